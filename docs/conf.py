@@ -1,7 +1,8 @@
-"""Sphinx's settings: Markdown pages by MyST, the reference from docstrings. `scripts/docs` builds them.
+"""Sphinx's settings: Markdown pages by MyST, the reference from docstrings. `scripts/docs` builds
+them.
 
-The source folder is the checkout, so that links between the README, these pages and the benchmarks' are the same here
-and where the code is hosted.
+The source folder is the checkout, so that links between the README, these pages and the benchmarks'
+are the same here and where the code is hosted.
 """
 
 import gzip
@@ -61,11 +62,13 @@ SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
 
 def show_pictures(lines: list[str]) -> list[str]:
-    """Return a docstring in which every indented block is shown as it stands, and no character has a second meaning.
+    """Return a docstring in which every indented block is shown as it stands, and no character has
+    a second meaning.
 
-    The docstrings are plain text: what is indented is a picture, a table or a program. In reStructuredText such a block
-    needs `::` before it, and lone asterisks, bars and underscores are markup. Napoleon's sections stay what they are;
-    a picture in them is indented further than their entries' continued lines.
+    The docstrings are plain text: what is indented is a picture, a table or a program. In
+    reStructuredText such a block needs `::` before it, and lone asterisks, bars and underscores are
+    markup. Napoleon's sections stay what they are; a picture in them is indented further than their
+    entries' continued lines.
     """
     out: list[str] = []
     section, at = False, 0
@@ -75,7 +78,9 @@ def show_pictures(lines: list[str]) -> list[str]:
         section = bool(SECTION.match(line)) or section and (depth > 0 or not line)
         after_blank = not out or not out[-1].strip()
         if after_blank and not section and depth == 0 and TABLE.search(line):
-            block = next((end for end in range(at, len(lines)) if not lines[end].strip()), len(lines))
+            block = next(
+                (end for end in range(at, len(lines)) if not lines[end].strip()), len(lines)
+            )
             if sum(bool(TABLE.search(text)) for text in lines[at:block]) * 2 > block - at:
                 out += ["::", "", *(f"    {text}" for text in lines[at:block]), ""]
                 at = block
@@ -84,7 +89,12 @@ def show_pictures(lines: list[str]) -> list[str]:
             block = at
             while block < len(lines) and (not lines[block].strip() or _depth(lines[block]) > 0):
                 block += 1
-            out += ["::", "", *(f"    {text}" if text.strip() else "" for text in lines[at:block]), ""]
+            out += [
+                "::",
+                "",
+                *(f"    {text}" if text.strip() else "" for text in lines[at:block]),
+                "",
+            ]
             section, at = False, block
             continue
         joined = bool(out) and bool(out[-1].strip()) and _depth(out[-1]) == 0 and not section
@@ -104,11 +114,14 @@ def _plain(line: str) -> str:
     """Escape what reStructuredText would read as markup, outside of backquotes."""
     parts = re.split(r"(`[^`]*`)", line)
     return "".join(
-        f"`{part}`" if number % 2 else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", part) for number, part in enumerate(parts)
+        f"`{part}`" if number % 2 else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", part)
+        for number, part in enumerate(parts)
     )
 
 
-def before_napoleon(app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]) -> None:
+def before_napoleon(
+    app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]
+) -> None:
     """Rewrite a docstring in place; Sphinx calls it for each."""
     lines[:] = show_pictures(lines)
     if what in ("data", "attribute"):
@@ -116,9 +129,17 @@ def before_napoleon(app: Any, what: str, name: str, object: Any, options: Any, l
 
 
 def shorten(
-    app: Any, what: str, name: str, object: Any, options: Any, signature: str | None, returned: str | None
+    app: Any,
+    what: str,
+    name: str,
+    object: Any,
+    options: Any,
+    signature: str | None,
+    returned: str | None,
 ) -> tuple[str | None, str | None]:
-    """Return a signature in which arrays are `Array`, as in the code, and not all that NumPy's types say."""
+    """Return a signature in which arrays are `Array`, as in the code, and not all that NumPy's
+    types say.
+    """
     short = [text and ARRAY.sub("Array", text) for text in (signature, returned)]
     return short[0], short[1]
 
@@ -134,43 +155,68 @@ def name_files(app: Any, tree: Any) -> None:
 
 
 def draw(name: str) -> str:
-    """Return what a lesson draws on 3 simulated ranks, or what "synchrony" names, as SVG in the colours of the page."""
+    """Return what a lesson draws on 3 simulated ranks, or what "synchrony" names, as SVG in the
+    colours of the page.
+    """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         made = draw_synchrony(Path(folder)) if name == "synchrony" else run_lesson(name)
         made.save(file := Path(folder) / "picture.svg")
         text = file.read_text()
     text = text[text.index("<svg") :].replace(INK, "var(--color-foreground-primary)")
-    text = re.sub(r'(<path [^>]*style="fill: )#ffffff', r"\1none", text).replace(PALE, "var(--color-background-border)")
+    text = re.sub(r'(<path [^>]*style="fill: )#ffffff', r"\1none", text).replace(
+        PALE, "var(--color-background-border)"
+    )
     shown = f'<svg role="img" aria-label="{html.escape(made.title)}" class="picture" '
-    return f'<div class="picture">{re.sub(r"<svg (?:(?:width|height)=.[0-9.]+pt. ?)*", shown, text, count=1)}</div>'
+    return (
+        "<div"
+        f' class="picture">{re.sub(r"<svg (?:(?:width|height)=.[0-9.]+pt. ?)*", shown, text, count=1)}</div>'
+    )
 
 
 def run_lesson(name: str) -> Picture:
     """Return what a lesson draws."""
     words, sys.argv = sys.argv, [name, "--simulate", "3"]
     try:
-        found = runpy.run_path(str(ROOT / "examples" / "lessons" / f"{name}.py"), run_name="__main__")
+        found = runpy.run_path(
+            str(ROOT / "examples" / "lessons" / f"{name}.py"), run_name="__main__"
+        )
     finally:
         sys.argv = words
     return found["picture"]
 
 
 def draw_synchrony(folder: Path) -> Picture:
-    """Return what 3 ranks do in their first steps, one of them slow, by each rule of who may go on."""
+    """Return what 3 ranks do in their first steps, one of them slow, by each rule of who may go
+    on.
+    """
     words = "--dataset digits --model mlp --max-steps 8 --eval-every 0 --trace --quiet --simulate 3"
     bars = []
     for rule in ("bsp", "ssp --staleness 2", "asp", "local --local-steps 4"):
         more = f"--sync {rule} --out {folder / rule[:3]}".split()
-        command = [sys.executable, "-m", "nnmpi.train", *words.split(), "--slow", "ms=10; rank=2,factor=3", *more]
+        command = [
+            sys.executable,
+            "-m",
+            "nnmpi.train",
+            *words.split(),
+            "--slow",
+            "ms=10; rank=2,factor=3",
+            *more,
+        ]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        rows = json.loads(gzip.decompress((folder / rule[:3] / "trace.json.gz").read_bytes()))["traceEvents"]
+        rows = json.loads(gzip.decompress((folder / rule[:3] / "trace.json.gz").read_bytes()))[
+            "traceEvents"
+        ]
         over = max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X")
         for rank in range(3):
             own = [row for row in rows if row["pid"] == rank and row["name"] == "slowed down"]
             busy = sorted((row["ts"], row["ts"] + row["dur"]) for row in own)
-            idle = [(a, b) for (_, a), (b, _) in pairwise([(0, 0), *busy, (over, over)]) if b - a > 100]
+            idle = [
+                (a, b) for (_, a), (b, _) in pairwise([(0, 0), *busy, (over, over)]) if b - a > 100
+            ]
             for kind, spans in (("waiting", idle), ("computing", busy)):
-                bars += [Bar(f"{rule.split()[0]}, rank {rank}", a / 1e3, b / 1e3, kind) for a, b in spans]
+                bars += [
+                    Bar(f"{rule.split()[0]}, rank {rank}", a / 1e3, b / 1e3, kind) for a, b in spans
+                ]
     return Picture("Who waits for whom: 8 steps of 3 ranks, rank 2 three times as slow", "ms", bars)
 
 
@@ -178,7 +224,8 @@ def write_pages(app: Any) -> None:
     """Write the pages that run, for those that embed them."""
     folder = Path(app.outdir) / "pages"
     first = (
-        '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><a href="docs/index.html">nnmpi</a>'
+        '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><a'
+        ' href="docs/index.html">nnmpi</a>'
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "index.html").write_text(f"{first}\n")

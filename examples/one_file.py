@@ -26,8 +26,9 @@ The parts, in the order in which they are read:
     ZeRO        the optimizer's state, and the update, of a part of the weights on each replica
     train       all of it, and beside it the serial run in eight lines
 
-NumPy computes and nnmpi carries messages; everything else is written out here. The package does the same with more
-layers, schedules and collectives, overlapped and checked: `python -m nnmpi.train --dp 2 --pp 2 --tp 2 --zero 1`.
+NumPy computes and nnmpi carries messages; everything else is written out here. The package does the
+same with more layers, schedules and collectives, overlapped and checked: `python -m nnmpi.train
+--dp 2 --pp 2 --tp 2 --zero 1`.
 """
 
 import argparse
@@ -37,15 +38,18 @@ import numpy as np
 
 import nnmpi
 
-FEATURES, WIDTH, HIDDEN, CLASSES = 20, 16, 45, 5  # of a sample; between blocks; within one; of labels
+# of a sample; between blocks; within one; of labels
+FEATURES, WIDTH, HIDDEN, CLASSES = 20, 16, 45, 5
 BATCH, MICROBATCHES, STEPS, RATE = 47, 4, 20, 0.01
 
 
-# ---- the tape --------------------------------------------------------------------------------------------------------
+# ---- the tape ------------------------------------------------------------------------------------
 
 
 class Tensor:
-    """An array, what it was computed from, and the function that takes its gradient to the parents' gradients."""
+    """An array, what it was computed from, and the function that takes its gradient to the parents'
+    gradients.
+    """
 
     def __init__(self, data, parents=(), pull=None):
         self.data, self.parents, self.pull, self.grad = data, parents, pull, None
@@ -97,11 +101,13 @@ def cross_entropy(scores, labels, rows):
     return Tensor(loss, (scores,), lambda g: (g * chances / rows,))
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 class Axis:
-    """This rank among the ranks along one axis of the mesh, numbered from 0; `sent` counts bytes."""
+    """This rank among the ranks along one axis of the mesh, numbered from 0; `sent` counts
+    bytes.
+    """
 
     def __init__(self, comm):
         self.comm, self.rank, self.size, self.sent, self.leaving = comm, comm.rank, comm.size, 0, []
@@ -124,18 +130,22 @@ class Axis:
         self.leaving = []
 
     def pass_on(self, array, shape):
-        """Send an array to the next rank of the ring; return the one that comes from the rank before."""
+        """Send an array to the next rank of the ring; return the one that comes from the rank
+        before.
+        """
         self.send(array, (self.rank + 1) % self.size)
         came = self.receive(shape, (self.rank - 1) % self.size)
         self.finish()
         return came
 
 
-# ---- the ring --------------------------------------------------------------------------------------------------------
+# ---- the ring ------------------------------------------------------------------------------------
 
 
 def reduce_scatter(chunks, axis):
-    """Let chunk r on rank r become the sum over all ranks: it goes once around, and each rank adds its own."""
+    """Let chunk r on rank r become the sum over all ranks: it goes once around, and each rank adds
+    its own.
+    """
     for i in range(axis.size - 1):
         out = (axis.rank - 1 - i) % axis.size
         chunks[out - 1] += axis.pass_on(chunks[out], chunks[out - 1].shape)
@@ -149,7 +159,9 @@ def all_gather(chunks, axis):
 
 
 def all_reduce(array, axis):
-    """Return the sum of an array over the ranks. Each sends about twice its bytes, however many ranks there are."""
+    """Return the sum of an array over the ranks. Each sends about twice its bytes, however many
+    ranks there are.
+    """
     total = array.flatten()
     chunks = np.array_split(total, axis.size)  # views
     reduce_scatter(chunks, axis)
@@ -157,7 +169,7 @@ def all_reduce(array, axis):
     return total.reshape(array.shape)
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 class Parameter(Tensor):
@@ -177,7 +189,10 @@ class Linear:
     """x @ w + b, whole on every rank of the tensor axis."""
 
     def __init__(self, seed, inputs, outputs):
-        self.parameters = Parameter(normal([seed, 0], inputs, outputs)), Parameter(np.zeros(outputs))
+        self.parameters = (
+            Parameter(normal([seed, 0], inputs, outputs)),
+            Parameter(np.zeros(outputs)),
+        )
 
     def __call__(self, x):
         w, b = self.parameters
@@ -185,7 +200,8 @@ class Linear:
 
 
 class Block:
-    """x + relu(x @ w1 + b1) @ w2 + b2, its hidden units shared out over the tensor axis (Shoeybi et al., 2019).
+    """x + relu(x @ w1 + b1) @ w2 + b2, its hidden units shared out over the tensor axis (Shoeybi et
+    al., 2019).
 
     x --enter--> x @ [w1: own columns] --> relu --> @ [w2: own rows] --leave--> + b2 + x
         |                                                              |
@@ -210,7 +226,11 @@ class Block:
 
 def make_layers(tensor):
     """Return the model's layers with this rank's parts of the weights."""
-    return [Linear(0, FEATURES, WIDTH), *(Block(seed, tensor) for seed in (1, 2, 3)), Linear(4, WIDTH, CLASSES)]
+    return [
+        Linear(0, FEATURES, WIDTH),
+        *(Block(seed, tensor) for seed in (1, 2, 3)),
+        Linear(4, WIDTH, CLASSES),
+    ]
 
 
 def forward(layers, x):
@@ -220,13 +240,15 @@ def forward(layers, x):
     return x
 
 
-# ---- the pipeline ----------------------------------------------------------------------------------------------------
+# ---- the pipeline --------------------------------------------------------------------------------
 
 
 def one_f_one_b(stage, stages, microbatches):
-    """Return the order of a stage's passes: some forwards, then one forward and one backward in turns, then the rest.
+    """Return the order of a stage's passes: some forwards, then one forward and one backward in
+    turns, then the rest.
 
-    So a stage holds the activations of at most `stages - stage` microbatches (Narayanan et al., 2019):
+    So a stage holds the activations of at most `stages - stage` microbatches (Narayanan et al.,
+    2019):
 
         stage 0    F0 F1 .  B0 F2 B1 F3 B2 .  B3
         stage 1    .  F0 B0 F1 B1 F2 B2 F3 B3 .
@@ -237,7 +259,9 @@ def one_f_one_b(stage, stages, microbatches):
 
 
 def run_stage(layers, stages, inputs, labels):
-    """Take a replica's microbatches through this rank's stage; return the loss and the most microbatches held."""
+    """Take a replica's microbatches through this rank's stage; return the loss and the most
+    microbatches held.
+    """
     first, last, held, loss, most = stages.rank == 0, stages.rank == stages.size - 1, {}, 0.0, 0
     for kind, m in one_f_one_b(stages.rank, stages.size, len(inputs)):
         shape = len(inputs[m]), WIDTH
@@ -260,11 +284,12 @@ def run_stage(layers, stages, inputs, labels):
     return loss, most
 
 
-# ---- ZeRO ------------------------------------------------------------------------------------------------------------
+# ---- ZeRO ----------------------------------------------------------------------------------------
 
 
 class Zero:
-    """Adam whose moments are shared out: each replica keeps, and updates, one part (Rajbhandari et al., 2020).
+    """Adam whose moments are shared out: each replica keeps, and updates, one part (Rajbhandari et
+    al., 2020).
 
     gradients, in a row     [ a | b ]  [ a | b ]     reduce-scatter: the sum of part r at replica r
     update                  [ A |   ]  [   | B ]     with moments of that part alone
@@ -282,19 +307,26 @@ class Zero:
 
     def step(self):
         """Sum the gradients over the replicas, and update (Kingma and Ba, 2015)."""
-        chunks = np.array_split(np.concatenate([each.grad.ravel() for each in self.parameters]), self.replicas.size)
+        chunks = np.array_split(
+            np.concatenate([each.grad.ravel() for each in self.parameters]), self.replicas.size
+        )
         reduce_scatter(chunks, self.replicas)
         grad, self.steps = chunks[self.replicas.rank], self.steps + 1
-        for moment, value, decay in zip(self.moments, (grad, grad * grad), (0.9, 0.999), strict=True):
+        for moment, value, decay in zip(
+            self.moments, (grad, grad * grad), (0.9, 0.999), strict=True
+        ):
             moment += (1 - decay) * (value - moment)
-        mean, square = self.moments[0] / (1 - 0.9**self.steps), self.moments[1] / (1 - 0.999**self.steps)
+        mean, square = (
+            self.moments[0] / (1 - 0.9**self.steps),
+            self.moments[1] / (1 - 0.999**self.steps),
+        )
         self.own -= RATE * mean / (square**0.5 + 1e-8)
         all_gather(np.array_split(self.weights, self.replicas.size), self.replicas)
         for each in self.parameters:
             each.grad = None
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def batch(step):
@@ -318,10 +350,13 @@ def serial(comm):
 
 
 def train(group, dp, pp, tp):
-    """Train on dp x pp x tp ranks; compare with the serial run; return a line on this rank, and its losses."""
+    """Train on dp x pp x tp ranks; compare with the serial run; return a line on this rank, and its
+    losses.
+    """
     d, p, t = np.unravel_index(group.rank, (dp, pp, tp))
     replicas, stages, tensor = (  # the ranks that differ from this one in a single coordinate
-        Axis(group.comm.split(int(color), group.rank)) for color in (p * tp + t, d * tp + t, d * pp + p)
+        Axis(group.comm.split(int(color), group.rank))
+        for color in (p * tp + t, d * tp + t, d * pp + p)
     )
     own = np.array_split(np.arange(5), pp)[p]
     layers = [make_layers(tensor)[i] for i in own]
@@ -329,7 +364,9 @@ def train(group, dp, pp, tp):
     optimizer, losses, most = Zero(parameters, replicas), [], 0
     for step in range(STEPS):
         x, labels = (np.array_split(each, dp)[d] for each in batch(step))
-        loss, held = run_stage(layers, stages, np.array_split(x, MICROBATCHES), np.array_split(labels, MICROBATCHES))
+        loss, held = run_stage(
+            layers, stages, np.array_split(x, MICROBATCHES), np.array_split(labels, MICROBATCHES)
+        )
         optimizer.step()
         losses.append(all_reduce(np.array([loss]), replicas)[0])
         most = max(most, held)
@@ -343,17 +380,29 @@ def train(group, dp, pp, tp):
 
     sent = " ".join(f"{axis.sent / STEPS:9,.0f}" for axis in (replicas, stages, tensor))
     where, layer_range = f"{group.rank:4}   {d} {p} {t}", f"{own[0]}-{own[-1]}"
-    line = f"{where}   {layer_range:>6} {optimizer.weights.size:8} {optimizer.moments.size:7} {most:6}   {sent}"
+    line = (
+        f"{where}   {layer_range:>6} {optimizer.weights.size:8} {optimizer.moments.size:7} {most:6}"
+        f"   {sent}"
+    )
     return line, losses
 
 
 def main(group, dp=2, pp=2, tp=2):
-    """Train, and print what each rank held and sent; an AssertionError says that a weight differs."""
+    """Train, and print what each rank held and sent; an AssertionError says that a weight
+    differs.
+    """
     lines, losses = zip(*group.gather(train(group, dp, pp, tp)), strict=True)
     if group.is_root:
         print("                  numbers held                bytes sent in a step, by axis")
-        print("rank   d p t   layers  weights moments in flight      data  pipeline    tensor", *lines, sep="\n")
-        print(f"dp {dp} x pp {pp} x tp {tp}: equal to the serial run after {STEPS} steps, in every weight")
+        print(
+            "rank   d p t   layers  weights moments in flight      data  pipeline    tensor",
+            *lines,
+            sep="\n",
+        )
+        print(
+            f"dp {dp} x pp {pp} x tp {tp}: equal to the serial run after {STEPS} steps, in every"
+            " weight"
+        )
         print(f"loss {losses[-1][0]:.3f} in the first step, {losses[-1][-1]:.3f} in the last")
 
 
@@ -371,4 +420,6 @@ if __name__ == "__main__":
     elif group.size == ranks:
         main(group, **layout)
     else:
-        raise SystemExit(f"this layout needs mpirun -n {ranks}, not {group.size}" if group.is_root else 1)
+        raise SystemExit(
+            f"this layout needs mpirun -n {ranks}, not {group.size}" if group.is_root else 1
+        )

@@ -7,7 +7,8 @@
     model = models.cnn((28, 28, 1), 10).initialize(seed=0)
     worker = nnmpi.Worker(model, optim.Adam(model.storage), group)
 
-MPI is started by `start()` and not by the import: the engine alone (`Tensor`, `nn`, `ops`, `optim`) needs no MPI.
+MPI is started by `start()` and not by the import: the engine alone (`Tensor`, `nn`, `ops`, `optim`)
+needs no MPI.
 """
 
 from difflib import get_close_matches
@@ -21,7 +22,19 @@ from nnmpi.version import VERSION
 limit_threads()  # must come before NumPy is loaded
 
 if TYPE_CHECKING:
-    from nnmpi import backend, comm, data, exercise, memory, models, nn, ops, optim, parallel, tensor
+    from nnmpi import (
+        backend,
+        comm,
+        data,
+        exercise,
+        memory,
+        models,
+        nn,
+        ops,
+        optim,
+        parallel,
+        tensor,
+    )
     from nnmpi.backend.kernels import jit
     from nnmpi.backend.precision import use_precision
     from nnmpi.comm.group import Group
@@ -76,7 +89,8 @@ __all__ = [
     "use_precision",
 ]
 
-# What is imported when it is first used: a program that proves a collective needs no engine, and the engine no MPI.
+# What is imported when it is first used: a program that proves a collective needs no engine, and
+# the engine no MPI.
 _WHEN_USED = {
     "DataParallel": "nnmpi.parallel.data",
     "GradientExchange": "nnmpi.compose.layout",
@@ -99,7 +113,19 @@ _WHEN_USED = {
     "start": "nnmpi.comm.mpi.start",
     "use_precision": "nnmpi.backend.precision",
 }
-_PACKAGES = ("backend", "comm", "data", "exercise", "memory", "models", "nn", "ops", "optim", "parallel", "tensor")
+_PACKAGES = (
+    "backend",
+    "comm",
+    "data",
+    "exercise",
+    "memory",
+    "models",
+    "nn",
+    "ops",
+    "optim",
+    "parallel",
+    "tensor",
+)
 
 
 def __dir__() -> list[str]:
@@ -109,7 +135,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _WHEN_USED:
-        value = globals()[name] = getattr(import_module(_WHEN_USED[name]), name)  # the next look does not come here
+        # the next look does not come here
+        value = globals()[name] = getattr(import_module(_WHEN_USED[name]), name)
         return value
     if name in _PACKAGES:
         return import_module(f"nnmpi.{name}")

@@ -18,8 +18,13 @@ COMMANDS = {
     "speedup": "strong and weak scaling on real or simulated ranks, as a table and a picture",
     "comm": "prove, price, draw and simulate collectives; fit a cost model",
     "schedule": "draw and simulate pipeline schedules",
-    "simrun": "run a program written for mpi4py on simulated ranks; deadlocks and other mistakes with their lines",
-    "exercise": "exercises, and a checker that says which chunk, which rank, after which step is wrong",
+    "simrun": (
+        "run a program written for mpi4py on simulated ranks; deadlocks and other mistakes with"
+        " their lines"
+    ),
+    "exercise": (
+        "exercises, and a checker that says which chunk, which rank, after which step is wrong"
+    ),
     "grade": "grade solutions of exercises, one or a class; for Gradescope, Classroom 50, JUnit",
     "memory": "draw and price plans of what is computed again within a budget of bytes",
 }

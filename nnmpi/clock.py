@@ -1,7 +1,9 @@
-"""What time it is, and sleeping: by the computer's clock, or by the simulated one of a simulated rank.
+"""What time it is, and sleeping: by the computer's clock, or by the simulated one of a simulated
+rank.
 
-Whoever measures how long something takes, or waits for a while, does so by these two; then the same program reports the
-seconds of the world that it is in. Not meant: time limits for files and other programs, whose clock is the wall's.
+Whoever measures how long something takes, or waits for a while, does so by these two; then the same
+program reports the seconds of the world that it is in. Not meant: time limits for files and other
+programs, whose clock is the wall's.
 """
 
 import time
@@ -21,7 +23,9 @@ class TimeSource(Protocol):
         """Return when so much time has passed."""
 
     def reproducible(self, seconds: float) -> float:
-        """Return the part of a measured time that would be the same in another run; see `reproducible` below."""
+        """Return the part of a measured time that would be the same in another run; see
+        `reproducible` below.
+        """
 
 
 _clock: ContextVar[TimeSource | None] = ContextVar("nnmpi_clock", default=None)
@@ -34,7 +38,9 @@ def now() -> float:
 
 
 def calendar() -> float:
-    """Return the seconds since the beginning of 1970; by a simulated clock, since the beginning of its run."""
+    """Return the seconds since the beginning of 1970; by a simulated clock, since the beginning of
+    its run.
+    """
     clock = _clock.get()
     return time.time() if clock is None else clock.now()
 
@@ -49,9 +55,11 @@ def sleep(seconds: float) -> None:
 
 
 def reproducible(seconds: float) -> float:
-    """Return a measured time for a decision about what is computed or sent: 0.0 where such must not hang on it.
+    """Return a measured time for a decision about what is computed or sent: 0.0 where such must not
+    hang on it.
 
-    A simulated run can be repeated by its seed, so there nothing may be decided by a time that is measured for real.
+    A simulated run can be repeated by its seed, so there nothing may be decided by a time that is
+    measured for real.
     """
     clock = _clock.get()
     return seconds if clock is None else clock.reproducible(seconds)

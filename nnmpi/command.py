@@ -1,6 +1,8 @@
-"""What the package's commands have in common: how options are read, how help is asked for, and who of a job speaks.
+"""What the package's commands have in common: how options are read, how help is asked for, and who
+of a job speaks.
 
-The options of a large command are the fields of dataclasses, one dataclass for each group in the help:
+The options of a large command are the fields of dataclasses, one dataclass for each group in the
+help:
 
     @dataclass(frozen=True)
     class ModelConfig:
@@ -12,8 +14,9 @@ The options of a large command are the fields of dataclasses, one dataclass for 
         jit: Switch = "auto"                                  --jit, --no-jit, --jit auto
         clip: float | None = None                             --clip 0.5, --clip None
 
-`options_of` lists them, `read_words` reads a command line, `convert` checks a value that comes from a file. Smaller
-commands have a `Parser`: argparse, with the package's errors and the width of its help.
+`options_of` lists them, `read_words` reads a command line, `convert` checks a value that comes from
+a file. Smaller commands have a `Parser`: argparse, with the package's errors and the width of its
+help.
 """
 
 import argparse
@@ -32,7 +35,17 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent, wrap
-from typing import Any, Literal, NoReturn, TextIO, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NoReturn,
+    TextIO,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from unicodedata import category
 
 from nnmpi.custom import Custom
@@ -42,15 +55,18 @@ from nnmpi.launcher import read_launch
 from nnmpi.units import Bytes, Every, format_duration
 from nnmpi.version import VERSION
 
-Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
+# what the program decides unless it is switched on or off
+Switch: TypeAlias = Literal["auto", "on", "off"]
 
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
-FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)  # not a negative number, nor a text with a dash first
+# not a negative number, nor a text with a dash first
+FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
 EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 MOST_DIGITS = 12  # of a number of ranks, layers, microbatches
 HELP_INDENT = 26  # where the explanations begin
 
-PLAIN: Mapping[Any, tuple[str, str]] = {  # types of options: how the help has a value, and what it is in a sentence
+# types of options: how the help has a value, and what it is in a sentence
+PLAIN: Mapping[Any, tuple[str, str]] = {
     bool: ("", "true or false"),
     int: ("INT", "a whole number"),
     float: ("NUMBER", "a number"),
@@ -61,7 +77,8 @@ PLAIN: Mapping[Any, tuple[str, str]] = {  # types of options: how the help has a
     Every: ("EVERY", "a number of epochs, or of steps, such as 100steps"),
 }
 
-HABITS = {  # what other programs call what is called otherwise here: who comes from there looks for these
+# what other programs call what is called otherwise here: who comes from there looks for these
+HABITS = {
     **dict.fromkeys(("num_epochs", "n_epochs"), "epochs"),
     **dict.fromkeys(("out_dir", "output_dir"), "out"),
     "learning_rate": "lr",
@@ -70,7 +87,9 @@ HABITS = {  # what other programs call what is called otherwise here: who comes 
     "data_path": "data_dir",
     **dict.fromkeys(("lr_scheduler", "scheduler"), "lr_schedule"),
     "schedule": "lr_schedule pipeline",
-    **dict.fromkeys(("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta", "fit"), "network"),
+    **dict.fromkeys(
+        ("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta", "fit"), "network"
+    ),
     "message_ms": "network",
     "optim": "optimizer",
     "workers": "dp",
@@ -79,13 +98,16 @@ HABITS = {  # what other programs call what is called otherwise here: who comes 
 
 
 class _Help(argparse.HelpFormatter):
-    """argparse's help, as wide as that of the large commands; examples in a description stay lines of their own."""
+    """argparse's help, as wide as that of the large commands; examples in a description stay lines
+    of their own.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=HELP_WIDTH)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        text = re.sub(r"^`[^`]*`: ", "", text.strip())  # of a module's docstring: the usage names the command
+        # of a module's docstring: the usage names the command
+        text = re.sub(r"^`[^`]*`: ", "", text.strip())
         return folded(text[:1].upper() + text[1:])
 
 
@@ -99,14 +121,27 @@ class Parser(argparse.ArgumentParser):
         try:
             return action.type(arg_string) if callable(action.type) else arg_string
         except ValueError as error:  # of int and float without a sentence
-            wrong = f"{arg_string!r} is not {PLAIN[action.type][1]}" if action.type in PLAIN else str(error)
+            wrong = (
+                f"{arg_string!r} is not {PLAIN[action.type][1]}"
+                if action.type in PLAIN
+                else str(error)
+            )
             raise argparse.ArgumentError(action, wrong) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse names that another option has now, before anything is missed; else do what argparse does."""
-        known, others = self._option_string_actions, any(each.nargs == argparse.REMAINDER for each in self._actions)
+        """Refuse names that another option has now, before anything is missed; else do what
+        argparse does.
+        """
+        known, others = (
+            self._option_string_actions,
+            any(each.nargs == argparse.REMAINDER for each in self._actions),
+        )
         for written in [] if others else [word.partition("=")[0] for word in args or ()]:
-            habit = written.startswith("--") and written not in known and written[2:].replace("-", "_") in HABITS
+            habit = (
+                written.startswith("--")
+                and written not in known
+                and written[2:].replace("-", "_") in HABITS
+            )
             if habit and (near := suggest(written, known)):
                 self.error(f"{written} is not an option{near}")
         return super().parse_known_args(args, namespace)
@@ -117,12 +152,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def folded(text: str) -> str:
-    """Return a text with its paragraphs wrapped to the width of the help; lines that are examples stay as they are."""
+    """Return a text with its paragraphs wrapped to the width of the help; lines that are examples
+    stay as they are.
+    """
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
         lines = paragraph.split("\n")
         examples = all(line.startswith(EXAMPLE) for line in lines)
-        paragraphs.append(paragraph if examples else "\n".join(wrap(paragraph, HELP_WIDTH, break_on_hyphens=False)))
+        paragraphs.append(
+            paragraph
+            if examples
+            else "\n".join(wrap(paragraph, HELP_WIDTH, break_on_hyphens=False))
+        )
     return "\n\n".join(paragraphs)
 
 
@@ -149,9 +190,15 @@ def foretell(what: str, seconds: float) -> None:
         UsageError: where nobody would wait for it, and it would not fit into memory either.
     """
     if seconds > MOST_S:
-        raise UsageError(f"{what} would take {format_duration(min(seconds, 1e9))} or so; ask for fewer")
+        raise UsageError(
+            f"{what} would take {format_duration(min(seconds, 1e9))} or so; ask for fewer"
+        )
     if seconds > LONG_S:
-        print(f"nnmpi: {what} takes about {format_duration(seconds)}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        print(
+            f"nnmpi: {what} takes about {format_duration(seconds)}; Ctrl-C ends it",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -179,7 +226,9 @@ class Option:
 
     @property
     def negation(self) -> str | None:
-        """The word that switches the option off, such as `--no-normalize`; None for an option that takes values."""
+        """The word that switches the option off, such as `--no-normalize`; None for an option that
+        takes values.
+        """
         return f"--no-{self.flag[2:]}" if self.type is bool or is_switch(self.type) else None
 
 
@@ -195,17 +244,22 @@ def options_of(section: type) -> list[Option]:
 
 
 def read_words(
-    words: Sequence[str], options: Sequence[Option], program: str, description: str, first: Collection[str] = ()
+    words: Sequence[str],
+    options: Sequence[Option],
+    program: str,
+    description: str,
+    first: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the values of those options that stand on the command line, by name. The last of several counts.
+    """Return the values of those options that stand on the command line, by name. The last of
+    several counts.
 
     Args:
         words: of the command line, without the program.
         options: all that the command knows. Names may be written with dashes or underscores.
         program: how the command is called, for its help.
         description: what the command does, for its help.
-        first: options by name that --help prints, where it does not print all: then `--help all` does that, and
-            `--help NAME` prints the group of an option.
+        first: options by name that --help prints, where it does not print all: then `--help all`
+            does that, and `--help NAME` prints the group of an option.
 
     Raises:
         HelpAsked: for -h or --help, whatever is wrong with the other words but the name behind it.
@@ -216,9 +270,15 @@ def read_words(
         raise HelpAsked(_help_on((*words, "")[place + 1], options, program, description, first))
     if "--version" in words:
         raise HelpAsked(f"nnmpi {VERSION}")
-    known = {flag: option for option in options for flag in (option.flag, option.negation) if flag is not None}
+    known = {
+        flag: option
+        for option in options
+        for flag in (option.flag, option.negation)
+        if flag is not None
+    }
     taken: dict[str, tuple[str, list[str]]] = {}
-    behind: list[str] | None = None  # how many words an option takes is found later, with a sentence on its type
+    # how many words an option takes is found later, with a sentence on its type
+    behind: list[str] | None = None
     for word in words:
         parts = FLAG.fullmatch(word)
         written, value = parts.groups() if parts else (word, None)
@@ -230,15 +290,19 @@ def read_words(
             raise UsageError(f"{shortened(written)} is not an option{near}")
         else:
             behind.append(word)
-    return {option.name: _read(option, *taken[option.name]) for option in options if option.name in taken}
+    return {
+        option.name: _read(option, *taken[option.name])
+        for option in options
+        if option.name in taken
+    }
 
 
 def convert(value: Any, option: Option, where: str) -> Any:
     """Return what a value from a file means: what it would mean on the command line.
 
     Args:
-        value: as JSON and TOML know it; a list stands for several words, and true and false for the option and its
-            negation.
+        value: as JSON and TOML know it; a list stands for several words, and true and false for the
+            option and its negation.
         option: whose value it is.
         where: the file and the name in it, for the message.
 
@@ -266,16 +330,23 @@ def is_switch(kind: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """Return a type in words, such as "a whole number or "full"", for a sentence about a wrong value."""
+    """Return a type in words, such as "a whole number or "full"", for a sentence about a wrong
+    value.
+    """
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe(kind) for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint)) if len(get_args(hint)) > 1 else f'"{get_args(hint)[0]}"'
+        return (
+            "one of " + ", ".join(get_args(hint))
+            if len(get_args(hint)) > 1
+            else f'"{get_args(hint)[0]}"'
+        )
     return "a list of whole numbers" if get_origin(hint) is tuple else PLAIN[hint][1]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the known names nearest to this one, or nothing when none is near.
+    """Return "; did you mean ...?" with the known names nearest to this one, or nothing when none
+    is near.
 
     Dashes and underscores are alike.
     """
@@ -283,11 +354,16 @@ def suggest(name: str, known: Iterable[str]) -> str:
     name = name.lstrip("-").replace("-", "_")
     meant = [each for each in HABITS.get(name, "").split() if each in plain]
     near = meant or difflib.get_close_matches(name, plain, n=3, cutoff=0.65)
-    return f"; did you mean {' or '.join(plain[each].replace('_', '-') for each in near)}?" if near else ""
+    return (
+        f"; did you mean {' or '.join(plain[each].replace('_', '-') for each in near)}?"
+        if near
+        else ""
+    )
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that would steer a terminal, as names of files and answers of servers may.
+    """Return a text without characters that would steer a terminal, as names of files and answers
+    of servers may.
 
     Spaces of other widths and what joins letters steer nothing: texts in many languages have them.
     """
@@ -295,12 +371,14 @@ def printable(text: str) -> str:
         return text
     kept = "\n\t\u200c\u200d"
     return "".join(
-        each if each in kept or each.isprintable() or category(each) == "Zs" else ascii(each)[1:-1] for each in text
+        each if each in kept or each.isprintable() or category(each) == "Zs" else ascii(each)[1:-1]
+        for each in text
     )
 
 
 def say(main: Callable[[Sequence[str]], str]) -> int:
-    """Print what a command has to say of the words behind its name, or one sentence that says what is wrong.
+    """Print what a command has to say of the words behind its name, or one sentence that says what
+    is wrong.
 
     Of the ranks of a job the first one speaks, of help too.
 
@@ -311,7 +389,8 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
     speaks = launch is None or launch.rank == 0
     console = Console(quiet=not speaks)
     try:
-        with nullcontext() if speaks else redirect_stdout(StringIO()):  # argparse prints its help by itself
+        with nullcontext() if speaks else redirect_stdout(StringIO()):
+            # argparse prints its help by itself
             try:
                 text = main(sys.argv[1:])
             except HelpAsked as asked:
@@ -328,7 +407,8 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
 
 
 def program_words(description: str, *more: tuple[str, Mapping[str, Any]]) -> argparse.Namespace:
-    """Return what stands behind a small program's name: `simulate`, a number of ranks or None, and more of its own.
+    """Return what stands behind a small program's name: `simulate`, a number of ranks or None, and
+    more of its own.
 
     Help and a sentence on a wrong word end the program.
 
@@ -337,7 +417,9 @@ def program_words(description: str, *more: tuple[str, Mapping[str, Any]]) -> arg
         more: its own words, each with what argparse has to know of it.
     """
     parser, given = Parser(description=description), argparse.Namespace()
-    parser.add_argument("--simulate", type=positive_count, metavar="RANKS", help="on so many ranks of this process")
+    parser.add_argument(
+        "--simulate", type=positive_count, metavar="RANKS", help="on so many ranks of this process"
+    )
     for word, how in more:
         parser.add_argument(word, **how)
     if status := say(lambda words: "" * bool(parser.parse_args(words, given))):
@@ -348,13 +430,15 @@ def program_words(description: str, *more: tuple[str, Mapping[str, Any]]) -> arg
 class Console:
     """Prints lines on one rank and nothing on the others.
 
-    A reader that goes away (`| head`, a closed session), or a full disk, ends the printing, not the training.
+    A reader that goes away (`| head`, a closed session), or a full disk, ends the printing, not the
+    training.
     """
 
     def __init__(self, quiet: bool, stream: TextIO | None = None) -> None:
         """Print to `stream` (standard output when None) unless `quiet`."""
         self._stream = sys.stdout if stream is None else stream
-        self._quiet = quiet or self._stream is None  # Python has no standard output when it was closed before the start
+        # Python has no standard output when it was closed before the start
+        self._quiet = quiet or self._stream is None
         self._copy: TextIO | None = None
         self._lost: OSError | None = None
 
@@ -383,17 +467,23 @@ class Console:
                 self._copy.flush()
         if self._quiet:
             return
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # the system's, which may not have all letters
+        # the system's, which may not have all letters
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             for line in lines:
-                print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=self._stream)
+                print(
+                    printable(line).encode(encoding, "backslashreplace").decode(encoding),
+                    file=self._stream,
+                )
             self._stream.flush()
-        except (OSError, ValueError) as error:  # no reader, a full disk; ValueError: the stream is closed
+        except (OSError, ValueError) as error:
+            # no reader, a full disk; ValueError: the stream is closed
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 self._lost = error
             self._quiet = True
             with suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python would try once more at the end, and fail
+                # else Python would try once more at the end, and fail
+                nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
 
@@ -421,11 +511,14 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
     off = option.negation is not None and written.replace("_", "-") == option.negation
     if off or option.type is bool:
         if words:
-            raise UsageError(f"{written} takes no value, but {shortened(' '.join(words))} follows it")
+            raise UsageError(
+                f"{written} takes no value, but {shortened(' '.join(words))} follows it"
+            )
         return not off if option.type is bool else "off"
     if is_switch(option.type) and not words:
         return "on"
-    if Path in kinds(option.type) and list(words) == [""]:  # an unset variable of a script; Path("") is this folder
+    if Path in kinds(option.type) and list(words) == [""]:
+        # an unset variable of a script; Path("") is this folder
         raise UsageError(f"{written} is empty; give a path, or leave {written} out")
     # None first: where text is a value too, the word None still means none.
     for kind in sorted(kinds(option.type), key=lambda kind: kind is not type(None)):
@@ -452,23 +545,36 @@ def _read_as(kind: Any, words: Sequence[str]) -> Any:
     return kind(word)
 
 
-def _help_on(topic: str, options: Sequence[Option], program: str, description: str, first: Collection[str]) -> str:
+def _help_on(
+    topic: str, options: Sequence[Option], program: str, description: str, first: Collection[str]
+) -> str:
     """Return the help on what the word behind --help says, if it says anything."""
     by_name = {option.name: option for option in options}
     name = topic.replace("-", "_")
     if name in by_name:
-        return _format_help([each for each in options if each.section is by_name[name].section], program, description)
+        return _format_help(
+            [each for each in options if each.section is by_name[name].section],
+            program,
+            description,
+        )
     if topic == "all" or not first:
         return _format_help(options, program, description)
     if topic and not topic.startswith("-"):
-        raise UsageError(f"--help {shortened(topic)}: there is no such option{suggest(topic, by_name)}")
+        raise UsageError(
+            f"--help {shortened(topic)}: there is no such option{suggest(topic, by_name)}"
+        )
     shown = [option for option in options if option.name in first]
-    more = f"{len(options)} options in all: --help all; with those beside an option: --help NAME, such as --help pp"
+    more = (
+        f"{len(options)} options in all: --help all; with those beside an option: --help NAME, such"
+        " as --help pp"
+    )
     return f"{_format_help(shown, program, description)}\n\n{more}"
 
 
 def _format_help(options: Sequence[Option], program: str, description: str) -> str:
-    """Return the help: every option with its form, explanation and default, in the groups of its dataclasses."""
+    """Return the help: every option with its form, explanation and default, in the groups of its
+    dataclasses.
+    """
     lines = [
         f"usage: {program} [-h] [OPTIONS]",
         "",
@@ -488,7 +594,9 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
 
 
 def entry(form: str, text: str) -> list[str]:
-    """Return an option's form with the explanation beside it, or below it where the form is long."""
+    """Return an option's form with the explanation beside it, or below it where the form is
+    long.
+    """
     texts = wrap(text, HELP_WIDTH - HELP_INDENT, break_on_hyphens=False)
     first = f"  {form}"
     beside = [f"{first:<{HELP_INDENT}}{texts.pop(0)}"] if len(first) < HELP_INDENT - 1 else [first]
@@ -496,7 +604,9 @@ def entry(form: str, text: str) -> list[str]:
 
 
 def _form(option: Option) -> str:
-    """Return how the option is written: `--lr NUMBER`, `--jit, --no-jit`, `--quick [auto|on|off], --no-quick`."""
+    """Return how the option is written: `--lr NUMBER`, `--jit, --no-jit`, `--quick [auto|on|off],
+    --no-quick`.
+    """
     if option.type is bool:
         return f"{option.flag}, {option.negation}"
     shapes = []
@@ -511,7 +621,9 @@ def _form(option: Option) -> str:
 
 
 def _show_default(option: Option, text: str) -> str:
-    """Return the default in brackets; nothing where the explanation itself says what happens without the option."""
+    """Return the default in brackets; nothing where the explanation itself says what happens
+    without the option.
+    """
     value = option.default
     if value is None or value == "":
         return "" if "default" in text or "without" in text.lower() else " (default: none)"
@@ -521,7 +633,9 @@ def _show_default(option: Option, text: str) -> str:
 
 
 def _field_docstrings(section: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass. Python drops them, so they are read in its source."""
+    """Return the docstring below each field of a dataclass. Python drops them, so they are read in
+    its source.
+    """
     (body,) = ast.parse(dedent(inspect.getsource(section))).body
     assert isinstance(body, ast.ClassDef)
     return {

@@ -1,7 +1,8 @@
-"""What users write themselves, by its name on the command line: FILE.py:NAME or package.module:NAME.
+"""What users write themselves, by its name on the command line: FILE.py:NAME or
+package.module:NAME.
 
-Wherever a command takes the name of an algorithm, schedule, optimizer, loss, data set or model, it takes such a
-name, too; in the library the function itself stands in its place.
+Wherever a command takes the name of an algorithm, schedule, optimizer, loss, data set or model, it
+takes such a name, too; in the library the function itself stands in its place.
 """
 
 import importlib
@@ -39,7 +40,9 @@ def is_custom(name: object) -> bool:
 
 def is_foreign(name: object) -> bool:
     """Return whether this is the name of something outside of nnmpi."""
-    return is_custom(name) and (str(name).partition(":")[0].endswith(".py") or not str(name).startswith("nnmpi."))
+    return is_custom(name) and (
+        str(name).partition(":")[0].endswith(".py") or not str(name).startswith("nnmpi.")
+    )
 
 
 def short_name(name: str) -> str:
@@ -52,13 +55,16 @@ def short_name(name: str) -> str:
 
 
 def custom_file(name: object) -> Path | None:
-    """Return the file that the name is in; None for other names, and for one in an installed module."""
+    """Return the file that the name is in; None for other names, and for one in an installed
+    module.
+    """
     source = Path(str(name).rpartition(":")[0])
     return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
 
 
 def load_custom(name: str, option: str, wanted: str) -> Any:
-    """Return the function (or class) of this name; of the name of something of nnmpi's the name itself.
+    """Return the function (or class) of this name; of the name of something of nnmpi's the name
+    itself.
 
     Args:
         name: FILE.py:NAME or package.module:NAME, or another.
@@ -72,10 +78,14 @@ def load_custom(name: str, option: str, wanted: str) -> Any:
         return name
     source, _, function = name.rpartition(":")
     given = f"{option} {name}"
-    module = load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
+    module = (
+        load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
+    )
     found = getattr(module, function, None)
     if not callable(found):
-        raise UsageError(f"{given}: {source} has no function {function!r}; define {function}{wanted}")
+        raise UsageError(
+            f"{given}: {source} has no function {function!r}; define {function}{wanted}"
+        )
     return found
 
 
@@ -94,11 +104,14 @@ def call_custom(name: str, option: str, wanted: str, *values: Any) -> Any:
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # from within the function
-        raise UsageError(f"{option} {name}: {error}; define {name.rpartition(':')[2]}{wanted}") from None
+        raise UsageError(
+            f"{option} {name}: {error}; define {name.rpartition(':')[2]}{wanted}"
+        ) from None
 
 
 def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tuple[Any, ...]:
-    """Return what a function that anybody may have written gives for these values: steps, or instructions.
+    """Return what a function that anybody may have written gives for these values: steps, or
+    instructions.
 
     Args:
         function: gives some of them.
@@ -118,13 +131,16 @@ def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tup
     for each in given:
         if not isinstance(each, kind):
             raise ScheduleError(
-                f"{called(function, values)} gives a {type(each).__name__}; give a tuple of {kind.__name__}"
+                f"{called(function, values)} gives a {type(each).__name__}; give a tuple of"
+                f" {kind.__name__}"
             )
     return given
 
 
 def name_of(named: Any) -> str:
-    """Return the name of what is chosen by name: the name itself; of a function that a user wrote that one's."""
+    """Return the name of what is chosen by name: the name itself; of a function that a user wrote
+    that one's.
+    """
     return named if isinstance(named, str) else getattr(named, "__name__", type(named).__name__)
 
 
@@ -134,13 +150,23 @@ def called(function: Callable[..., Any], shown: Iterable[Any]) -> str:
 
 
 def fault(function: Callable[..., Any], shown: Iterable[Any], error: BaseException) -> str:
-    """Return in a sentence which exception a function raised, for which values and in which of its lines."""
-    return raised(called(function, shown), getattr(getattr(function, "__code__", None), "co_filename", None), error)
+    """Return in a sentence which exception a function raised, for which values and in which of its
+    lines.
+    """
+    return raised(
+        called(function, shown),
+        getattr(getattr(function, "__code__", None), "co_filename", None),
+        error,
+    )
 
 
 def raised(what: str, file: str | None, error: BaseException) -> str:
     """Return in a sentence which exception this raised, and in which line of a file."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
     where = f" in line {lines[-1]} of {Path(str(file)).name}" if lines else ""
     return f"{what} raised {type(error).__name__}{where}: {error}"
 
@@ -171,5 +197,7 @@ def _load_module(source: str, given: str) -> Any:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise UsageError(f"{given}: there is no module {source}; give FILE.py:NAME, or set PYTHONPATH")
+        raise UsageError(
+            f"{given}: there is no module {source}; give FILE.py:NAME, or set PYTHONPATH"
+        )
     return importlib.import_module(source)

@@ -66,8 +66,13 @@ def main(words: Sequence[str]) -> str:
     everyones = look(group)
     faults = find_faults(everyones)
     end = f"{counted(len(faults), 'thing')} to mend" if faults else "nothing is slow or wrong"
-    tried = f"whether it computes what one rank does: mpirun -n {max(2, group.size)} python -m nnmpi.verify"
-    return "\n".join([*describe(everyones), *(f"slow or wrong: {each}" for each in faults), f"{end}; {tried}"])
+    tried = (
+        f"whether it computes what one rank does: mpirun -n {max(2, group.size)} python -m"
+        " nnmpi.verify"
+    )
+    return "\n".join(
+        [*describe(everyones), *(f"slow or wrong: {each}" for each in faults), f"{end}; {tried}"]
+    )
 
 
 # ---- a run ----
@@ -89,7 +94,9 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return it as it is printed."""
-        return "\n".join([self.happened, f"what to do: {self.advice}", "", *(f"  {each}" for each in self.facts)])
+        return "\n".join(
+            [self.happened, f"what to do: {self.advice}", "", *(f"  {each}" for each in self.facts)]
+        )
 
 
 def diagnose(path: Path) -> Diagnosis:
@@ -112,25 +119,44 @@ def diagnose(path: Path) -> Diagnosis:
     records = [each for each in _lines(folder.metrics) if isinstance(each.get("global_step"), int)]
     reached = max((each["global_step"] for each in records), default=0)
     last = starts[-1] if starts else {}
-    where = f"last at {last.get('time')}: {counted(last.get('ranks', 0), 'rank')} on {last.get('host')}"
+    where = (
+        f"last at {last.get('time')}: {counted(last.get('ranks', 0), 'rank')} on {last.get('host')}"
+    )
     facts = (
         f"started {counted(len(starts), 'time')}, {where}" if starts else "never started",
         f"metrics reach step {reached}" if records else "no metrics",
-        f"last good checkpoint: step {step}, in {checkpoint.folder}" if checkpoint else "no checkpoint that is whole",
+        (
+            f"last good checkpoint: step {step}, in {checkpoint.folder}"
+            if checkpoint
+            else "no checkpoint that is whole"
+        ),
         *notices,
         *(f"start {each.get('start')}: {each.get('fault')}" for each in faults[-5:]),
     )
 
     def judge() -> tuple[str, str]:
         """Return what happened, and what to do."""
-        ranks = last.get("ranks")  # the command is there to be copied, and the folder may be anybody's
-        command = f"python -m nnmpi.run -n {ranks if isinstance(ranks, int) else 1} -- --resume {quote(str(path))}"
+        # the command is there to be copied, and the folder may be anybody's
+        ranks = last.get("ranks")
+        command = (
+            f"python -m nnmpi.run -n {ranks if isinstance(ranks, int) else 1} -- --resume"
+            f" {quote(str(path))}"
+        )
         resume = f"go on with: {command}"
         if checkpoint is None and steps(folder.checkpoints):
-            resume = "no checkpoint is whole: bring one back from a copy, or start a new run with another --out"
-        loses = f"; the {reached - step} steps since the checkpoint of step {step} are done again" * (reached > step)
+            resume = (
+                "no checkpoint is whole: bring one back from a copy, or start a new run with"
+                " another --out"
+            )
+        loses = (
+            f"; the {reached - step} steps since the checkpoint of step {step} are done again"
+            * (reached > step)
+        )
         if is_locked(path):
-            return f"The run still goes on; it is at step {reached} or later.", "wait, or watch its metrics.jsonl"
+            return (
+                f"The run still goes on; it is at step {reached} or later.",
+                "wait, or watch its metrics.jsonl",
+            )
         if folder.finished.exists():
             return _judge_end(folder, checkpoint)
         flight = _flight(folder)
@@ -144,13 +170,19 @@ def diagnose(path: Path) -> Diagnosis:
         if trained and trained[-1].get("loss", 0.0) is None:
             return (
                 f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
-                f"go on with a smaller --lr, or --clip, from an earlier checkpoint: {command} --lr ...",
+                (
+                    f"go on with a smaller --lr, or --clip, from an earlier checkpoint: {command}"
+                    " --lr ..."
+                ),
             )
         why = "it did not say why (killed, or out of memory or time)"
         if faults and _written(folder.faults) >= _written(folder.starts):
             why = f"its supervisor saw: {faults[-1].get('fault')}"
         if not starts:
-            return "The run ended while it was set up, before its first step.", f"read what it printed; {resume}"
+            return (
+                "The run ended while it was set up, before its first step.",
+                f"read what it printed; {resume}",
+            )
         if not records and checkpoint is None:
             return f"The run came up and ended before a line of metrics was written; {why}.", resume
         if reached == step:
@@ -171,24 +203,34 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         files = read_json(checkpoint.folder / STATE_FILE)["files"] if checkpoint is not None else {}
         if files[MODEL_FILE]["sha256"] == wanted:
-            names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")  # neither after a text
+            # neither after a text
+            names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")
             known = {name: nan if end[name] is None else end[name] for name in names if name in end}
             result = f", test {describe_measures(known)}" if known else ""
             return (
-                f"The run is finished: {step} steps on {counted(ranks, 'rank')}{result}; the weights are those "
-                "of its end.",
+                (
+                    f"The run is finished: {step} steps on {counted(ranks, 'rank')}{result}; the"
+                    " weights are those of its end."
+                ),
                 f"nothing; use it: python -m nnmpi.evaluate {quote(str(folder.path))}",
             )
     return (
-        f"The run was finished after {step} steps, but its last whole checkpoint has other weights than those.",
+        (
+            f"The run was finished after {step} steps, but its last whole checkpoint has other"
+            " weights than those."
+        ),
         f"bring the checkpoint back, or train its end again: {resume}",
     )
 
 
 def _flight(folder: RunFolder) -> tuple[str, Path] | None:
-    """Return what the watchdog said at the end of the last start, and the record of the rank that it was about."""
+    """Return what the watchdog said at the end of the last start, and the record of the rank that
+    it was about.
+    """
     place = folder.path / "flight"
-    records = sorted(place.glob("rank-*.txt"), key=lambda file: int(re.sub(r"[^0-9]", "", file.stem) or 0))
+    records = sorted(
+        place.glob("rank-*.txt"), key=lambda file: int(re.sub(r"[^0-9]", "", file.stem) or 0)
+    )
     fresh = [file for file in records if _written(file) >= _written(folder.starts)]
     for file in fresh:
         first = ""
@@ -255,9 +297,15 @@ def describe(everyones: Sequence[Facts]) -> list[str]:
         there = everyones[ranks[0]]
         shm = "none" if there["shm"] is None else f"{format_bytes(there['shm'])} free"
         lines += [
-            f"{host}: {name_ranks(ranks)}; {there['processor']}, {there['cores'][1]} cores, load {there['load']:.1f}",
+            (
+                f"{host}: {name_ranks(ranks)}; {there['processor']}, {there['cores'][1]} cores,"
+                f" load {there['load']:.1f}"
+            ),
             f"  BLAS: {there['blas']}, {counted(there['threads'], 'thread')} per rank",
-            f"  cores of each rank: {', '.join(dict.fromkeys(_spans(everyones[rank]['bound']) for rank in ranks))}",
+            (
+                "  cores of each rank:"
+                f" {', '.join(dict.fromkeys(_spans(everyones[rank]['bound']) for rank in ranks))}"
+            ),
             f"  shared memory: {shm}",
         ]
     return lines
@@ -270,7 +318,9 @@ def find_faults(everyones: Sequence[Facts]) -> list[str]:
         if len({facts[key] for facts in everyones}) > 1:
             found.append(f"ranks have different {what}; install the same on all nodes")
     for host, ranks in _by_host(everyones).items():
-        found += [f"{host}: {sentence}" for sentence in _faults_of([everyones[rank] for rank in ranks])]
+        found += [
+            f"{host}: {sentence}" for sentence in _faults_of([everyones[rank] for rank in ranks])
+        ]
     return found
 
 
@@ -278,24 +328,33 @@ def _faults_of(node: Sequence[Facts]) -> list[str]:
     """Return what is slow or wrong on one node."""
     first, ranks, cores, found = node[0], len(node), node[0]["cores"][1], []
     if ranks > cores:
-        found.append(f"{ranks} ranks share {cores} cores and wait for one another; start at most {cores} there")
+        found.append(
+            f"{ranks} ranks share {cores} cores and wait for one another; start at most {cores}"
+            " there"
+        )
     sharing = Counter(tuple(facts["bound"]) for facts in node)
     bound, most = max(sharing.items(), key=lambda item: item[1], default=((), 0))
     if bound and len(bound) < most <= cores:
-        found.append(f"{most} ranks are bound to the cores {_spans(bound)}, others are idle; give --bind-to none")
+        found.append(
+            f"{most} ranks are bound to the cores {_spans(bound)}, others are idle; give --bind-to"
+            " none"
+        )
     if ranks * first["threads"] > max(cores, ranks):
         found.append(
-            f"{ranks} ranks with {first['threads']} BLAS threads each want more than {cores} cores; leave "
-            "OMP_NUM_THREADS out, or set it to 1"
+            f"{ranks} ranks with {first['threads']} BLAS threads each want more than {cores} cores;"
+            " leave OMP_NUM_THREADS out, or set it to 1"
         )
     if first["load"] > 1.5 * cores:
-        found.append(f"its load is {first['load']:.1f} on {cores} cores: others compute there, too; times mean little")
+        found.append(
+            f"its load is {first['load']:.1f} on {cores} cores: others compute there, too; times"
+            " mean little"
+        )
     if first["older"]:
         found.append(first["older"])
     if ranks > 1 and first["shm"] is not None and first["shm"] < LITTLE_SHM_BYTES:
         found.append(
-            f"{SHM} has {format_bytes(first['shm'])} free; large models will exchange gradients by messages, which is "
-            "slower (docker run --shm-size)"
+            f"{SHM} has {format_bytes(first['shm'])} free; large models will exchange gradients by"
+            " messages, which is slower (docker run --shm-size)"
         )
     return found
 

@@ -1,14 +1,17 @@
-"""The errors that nnmpi raises: each message is one sentence with the values and what would work instead.
+"""The errors that nnmpi raises: each message is one sentence with the values and what would work
+instead.
 
-`exit_status` is what the command line ends with: 2 for wrong use (the user changes the command), 1 for a failure,
-65 (EX_DATAERR) for one that the same command meets again.
+`exit_status` is what the command line ends with: 2 for wrong use (the user changes the command), 1
+for a failure, 65 (EX_DATAERR) for one that the same command meets again.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from errno import EACCES, ELOOP, ENAMETOOLONG
 from operator import index
-from os import EX_DATAERR  # 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
+
+# 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
+from os import EX_DATAERR
 
 
 def counted(n: int, singular: str, plural: str = "") -> str:
@@ -47,7 +50,9 @@ class NnmpiError(Exception):
 
 
 class HelpAsked(NnmpiError):
-    """The user asked for help, or which nnmpi this is: no error, but the end of the command; the text is printed."""
+    """The user asked for help, or which nnmpi this is: no error, but the end of the command; the
+    text is printed.
+    """
 
     exit_status = 0
 
@@ -83,13 +88,20 @@ def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[N
 
 
 def told(error: BaseException) -> BaseException:
-    """Return an error; in the place of the system's refusal to say what a path is, one with a sentence.
+    """Return an error; in the place of the system's refusal to say what a path is, one with a
+    sentence.
 
-    Whoever asks whether a file is there meets it where a folder may not be entered or a name is too long. It comes from
-    what the user has written, wherever it is raised.
+    Whoever asks whether a file is there meets it where a folder may not be entered or a name is too
+    long. It comes from what the user has written, wherever it is raised.
     """
-    if isinstance(error, OSError) and error.errno in (EACCES, ELOOP, ENAMETOOLONG) and error.filename:
-        return UsageError(f"{shortened(str(error.filename))} cannot be used ({error.strerror}); give another")
+    if (
+        isinstance(error, OSError)
+        and error.errno in (EACCES, ELOOP, ENAMETOOLONG)
+        and error.filename
+    ):
+        return UsageError(
+            f"{shortened(str(error.filename))} cannot be used ({error.strerror}); give another"
+        )
     return error
 
 
@@ -114,7 +126,9 @@ class GraphError(NnmpiError, RuntimeError):
 
 
 class UninitializedError(GraphError, AttributeError):
-    """Values asked of a model that has none yet; an AttributeError, so that `hasattr` and `copy.deepcopy` work."""
+    """Values asked of a model that has none yet; an AttributeError, so that `hasattr` and
+    `copy.deepcopy` work.
+    """
 
 
 class DataError(NnmpiError):

@@ -34,8 +34,9 @@ LOGITS_BYTES = 2**26  # of one pass, on each rank
 
 
 def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integers | None]:
-    """Return what a run's model makes of samples: sums of losses and scores, and of samples with a class each how many
-    of each class (rows) were taken for each class (columns). Collective; the replicas share the samples.
+    """Return what a run's model makes of samples: sums of losses and scores, and of samples with a
+    class each how many of each class (rows) were taken for each class (columns). Collective; the
+    replicas share the samples.
 
     Args:
         run: opened on these ranks.
@@ -43,7 +44,13 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
         batch_size: how many are taken through the model at once, at most.
     """
     signature, dp, size = run.signature, run.arrangement.mesh.dp, run.signature.classes
-    rows = max(1, min(batch_size, LOGITS_BYTES // (8 * signature.outputs * prod(samples.labels(np.arange(1)).shape))))
+    rows = max(
+        1,
+        min(
+            batch_size,
+            LOGITS_BYTES // (8 * signature.outputs * prod(samples.labels(np.arange(1)).shape)),
+        ),
+    )
     loader = Loader(
         samples,
         rows * dp.size,
@@ -57,7 +64,10 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     is_classes = signature.predicts == "classes"
     loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
     inference = Inference(run.arrangement, run.backend, run.config.run.precision)
-    found, confusion = Totals(), np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64)
+    found, confusion = (
+        Totals(),
+        np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64),
+    )
     with loader.epoch(0) as batches:
         for batch in batches:
             found.samples += batch.global_rows
@@ -65,7 +75,9 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
             if len(batch.x):
                 outputs = Tensor(inference(batch.x))
                 found.loss_sum += float(loss(outputs, batch.y).numpy())
-                found.score_sum += float(loss.score(outputs, DeviceBatch(batch.x, batch.y, batch.labels)))
+                found.score_sum += float(
+                    loss.score(outputs, DeviceBatch(batch.x, batch.y, batch.labels))
+                )
                 if confusion.size:
                     np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
     inference.release()
@@ -76,33 +88,55 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
 
 
 def matched(signature: ModelSignature, samples: Samples) -> Samples:
-    """Return samples with the numbers that a model has for their classes, and bytes scaled as its own.
+    """Return samples with the numbers that a model has for their classes, and bytes scaled as its
+    own.
 
     Raises:
         DataError: for samples of another shape or kind, and labels that the model does not know.
     """
     fits = samples.is_tokens == signature.is_tokens
-    if not fits or (not samples.is_tokens and tuple(samples.sample_shape) != signature.sample_shape):
+    if not fits or (
+        not samples.is_tokens and tuple(samples.sample_shape) != signature.sample_shape
+    ):
         kind = "tokens" if samples.is_tokens else f"samples of shape {tuple(samples.sample_shape)}"
-        raise DataError(f"{samples.name} has {kind}, which do not fit a model that takes {signature.sample_shape}")
+        raise DataError(
+            f"{samples.name} has {kind}, which do not fit a model that takes"
+            f" {signature.sample_shape}"
+        )
     if not isinstance(samples, Dataset):
         return samples
     labels, predicts, shape = samples.y, samples.predicts, samples.target_shape
-    if predicts != signature.predicts or (predicts != "classes" and shape != signature.target_shape):
+    if predicts != signature.predicts or (
+        predicts != "classes" and shape != signature.target_shape
+    ):
         wanted = f"{signature.predicts} of shape {signature.target_shape}"
-        raise DataError(f"{samples.name} has {predicts} of shape {shape}, but the model predicts {wanted}")
+        raise DataError(
+            f"{samples.name} has {predicts} of shape {shape}, but the model predicts {wanted}"
+        )
     theirs, ours = samples.class_names, signature.class_names
     if theirs and ours and theirs != ours:
         for name in theirs:
             if name not in ours:
-                raise DataError(f"{samples.name} has the class {name!r}, which the model does not know")
+                raise DataError(
+                    f"{samples.name} has the class {name!r}, which the model does not know"
+                )
         numbers = np.array([ours.index(name) for name in theirs], labels.dtype)
-        labels = numbers[labels.astype(np.int64)]  # of yes or no, too, where names stand for 0 and 1
-    is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES  # the run's own, maybe from another file
+        # of yes or no, too, where names stand for 0 and 1
+        labels = numbers[labels.astype(np.int64)]
+    # the run's own, maybe from another file
+    is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES
     scale = signature.scale if is_bytes else samples.scale
     classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
     x = signature.in_order(samples.x, samples.columns, samples.name)
-    return replace(samples, x=x, y=labels, classes=classes, class_names=ours, scale=scale, columns=signature.columns)
+    return replace(
+        samples,
+        x=x,
+        y=labels,
+        classes=classes,
+        class_names=ours,
+        scale=scale,
+        columns=signature.columns,
+    )
 
 
 # ---- the command ----
@@ -119,17 +153,23 @@ class EvaluationConfig:
     """The data, and what is left behind."""
 
     dataset: str | None = None
-    """Another data set: a name or a path, as the train command takes them (default: the run's own)."""
+    """Another data set: a name or a path, as the train command takes them (default: the run's
+    own).
+    """
     data_dir: Path | None = None
     """Folder that holds its files, for data sets that are downloaded (default: the run's)."""
     text_columns: str | None = None
-    """Of a .csv or .jsonl: the columns that make up a text, as for the train command (default: the run's)."""
+    """Of a .csv or .jsonl: the columns that make up a text, as for the train command (default: the
+    run's).
+    """
     part: Literal["test", "train"] = "test"
     """Which part of it; one that comes without a test part is split as the run's was."""
     batch_size: int = 256
     """Samples that a replica takes through the model at once, at most."""
     json: bool = False
-    """Print JSON, with the confusion matrix (rows: the classes; columns: what they were taken for)."""
+    """Print JSON, with the confusion matrix (rows: the classes; columns: what they were taken
+    for).
+    """
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -159,7 +199,9 @@ def main(words: Sequence[str], group: Group) -> None:
 
 
 def _data(run: Run, options: EvaluationConfig) -> Config:
-    """Return the options of the run with the data that is to be evaluated, in the tokens that it knows."""
+    """Return the options of the run with the data that is to be evaluated, in the tokens that it
+    knows.
+    """
     config, values = run.config, dict[str, Any]()
     if options.data_dir is not None or options.dataset not in (None, config.data.dataset):
         values["data_dir"] = options.data_dir
@@ -176,7 +218,9 @@ def _data(run: Run, options: EvaluationConfig) -> Config:
     return config.having(**values)
 
 
-def _told(run: Run, samples: Samples, found: Totals, confusion: Integers | None, options: EvaluationConfig) -> str:
+def _told(
+    run: Run, samples: Samples, found: Totals, confusion: Integers | None, options: EvaluationConfig
+) -> str:
     """Return the result as JSON."""
     values: dict[str, Any] = {
         "run": str(run.folder.path),
@@ -187,17 +231,28 @@ def _told(run: Run, samples: Samples, found: Totals, confusion: Integers | None,
         "targets": found.targets,
         "loss": found.loss,
     }
-    values |= {name: value if isfinite(value) else None for name, value in measures_of(found, samples.variance).items()}
+    values |= {
+        name: value if isfinite(value) else None
+        for name, value in measures_of(found, samples.variance).items()
+    }
     if confusion is not None:
         values |= {"classes": run.class_names, "confusion": confusion.tolist()}
     return json.dumps(values)
 
 
 def _sentence(run: Run, samples: Samples, found: Totals, options: EvaluationConfig) -> str:
-    loss, quality = describe_result(found, measures_of(found, samples.variance), run.signature.is_tokens)
+    loss, quality = describe_result(
+        found, measures_of(found, samples.variance), run.signature.is_tokens
+    )
     is_classes = run.signature.predicts == "classes"
-    counted = f"{found.score_sum:.0f} of {found.targets} right" if is_classes else f"{found.targets} samples"
-    weights = f"the weights{'' if run.step is None else f' after step {run.step}'} of {run.folder.path}"
+    counted = (
+        f"{found.score_sum:.0f} of {found.targets} right"
+        if is_classes
+        else f"{found.targets} samples"
+    )
+    weights = (
+        f"the weights{'' if run.step is None else f' after step {run.step}'} of {run.folder.path}"
+    )
     return f"{options.part} {quality} ({loss}), {counted}, with {samples.name} and {weights}"
 
 

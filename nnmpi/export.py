@@ -32,7 +32,9 @@ class ExportConfig:
     out: Path | None = None
     """The file, .safetensors (default: RUN/torch.safetensors)."""
     best: bool = False
-    """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
+    """Take the weights with the best evaluation, which --keep-best has kept, and not the last
+    ones.
+    """
     weights: Path | None = None
     """Take the weights of a state_dict of PyTorch's, and not the run's (default: the run's)."""
     trust: bool = False
@@ -61,12 +63,17 @@ def export(folder: Path, options: ExportConfig) -> str:
     """
     file = options.out or folder / "torch.safetensors"
     if file.suffix not in ("", ".safetensors"):
-        raise UsageError(f"--out {file} would hold safetensors, not what {file.suffix} means; name it .safetensors")
+        raise UsageError(
+            f"--out {file} would hold safetensors, not what {file.suffix} means; name it"
+            " .safetensors"
+        )
     run = load(folder, options.best, options.weights, options.trust)
     about = to_metadata(run.signature, to_json(run.config.model))
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
     with raised_as(UsageError, f"--out {file} cannot be written"):
-        count = write_torch(file, run.model, np.zeros((1, *run.signature.sample_shape), kind), about)
+        count = write_torch(
+            file, run.model, np.zeros((1, *run.signature.sample_shape), kind), about
+        )
     return f"{count} arrays, with PyTorch's names and layouts, are in {file}"
 
 

@@ -1,13 +1,16 @@
-"""Files that a kill leaves whole: one atomic write, one lock of a folder, one folder for what nnmpi keeps.
+"""Files that a kill leaves whole: one atomic write, one lock of a folder, one folder for what nnmpi
+keeps.
 
 $NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi)
   mnist/ ...                          downloads
   tokens/                             of texts
   fit-*.json, profile-*.json          measurements of this machine
-  kernels/                            machine code that numba has made, unless $NUMBA_CACHE_DIR names a folder
+  kernels/                            machine code that numba has made, unless $NUMBA_CACHE_DIR
+                                      names a folder
 
-Reading files that anybody may have written: what has no end, or does not end in nesting, is an error like others;
-`foreign` makes one sentence of whatever a library makes of damage; and a packed file unpacks to so much and no more.
+Reading files that anybody may have written: what has no end, or does not end in nesting, is an
+error like others; `foreign` makes one sentence of whatever a library makes of damage; and a packed
+file unpacks to so much and no more.
 """
 
 import gzip
@@ -31,7 +34,8 @@ from nnmpi.errors import DataError, NnmpiError, UsageError, shortened
 VARIABLE = "NNMPI_DATA"
 LOCK_FILE = ".lock"
 POLL_S = 0.05  # between two attempts to take a lock
-# What packed files may unpack to: tables and images become 3 to 30 times as long, zeros a thousand times.
+# What packed files may unpack to: tables and images become 3 to 30 times as long, zeros a thousand
+# times.
 UNPACKED, UNPACKED_BYTES = 100, 2**28
 
 
@@ -44,7 +48,9 @@ def expand(path: Path, what: str) -> Path:
     try:
         return path.expanduser()
     except RuntimeError:
-        raise UsageError(f"{what} {path}: the system knows no home folder {path.parts[0]}; write it out") from None
+        raise UsageError(
+            f"{what} {path}: the system knows no home folder {path.parts[0]}; write it out"
+        ) from None
 
 
 def cache_folder() -> Path:
@@ -60,15 +66,19 @@ def cache_folder() -> Path:
             return Path.home() / "Library" / "Caches" / "nnmpi"
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi"
     except RuntimeError:
-        raise UsageError(f"this user has no home folder to keep files in; name a folder in ${VARIABLE}") from None
+        raise UsageError(
+            f"this user has no home folder to keep files in; name a folder in ${VARIABLE}"
+        ) from None
 
 
 @contextmanager
 def locked(folder: Path, patience_s: float = 3600.0) -> Iterator[None]:
-    """Make the folder and hold its lock, which ends with the process that holds it, however that ends.
+    """Make the folder and hold its lock, which ends with the process that holds it, however that
+    ends.
 
     Raises:
-        UsageError: when the folder cannot be written, or another process keeps the lock for longer than `patience_s`.
+        UsageError: when the folder cannot be written, or another process keeps the lock for longer
+            than `patience_s`.
     """
     from filelock import FileLock, Timeout
 
@@ -77,11 +87,14 @@ def locked(folder: Path, patience_s: float = 3600.0) -> Iterator[None]:
         lock = FileLock(folder / LOCK_FILE, timeout=patience_s, poll_interval=POLL_S)
         lock.acquire()
     except Timeout:
-        raise UsageError(f"{folder} is in use by another process; wait for its end or stop it") from None
+        raise UsageError(
+            f"{folder} is in use by another process; wait for its end or stop it"
+        ) from None
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(
-            f"{folder} cannot be written ({reason}); give another one, or set ${VARIABLE} if nnmpi has chosen it"
+            f"{folder} cannot be written ({reason}); give another one, or set ${VARIABLE} if nnmpi"
+            " has chosen it"
         ) from None
     try:
         yield
@@ -114,9 +127,11 @@ def write_atomically(file: Path, content: bytes) -> None:
     """Give the file this content at once: readers see the old or the new one, also after a crash.
 
     Raises:
-        OSError: when the disk is full or not writable; the old content then stays and nothing is left beside it.
+        OSError: when the disk is full or not writable; the old content then stays and nothing is
+            left beside it.
     """
-    temporary = file.with_name(f".{file.name}.tmp")  # one name: what a kill leaves, the next one writes over
+    # one name: what a kill leaves, the next one writes over
+    temporary = file.with_name(f".{file.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # it may be a link that somebody has put there
         write_synced(temporary, content)
@@ -128,7 +143,9 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 @contextmanager
 def folder_atomically(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to be filled; when the body ends its files are brought to disk and it gets its name."""
+    """Give an empty folder to be filled; when the body ends its files are brought to disk and it
+    gets its name.
+    """
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -163,15 +180,19 @@ def check_ordinary(file: Path) -> None:
     """Refuse what is there and is no ordinary file.
 
     Raises:
-        OSError: for a pipe or a device, which may have no end, and for a folder; when the system does not say.
+        OSError: for a pipe or a device, which may have no end, and for a folder; when the system
+            does not say.
     """
     if file.exists() and not file.is_file():
         raise OSError("not an ordinary file")
 
 
 @contextmanager
-def foreign(file: Path, kind: type[NnmpiError] = DataError, what: str = "cannot be read") -> Iterator[None]:
-    """Turn whatever a library makes of a file, which anybody may have written, into "FILE: WHAT (its reason)".
+def foreign(
+    file: Path, kind: type[NnmpiError] = DataError, what: str = "cannot be read"
+) -> Iterator[None]:
+    """Turn whatever a library makes of a file, which anybody may have written, into "FILE: WHAT
+    (its reason)".
 
     That is any exception, also what Rust's libraries raise when they panic, which is no Exception.
     """
@@ -197,7 +218,13 @@ def appending(file: Path, mode: str = "a", buffering: int = -1) -> Any:
     """
     check_ordinary(file)
     encoding = None if "b" in mode else "utf-8"
-    return open(file, mode, buffering, encoding, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
+    return open(
+        file,
+        mode,
+        buffering,
+        encoding,
+        opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
+    )
 
 
 def read_text(file: Path) -> str:
@@ -215,7 +242,8 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: when it is none; for numbers of too many digits and lists within lists without end, too.
+        ValueError: when it is none; for numbers of too many digits and lists within lists without
+            end, too.
     """
     try:
         return json.loads(text)
@@ -248,16 +276,23 @@ def rebuilt(kind: Any, value: Any) -> Any:
         for name in value.keys() - hints.keys():
             raise TypeError(f"{name} is none of {', '.join(hints)}")
         return kind(**{name: rebuilt(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
-    if kind is not bool and int in getattr(kind, "__bases__", ()):  # Bytes, which may be written as text
+    if kind is not bool and int in getattr(kind, "__bases__", ()):
+        # Bytes, which may be written as text
         return kind(str(value))
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(map(rebuilt, repeat(of[0]) if of[-1] is ... else of, value))
     if origin is Mapping:  # one of other keys than text is a list of pairs
         pairs = value.items() if isinstance(value, dict) else value
         return {rebuilt(of[0], key): rebuilt(of[1], each) for key, each in pairs}
-    fits = value in of if origin is Literal else isinstance(value, int | float if kind is float else origin or kind)
+    fits = (
+        value in of
+        if origin is Literal
+        else isinstance(value, int | float if kind is float else origin or kind)
+    )
     if not fits:
-        raise TypeError(f"{shortened(repr(value))} stands in the place of {getattr(kind, '__name__', kind)}")
+        raise TypeError(
+            f"{shortened(repr(value))} stands in the place of {getattr(kind, '__name__', kind)}"
+        )
     return value
 
 
@@ -272,7 +307,10 @@ def check_unpacked(path: Path, nbytes: int) -> None:
         DataError: when that is too much.
     """
     if nbytes > UNPACKED_BYTES + UNPACKED * path.stat().st_size:
-        raise DataError(f"{path} unpacks to more than {UNPACKED} times its size; if that is meant, unpack it first")
+        raise DataError(
+            f"{path} unpacks to more than {UNPACKED} times its size; if that is meant, unpack it"
+            " first"
+        )
 
 
 class _Unpacked(io.RawIOBase):
@@ -295,7 +333,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """Open an ordinary file for reading its bytes, unpacked when its name ends in .gz.
 
     Raises:
-        DataError: for a file that is missing or unreadable, or a gz stream that is cut, damaged or far too long.
+        DataError: for a file that is missing or unreadable, or a gz stream that is cut, damaged or
+            far too long.
     """
     try:
         check_ordinary(path)

@@ -35,7 +35,9 @@ class WritingConfig:
     """What is written."""
 
     prompt: str = ""
-    """What the text begins with; of a run without a tokenizer, numbers of tokens, such as "17 4"."""
+    """What the text begins with; of a run without a tokenizer, numbers of tokens, such as "17
+    4".
+    """
     tokens: int = 200
     """How many tokens are written, if the text does not end before."""
     temperature: float = 1.0
@@ -61,12 +63,16 @@ def main(words: Sequence[str], group: Group) -> None:
     """Print the prompt and what the model writes after it. Collective.
 
     Raises:
-        UsageError: on all ranks, for wrong options, a run of another model, or a prompt that does not fit.
+        UsageError: on all ranks, for wrong options, a run of another model, or a prompt that does
+            not fit.
         NnmpiError: for everything else that has a sentence.
     """
     console, (folder, options, place) = ask(words, parse, group)
     if place.sp > 1:
-        raise UsageError(f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave --sp out")
+        raise UsageError(
+            f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave"
+            " --sp out"
+        )
     begin = clock.now()
     run = place.open(folder, group)
     model = run.config.model.model
@@ -77,18 +83,26 @@ def main(words: Sequence[str], group: Group) -> None:
     tokenizer = run.tokenizer
     prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, run.classes))
     draw = np.random.default_rng(options.seed)
-    choose = partial(choose_token, draw=draw, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    choose = partial(
+        choose_token,
+        draw=draw,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
     ready = clock.now()
     written: list[int] = []
-    for token in islice(generator.write(prompt, context, lambda logits: group.share(choose(logits))), options.tokens):
+    for token in islice(
+        generator.write(prompt, context, lambda logits: group.share(choose(logits))), options.tokens
+    ):
         if token == end:
             break
         written.append(token)
     seconds, text = clock.now() - ready, [*prompt, *written]
     console.say(" ".join(map(str, text)) if tokenizer is None else tokenizer.decode(text))
     console.say(
-        f"{len(written)} tokens in {seconds:.2f} s, {len(written) / max(seconds, 1e-9):.0f} a second; "
-        f"loading took {ready - begin:.2f} s"
+        f"{len(written)} tokens in {seconds:.2f} s, {len(written) / max(seconds, 1e-9):.0f} a"
+        f" second; loading took {ready - begin:.2f} s"
     )
     generator.release()
 
@@ -98,7 +112,8 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
     if tokenizer is not None:
         require(
             tokenizer.vocabulary_size <= vocabulary,
-            f"the tokenizer has {tokenizer.vocabulary_size} tokens, but the model {vocabulary}; take the run's own",
+            f"the tokenizer has {tokenizer.vocabulary_size} tokens, but the model {vocabulary};"
+            " take the run's own",
         )
         try:
             return tokenizer.encode(prompt), tokenizer.end
@@ -107,7 +122,9 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
     try:
         tokens = [int(word) for word in prompt.split()]
     except ValueError:
-        raise UsageError(f"--prompt is {prompt!r}, but the run has no tokenizer; give numbers of tokens") from None
+        raise UsageError(
+            f"--prompt is {prompt!r}, but the run has no tokenizer; give numbers of tokens"
+        ) from None
     for token in tokens:
         require(
             0 <= token < vocabulary,

@@ -27,13 +27,16 @@ An assignment is a file in TOML:
     [[criteria]]
     name = "as fast as a ring"
     exercise = "ring-all-reduce"
-    file = "fast.py"                  # in a submission's folder; ring_all_reduce.py, if none is given
+    file = "fast.py"                  # in a submission's folder; ring_all_reduce.py, if none is
+                                      given
     points = 5
-    measure = "seconds"               # or bytes, chunks (of the busiest rank), rounds, activations (peak)
+    measure = "seconds"               # or bytes, chunks (of the busiest rank), rounds, activations
+                                      (peak)
     machine = "cluster"
     of = "ring"                       # as a multiple of what nnmpi's own takes there; else as it is
     at_most = 1.05                    # for all points
-    none_at = 2                       # from there on none, and evenly between; without it, all or none
+    none_at = 2                       # from there on none, and evenly between; without it, all or
+                                      none
 
     [machines.cluster]
     ranks = 16
@@ -46,8 +49,8 @@ An assignment is a file in TOML:
     message_s = 0                     # from stage to stage
 
 A submission is a file, or a folder of files. In a folder of submissions each one is graded by a
-process of its own, and its solutions run in further ones. A criterion has passed or failed, or it is
-blocked (its file is not there, or what it needs has not passed), or it took too long (timeout).
+process of its own, and its solutions run in further ones. A criterion has passed or failed, or it
+is blocked (its file is not there, or what it needs has not passed), or it took too long (timeout).
 Seconds are those of simulated clocks: they are the same on every computer.
 """
 
@@ -154,7 +157,10 @@ class Grade:
     @property
     def total(self) -> str:
         """The points given and to be had: "7.5 of 10"."""
-        return f"{sum(each.points for each in self.outcomes):.4g} of {sum(each.of for each in self.outcomes):.4g}"
+        return (
+            f"{sum(each.points for each in self.outcomes):.4g} of"
+            f" {sum(each.of for each in self.outcomes):.4g}"
+        )
 
     @property
     def public(self) -> list[Outcome]:
@@ -180,7 +186,10 @@ def read_assignment(file: Path) -> Assignment:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{file} is no assignment: {error}") from None
     if not (0 < found.limit_s < inf and found.memory >= LEAST_BYTES and found.criteria):
-        raise UsageError(f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and criteria some")
+        raise UsageError(
+            f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and criteria"
+            " some"
+        )
     for name, place in found.machines.items():
         try:
             _check_machine(place)
@@ -188,7 +197,11 @@ def read_assignment(file: Path) -> Assignment:
             raise UsageError(f"{file}, machine {name}: {error}") from None
     criteria: list[Criterion] = []
     for number, one in enumerate(found.criteria, 1):
-        one = replace(one, name=one.name or one.exercise, file=one.file or f"{one.exercise.replace('-', '_')}.py")
+        one = replace(
+            one,
+            name=one.name or one.exercise,
+            file=one.file or f"{one.exercise.replace('-', '_')}.py",
+        )
         wrong = _find_wrong(one, {other.name for other in criteria}, found.machines)
         if wrong:
             raise UsageError(f"{file}, criterion {number}: {wrong}")
@@ -197,7 +210,11 @@ def read_assignment(file: Path) -> Assignment:
 
 
 def _check_machine(place: Setting) -> None:
-    if not (1 <= place.ranks <= MOST_RANKS and 1 <= place.microbatches <= MOST_RANKS and place.per_node >= 1):
+    if not (
+        1 <= place.ranks <= MOST_RANKS
+        and 1 <= place.microbatches <= MOST_RANKS
+        and place.per_node >= 1
+    ):
         raise UsageError(f"ranks, microbatches and per_node must be from 1 to {MOST_RANKS}")
     if not (0 <= place.forward_s < inf and 0 <= place.message_s < inf and place.bytes > 0):
         raise UsageError("forward_s and message_s must not be below 0, and bytes must be above 0")
@@ -220,15 +237,20 @@ def _find_wrong(one: Criterion, before: set[str], places: Mapping[str, Setting])
     if wrong := _find_wrong_size(exercise, one.sizes):
         return wrong
     if not one.measure:
-        return "say what to measure, such as seconds" if one.at_most or one.machine or one.of else ""
+        return (
+            "say what to measure, such as seconds" if one.at_most or one.machine or one.of else ""
+        )
     if exercise.measure is None or one.machine not in places or not one.at_most > 0:
         return (
-            f"to measure takes at_most, a machine ({', '.join(places)}), and an exercise on ranks, which is no formula"
+            f"to measure takes at_most, a machine ({', '.join(places)}), and an exercise on ranks,"
+            " which is no formula"
         )
     if one.of and one.of not in exercise.own:
         return f"of must be one of {', '.join(exercise.own)}"
     place = places[one.machine]
-    if wrong := _find_wrong_size(exercise, [[place.ranks, place.microbatches][: 1 + (exercise.sizes[0] in SHAPES)]]):
+    if wrong := _find_wrong_size(
+        exercise, [[place.ranks, place.microbatches][: 1 + (exercise.sizes[0] in SHAPES)]]
+    ):
         return wrong
     numbers = _measure_own(exercise, one.of, place)
     if one.measure not in numbers:
@@ -250,22 +272,32 @@ def _find_wrong_size(exercise: Exercise, sizes: Sequence[Any]) -> str:
     pair = exercise.sizes[0] in SHAPES
     for size in sizes if len(exercise.sizes) > 1 else ():
         each = size if isinstance(size, list) else [size]
-        if len(each) != 1 + pair or not all(type(one) is int and 1 <= one <= MOST_RANKS for one in each):
+        if len(each) != 1 + pair or not all(
+            type(one) is int and 1 <= one <= MOST_RANKS for one in each
+        ):
             what = "[ranks, microbatches]" if pair else "a number of ranks"
             return f"a size of {exercise.name} is {what}, from 1 to {MOST_RANKS}, and not {size!r}"
         if exercise.sizes == POWERS and each[0] & (each[0] - 1):
             return f"a size of {exercise.name} is a power of two, and not {size}"
         if exercise.sizes == SHAPES and each[1] % each[0]:
             return f"of {exercise.name} microbatches are a multiple of ranks, and not {size}"
-    return f"{exercise.name} has no sizes: it is judged by drawn cases" if sizes and len(exercise.sizes) == 1 else ""
+    return (
+        f"{exercise.name} has no sizes: it is judged by drawn cases"
+        if sizes and len(exercise.sizes) == 1
+        else ""
+    )
 
 
 # ---- judging ----
 
 
 def printable(text: str) -> str:
-    """Return a text as any terminal, XML and JSON can have it: all that is not to be seen is written out."""
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    """Return a text as any terminal, XML and JSON can have it: all that is not to be seen is
+    written out.
+    """
+    return "".join(
+        each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
+    )
 
 
 def grade(assignment: Assignment, submission: Path) -> Grade:
@@ -288,31 +320,42 @@ def _find_file(submission: Path, name: str) -> Path | None:
 
 def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: set[str]) -> Outcome:
     exercise, file = EXERCISES[one.exercise], _find_file(submission, one.file)
-    setting, folder = assignment.machines.get(one.machine), submission if submission.is_dir() else None
+    setting, folder = (
+        assignment.machines.get(one.machine),
+        submission if submission.is_dir() else None,
+    )
 
-    def outcome(status: str, text: str, share: float = 0.0, drawing: str = "", value: float | None = None) -> Outcome:
+    def outcome(
+        status: str, text: str, share: float = 0.0, drawing: str = "", value: float | None = None
+    ) -> Outcome:
         points, told = round(share, 6) * one.points, printable(shortened(text, MOST_TEXT))
-        return Outcome(one.name, one.hidden, status, points, one.points, told, printable(drawing), value)
+        return Outcome(
+            one.name, one.hidden, status, points, one.points, told, printable(drawing), value
+        )
 
     if missing:
         return outcome(BLOCKED, f"it needs {min(missing)}, which has not passed")
     if file is None:
         return outcome(BLOCKED, f"there is no {one.file}")
     try:
-        with Solution(file, exercise.function, folder, assignment.limit_s, assignment.memory) as function:
+        with Solution(
+            file, exercise.function, folder, assignment.limit_s, assignment.memory
+        ) as function:
             if setting is None or exercise.measure is None:
                 return outcome(PASSED, exercise.check(function, one.sizes), 1.0)
             _, numbers, drawing = exercise.measure(function, setting)
     except NnmpiError as error:
         status = TIMEOUT if isinstance(error, TimedOut) else FAILED
         return outcome(status, str(error), 0.0, getattr(error, "drawing", ""))
-    except Exception as error:  # what the checks had not foreseen is no success, and no fault of the solution's
+    except Exception as error:
+        # what the checks had not foreseen is no success, and no fault of the solution's
         return outcome(BLOCKED, f"the checker cannot judge it: {type(error).__name__}: {error}")
     value = max(numbers[one.measure])
     found = value / (max(_measure_own(exercise, one.of, setting)[one.measure]) if one.of else 1.0)
     times = f" times what {one.of} takes" if one.of else ""
     told = (
-        f"{value:.6g} {one.measure} on {one.machine}, {found:.4g}{times}; at most {one.at_most:g}{times} is asked for"
+        f"{value:.6g} {one.measure} on {one.machine}, {found:.4g}{times}; at most"
+        f" {one.at_most:g}{times} is asked for"
     )
     if found <= one.at_most * (1 + 1e-9):
         return outcome(PASSED, told, 1.0, "", value)
@@ -320,7 +363,9 @@ def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: se
     return outcome(FAILED, told, max(0.0, share), drawing, value)
 
 
-def grade_class(assignment: Assignment, file: Path, submissions: Sequence[Path], jobs: int) -> list[Grade]:
+def grade_class(
+    assignment: Assignment, file: Path, submissions: Sequence[Path], jobs: int
+) -> list[Grade]:
     """Return what each submission is worth, each graded by a process of its own, so many at a time.
 
     One that cannot be graded, or whose grading ends or takes too long, has a row that says so.
@@ -328,16 +373,24 @@ def grade_class(assignment: Assignment, file: Path, submissions: Sequence[Path],
     limit_s = 60 + 2 * assignment.limit_s * len(assignment.criteria)
 
     def one(submission: Path) -> Grade:
-        name, told = printable(submission.name), "it is neither a folder nor a file whose name ends in .py"
+        name, told = (
+            printable(submission.name),
+            "it is neither a folder nor a file whose name ends in .py",
+        )
         if not submission.is_symlink() and (submission.is_dir() or submission.suffix == ".py"):
             try:
                 command = [sys.executable, "-c", CHILD, str(file), str(submission)]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=limit_s, check=True
+                )
                 (found,) = rebuilt(tuple[Grade, ...], parse_json(done.stdout))
                 return found
             except (subprocess.SubprocessError, TypeError, ValueError) as error:
                 told = f"its grading took too long, or ended by itself ({type(error).__name__})"
-        ended = (Outcome(each.name, each.hidden, BLOCKED, 0.0, each.points, told) for each in assignment.criteria)
+        ended = (
+            Outcome(each.name, each.hidden, BLOCKED, 0.0, each.points, told)
+            for each in assignment.criteria
+        )
         return Grade(name, tuple(ended))
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -361,9 +414,15 @@ def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list
         return [path.resolve()]
     inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "__"))]
     asked = {one.file for one in assignment.criteria}
-    others = [each for each in inside if each.name not in asked and (each.is_dir() or each.suffix == ".py")]
+    others = [
+        each
+        for each in inside
+        if each.name not in asked and (each.is_dir() or each.suffix == ".py")
+    ]
     if asked & {each.name for each in inside} and others and not kind:
-        raise UsageError(f"{path} can be one submission, and a class's folder; say --as one, or --as class")
+        raise UsageError(
+            f"{path} can be one submission, and a class's folder; say --as one, or --as class"
+        )
     many = kind == CLASS or len(others) > 1 or any(each.is_dir() for each in others)
     return inside if many else [path.resolve()]
 
@@ -377,7 +436,9 @@ def write_starter(assignment: Assignment, folder: Path) -> list[str]:
     written = []
     with raised_as(UsageError, f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        for file, exercise in {folder / one.file: one.exercise for one in assignment.criteria}.items():
+        for file, exercise in {
+            folder / one.file: one.exercise for one in assignment.criteria
+        }.items():
             if not file.exists():
                 file.write_text(EXERCISES[exercise].starter())
                 written.append(f"{file}")
@@ -407,7 +468,9 @@ def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 
 def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
-    """Return one submission's result.json for Classroom 50, where points are whole; parts of one are dropped."""
+    """Return one submission's result.json for Classroom 50, where points are whole; parts of one
+    are dropped.
+    """
     tests: list[dict[str, Any]] = [
         {
             "test-name": each.name,
@@ -450,7 +513,9 @@ def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 
 def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
-    """Return a submission's criteria, each with why; of a class a line for each submission, and who is ahead."""
+    """Return a submission's criteria, each with why; of a class a line for each submission, and who
+    is ahead.
+    """
     if len(grades) == 1:
         lines = [f"{assignment.title}, {grades[0].submission}: {grades[0].total}", ""]
         for each in grades[0].outcomes:
@@ -461,7 +526,10 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
     names = [one.name for one in assignment.criteria]
     rows = [["", *map(str, range(1, len(names) + 1)), "points"]]
     for found in grades:
-        told = (one.status if one.status in (BLOCKED, TIMEOUT) else f"{one.points:.4g}" for one in found.outcomes)
+        told = (
+            one.status if one.status in (BLOCKED, TIMEOUT) else f"{one.points:.4g}"
+            for one in found.outcomes
+        )
         rows.append([found.submission, *told, found.total])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -469,7 +537,9 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
     for number, name in enumerate(names):
         board = [(found.outcomes[number].value, found.submission) for found in grades]
         ranked = sorted((value, who) for value, who in board if value is not None)
-        lines += ["", f"{name}:", *(f"{value:12.6g}  {who}" for value, who in ranked)] if ranked else []
+        lines += (
+            ["", f"{name}:", *(f"{value:12.6g}  {who}" for value, who in ranked)] if ranked else []
+        )
     return "\n".join([assignment.title, "", *lines])
 
 
@@ -480,12 +550,18 @@ def as_json(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 def _only(grades: Sequence[Grade]) -> Grade:
     if len(grades) != 1:
-        raise UsageError(f"this format is for one submission, and there are {len(grades)}; take table, junit or json")
+        raise UsageError(
+            f"this format is for one submission, and there are {len(grades)}; take table, junit or"
+            " json"
+        )
     return grades[0]
 
 
 FORMATS: Mapping[str, Callable[[Assignment, Sequence[Grade]], str]] = MappingProxyType(
-    {each.__name__[3:]: each for each in (as_table, as_gradescope, as_classroom50, as_junit, as_json)}
+    {
+        each.__name__[3:]: each
+        for each in (as_table, as_gradescope, as_classroom50, as_junit, as_json)
+    }
 )
 
 
@@ -495,14 +571,30 @@ def main(words: Sequence[str]) -> str:
     Raises:
         UsageError: for an assignment or a submission that is none.
     """
-    parser = Parser("python -m nnmpi.grade", description=(__doc__ or "").split("An assignment is")[0])
-    parser.add_argument("assignment", type=Path, metavar="ASSIGNMENT.toml", help="what is asked for")
-    parser.add_argument("submission", type=Path, metavar="DIR_OR_FILE", help="a submission, or a folder of some")
-    parser.add_argument("--starter", action="store_true", help="write the files to begin with into DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there, sentences and drawings")
-    parser.add_argument("--format", choices=FORMATS, default="table", help="what is printed (default: table)")
-    parser.add_argument("--as", choices=(ONE, CLASS), dest="kind", help="what DIR is, where it can be both")
-    parser.add_argument("--jobs", type=positive_count, default=2, help="submissions at once (default: 2)")
+    parser = Parser(
+        "python -m nnmpi.grade", description=(__doc__ or "").split("An assignment is")[0]
+    )
+    parser.add_argument(
+        "assignment", type=Path, metavar="ASSIGNMENT.toml", help="what is asked for"
+    )
+    parser.add_argument(
+        "submission", type=Path, metavar="DIR_OR_FILE", help="a submission, or a folder of some"
+    )
+    parser.add_argument(
+        "--starter", action="store_true", help="write the files to begin with into DIR"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all of it there, sentences and drawings"
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default="table", help="what is printed (default: table)"
+    )
+    parser.add_argument(
+        "--as", choices=(ONE, CLASS), dest="kind", help="what DIR is, where it can be both"
+    )
+    parser.add_argument(
+        "--jobs", type=positive_count, default=2, help="submissions at once (default: 2)"
+    )
     given = parser.parse_args(words)
     assignment = read_assignment(given.assignment)
     if given.starter:

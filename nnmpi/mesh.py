@@ -1,10 +1,11 @@
-"""The mesh of ranks: which one is which replica (d), pipeline stage (p), tensor shard (t) and part of sequences (s).
+"""The mesh of ranks: which one is which replica (d), pipeline stage (p), tensor shard (t) and part
+of sequences (s).
 
 It is arithmetic, without messages.
 
-The axes are dp (data parallel), pp (pipeline), tp (tensor) and sp (sequence). tp is innermost: neighbours in rank,
-mostly on one node, share the layers themselves, and so talk the most; then come those that share sequences:
-rank = ((d * pp + p) * sp + s) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
+The axes are dp (data parallel), pp (pipeline), tp (tensor) and sp (sequence). tp is innermost:
+neighbours in rank, mostly on one node, share the layers themselves, and so talk the most; then come
+those that share sequences: rank = ((d * pp + p) * sp + s) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
 
     8 ranks: dp 2 x pp 2 x tp 2
 
@@ -17,20 +18,21 @@ rank = ((d * pp + p) * sp + s) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
     groups of dp: 0 4 | 1 5 | 2 6 | 3 7      down a column: they hold the same
     replicas:     0 1 2 3 | 4 5 6 7          a line: one whole model
 
-Ranks that share sequences have whole models, too, so each part s of a line is a replica of its own: with sp, those that
-hold the same are dp x sp ranks. `Mesh(dp=1, pp=2, tp=2, sp=2)`:
+Ranks that share sequences have whole models, too, so each part s of a line is a replica of its own:
+with sp, those that hold the same are dp x sp ranks. `Mesh(dp=1, pp=2, tp=2, sp=2)`:
 
     8 ranks: dp 1 x pp 2 x tp 2 x sp 2
 
                p0       p1
     d0    0 1 2 3  4 5 6 7
 
-    groups of sp: 0 2 | 1 3 | 4 6 | 5 7      within a cell: they hold the same, and work on other positions
+    groups of sp: 0 2 | 1 3 | 4 6 | 5 7      within a cell: they hold the same, and work on other
+                                             positions
     replicas:     0 1 4 5 | 2 3 6 7
 
-Where the nodes are known, the ranks of one node stand together, so that tensor groups and replicas lie on one node each
-where they fit; the order of the ranks gives way to that. Here ranks were dealt to two nodes in turn,
-`Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
+Where the nodes are known, the ranks of one node stand together, so that tensor groups and replicas
+lie on one node each where they fit; the order of the ranks gives way to that. Here ranks were dealt
+to two nodes in turn, `Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
 
     8 ranks on 2 nodes: dp 2 x pp 2 x tp 2
 
@@ -75,7 +77,9 @@ class Coordinates(NamedTuple):
     s: int = 0
 
     def __str__(self) -> str:
-        """Return them in short: "d1 p0 t3", and behind that "s2" for another part than the first."""
+        """Return them in short: "d1 p0 t3", and behind that "s2" for another part than the
+        first.
+        """
         return f"d{self.d} p{self.p} t{self.t}" + (f" s{self.s}" if self.s else "")
 
 
@@ -105,7 +109,8 @@ class Mesh:
         _check_axes(dict(zip(AXES, self.shape, strict=True)))
         if self.nodes is not None and len(self.nodes) != self.size:
             raise LayoutError(
-                f"nodes are given for {len(self.nodes)} ranks, but {self} has {self.size}; give one for each rank"
+                f"nodes are given for {len(self.nodes)} ranks, but {self} has {self.size}; give one"
+                " for each rank"
             )
 
     @classmethod
@@ -118,7 +123,8 @@ class Mesh:
         nodes: Sequence[int] | None = None,
         sp: int = 1,
     ) -> Mesh:
-        """Return the mesh of a world. A single axis that is None is derived; of several, pp and tp are 1.
+        """Return the mesh of a world. A single axis that is None is derived; of several, pp and tp
+        are 1.
 
             of(8) -> 8 x 1 x 1      of(8, pp=2) -> 4 x 2 x 1      of(8, dp=2, tp=2) -> 2 x 2 x 2
 
@@ -130,13 +136,18 @@ class Mesh:
         several = [dp, pp, tp].count(None) > 1
         wanted = asked | {PP: pp or 1, TP: tp or 1} if several else asked
         nearest = fitting(world, wanted)[0]
-        if any(size not in (None, own) for size, own in zip(wanted.values(), nearest.shape, strict=True)):
+        if any(
+            size not in (None, own)
+            for size, own in zip(wanted.values(), nearest.shape, strict=True)
+        ):
             raise LayoutError(_misfit(world, wanted, asked))
         return replace(nearest, nodes=None if nodes is None else tuple(nodes))
 
     def __str__(self) -> str:
         """Return the axes in words."""
-        return f"dp {self.dp} x pp {self.pp} x tp {self.tp}" + (f" x sp {self.sp}" if self.sp > 1 else "")
+        return f"dp {self.dp} x pp {self.pp} x tp {self.tp}" + (
+            f" x sp {self.sp}" if self.sp > 1 else ""
+        )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -173,13 +184,17 @@ class Mesh:
             LayoutError: when there are no such coordinates.
         """
         if not (0 <= d < self.dp and 0 <= p < self.pp and 0 <= t < self.tp and 0 <= s < self.sp):
-            raise LayoutError(f"{Coordinates(d, p, t, s)} is not in {self}; coordinates count from 0")
+            raise LayoutError(
+                f"{Coordinates(d, p, t, s)} is not in {self}; coordinates count from 0"
+            )
         return self._ranks[((d * self.pp + p) * self.sp + s) * self.tp + t]
 
     def bind(self, group: Group) -> BoundMesh:
-        """Return the mesh with a group of each axis that this rank is in. Collective over the group.
+        """Return the mesh with a group of each axis that this rank is in. Collective over the
+        group.
 
-        An axis of all ranks, in their order, is the group itself; axes of one rank have one group together.
+        An axis of all ranks, in their order, is the group itself; axes of one rank have one group
+        together.
 
         Raises:
             LayoutError: on all ranks, when the group has not as many ranks as the mesh.
@@ -187,7 +202,8 @@ class Mesh:
         if group.size != self.size:
             raise LayoutError(_misfit(group.size, dict(zip(AXES, self.shape, strict=True)), {}))
         d, p, t, s = place = self.coordinates(group.rank)
-        part, replica = p * self.tp + t, d * self.sp + s  # which part of the model, and which replica of it
+        # which part of the model, and which replica of it
+        part, replica = p * self.tp + t, d * self.sp + s
         own = [] if self.size == 1 else [group.split(group.rank)]
 
         def along(size: int, color: int, key: int) -> Group:
@@ -222,7 +238,8 @@ class Mesh:
 
 @dataclass(frozen=True)
 class BoundMesh:
-    """A mesh with the groups that this rank works in; a rank's number in a group is its coordinate on that axis.
+    """A mesh with the groups that this rank works in; a rank's number in a group is its coordinate
+    on that axis.
 
     Attributes:
         mesh: the arithmetic.
@@ -249,7 +266,9 @@ class BoundMesh:
     own: list[Group]
 
     def free(self) -> None:
-        """Give the groups back to MPI, but not the world. Collective; a second call does nothing."""
+        """Give the groups back to MPI, but not the world. Collective; a second call does
+        nothing.
+        """
         while self.own:
             self.own.pop().free()
 
@@ -260,27 +279,37 @@ class BoundMesh:
 def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
     """Return the layouts of this many ranks, the nearest to what is asked for first.
 
-    Near is where few axes differ from those asked for; axes that are None do not count. sp is what is asked for, or the
-    largest below it that divides the world.
+    Near is where few axes differ from those asked for; axes that are None do not count. sp is what
+    is asked for, or the largest below it that divides the world.
     """
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     sp = max(n for n in divisors if n <= (asked.get(SP) or 1))
     rest = world // sp
-    meshes = [Mesh(d, p, rest // d // p, sp=sp) for d in divisors for p in divisors if rest % (d * p) == 0]
+    meshes = [
+        Mesh(d, p, rest // d // p, sp=sp) for d in divisors for p in divisors if rest % (d * p) == 0
+    ]
 
     def distance(mesh: Mesh) -> tuple[int, int, int]:
-        differ = sum(asked.get(axis) not in (None, own) for axis, own in zip(AXES, mesh.shape, strict=True))
+        differ = sum(
+            asked.get(axis) not in (None, own) for axis, own in zip(AXES, mesh.shape, strict=True)
+        )
         return differ, -mesh.dp, -mesh.pp
 
     return sorted(meshes, key=distance)
 
 
 def _misfit(world: int, axes: dict[str, int | None], asked: dict[str, int | None]) -> str:
-    """Return the sentence on axes that do not make up the world; those that are still None could not be derived."""
-    known = {axis: size for axis, size in axes.items() if size is not None and (axis != SP or size > 1)}
+    """Return the sentence on axes that do not make up the world; those that are still None could
+    not be derived.
+    """
+    known = {
+        axis: size for axis, size in axes.items() if size is not None and (axis != SP or size > 1)
+    }
     product = " x ".join(f"{axis} {size}" for axis, size in known.items())
     meshes = fitting(world, asked or axes)
-    some = ", ".join(str(mesh) for mesh in meshes[:SUGGESTIONS]) + (" ..." if len(meshes) > SUGGESTIONS else "")
+    some = ", ".join(str(mesh) for mesh in meshes[:SUGGESTIONS]) + (
+        " ..." if len(meshes) > SUGGESTIONS else ""
+    )
     ranks = f"{world} rank{' is' if world == 1 else 's are'}"
     kind = "no multiple of" if None in axes.values() else "not"
     return f"{ranks} {kind} {product} = {prod(known.values())}; these fit: {some}"

@@ -44,7 +44,8 @@ The model's parts are measured once, by all ranks of this job at the same time, 
 best, their bytes, why others fall out, and the command that runs the first."""
 WIDTH = 100
 TIMES = ("computing", "bubble", "messages", "update")
-SHORT = ("weights", "gradients", "state", "activations", "exchange", "batches")  # the ledger's kinds, as headings
+# the ledger's kinds, as headings
+SHORT = ("weights", "gradients", "state", "activations", "exchange", "batches")
 REASONS = 8  # of those that most layouts fall out for
 
 
@@ -59,8 +60,10 @@ class PlanConfig:
     memory: Bytes | None = None
     """Bytes that each rank has, for everything, such as 16GiB (default: any)."""
     network: str = "fit"
-    """Messages: fit, as they were fitted here for so many ranks; the file of a fit; or numbers between nodes, such as
-    alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds, with inside_gbit=80 for those inside a node."""
+    """Messages: fit, as they were fitted here for so many ranks; the file of a fit; or numbers
+    between nodes, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds, with
+    inside_gbit=80 for those inside a node.
+    """
     kept: int = 10
     """How many layouts are printed."""
 
@@ -93,15 +96,23 @@ def parse(words: Sequence[str]) -> _Asked:
     """
     asked = _Asked(*read_shared(words, (PlanConfig, SampleConfig), SHARED, PROGRAM, DESCRIPTION))
     shape, config, given = asked.samples.shape, asked.config, asked.given
-    require(not (shape and "dataset" in given), "--shape stands in the place of --dataset; leave one of them out")
+    require(
+        not (shape and "dataset" in given),
+        "--shape stands in the place of --dataset; leave one of them out",
+    )
     require(
         shape is None or config.optimization.batch_size != "full",
         "--batch-size full is that of a data set, and --shape stands for none; give a number",
     )
     if shape is not None and config.model.model in SEQUENCE_MODELS:
-        sentence = f"--shape for --model {config.model.model} is one number, that of tokens, such as 64"
+        sentence = (
+            f"--shape for --model {config.model.model} is one number, that of tokens, such as 64"
+        )
         require(len(shape) == 1, sentence)
-        sentence = f"--shape says {shape[0]} tokens, and --context {config.model.context}; leave --context out"
+        sentence = (
+            f"--shape says {shape[0]} tokens, and --context {config.model.context}; leave"
+            " --context out"
+        )
         require(config.model.context in (None, shape[0]), sentence)
         given["context"] = shape[0]
     return asked
@@ -147,10 +158,15 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -
     machine = asked.machine
     memory = "any memory" if machine.memory is None else f"{format_bytes(machine.memory)} each"
     return [
-        f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {counted(ranks, 'rank')} on "
-        f"{counted(len(set(network.nodes)), 'node')}, {memory}",
+        (
+            f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size};"
+            f" {counted(ranks, 'rank')} on {counted(len(set(network.nodes)), 'node')}, {memory}"
+        ),
         f"messages: {network.name}",
-        f"computing: measured here; a step of one rank takes {format_seconds(step_s, 3)} without the update",
+        (
+            f"computing: measured here; a step of one rank takes {format_seconds(step_s, 3)}"
+            " without the update"
+        ),
         "",
     ]
 
@@ -161,7 +177,10 @@ def describe(found: LayoutSearch) -> Iterator[str]:
     yield ""
     yield f"{'':>3}{'step':>10}" + "".join(f"{name:>10}" for name in TIMES) + "  layout"
     for number, one in enumerate(found.best, 1):
-        times = "".join(f"{format_seconds(each, 3):>10}" for each in (one.price.seconds, *vars(one.price).values()))
+        times = "".join(
+            f"{format_seconds(each, 3):>10}"
+            for each in (one.price.seconds, *vars(one.price).values())
+        )
         first, *rest = wrap(str(one.candidate), WIDTH - 55)
         yield f"{number:>3}{times}  {first}"
         yield from (f"{'':>55}{line}" for line in rest)
@@ -187,7 +206,13 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
-            words += [flag, *(quote(str(each)) for each in (value if isinstance(value, list | tuple) else [value]))]
+            words += [
+                flag,
+                *(
+                    quote(str(each))
+                    for each in (value if isinstance(value, list | tuple) else [value])
+                ),
+            ]
     if asked.samples.shape is not None:
         words.append("--dataset DATA")
     return " ".join(words)

@@ -1,4 +1,6 @@
-"""`python -m nnmpi.predict`: the class of samples in a file, and the probability of each; or quantities."""
+"""`python -m nnmpi.predict`: the class of samples in a file, and the probability of each; or
+quantities.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
             return signature.prepare(read_samples(file), dtype)
         if file.name.endswith((".csv", ".csv.gz")):
             if len(signature.sample_shape) != 1:
-                raise DataError(f"rows of a table do not fit a model that takes {signature.sample_shape}")
+                raise DataError(
+                    f"rows of a table do not fit a model that takes {signature.sample_shape}"
+                )
             table = read_csv(file, signature.target, signature.sample_shape[0])
             return signature.prepare(signature.in_order(table.features, table.columns, file), dtype)
     except DataError as error:
@@ -57,9 +61,11 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
 
 
 def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
-    """Return an image as model input: (1, height, width, channels), of the size that the model takes.
+    """Return an image as model input: (1, height, width, channels), of the size that the model
+    takes.
 
-    It becomes gray for a model of one channel, and is resized; black is 0 and white 1, before the normalization.
+    It becomes gray for a model of one channel, and is resized; black is 0 and white 1, before the
+    normalization.
 
     Args:
         file: anything that Pillow reads.
@@ -72,8 +78,8 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
     shape = signature.sample_shape
     if len(shape) != 3 or shape[2] not in (1, 3) or signature.stored != BYTES:
         raise UsageError(
-            f"{file} is taken for an image, but the model's samples are {signature.stored} of shape {shape}; give an "
-            ".npz or a .csv"
+            f"{file} is taken for an image, but the model's samples are {signature.stored} of shape"
+            f" {shape}; give an .npz or a .csv"
         )
     pixels = images.read_image(file, shape).astype(dtype)[None] / np.asarray(FULL, dtype)
     return signature.normalized(1 - pixels if invert else pixels)
@@ -111,7 +117,10 @@ def main(words: Sequence[str], group: Group) -> None:
     console, (folder, file, options, place) = ask(words, parse, group)
     run = place.open(folder, group)
     if run.config.model.model in SEQUENCE_MODELS:
-        raise UsageError(f"a run of model {run.config.model.model} says what comes next: see python -m nnmpi.generate")
+        raise UsageError(
+            f"a run of model {run.config.model.model} says what comes next: see python -m"
+            " nnmpi.generate"
+        )
     with agreed(group):
         x = read_file(file, run.signature, run.config.run.dtype, options.invert)
     text = format_predictions(run, run.answers(x), options.format)
@@ -140,15 +149,22 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
     if kind == "json":
         samples: list[dict[str, Any]] = [{"values": row.tolist()} for row in answers]
         if is_classes:
-            samples = [{"class": names[i], "probabilities": row.tolist()} for i, row in zip(best, rows, strict=True)]
+            samples = [
+                {"class": names[i], "probabilities": row.tolist()}
+                for i, row in zip(best, rows, strict=True)
+            ]
         about = {"classes": names} if is_classes else {}
         return json.dumps({"run": str(run.folder.path), **about, "samples": samples})
     count = rows.shape[1]
     header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
     first = [[names[number]] for number in best] if is_classes else [[]] * len(rows)
-    lines = ([*head, *(f"{each:.6g}" for each in row)] for head, row in zip(first, rows, strict=True))
+    lines = (
+        [*head, *(f"{each:.6g}" for each in row)] for head, row in zip(first, rows, strict=True)
+    )
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows([["class", *names] if is_classes else header, *lines])
+    csv.writer(stream, lineterminator="\n").writerows(
+        [["class", *names] if is_classes else header, *lines]
+    )
     return stream.getvalue().rstrip("\n")
 
 

@@ -1,4 +1,5 @@
-"""`python -m nnmpi.report RUN`: a run as one page for a browser: curves, where time went, memory, layout, options.
+"""`python -m nnmpi.report RUN`: a run as one page for a browser: curves, where time went, memory,
+layout, options.
 
     python -m nnmpi.report runs/digits-cnn                 writes runs/digits-cnn/report.html
     python -m nnmpi.report runs/digits-cnn --out page.html
@@ -56,8 +57,12 @@ def main(words: Sequence[str]) -> str:
     """
     parser = Parser("python -m nnmpi.report", description=__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
-    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="for TensorBoard's files of its metrics")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html)"
+    )
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="FOLDER", help="for TensorBoard's files of its metrics"
+    )
     given = parser.parse_args(words)
     file = given.out or given.run / "report.html"
     if given.out is None and file.is_symlink():
@@ -70,7 +75,9 @@ def main(words: Sequence[str]) -> str:
         from bokeh.resources import Resources
 
         library, hint = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), ""
-        with foreign(RunFolder(given.run).metrics, UsageError, "the numbers of the run cannot be drawn"):
+        with foreign(
+            RunFolder(given.run).metrics, UsageError, "the numbers of the run cannot be drawn"
+        ):
             found["charts"] = draw(found)
     write_page(file, "run", f"run {given.run.resolve().name}", found, library)
     return f"{file} shows the run in a browser{hint}"
@@ -83,14 +90,20 @@ def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
         UsageError: without tensorboardX, and for a folder that cannot be written.
     """
     if find_spec("tensorboardX") is None:
-        raise UsageError("TensorBoard's files are written by tensorboardX; pip install tensorboardX")
+        raise UsageError(
+            "TensorBoard's files are written by tensorboardX; pip install tensorboardX"
+        )
     from tensorboardX import SummaryWriter
 
     with raised_as(UsageError, f"{folder} cannot be written"), SummaryWriter(str(folder)) as writer:
         for record in records:
             for key, value in record.items():
-                if key not in ("kind", "global_step", "epoch", "time") and isinstance(value, int | float):
-                    writer.add_scalar(f"{record['kind']}/{key}", value, record["global_step"], record.get("time"))
+                if key not in ("kind", "global_step", "epoch", "time") and isinstance(
+                    value, int | float
+                ):
+                    writer.add_scalar(
+                        f"{record['kind']}/{key}", value, record["global_step"], record.get("time")
+                    )
 
 
 def gather(run: Path) -> dict[str, Any]:
@@ -107,7 +120,11 @@ def gather(run: Path) -> dict[str, Any]:
         trained = [each for each in records if each["kind"] == "train"]
         tests = [each for each in records if each["kind"] in ("eval", "test")]
         stale = sum_staleness(records)
-        heights = [[each.get(n, 0) for n in range(stale.largest() + 1)] for each in stale.histograms if stale.count()]
+        heights = [
+            [each.get(n, 0) for n in range(stale.largest() + 1)]
+            for each in stale.histograms
+            if stale.count()
+        ]
         times = {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))}
         other_s = _mean(trained, "step_s") - sum(times.values())
         return {
@@ -115,12 +132,16 @@ def gather(run: Path) -> dict[str, Any]:
             "results": [{key: each.get(key) for key in RESULT} for each in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
             "paint": PAINT,
-            "times": times | ({"other": other_s} if other_s > ROUNDING * sum(times.values()) else {}),
+            "times": times
+            | ({"other": other_s} if other_s > ROUNDING * sum(times.values()) else {}),
             "parts": [
-                [part[-1]["global_step"], *(_mean(part, key) for key in PARTS)] for part in _cut(trained, MOST_BARS)
+                [part[-1]["global_step"], *(_mean(part, key) for key in PARTS)]
+                for part in _cut(trained, MOST_BARS)
             ],
             "memory": {
-                key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)
+                key.removeprefix(_MEMORY): n
+                for key, n in (trained or [{}])[-1].items()
+                if key.startswith(_MEMORY)
             },
             "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
             "evaluation": read_json(folder.evaluation) if folder.evaluation.is_file() else {},
@@ -129,12 +150,23 @@ def gather(run: Path) -> dict[str, Any]:
         }
 
 
-def _chart(title: str, key: str, kinds: Mapping[str, str], over: tuple[str, str], records: Sequence[Any]) -> Any:
+def _chart(
+    title: str, key: str, kinds: Mapping[str, str], over: tuple[str, str], records: Sequence[Any]
+) -> Any:
     """Return a chart's lines; none where each is straight, as of a rate that stays."""
     lines = []
     for name, kind in kinds.items():
-        chosen = [each for each in records if each["kind"] == kind and None not in (each.get(key), each.get(over[0]))]
-        lines.append({"name": name, "points": [[each[over[0]], each[key]] for each, *_ in _cut(chosen, MOST_POINTS)]})
+        chosen = [
+            each
+            for each in records
+            if each["kind"] == kind and None not in (each.get(key), each.get(over[0]))
+        ]
+        lines.append(
+            {
+                "name": name,
+                "points": [[each[over[0]], each[key]] for each, *_ in _cut(chosen, MOST_POINTS)],
+            }
+        )
     says = any(len({value for _, value in line["points"]}) > 1 for line in lines)
     lines = [line for line in lines if line["points"] and says]
     return {"title": title, "accuracy": key == ACCURACY, "along": over[1], "lines": lines}
@@ -153,50 +185,93 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
     from bokeh.plotting import figure
 
     def plot(tips: Any, **how: Any) -> Any:
-        usual = {"height": 260, "sizing_mode": "stretch_width", "toolbar_location": None, "tools": ""}
+        usual = {
+            "height": 260,
+            "sizing_mode": "stretch_width",
+            "toolbar_location": None,
+            "tools": "",
+        }
         made = figure(**usual | how)
         made.add_tools(HoverTool(tooltips=tips, mode="vline"))
         return made
 
-    def stack(what: str, ends: Sequence[float], begin: float, columns: Columns, x: str, y: str) -> Any:
+    def stack(
+        what: str, ends: Sequence[float], begin: float, columns: Columns, x: str, y: str
+    ) -> Any:
         """Draw bars from where the one before has ended, the columns on top of one another."""
         sides = [*pairwise([begin, *ends])]
         middles = {"x": [(a + b) / 2 for a, b in sides], "wide": [b - a for a, b in sides]}
         source = {what: ends, **middles, **columns}
-        made = plot([(name, f"@{{{name}}}{{0.[00]}}") for name in (what, *columns)], x_axis_label=x, y_axis_label=y)
-        paint = [PAINT.get(name, colour) for name, colour in zip(columns, cycle(COLOURS), strict=False)]
+        made = plot(
+            [(name, f"@{{{name}}}{{0.[00]}}") for name in (what, *columns)],
+            x_axis_label=x,
+            y_axis_label=y,
+        )
+        paint = [
+            PAINT.get(name, colour) for name, colour in zip(columns, cycle(COLOURS), strict=False)
+        ]
         named = {"color": paint, "legend_label": [*columns]}
-        made.hover.renderers = made.vbar_stack([*columns], x="x", width="wide", source=source, **named)[-1:]
+        made.hover.renderers = made.vbar_stack(
+            [*columns], x="x", width="wide", source=source, **named
+        )[-1:]
         return made
 
     plots: dict[str, Any] = {}
     if found["parts"]:
         ends, *parts = zip(*found["parts"], strict=True)
-        columns = {n: [1e3 * s for s in part] for n, part in zip(PARTS.values(), parts, strict=True) if any(part)}
-        plots["Where a step's time went, over the steps"] = stack("step", ends, 0, columns, "steps", "ms")
+        columns = {
+            n: [1e3 * s for s in part]
+            for n, part in zip(PARTS.values(), parts, strict=True)
+            if any(part)
+        }
+        plots["Where a step's time went, over the steps"] = stack(
+            "step", ends, 0, columns, "steps", "ms"
+        )
     for chart in found["charts"]:
-        least = min((1 - y for line in chart["lines"] for _, y in line["points"] if y < 1), default=1.0)
-        how = {"y_axis_type": "log", "y_range": DataRange1d(flipped=True)} if chart["accuracy"] else {}
-        if "speed" in chart["title"]:  # from 0: the last batch of an epoch is short, and a bit slower
+        least = min(
+            (1 - y for line in chart["lines"] for _, y in line["points"] if y < 1), default=1.0
+        )
+        how = (
+            {"y_axis_type": "log", "y_range": DataRange1d(flipped=True)}
+            if chart["accuracy"]
+            else {}
+        )
+        if "speed" in chart["title"]:
+            # from 0: the last batch of an epoch is short, and a bit slower
             how = {"y_range": DataRange1d(start=0)}
-        made = plot(f"$name: @y{{0.[00000]}}<br>@x{{0.[0]}} {chart['along']}", x_axis_label=chart["along"], **how)
-        if chart["accuracy"]:  # by the errors that are left, in powers of ten: so 97 and 99 % are far apart
+        made = plot(
+            f"$name: @y{{0.[00000]}}<br>@x{{0.[0]}} {chart['along']}",
+            x_axis_label=chart["along"],
+            **how,
+        )
+        if chart["accuracy"]:
+            # by the errors that are left, in powers of ten: so 97 and 99 % are far apart
             made.yaxis.ticker = [base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)]
-            made.yaxis.formatter = CustomJSTickFormatter(code="return `${+(100 * (1 - tick)).toPrecision(5)} %`")
+            made.yaxis.formatter = CustomJSTickFormatter(
+                code="return `${+(100 * (1 - tick)).toPrecision(5)} %`"
+            )
         else:
             made.yaxis.formatter.power_limit_low = -5  # 0.0005, and not 5.000e-4
         made.hover.renderers = []
         for colour, line in zip(COLOURS, chart["lines"], strict=False):
             x, y = zip(*line["points"], strict=True)
             drawn = [max(1 - each, least / 2) for each in y] if chart["accuracy"] else y
-            named = {"source": {"x": x, "y": y, "drawn": drawn}, "name": line["name"], "color": colour}
-            made.hover.renderers.append(made.line("x", "drawn", line_width=2, legend_label=line["name"], **named))
+            named = {
+                "source": {"x": x, "y": y, "drawn": drawn},
+                "name": line["name"],
+                "color": colour,
+            }
+            made.hover.renderers.append(
+                made.line("x", "drawn", line_width=2, legend_label=line["name"], **named)
+            )
             made.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
         plots[chart["title"]] = made
     if heights := found["staleness"]["heights"]:
         workers = {f"worker {worker}": own for worker, own in enumerate(heights)}
         ends = tuple(n + 0.5 for n in range(len(heights[0])))
-        plots["Staleness"] = stack("up to", ends, -0.5, workers, "updates that came between", "gradients")
+        plots["Staleness"] = stack(
+            "up to", ends, -0.5, workers, "updates that came between", "gradients"
+        )
     if counts := found["evaluation"].get("confusion"):
         names = [str(name) for name in found["evaluation"]["classes"]]
         cells = [
@@ -206,17 +281,42 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
             if n
         ]
         tips = [("is", "@a"), ("taken for", "@b"), ("samples", "@n"), ("of these", "@share{0.0 %}")]
-        made = plot(tips, x_range=names, y_range=names[::-1], x_axis_label="taken for", y_axis_label="is", height=380)
+        made = plot(
+            tips,
+            x_range=names,
+            y_range=names[::-1],
+            x_axis_label="taken for",
+            y_axis_label="is",
+            height=380,
+        )
         made.hover.mode = "mouse"
-        source = dict(zip(("a", "b", "n", "share", "color", "alpha"), zip(*cells, strict=True), strict=True))
+        source = dict(
+            zip(("a", "b", "n", "share", "color", "alpha"), zip(*cells, strict=True), strict=True)
+        )
         made.rect("b", "a", 0.97, 0.97, source=source, color="color", alpha="alpha")
-        made.text("b", "a", text="n", source=source, text_align="center", text_baseline="middle", text_color="white")
+        made.text(
+            "b",
+            "a",
+            text="n",
+            source=source,
+            text_align="center",
+            text_baseline="middle",
+            text_color="white",
+        )
         plots["Confusion"] = made
     for made in plots.values():
         for legend in made.legend:
-            legend.update(orientation="horizontal", background_fill_alpha=0, border_line_alpha=0, margin=0, padding=2)
+            legend.update(
+                orientation="horizontal",
+                background_fill_alpha=0,
+                border_line_alpha=0,
+                margin=0,
+                padding=2,
+            )
             ink = "#808890"  # on light and dark
-            legend.update(visible=len(legend.items) > 1, location="top_left", label_text_color=ink, ncols=2)
+            legend.update(
+                visible=len(legend.items) > 1, location="top_left", label_text_color=ink, ncols=2
+            )
             made.add_layout(legend, "above")
     return {title: json_item(made) for title, made in plots.items()}
 
@@ -227,9 +327,15 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _options(options: Mapping[str, Any]) -> list[list[str]]:
-    """Return the run's options that are no defaults: those that were given, and those that it has chosen."""
+    """Return the run's options that are no defaults: those that were given, and those that it has
+    chosen.
+    """
     known = all_options()
-    return [[known[name].flag, shown(value)] for name, value in options.items() if value != known[name].default]
+    return [
+        [known[name].flag, shown(value)]
+        for name, value in options.items()
+        if value != known[name].default
+    ]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""`python -m nnmpi.run -n 4 -- --dataset mnist`: a training, started again after each fault, until it is finished.
+"""`python -m nnmpi.run -n 4 -- --dataset mnist`: a training, started again after each fault, until
+it is finished.
 
     start 1   ---- checkpoint ---- checkpoint --x          rank 2 is killed
     start 2                        checkpoint ---- x       at once: there was progress
     start 3                        checkpoint -x           1 s later
     start 4                        checkpoint - checkpoint ---- ... ---- finished.json
 
-A start that brought a new checkpoint was worth it; so many in a row that brought none end it, and two where data are
-damaged or a loss is not finite, as that comes again. Between those it waits,
-twice as long each time, and after every second one it leaves out a replica, as far as the layout allows: the machine
-may no longer have room for all. Hosts are asked before each start whether they answer; who does not is left out, and
-its ranks with it. What runs is the train command with --resume, which takes any number of ranks.
-It needs no MPI: a supervisor that took part in the job would end with it.
+A start that brought a new checkpoint was worth it; so many in a row that brought none end it, and
+two where data are damaged or a loss is not finite, as that comes again. Between those it waits,
+twice as long each time, and after every second one it leaves out a replica, as far as the layout
+allows: the machine may no longer have room for all. Hosts are asked before each start whether they
+answer; who does not is left out, and its ranks with it. What runs is the train command with
+--resume, which takes any number of ranks. It needs no MPI: a supervisor that took part in the job
+would end with it.
 """
 
 import ctypes
@@ -42,7 +44,9 @@ from nnmpi.train.loop import STOPPING, catch, give_back
 
 POLL_S = 0.05
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-USAGE = 2  # the status of what no other start makes better, but where a job that was killed still has the folder
+# the status of what no other start makes better, but where a job that was killed still has the
+# folder
+USAGE = 2
 IN_VAIN = 2  # starts without progress before a replica is left out
 
 
@@ -122,7 +126,8 @@ class Supervisor:
         """Start the training as often as it takes, and return what there is to say of it.
 
         Raises:
-            GaveUp: when no start brings it on any more, or what is wrong is no fault, or a signal has ended it.
+            GaveUp: when no start brings it on any more, or what is wrong is no fault, or a signal
+                has ended it.
         """
         began_s, trained_s = time.monotonic(), self._trained_s()
         before = catch(self._note)
@@ -132,8 +137,9 @@ class Supervisor:
             give_back(before)
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
-            f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of {seconds:.0f} s was progress "
-            f"(training that was kept); {self._files.finished} proves the end"
+            f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of"
+            f" {seconds:.0f} s was progress (training that was kept); {self._files.finished} proves"
+            " the end"
         )
 
     def _go_through(self) -> int:
@@ -147,23 +153,32 @@ class Supervisor:
             self._check(outcome)
             in_vain, best = (0, outcome.step) if outcome.step > best else (in_vain + 1, best)
             self._write_down(starts, outcome)
-            if in_vain > self._plan.restarts or (outcome.status in (USAGE, EX_DATAERR) and in_vain >= IN_VAIN):
+            if in_vain > self._plan.restarts or (
+                outcome.status in (USAGE, EX_DATAERR) and in_vain >= IN_VAIN
+            ):
                 raise GaveUp(self._report(in_vain, outcome), outcome.status or 1)
             if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
                 self._ranks = max(self._fewest, self._ranks - self._plan.replica)
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (in_vain - 1)) if in_vain else 0.0
             goes_on = f"from step {outcome.step}" if outcome.step else "at the beginning"
             when = f"in {pause_s:.0f} s" if pause_s else "now"
-            self._say(f"start {starts} ended after {outcome.seconds:.0f} s: {outcome.fault}; again {when}, {goes_on}")
+            self._say(
+                f"start {starts} ended after {outcome.seconds:.0f} s: {outcome.fault}; again"
+                f" {when}, {goes_on}"
+            )
             self._sleep(pause_s)
 
     def _check(self, outcome: StartEnd) -> None:
         """Raise where another start would make nothing better."""
-        resume = f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume {quote(str(self._plan.folder))}"
+        resume = (
+            f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume"
+            f" {quote(str(self._plan.folder))}"
+        )
         again = resume if self._files.config.exists() else "nothing was begun"
         if self._asked:
             raise GaveUp(
-                f"ended by {signal.Signals(self._asked).name}, with a checkpoint of step {outcome.step}; {again}",
+                f"ended by {signal.Signals(self._asked).name}, with a checkpoint of step"
+                f" {outcome.step}; {again}",
                 128 + self._asked,
             )
         if outcome.status in (USAGE, EX_DATAERR) and not self._was_up():
@@ -172,15 +187,20 @@ class Supervisor:
         if outcome.status - 128 in STOPPING:
             name = signal.Signals(outcome.status - 128).name
             raise GaveUp(
-                f"the ranks were told to stop ({name}), so they are not started again; {again}", outcome.status
+                f"the ranks were told to stop ({name}), so they are not started again; {again}",
+                outcome.status,
             )
 
     def _report(self, in_vain: int, outcome: StartEnd) -> str:
         since = f"beyond step {outcome.step}" if outcome.step else "at all"
-        more = f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in {self._files.faults}"
+        more = (
+            f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in"
+            f" {self._files.faults}"
+        )
         return (
-            f"gave up: {counted(in_vain, 'start')} in a row brought no checkpoint {since}; the last one ended after "
-            f"{outcome.seconds:.0f} s: {outcome.fault}{more if self._files.config.exists() else ''}"
+            f"gave up: {counted(in_vain, 'start')} in a row brought no checkpoint {since}; the last"
+            f" one ended after {outcome.seconds:.0f} s:"
+            f" {outcome.fault}{more if self._files.config.exists() else ''}"
         )
 
     # ---- one start ----
@@ -196,8 +216,17 @@ class Supervisor:
             ranks = room - room % self._plan.replica
         if self._plan.hosts and (not hosts or ranks < self._fewest):
             left = ", ".join(hosts) or "none"
-            return StartEnd(1, f"too few hosts answer ({left}) for at least {self._fewest} ranks", self._step(), 0)
-        launcher = Launcher("none") if ranks == 1 and not hosts and self._launcher.kind != "srun" else self._launcher
+            return StartEnd(
+                1,
+                f"too few hosts answer ({left}) for at least {self._fewest} ranks",
+                self._step(),
+                0,
+            )
+        launcher = (
+            Launcher("none")
+            if ranks == 1 and not hosts and self._launcher.kind != "srun"
+            else self._launcher
+        )
         words = self._words(ranks)
         command = [*launcher.command(ranks, hosts), sys.executable, "-m", "nnmpi.train", *words]
         without = f" without {', '.join(lost)}" if lost else ""
@@ -205,7 +234,10 @@ class Supervisor:
         begin_s, step = time.monotonic(), self._step()
         with raised_as(LaunchError, f"{command[0]} cannot be started"):
             job = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent
+                command,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         try:
             status, fault = self._watch(job, launcher, begin_s)
@@ -216,16 +248,22 @@ class Supervisor:
         return StartEnd(status, fault, max(step, self._step()), time.monotonic() - begin_s)
 
     def _words(self, ranks: int) -> list[str]:
-        """Return the train command's words: those that were given until a start has written them down."""
+        """Return the train command's words: those that were given until a start has written them
+        down.
+        """
         folder, given = str(self._plan.folder), list(self._plan.words)
         if self._was_up():
             quiet = ["--quiet"] if "--quiet" in given else []
-            return [f"--resume={folder}", "--trust", "--dp", "auto", *quiet]  # what it names has been executed already
+            # what it names has been executed already
+            return [f"--resume={folder}", "--trust", "--dp", "auto", *quiet]
         there = self._plan.resumes or self._files.config.exists()
         layout = ["--dp", "auto"] if ranks != self._plan.ranks else []
-        return [*given, f"{'--resume' if there else '--out'}={folder}", *layout]  # whose name may begin with a dash
+        # whose name may begin with a dash
+        return [*given, f"{'--resume' if there else '--out'}={folder}", *layout]
 
-    def _watch(self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float) -> tuple[int, str]:
+    def _watch(
+        self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float
+    ) -> tuple[int, str]:
         """Return a job's status and what happened, once it has ended."""
         starts, told = _count_lines(self._files.starts), False
         limit_s, is_up = self._plan.start_limit_s, False
@@ -248,8 +286,8 @@ class Supervisor:
     def _pass_on(self, job: subprocess.Popen[bytes], launcher: Launcher, is_up: bool) -> None:
         """Ask the ranks to save and end; the launcher where none is on this host.
 
-        One rank that knows is enough. Open MPI's launcher would give them half a second. Before they are
-        up there is nothing to save, and SIGINT would end Python's own start with a stack.
+        One rank that knows is enough. Open MPI's launcher would give them half a second. Before
+        they are up there is nothing to save, and SIGINT would end Python's own start with a stack.
         """
         number = signal.SIGTERM if launcher.kind == "srun" or not is_up else self._asked
         for process in ranks_of(job.pid) or [job.pid]:
@@ -305,7 +343,9 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def _end_with_parent() -> None:
-    """Let the job end if this program is killed: nobody would start it again, and the next supervisor cannot."""
+    """Let the job end if this program is killed: nobody would start it again, and the next
+    supervisor cannot.
+    """
     with suppress(AttributeError):  # another system, on which it goes on alone
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -323,7 +363,9 @@ def describe_status(status: int, launcher: Launcher) -> str:
         return f"it met what another start meets again (status {status})"
     if status == 0:
         return "it ended with status 0, but has not come to its end (there is no new finished.json)"
-    number = status - 128 if status > 128 else status if launcher.kind == "MPICH" and status > 2 else 0
+    number = (
+        status - 128 if status > 128 else status if launcher.kind == "MPICH" and status > 2 else 0
+    )
     with suppress(ValueError):
         if number:
             return f"a rank or its launcher got {signal.Signals(number).name} (status {status})"
@@ -342,7 +384,9 @@ def without(names: Sequence[str], words: Sequence[str]) -> list[str]:
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """Return what tells a file from one that is written anew in its place; None where there is none."""
+    """Return what tells a file from one that is written anew in its place; None where there is
+    none.
+    """
     with suppress(OSError):
         found = file.stat()
         return found.st_ino, found.st_mtime_ns
@@ -374,10 +418,14 @@ class SupervisorConfig:
     restarts: int = 10
     """How many starts in a row may bring no new checkpoint before it gives up."""
     hosts: str = ""
-    """Host names with commas between them; before each start they are asked whether they answer, and those that do not
-    are left out with their ranks (default: the launcher's choice; in a job of Slurm's all of its)."""
+    """Host names with commas between them; before each start they are asked whether they answer,
+    and those that do not are left out with their ranks (default: the launcher's choice; in a job of
+    Slurm's all of its).
+    """
     start_limit: float = 600.0
-    """Seconds in which ranks must have come up and read their data, or they are started again; 0: no limit."""
+    """Seconds in which ranks must have come up and read their data, or they are started again; 0:
+    no limit.
+    """
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -397,21 +445,33 @@ def main(words: Sequence[str]) -> str:
     train = words[at + 1 :]
     own = ["--ranks" if word == "-n" else word for word in words[:at]]
     if theirs := {*own} & {each.flag for each in all_options().values()}:
-        raise UsageError(f"{min(theirs)} is an option of the training; write it behind --, as in {PROGRAM} -n 2 -- ...")
-    options = made(SupervisorConfig, read_words(own, options_of(SupervisorConfig), PROGRAM, DESCRIPTION))
+        raise UsageError(
+            f"{min(theirs)} is an option of the training; write it behind --, as in {PROGRAM} -n 2"
+            " -- ..."
+        )
+    options = made(
+        SupervisorConfig, read_words(own, options_of(SupervisorConfig), PROGRAM, DESCRIPTION)
+    )
     config = parse(train)
     if config.sync.simulate:
-        raise UsageError("--simulate trains in one process, which needs no supervisor; leave it out")
+        raise UsageError(
+            "--simulate trains in one process, which needs no supervisor; leave it out"
+        )
     layout = config.parallel
     folder = config.run.resume or config.run.out or default_folder(config)
     replica = prod(ranks for ranks in (layout.pp, layout.tp, layout.sp) if isinstance(ranks, int))
     if isinstance(layout.dp, int):  # pp or tp may be what is missing
         replica = max(replica, options.ranks // layout.dp)
     if options.ranks % replica:
-        raise UsageError(f"-n {options.ranks} is no multiple of the {replica} ranks that hold the model once")
+        raise UsageError(
+            f"-n {options.ranks} is no multiple of the {replica} ranks that hold the model once"
+        )
     hosts = tuple(filter(None, options.hosts.split(","))) or tuple(given_hosts())
     if any(host.startswith("-") for host in hosts):
-        raise UsageError(f"--hosts {options.hosts} has a name that begins with a dash, an option of ssh; give hosts")
+        raise UsageError(
+            f"--hosts {options.hosts} has a name that begins with a dash, an option of ssh; give"
+            " hosts"
+        )
     plan = SupervisedRun(
         words=tuple(without(("--out", "--resume"), train)),
         folder=Path(folder),
@@ -427,7 +487,8 @@ def main(words: Sequence[str]) -> str:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # a reader that has gone, or a log on a full disk, ends the words, not the supervision
+    with suppress(OSError):
+        # a reader that has gone, or a log on a full disk, ends the words, not the supervision
         print(f"nnmpi.run: {printable(text)}", flush=True)
 
 

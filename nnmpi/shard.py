@@ -14,7 +14,8 @@ from typing import Any
 def part(n: int, parts: int, index: int) -> range:
     """Return the indices of `range(n)` that belong to part `index` of `parts`.
 
-    Parts are contiguous, in order, and differ in length by at most one; with n < parts the last ones are empty.
+    Parts are contiguous, in order, and differ in length by at most one; with n < parts the last
+    ones are empty.
 
     Args:
         n: how many indices there are.
@@ -37,7 +38,8 @@ def split(n: int, parts: int) -> tuple[range, ...]:
 
 
 def buckets(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
-    """Group consecutive items so that no group's sizes add up to more than `limit`; a larger item stands alone.
+    """Group consecutive items so that no group's sizes add up to more than `limit`; a larger item
+    stands alone.
 
         buckets([3, 4, 2, 9, 1], 7)  ->  (0, 1), (2), (3), (4)
 
@@ -62,7 +64,8 @@ def buckets(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
 class Region:
     """The part of an array that one rank holds: a range of one axis.
 
-        Region((4, 6), axis=1, start=2, stop=4)            Region((6, 2), axis=0, start=1, stop=2, repeats=2)
+        Region((4, 6), axis=1, start=2, stop=4)            Region((6, 2), axis=0, start=1, stop=2,
+                                                           repeats=2)
 
             . . # # . .                                        . .      row 1 of each of the two
             . . # # . .                                        # #      groups of 6 / 2 = 3 rows
@@ -75,12 +78,14 @@ class Region:
         shape: of the whole array.
         axis: the axis that is cut, from 0.
         start, stop: the range of each repeat that belongs to the part; it may be empty.
-        repeats: the axis is seen as this many equal ranges after one another, and start..stop is taken from each. That
-            is the form of flattened images (height, width, channels) whose channels are cut.
+        repeats: the axis is seen as this many equal ranges after one another, and start..stop is
+            taken from each. That is the form of flattened images (height, width, channels) whose
+            channels are cut.
         second: another range of the axis, which comes behind, where it is seen as one range.
 
     Raises:
-        ValueError: when the axis or the range does not exist, or the repeats do not divide the axis.
+        ValueError: when the axis or the range does not exist, or the repeats do not divide the
+            axis.
     """
 
     shape: tuple[int, ...]
@@ -92,11 +97,15 @@ class Region:
 
     def __post_init__(self) -> None:
         """Check that there is such a part."""
-        fits = 0 <= self.axis < len(self.shape) and self.repeats >= 1 and self.shape[self.axis] % self.repeats == 0
+        fits = (
+            0 <= self.axis < len(self.shape)
+            and self.repeats >= 1
+            and self.shape[self.axis] % self.repeats == 0
+        )
         if not fits or not 0 <= self.start <= self.stop <= self.shape[self.axis] // self.repeats:
             raise ValueError(
-                f"range {self.start}..{self.stop} of each of {self.repeats} repeats on axis {self.axis} does not exist "
-                f"in an array of shape {self.shape}"
+                f"range {self.start}..{self.stop} of each of {self.repeats} repeats on axis"
+                f" {self.axis} does not exist in an array of shape {self.shape}"
             )
 
     @property
@@ -121,19 +130,26 @@ class Region:
 
     @property
     def _index(self) -> tuple[Any, ...]:
-        own = [*range(self.start, self.stop), *self.second] if self.second else slice(self.start, self.stop)
+        own = (
+            [*range(self.start, self.stop), *self.second]
+            if self.second
+            else slice(self.start, self.stop)
+        )
         return (slice(None), slice(None), own)
 
     def _seen(self, whole: Any) -> Any:
         """Return the array as (axes before, repeats, range, axes after)."""
         if whole.shape != self.shape:
-            raise ValueError(f"a part of an array of shape {self.shape} is not one of shape {whole.shape}")
+            raise ValueError(
+                f"a part of an array of shape {self.shape} is not one of shape {whole.shape}"
+            )
         before, after = prod(self.shape[: self.axis]), prod(self.shape[self.axis + 1 :])
         return whole.reshape(before, self.repeats, self.shape[self.axis] // self.repeats, after)
 
 
 def zigzag(n: int, parts: int, index: int) -> tuple[range, range]:
-    """Return the indices of `range(n)` that belong to part `index` where parts are pairs of chunks, one from each end.
+    """Return the indices of `range(n)` that belong to part `index` where parts are pairs of chunks,
+    one from each end.
 
         zigzag(12, 3, ...)     0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11        chunks of split(12, 6)
                                 0     1     2     2     1      0          the part that each belongs to

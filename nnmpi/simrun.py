@@ -1,11 +1,13 @@
-"""`python -m nnmpi.simrun`: run a program written for mpi4py, as it is, on simulated ranks in one process.
+"""`python -m nnmpi.simrun`: run a program written for mpi4py, as it is, on simulated ranks in one
+process.
 
 python -m nnmpi.simrun -n 8 program.py
 python -m nnmpi.simrun -n 8 --network alpha_us=50,gbit=1 program.py
 python -m nnmpi.simrun -n 8 --seeds 1000 program.py
 
-Ranks that wait for one another for ever, collectives that do not match, messages that do not fit or that nobody
-receives, and arrays that are changed while they are being sent are named, with ranks and lines.
+Ranks that wait for one another for ever, collectives that do not match, messages that do not fit or
+that nobody receives, and arrays that are changed while they are being sent are named, with ranks
+and lines.
 """
 
 import argparse
@@ -36,7 +38,9 @@ from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 
 class Place:
-    """What one rank has for itself though all are in one process: modules, random numbers, what it prints."""
+    """What one rank has for itself though all are in one process: modules, random numbers, what it
+    prints.
+    """
 
     def __init__(self, rank: int) -> None:
         spec: Any = random.__spec__
@@ -49,7 +53,8 @@ class Place:
 
 
 class Interpreter(io.TextIOBase):
-    """Gives the rank that has the turn what is its own, and passes on what it prints in whole lines.
+    """Gives the rank that has the turn what is its own, and passes on what it prints in whole
+    lines.
 
     Args:
         folder: of the program, whose modules each rank imports for itself.
@@ -66,18 +71,30 @@ class Interpreter(io.TextIOBase):
         """Let a rank go on.
 
         Raises:
-            UsageError: when another one has stopped within an import, whose lock this one could wait for.
+            UsageError: when another one has stopped within an import, whose lock this one could
+                wait for.
         """
         before, self._now = self._now, self.places[number]
         before.bits = mtrand.get_bit_generator()
-        names = [*before.modules] if len(sys.modules) == self._count else [*filter(self._is_own, sys.modules)]
+        names = (
+            [*before.modules]
+            if len(sys.modules) == self._count
+            else [*filter(self._is_own, sys.modules)]
+        )
         before.modules = {name: sys.modules.pop(name) for name in names}
         sys.modules.update(self._now.modules)
         self._count = len(sys.modules)
         mtrand.set_bit_generator(self._now.bits)
-        half = [name for name, each in before.modules.items() if getattr(each.__spec__, "_initializing", False)]
+        half = [
+            name
+            for name, each in before.modules.items()
+            if getattr(each.__spec__, "_initializing", False)
+        ]
         if half and self._now is not self.places[-1]:
-            raise UsageError(f"the module {half[-1]} communicates while it is imported; let a function of it do so")
+            raise UsageError(
+                f"the module {half[-1]} communicates while it is imported; let a function of it"
+                " do so"
+            )
 
     def _is_own(self, name: str) -> bool:
         module = sys.modules[name]
@@ -100,11 +117,14 @@ class Interpreter(io.TextIOBase):
             self.write("\n" * bool(place.line))
 
 
-def run_program(given: argparse.Namespace, seed: int, stream: Any) -> tuple[SimulatedRun[None], list[str]]:
+def run_program(
+    given: argparse.Namespace, seed: int, stream: Any
+) -> tuple[SimulatedRun[None], list[str]]:
     """Run the program once; return what it took, and what each rank printed.
 
     Raises:
-        SystemExit: with the status of the first rank that ended with one that is not 0, or called Abort.
+        SystemExit: with the status of the first rank that ended with one that is not 0, or called
+            Abort.
         CommError: for a mistake in the program's communication.
         Exception: that a rank raised.
     """
@@ -167,12 +187,15 @@ def main(words: Sequence[str]) -> str:
         first = first or texts
         if texts != first and not other:
             rank = [*map(str.__eq__, first, texts)].index(False)
-            other = f", but with seed {seed} rank {rank} does not print what it prints with seed {given.seed}"
+            other = (
+                f", but with seed {seed} rank {rank} does not print what it prints with seed"
+                f" {given.seed}"
+            )
     if given.network:
         rank, nbytes = run.busiest
         lines = [
-            f"{counted(given.n, 'rank')} with {given.network}: {format_seconds(run.seconds)} of simulated time; "
-            f"the busiest, rank {rank}, sent or received {format_bytes(nbytes)}"
+            f"{counted(given.n, 'rank')} with {given.network}: {format_seconds(run.seconds)} of"
+            f" simulated time; the busiest, rank {rank}, sent or received {format_bytes(nbytes)}"
         ]
     if given.seeds > 1:
         lines.append(f"{given.seeds} seeds: none fails{other or ', and all print the same'}")
@@ -181,11 +204,22 @@ def main(words: Sequence[str]) -> str:
 
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.simrun", description=__doc__)
-    parser.add_argument("-n", type=positive_count, default=4, metavar="RANKS", help="how many ranks (default 4)")
+    parser.add_argument(
+        "-n", type=positive_count, default=4, metavar="RANKS", help="how many ranks (default 4)"
+    )
     parser.add_argument("--network", default="", help=f"{NETWORK_HELP}; says seconds and bytes")
-    parser.add_argument("--seed", type=int, default=0, help="decides who goes first, and from whom is received")
-    parser.add_argument("--seeds", type=positive_count, default=1, help="run with so many seeds; compare outputs")
-    parser.add_argument("--eager", type=parse_bytes, default=EAGER_BYTES, help="bytes sent without a receive, like 64k")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="decides who goes first, and from whom is received"
+    )
+    parser.add_argument(
+        "--seeds", type=positive_count, default=1, help="run with so many seeds; compare outputs"
+    )
+    parser.add_argument(
+        "--eager",
+        type=parse_bytes,
+        default=EAGER_BYTES,
+        help="bytes sent without a receive, like 64k",
+    )
     parser.add_argument("program", type=Path, metavar="PROGRAM.py", help="the program")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its words")
     return parser

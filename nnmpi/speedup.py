@@ -1,6 +1,8 @@
-"""`python -m nnmpi.speedup --ranks 1,2,4,8 -- TRAIN OPTIONS`: strong or weak scaling, as a table and a picture.
+"""`python -m nnmpi.speedup --ranks 1,2,4,8 -- TRAIN OPTIONS`: strong or weak scaling, as a table
+and a picture.
 
-samples/s                        measured: the median over the lines of metrics, without the first of them
+samples/s                        measured: the median over the lines of metrics, without the first
+                                 of them
   |              . * model       model: a step of the first number of ranks, shared out, and the sum that the
   |         .*                   cost model predicts of those; where a fit or a --network says what messages cost
   |    .*
@@ -54,7 +56,8 @@ class Scaled:
 
     Attributes:
         step_s: of a step, the median.
-        sum_s: of the gradients' sum in it, as the cost model predicts; NaN where it knows nothing of the machine.
+        sum_s: of the gradients' sum in it, as the cost model predicts; NaN where it knows nothing
+            of the machine.
         speedup: over the first run, in samples per second; NaN in the making, as the others.
         efficiency: that, divided by how many times more ranks there are.
         predicted: the speed-up of the model.
@@ -79,9 +82,20 @@ def main(words: Sequence[str]) -> str:
     place = [*words, "--"].index("--")
     own, theirs = words[:place], words[place + 1 :]
     parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--ranks", default="1,2,4", type=_counts, help="numbers of ranks, with commas, rising (1,2,4)")
-    parser.add_argument("--weak", action="store_true", help="as many samples for each rank, and not for all together")
-    parser.add_argument("--simulate", action="store_true", help="on simulated ranks in one process, without MPI")
+    parser.add_argument(
+        "--ranks",
+        default="1,2,4",
+        type=_counts,
+        help="numbers of ranks, with commas, rising (1,2,4)",
+    )
+    parser.add_argument(
+        "--weak",
+        action="store_true",
+        help="as many samples for each rank, and not for all together",
+    )
+    parser.add_argument(
+        "--simulate", action="store_true", help="on simulated ranks in one process, without MPI"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .svg, .png, .pdf")
     parser.add_argument("--network", help=f"links of simulated ranks: {NETWORK_HELP}")
@@ -96,9 +110,16 @@ def main(words: Sequence[str]) -> str:
     rows: list[Scaled] = []
     for count in options.ranks:
         rows.append(_compared(_measure(count, theirs, given, options), rows, options.weak))
-        print(f"{counted(count, 'rank')}: {rows[-1].samples_per_second:.0f} samples/s", file=sys.stderr, flush=True)
+        print(
+            f"{counted(count, 'rank')}: {rows[-1].samples_per_second:.0f} samples/s",
+            file=sys.stderr,
+            flush=True,
+        )
     if options.json is not None:
-        text = json.dumps([{k: v if isfinite(v) else None for k, v in asdict(row).items()} for row in rows], indent=1)
+        text = json.dumps(
+            [{k: v if isfinite(v) else None for k, v in asdict(row).items()} for row in rows],
+            indent=1,
+        )
         with raised_as(UsageError, f"{options.json} cannot be written"):
             write_atomically(options.json, f"{text}\n".encode())
     if options.plot is not None:
@@ -113,39 +134,67 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _measure(ranks: int, words: Sequence[str], given: Mapping[str, Any], options: argparse.Namespace) -> Scaled:
-    """Train on some ranks with these words, which mean what is given; return what the metrics say."""
-    more = [] if {"max_steps", "epochs"} & given.keys() else ["--epochs", "1000", "--max-steps", str(STEPS)]
+def _measure(
+    ranks: int, words: Sequence[str], given: Mapping[str, Any], options: argparse.Namespace
+) -> Scaled:
+    """Train on some ranks with these words, which mean what is given; return what the metrics
+    say.
+    """
+    more = (
+        []
+        if {"max_steps", "epochs"} & given.keys()
+        else ["--epochs", "1000", "--max-steps", str(STEPS)]
+    )
     if options.weak:
         batch = given.get("batch_size", OptimizationConfig.batch_size)
         if batch == "full":
-            raise UsageError("--batch-size full does not grow with the ranks; give a number, or leave --weak out")
+            raise UsageError(
+                "--batch-size full does not grow with the ranks; give a number, or leave --weak out"
+            )
         more += ["--batch-size", str(batch * ranks)]
     start = [] if options.simulate else find_launcher(ranks, ()).command(ranks, {})
     more += ["--simulate", str(ranks)] if options.simulate else []
     with tempfile.TemporaryDirectory(prefix="nnmpi-speedup-") as place:
         run = Path(place) / "run"
-        command = [*start, sys.executable, "-m", "nnmpi.train", "--log-every", "5", "--eval-every", "0", "--quiet"]
+        command = [
+            *start,
+            sys.executable,
+            "-m",
+            "nnmpi.train",
+            "--log-every",
+            "5",
+            "--eval-every",
+            "0",
+            "--quiet",
+        ]
         command += [*words, *more, "--out", str(run)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             said = [line for line in ran.stderr.splitlines() if line.strip()] or ["it says nothing"]
-            raise LaunchError(f"the run on {counted(ranks, 'rank')} ended with status {ran.returncode}: {said[0]}")
+            raise LaunchError(
+                f"the run on {counted(ranks, 'rank')} ended with status {ran.returncode}: {said[0]}"
+            )
         records = [each for each in read_metrics(RunFolder(run).metrics) if each["kind"] == "train"]
     if len(records) < 2:
-        raise UsageError("a run of fewer than 10 steps says nothing of their time; give more by --max-steps")
+        raise UsageError(
+            "a run of fewer than 10 steps says nothing of their time; give more by --max-steps"
+        )
     steps = [
         (after["elapsed_s"] - before["elapsed_s"]) / (after["global_step"] - before["global_step"])
         for before, after in pairwise(records)
     ]
-    sums = [nan if each["predicted_sync_s"] is None else each["predicted_sync_s"] for each in records]
+    sums = [
+        nan if each["predicted_sync_s"] is None else each["predicted_sync_s"] for each in records
+    ]
     rate = median(each["samples_per_second"] for each in records[1:])
     sum_s = _price(ranks, given, records[0]["memory_gradients"])
     return Scaled(ranks, rate, median(steps), median(sums) if isnan(sum_s) else sum_s)
 
 
 def _price(ranks: int, given: Mapping[str, Any], nbytes: int) -> float:
-    """Return the seconds of the gradients' sum on --network; NaN where that is no single, named all-reduce."""
+    """Return the seconds of the gradients' sum on --network; NaN where that is no single, named
+    all-reduce.
+    """
     name = given.get("allreduce", "")
     if "network" not in given or name not in ALGORITHMS or given.keys() & OTHERWISE:
         return nan
@@ -159,17 +208,28 @@ def _compared(found: Scaled, before: Sequence[Scaled], weak: bool) -> Scaled:
     each = times if weak else 1  # samples of a step, in those of the first run's
     predicted_s = first.step_s * each / times + (found.sum_s if before else 0)
     speedup = each * first.step_s / found.step_s
-    return replace(found, speedup=speedup, efficiency=speedup / times, predicted=each * first.step_s / predicted_s)
+    return replace(
+        found,
+        speedup=speedup,
+        efficiency=speedup / times,
+        predicted=each * first.step_s / predicted_s,
+    )
 
 
 def _table(rows: Sequence[Scaled]) -> str:
     lines = ["ranks  samples/s    ms/step  speed-up  efficiency  model's speed-up"]
     for row in rows:
         model = f"{row.predicted:16.2f}" if isfinite(row.predicted) else f"{'-':>16}"
-        numbers = f"{row.samples_per_second:9.0f} {1e3 * row.step_s:10.2f} {row.speedup:9.2f} {row.efficiency:10.0%}"
+        numbers = (
+            f"{row.samples_per_second:9.0f} {1e3 * row.step_s:10.2f} {row.speedup:9.2f}"
+            f" {row.efficiency:10.0%}"
+        )
         lines.append(f"{row.ranks:5}  {numbers}  {model}")
     if not all(isfinite(row.predicted) for row in rows):
-        lines.append("-: nothing says what sums cost: a fit does, or --network with an --allreduce such as ring")
+        lines.append(
+            "-: nothing says what sums cost: a fit does, or --network with an --allreduce such as"
+            " ring"
+        )
     return "\n".join(lines)
 
 

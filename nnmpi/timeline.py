@@ -1,14 +1,17 @@
-"""What a rank did when: events that are cheap to record, and Chrome's trace format, which Perfetto opens.
+"""What a rank did when: events that are cheap to record, and Chrome's trace format, which Perfetto
+opens.
 
-Who computes, sends or waits records into the current timeline; if there is none, nearly nothing happens:
+Who computes, sends or waits records into the current timeline; if there is none, nearly nothing
+happens:
 
     with timeline.recording(timeline.Timeline()) as mine:
         with timeline.span("2F0", "forward"):                   # stage 2, forward, microbatch 0
             ...
     write_chrome(path, to_chrome({0: mine.events}))
 
-In the picture that Perfetto draws, each rank is a process and each track a thread. Events of one track that overlap
-without one lying within the other are put on tracks of their own; a message is an arrow from its send to its receive:
+In the picture that Perfetto draws, each rank is a process and each track a thread. Events of one
+track that overlap without one lying within the other are put on tracks of their own; a message is
+an arrow from its send to its receive:
 
     rank 0   compute     |  0F0  |  0F1  |            rank 1   compute            |  1F0  |
              send                | m0 |--------------.          receive     | m0     |
@@ -47,7 +50,8 @@ class TraceEvent(NamedTuple):
         track: the row in which it stands: one of TRACKS, or a new one.
         begin_s, end_s: when, in seconds of the rank's clock.
         args: JSON values that are shown when the event is clicked; None for none.
-        sends: the name of the message that leaves in this event; "" for none. Unique in the whole trace.
+        sends: the name of the message that leaves in this event; "" for none. Unique in the whole
+            trace.
         takes: the name of the message that arrives in it.
         meeting: of a collective: its name, the same on all ranks that take part, and no others'.
         came_s: when this rank joined it, which may be before it began to stand there.
@@ -66,7 +70,8 @@ class TraceEvent(NamedTuple):
 
 
 class Timeline:
-    """One rank's events, in the order in which they were added. To add one takes some hundred nanoseconds.
+    """One rank's events, in the order in which they were added. To add one takes some hundred
+    nanoseconds.
 
     Args:
         clock: returns seconds; it must not go backwards.
@@ -89,7 +94,9 @@ _NOTHING = nullcontext()
 
 
 def current() -> Timeline | None:
-    """Return the timeline that records now; None where nothing is recorded. Threads begin without one."""
+    """Return the timeline that records now; None where nothing is recorded. Threads begin without
+    one.
+    """
     return _timeline.get()
 
 
@@ -103,7 +110,9 @@ def recording(timeline: Timeline) -> Iterator[Timeline]:
         _timeline.reset(token)
 
 
-def span(name: str, category: str, track: str = COMPUTE, args: Args | None = None) -> AbstractContextManager[None]:
+def span(
+    name: str, category: str, track: str = COMPUTE, args: Args | None = None
+) -> AbstractContextManager[None]:
     """Return a context whose time becomes an event of the current timeline, if there is one.
 
     Args:
@@ -114,7 +123,9 @@ def span(name: str, category: str, track: str = COMPUTE, args: Args | None = Non
 
 
 @contextmanager
-def _timed(timeline: Timeline, name: str, category: str, track: str, args: Args | None) -> Iterator[None]:
+def _timed(
+    timeline: Timeline, name: str, category: str, track: str, args: Args | None
+) -> Iterator[None]:
     begin_s = timeline.clock()
     try:
         yield
@@ -127,15 +138,18 @@ def _timed(timeline: Timeline, name: str, category: str, track: str, args: Args 
 _NOTICED_S = 1e-9  # shorter waits are roundings
 
 
-def part_waits(everyones: Sequence[Sequence[TraceEvent]], ahead_s: Sequence[float]) -> dict[int, list[TraceEvent]]:
+def part_waits(
+    everyones: Sequence[Sequence[TraceEvent]], ahead_s: Sequence[float]
+) -> dict[int, list[TraceEvent]]:
     """Return the ranks' events with bars that do not count a moment twice, by a common clock.
 
         rank 0   compute | B0 |xxxxxxx sum |              rank 0   compute | B0 |
         rank 1   compute | B0         | sum |        ->            waiting      | ... |
                                                                    reduce             | sum |
 
-    In a collective a rank waits until the last one has come, and for a message until it was sent; what is computed
-    stops meanwhile. So of any moment of a rank one of computing, exchanging and waiting is true.
+    In a collective a rank waits until the last one has come, and for a message until it was sent;
+    what is computed stops meanwhile. So of any moment of a rank one of computing, exchanging and
+    waiting is true.
 
     Args:
         everyones: the events of each rank.
@@ -150,7 +164,9 @@ def part_waits(everyones: Sequence[Sequence[TraceEvent]], ahead_s: Sequence[floa
 
 
 def _moved(events: Iterable[TraceEvent], ahead_s: float) -> Iterator[TraceEvent]:
-    """Yield events by a clock that the rank's is ahead of; what meets more than once under a name is numbered."""
+    """Yield events by a clock that the rank's is ahead of; what meets more than once under a name
+    is numbered.
+    """
     met = Counter[str]()
     for event in events:
         begin_s, end_s, came_s = (at - ahead_s for at in (event.begin_s, event.end_s, event.came_s))
@@ -169,13 +185,17 @@ def _parted(events: Sequence[TraceEvent], since: Mapping[str, float]) -> Iterato
             stands.append((event.begin_s, event.end_s))
         if since_s - event.begin_s > _NOTICED_S:
             yield TraceEvent(event.name, "waiting", WAITING, event.begin_s, since_s)
-        if event.track != COMPUTE and (since_s < event.end_s or since_s == event.begin_s or event.takes):
+        if event.track != COMPUTE and (
+            since_s < event.end_s or since_s == event.begin_s or event.takes
+        ):
             yield event._replace(begin_s=since_s)
     stands.sort()
     for event in events:
         if event.track == COMPUTE:
             begin_s = event.begin_s
-            for stop_s, on_s in stands[bisect_left(stands, (begin_s,)) : bisect_left(stands, (event.end_s,))]:
+            for stop_s, on_s in stands[
+                bisect_left(stands, (begin_s,)) : bisect_left(stands, (event.end_s,))
+            ]:
                 if begin_s < stop_s:
                     yield event._replace(begin_s=begin_s, end_s=stop_s)
                 begin_s = max(begin_s, on_s)
@@ -196,20 +216,27 @@ def to_chrome(
 ) -> dict[str, Any]:
     """Return the events in Chrome's trace format: {"traceEvents": [...], "displayTimeUnit": "ms"}.
 
-    Times are in microseconds from the first event, to the nanosecond. Messages of which one end is missing get no
-    arrow.
+    Times are in microseconds from the first event, to the nanosecond. Messages of which one end is
+    missing get no arrow.
 
     Args:
         processes: rank -> its events, in any order.
         names: rank -> name of its process; "rank 3" where it is missing.
     """
     first_s = min((event.begin_s for events in processes.values() for event in events), default=0.0)
-    sent, taken = ({name for each in processes.values() for event in each if (name := end(event))} for end in _ENDS)
-    messages = {name: number for number, name in enumerate(sorted(sent & taken), 1)}  # the others get no arrow
+    sent, taken = (
+        {name for each in processes.values() for event in each if (name := end(event))}
+        for end in _ENDS
+    )
+    # the others get no arrow
+    messages = {name: number for number, name in enumerate(sorted(sent & taken), 1)}
     rows: list[dict[str, Any]] = []
     for rank in sorted(processes):
         name = (names or {}).get(rank, f"rank {rank}")
-        rows += [_about("process_name", rank, 0, name=name), _about("process_sort_index", rank, 0, sort_index=rank)]
+        rows += [
+            _about("process_name", rank, 0, name=name),
+            _about("process_sort_index", rank, 0, sort_index=rank),
+        ]
         places = [_place(event, first_s) for event in processes[rank]]
         rows += [_amounts(each, rank) for each in places if each.event.category == COUNTER]
         spans = [each for each in places if each.event.category != COUNTER]
@@ -231,7 +258,9 @@ def write_chrome(path: Path, trace: Mapping[str, Any]) -> None:
 
 
 class _Placed(NamedTuple):
-    """An event with its times in whole nanoseconds of the trace, in which it can be compared exactly."""
+    """An event with its times in whole nanoseconds of the trace, in which it can be compared
+    exactly.
+    """
 
     begin_ns: int
     end_ns: int
@@ -240,14 +269,19 @@ class _Placed(NamedTuple):
 
 def _place(event: TraceEvent, zero_s: float) -> _Placed:
     """Return the event on the trace's clock; `zero_s` is the trace's beginning."""
-    return _Placed(round((event.begin_s - zero_s) * 1e9), round((event.end_s - zero_s) * 1e9), event)
+    return _Placed(
+        round((event.begin_s - zero_s) * 1e9), round((event.end_s - zero_s) * 1e9), event
+    )
 
 
 def _lanes(spans: Sequence[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
-    """Yield the rows of a rank with their names; in each, any two events are apart or one lies within the other."""
+    """Yield the rows of a rank with their names; in each, any two events are apart or one lies
+    within the other.
+    """
     tracks = dict.fromkeys(TRACKS) | dict.fromkeys(each.event.track for each in spans)
     for track in tracks:
-        lanes: list[tuple[list[int], list[_Placed]]] = []  # the ends of the events in which the next one would lie
+        # the ends of the events in which the next one would lie
+        lanes: list[tuple[list[int], list[_Placed]]] = []
         own = (each for each in spans if each.event.track == track)
         for each in sorted(own, key=lambda each: (each.begin_ns, -each.end_ns)):
             for lane in lanes:
@@ -265,20 +299,40 @@ def _lanes(spans: Sequence[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
             yield track if number == 1 else f"{track} {number}", lane_events
 
 
-def _rows(placed: _Placed, rank: int, thread: int, messages: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _rows(
+    placed: _Placed, rank: int, thread: int, messages: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
     """Yield the event, and the ends of arrows in it."""
     begin_ns, end_ns, event = placed
     where = {"pid": rank, "tid": thread}
     row = {"ph": "X", "name": event.name, "cat": event.category, **where}
     row |= {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000}
-    yield row | ({"args": {key: _finite(value) for key, value in event.args.items()}} if event.args else {})
+    yield row | (
+        {"args": {key: _finite(value) for key, value in event.args.items()}} if event.args else {}
+    )
     sent, taken = (messages.get(end(event)) for end in _ENDS)
     if sent is not None:
-        yield {"ph": "s", "id": sent, "name": "message", "cat": "message", "ts": begin_ns / 1000, **where}
+        yield {
+            "ph": "s",
+            "id": sent,
+            "name": "message",
+            "cat": "message",
+            "ts": begin_ns / 1000,
+            **where,
+        }
     if taken is not None:
-        # An arrow ends in the event around its time, and one that ended at that very moment is around no more.
+        # An arrow ends in the event around its time, and one that ended at that very moment is
+        # around no more.
         inside_ns = max(begin_ns, end_ns - 1)
-        yield {"ph": "f", "bp": "e", "id": taken, "name": "message", "cat": "message", "ts": inside_ns / 1000, **where}
+        yield {
+            "ph": "f",
+            "bp": "e",
+            "id": taken,
+            "name": "message",
+            "cat": "message",
+            "ts": inside_ns / 1000,
+            **where,
+        }
 
 
 def _amounts(placed: _Placed, rank: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is counted; and times.
+"""Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is
+counted; and times.
 
 `Bytes` and `Every` are types of options: made of a word, or a ValueError says that it is none.
 """
@@ -14,7 +15,8 @@ _WORD = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a text names: "4", "64k", "1MB", "1.5 GiB"; k, KB and KiB are all 1024.
+    """Return the number of bytes that a text names: "4", "64k", "1MB", "1.5 GiB"; k, KB and KiB are
+    all 1024.
 
     What a unit's decimals leave of a byte is dropped: "13.3MiB" is 13946060 bytes.
 
@@ -23,9 +25,13 @@ def parse_bytes(text: str) -> int:
     """
     found = _WORD.fullmatch(text.strip())
     if found is None or ("." in found[1] and not found[2] and float(found[1]) % 1):
-        raise UsageError(f"{text!r} is not a number of bytes; write it like 4, 64k, 1MB or 1.5GiB (k is 1024)")
+        raise UsageError(
+            f"{text!r} is not a number of bytes; write it like 4, 64k, 1MB or 1.5GiB (k is 1024)"
+        )
     if len(found[1]) > _DIGITS:
-        raise UsageError(f"{text[:_DIGITS]}... has too many digits; give a number of bytes such as 512MiB")
+        raise UsageError(
+            f"{text[:_DIGITS]}... has too many digits; give a number of bytes such as 512MiB"
+        )
     return int(Decimal(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -62,12 +68,16 @@ def format_bytes(nbytes: int) -> str:
 
     format_bytes(65536) -> "64 KB"        format_bytes(1000) -> "1000 B"        format_bytes(1536) -> "1.5 KB"
     """
-    unit, size = max((pair for pair in _UNITS.items() if pair[1] <= max(nbytes, 1)), key=lambda pair: pair[1])
+    unit, size = max(
+        (pair for pair in _UNITS.items() if pair[1] <= max(nbytes, 1)), key=lambda pair: pair[1]
+    )
     return f"{nbytes / size:.4g} {unit}B"
 
 
 def parse_settings(text: str) -> dict[str, float]:
-    """Return the numbers in a text such as "alpha_us=50, gbit=10", by name; none for what is not of this form."""
+    """Return the numbers in a text such as "alpha_us=50, gbit=10", by name; none for what is not of
+    this form.
+    """
     pairs = [entry.partition("=")[::2] for entry in text.split(",")]
     try:
         values = {name.strip(): float(number) for name, number in pairs}
@@ -93,7 +103,9 @@ def parse_seconds(text: str, unit: str = "seconds", example: str = "2e-6") -> fl
 
 def format_seconds(seconds: float, digits: int = 4) -> str:
     """Return a time in the unit in which it is not small: format_seconds(2.5e-6) -> "2.5 us"."""
-    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e-3)) if seconds >= f), ("us", 1e-6))
+    unit, factor = next(
+        ((u, f) for u, f in (("s", 1.0), ("ms", 1e-3)) if seconds >= f), ("us", 1e-6)
+    )
     return f"{seconds / factor:.{digits}g} {unit}"
 
 
@@ -102,4 +114,8 @@ def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )

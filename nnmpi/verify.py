@@ -1,8 +1,10 @@
-"""`python -m nnmpi.verify`: train under the layout, train on rank 0 alone, compare, and print a table.
+"""`python -m nnmpi.verify`: train under the layout, train on rank 0 alone, compare, and print a
+table.
 
-Sums in another order differ by their rounding, which grows with the square root of their length and from step to step.
-Errors are relative to the largest value of the array, or to a hundredth of the largest of all arrays of its kind: what
-is 0 but for rounding (a bias before a batch norm, say) has no relative error of its own.
+Sums in another order differ by their rounding, which grows with the square root of their length and
+from step to step. Errors are relative to the largest value of the array, or to a hundredth of the
+largest of all arrays of its kind: what is 0 but for rounding (a bias before a batch norm, say) has
+no relative error of its own.
 """
 
 import sys
@@ -60,14 +62,20 @@ SHARED: Mapping[type[Any], str] = {
     ModelConfig: "model hidden dropout layers features heads context tied",
     DataConfig: "dataset",
     OptimizationConfig: "batch_size optimizer lr weight_decay clip",
-    ParallelConfig: """dp pp tp sp pipeline virtual_stages microbatches split reduction memory_limit activation_memory
-    offload offload_state allreduce zero""",
+    ParallelConfig: (
+        """dp pp tp sp pipeline virtual_stages microbatches split reduction memory_limit activation_memory
+    offload offload_state allreduce zero"""
+    ),
     RunConfig: "dtype seed backend",
 }
-# What is different here: a batch that divides by nothing, and an optimizer that does not blow up rounding errors.
+# What is different here: a batch that divides by nothing, and an optimizer that does not blow up
+# rounding errors.
 DIFFERENT: Mapping[str, Mapping[str, Any]] = {
     "dataset": {"help": "iris, digits, or the path of a data set."},
-    "batch_size": {"default": 29, "help": "Samples of the global batch; it need not divide by anything."},
+    "batch_size": {
+        "default": 29,
+        "help": "Samples of the global batch; it need not divide by anything.",
+    },
     "optimizer": {"default": "sgd", "help": "Rule of the update; sgd has a momentum of 0.9."},
     "lr": {"default": 0.01, "help": "Learning rate."},
     "context": {"help": f"Tokens of each sample of lstm and gpt (default: {CONTEXT})."},
@@ -75,8 +83,11 @@ DIFFERENT: Mapping[str, Mapping[str, Any]] = {
     "dtype": {"default": "float64"},
     "backend": {"default": "numpy", "help": "Where both runs are; ranks share devices."},
 }
-LAYERS = 60  # whose rounding adds up; with 30 a resnet by Adam differed by 1.2 times as much, of random layouts
-GROWTH = 2.0  # of rounding, by each step: gradients divide by batch statistics, Adam's updates by sizes (VERIFIED_EPS)
+# whose rounding adds up; with 30 a resnet by Adam differed by 1.2 times as much, of random layouts
+LAYERS = 60
+# of rounding, by each step: gradients divide by batch statistics, Adam's updates by sizes
+# (VERIFIED_EPS)
+GROWTH = 2.0
 LEAST_SCALE = 1e-2
 EVALUATION = "evaluation"  # loss and accuracy over all samples
 MOST = 2e-3  # of a tolerance: what rounding may make of more steps, faults make, too
@@ -110,18 +121,25 @@ def parse(words: Sequence[str]) -> Asked:
         UsageError: for wrong names, values or combinations.
     """
     sections = TrialConfig, SampleConfig
-    trial, samples, config, given = read_shared(words, sections, SHARED, PROGRAM, DESCRIPTION, DIFFERENT)
+    trial, samples, config, given = read_shared(
+        words, sections, SHARED, PROGRAM, DESCRIPTION, DIFFERENT
+    )
     require(
         config.parallel.pipeline != PIPEDREAM,
-        "--pipeline pipedream is not the serial run and does not want to be: it updates with weights that are out "
-        "of date; choose another schedule, such as 1f1b",
+        "--pipeline pipedream is not the serial run and does not want to be: it updates with"
+        " weights that are out of date; choose another schedule, such as 1f1b",
     )
     model = config.model.model
     if model in SEQUENCE_MODELS:
         plain = samples.shape is None and "dataset" not in given
-        require(plain, f"--model {model} is verified on random tokens; leave --shape and --dataset out")
+        require(
+            plain, f"--model {model} is verified on random tokens; leave --shape and --dataset out"
+        )
         samples = replace(samples, shape=(config.model.context or CONTEXT,))
-    require(samples.classes is None or samples.shape is not None, "--classes belongs to --shape; leave it out")
+    require(
+        samples.classes is None or samples.shape is not None,
+        "--classes belongs to --shape; leave it out",
+    )
     momentum = 0.9 if config.optimization.optimizer == "sgd" else 0.0
     return trial, samples, config.having(momentum=momentum)
 
@@ -166,8 +184,9 @@ def _check_steps(steps: int, dtype: str, batch: int) -> None:
         fewer = max((n for n in range(steps) if tolerance(dtype, batch, n) <= MOST), default=0)
         instead = f"--steps {fewer} or less" if fewer else "--dtype float64"
         raise UsageError(
-            f"after {counted(steps, 'step')} of {dtype} rounding alone may differ by {allowed:.1g}, and a fault would "
-            f"pass for it; give {instead}, or --reduction fixed, which is compared to the last bit"
+            f"after {counted(steps, 'step')} of {dtype} rounding alone may differ by {allowed:.1g},"
+            f" and a fault would pass for it; give {instead}, or --reduction fixed, which is"
+            " compared to the last bit"
         )
 
 
@@ -180,14 +199,19 @@ def _samples(asked: Asked, group: Group) -> Dataset:
     train, _ = load_samples(config, group, lambda _: None)
     with agreed(group):
         if not isinstance(train, Dataset):
-            raise UsageError(f"--dataset {config.data.dataset} is a text; leave it out, and give --model gpt")
+            raise UsageError(
+                f"--dataset {config.data.dataset} is a text; leave it out, and give --model gpt"
+            )
         return train.take(np.arange(min(trial.samples, len(train))))
 
 
 def _serial(layout: Layout) -> Layout:
     """Return the layout of one rank that adds up gradients as the other does."""
-    near = replace(layout, activation_memory=None, offload=None, offload_state=None)  # first: it wants the stage
-    plain = replace(near, schedule="1f1b", virtual_stages=1, split="auto", memory_limit=None, zero=0)
+    # first: it wants the stage
+    near = replace(layout, activation_memory=None, offload=None, offload_state=None)
+    plain = replace(
+        near, schedule="1f1b", virtual_stages=1, split="auto", memory_limit=None, zero=0
+    )
     return replace(plain, dp=1, pp=1, tp=1, sp=1)
 
 
@@ -195,13 +219,16 @@ def _serial(layout: Layout) -> Layout:
 
 
 Trial = Mapping[str, Mapping[str, Array]]
-"""What a run did, by what is printed of it: losses, gradients, weights ... of the whole model, on rank 0."""
+"""What a run did, by what is printed of it: losses, gradients, weights ... of the whole model, on
+rank 0.
+"""
 
 
 def run(
     config: Config, steps: int, dataset: Dataset, group: Group, layout: Layout, backend: Backend
 ) -> tuple[Trial, list[str]]:
-    """Train the model under a layout of the group's ranks; return what it did, and the lines above it. Collective.
+    """Train the model under a layout of the group's ranks; return what it did, and the lines above
+    it. Collective.
 
     Args:
         config: the model and its optimizer.
@@ -216,7 +243,11 @@ def run(
         CommError: on all ranks, when copies of a weight differ after a step.
     """
     losses, norms, gradients = [], [], dict[str, Array]()
-    with trial_run(config, (dataset, dataset), layout, group, backend, verified=True) as (worker, inputs, batches):
+    with trial_run(config, (dataset, dataset), layout, group, backend, verified=True) as (
+        worker,
+        inputs,
+        batches,
+    ):
         where = worker.arrangement
         for batch in islice(batches, steps):
             report = worker.step(batch)
@@ -234,7 +265,9 @@ def run(
         f"losses of {steps} steps": {"": np.array(losses)},
         "lengths of the gradients": {"": np.array(norms)},
         f"weights after step {steps}": weights,
-        f"statistics after step {steps}": {name: each for name, each in arrays.items() if name not in weights},
+        f"statistics after step {steps}": {
+            name: each for name, each in arrays.items() if name not in weights
+        },
         EVALUATION: {"": np.array([evaluated.loss, evaluated.accuracy])},
     }
     return found, lines
@@ -242,13 +275,24 @@ def run(
 
 def _header(config: Config, dataset: Dataset, layout: Layout, where: Arrangement) -> list[str]:
     parallel, optimizer = config.parallel, str(config.optimization.optimizer)
-    optimizer += f", eps {VERIFIED_EPS}" if optimizer in updates.NAMES and optimizer != "sgd" else ""
+    optimizer += (
+        f", eps {VERIFIED_EPS}" if optimizer in updates.NAMES and optimizer != "sgd" else ""
+    )
     return [
-        f"model {config.model.model}, {where.elements:,} parameters, {config.run.dtype}; {optimizer}",
-        f"data {dataset.name}, {len(dataset)} samples of shape {dataset.sample_shape}, in batches of "
-        f"{config.optimization.batch_size}; microbatches of each: {parallel.microbatches}",
-        f"reduction {parallel.reduction}, activation memory {parallel.activation_memory or 'any'}, "
-        f"pipeline {parallel.pipeline}, allreduce {parallel.allreduce}",
+        (
+            f"model {config.model.model}, {where.elements:,} parameters, {config.run.dtype};"
+            f" {optimizer}"
+        ),
+        (
+            f"data {dataset.name}, {len(dataset)} samples of shape {dataset.sample_shape}, in"
+            f" batches of {config.optimization.batch_size}; microbatches of each:"
+            f" {parallel.microbatches}"
+        ),
+        (
+            f"reduction {parallel.reduction}, activation memory"
+            f" {parallel.activation_memory or 'any'}, pipeline {parallel.pipeline}, allreduce"
+            f" {parallel.allreduce}"
+        ),
         f"layout {where.mesh.mesh}" + (f", zero {layout.zero}" if layout.zero else ""),
         *describe_stages(where),
     ]
@@ -292,7 +336,9 @@ def tolerance(dtype: str, samples: int, steps: int) -> float:
     return float(LAYERS * sqrt(samples) * np.finfo(dtype).eps * GROWTH**steps)
 
 
-def compare(ours: Trial, serial: Trial, steps: int, dtype: str, samples: int, exact: bool) -> list[Finding]:
+def compare(
+    ours: Trial, serial: Trial, steps: int, dtype: str, samples: int, exact: bool
+) -> list[Finding]:
     """Return what was compared.
 
     Args:
@@ -301,17 +347,22 @@ def compare(ours: Trial, serial: Trial, steps: int, dtype: str, samples: int, ex
         steps: of both.
         dtype: of both.
         samples: of a batch.
-        exact: whether the bits must be equal. The evaluation's sums have no fixed order, and are excepted.
+        exact: whether the bits must be equal. The evaluation's sums have no fixed order, and are
+            excepted.
     """
     found = []
     for what, theirs in serial.items():
         limit = tolerance(dtype, samples, 0 if exact or what.endswith(" of step 1") else steps)
         if theirs:
-            found.append(_compare(what, ours[what], theirs, 0.0 if exact and what != EVALUATION else limit))
+            found.append(
+                _compare(what, ours[what], theirs, 0.0 if exact and what != EVALUATION else limit)
+            )
     return found
 
 
-def _compare(what: str, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float) -> Finding:
+def _compare(
+    what: str, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float
+) -> Finding:
     largest = max(map(_size, theirs.values()))
     worst, where, bitwise = 0.0, "", ours.keys() == theirs.keys()
     for name, array in theirs.items():
@@ -333,9 +384,19 @@ def table(findings: Sequence[Finding]) -> list[str]:
         result = "bitwise" if each.bitwise else "equal" if each.holds else "DIFFERS"
         if not each.bitwise and each.where:
             result += f"   (most: {each.where})"
-        rows.append((each.what, f"{each.error:.2g}", f"{each.tolerance:.2g}" if each.tolerance else "none", result))
+        rows.append(
+            (
+                each.what,
+                f"{each.error:.2g}",
+                f"{each.tolerance:.2g}" if each.tolerance else "none",
+                result,
+            )
+        )
     first = max(len(row[0]) for row in rows)
-    return [f"{what:<{first}}  {error:>13}  {limit:>9}  {result}".rstrip() for what, error, limit, result in rows]
+    return [
+        f"{what:<{first}}  {error:>13}  {limit:>9}  {result}".rstrip()
+        for what, error, limit, result in rows
+    ]
 
 
 def verdict(findings: Sequence[Finding]) -> str:

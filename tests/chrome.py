@@ -1,4 +1,6 @@
-"""The rules of Chrome's trace format, as far as nnmpi uses it: for the tests of everything that writes one."""
+"""The rules of Chrome's trace format, as far as nnmpi uses it: for the tests of everything that
+writes one.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,20 +21,32 @@ ABOUT = {"process_name": "name", "thread_name": "name", "process_sort_index": "s
 def breaches(trace: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a trace, in sentences; [] when nothing is."""
     rows = trace["traceEvents"]
-    wrong = [f"{row}: keys" for row in rows if KEYS.get(row["ph"], set()) != set(row) - {"args"} | _args(row)]
+    wrong = [
+        f"{row}: keys"
+        for row in rows
+        if KEYS.get(row["ph"], set()) != set(row) - {"args"} | _args(row)
+    ]
     wrong += [
-        f"{row}: pid and tid are numbers" for row in rows if not _whole(row["pid"]) or not _whole(row.get("tid", 0))
+        f"{row}: pid and tid are numbers"
+        for row in rows
+        if not _whole(row["pid"]) or not _whole(row.get("tid", 0))
     ]
     wrong += [f"{row}: a time" for row in rows if row.get("ts", 0) < 0 or row.get("dur", 0) < 0]
     wrong += [
-        f"{row}: what it is about" for row in rows if row["ph"] == "M" and set(row["args"]) != {ABOUT[row["name"]]}
+        f"{row}: what it is about"
+        for row in rows
+        if row["ph"] == "M" and set(row["args"]) != {ABOUT[row["name"]]}
     ]
     return wrong + _nesting(rows) + _named(rows) + _arrows(rows)
 
 
 def names(trace: Mapping[str, Any], what: str) -> dict[tuple[int, int], str]:
     """Return (pid, tid) -> name, of "process_name" or "thread_name"."""
-    return {(row["pid"], row["tid"]): row["args"]["name"] for row in trace["traceEvents"] if row["name"] == what}
+    return {
+        (row["pid"], row["tid"]): row["args"]["name"]
+        for row in trace["traceEvents"]
+        if row["name"] == what
+    }
 
 
 def spans(trace: Mapping[str, Any]) -> list[tuple[int, str, str, float, float]]:
@@ -46,11 +60,15 @@ def spans(trace: Mapping[str, Any]) -> list[tuple[int, str, str, float, float]]:
 
 
 def standing(trace: Mapping[str, Any], rank: int) -> dict[str, float]:
-    """Return the microseconds of a rank in which it computed, exchanged, waited; and of any of them, each counted once.
+    """Return the microseconds of a rank in which it computed, exchanged, waited; and of any of
+    them, each counted once.
 
-    Bars of a track may lie within one another. Sums that are under way beside it are no part of that.
+    Bars of a track may lie within one another. Sums that are under way beside it are no part of
+    that.
     """
-    kinds = {"compute": "compute", "waiting": "waiting"} | dict.fromkeys(("send", "receive", "reduce"), "exchange")
+    kinds = {"compute": "compute", "waiting": "waiting"} | dict.fromkeys(
+        ("send", "receive", "reduce"), "exchange"
+    )
     bars = defaultdict[str, list[tuple[float, float]]](list)
     for pid, track, _, begin, end in spans(trace):
         kind = kinds.get(track.partition(" ")[0])
@@ -100,7 +118,9 @@ def _nesting(rows: list[dict[str, Any]]) -> list[str]:
         for i, (begin, end, name) in enumerate(events):
             for other_begin, other_end, other in events[:i]:
                 apart = end <= other_begin or other_end <= begin
-                within = (other_begin <= begin and end <= other_end) or (begin <= other_begin and other_end <= end)
+                within = (other_begin <= begin and end <= other_end) or (
+                    begin <= other_begin and other_end <= end
+                )
                 if not apart and not within:
                     wrong.append(f"{other} and {name} overlap on {thread}")
     return wrong
@@ -118,13 +138,18 @@ def _named(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row["ph"] != "M":
             about_it = [what for what in ABOUT if row["ph"] != "C" or what.startswith("process")]
-            needed = {(what, row["pid"], 0 if what.startswith("process") else row["tid"]) for what in about_it}
+            needed = {
+                (what, row["pid"], 0 if what.startswith("process") else row["tid"])
+                for what in about_it
+            }
             wrong += [f"{row}: {each} is missing" for each in needed - set(about)]
     return wrong
 
 
 def _arrows(rows: list[dict[str, Any]]) -> list[str]:
-    """Every arrow has one beginning and one end, both inside an event, with one name and category."""
+    """Every arrow has one beginning and one end, both inside an event, with one name and
+    category.
+    """
     wrong: list[str] = []
     ends: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -133,19 +158,27 @@ def _arrows(rows: list[dict[str, Any]]) -> list[str]:
             if not _around(rows, row):
                 wrong.append(f"{row}: an arrow's end outside of all events")
     for number, both in ends.items():
-        if sorted(row["ph"] for row in both) != ["f", "s"] or len({(row["name"], row["cat"]) for row in both}) != 1:
+        if (
+            sorted(row["ph"] for row in both) != ["f", "s"]
+            or len({(row["name"], row["cat"]) for row in both}) != 1
+        ):
             wrong.append(f"arrow {number} is {both}")
     return wrong
 
 
 def _around(rows: list[dict[str, Any]], end: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the events around an arrow's end, the outermost first; one that ends at that time is not around it."""
+    """Return the events around an arrow's end, the outermost first; one that ends at that time is
+    not around it.
+    """
     at = _ns(end["ts"])
     around = [
         row
         for row in rows
         if row["ph"] == "X"
         and (row["pid"], row["tid"]) == (end["pid"], end["tid"])
-        and (_ns(row["ts"]) <= at < _ns(row["ts"]) + _ns(row["dur"]) or (_ns(row["ts"]) == at and row["dur"] == 0))
+        and (
+            _ns(row["ts"]) <= at < _ns(row["ts"]) + _ns(row["dur"])
+            or (_ns(row["ts"]) == at and row["dur"] == 0)
+        )
     ]
     return sorted(around, key=lambda row: -row["dur"])

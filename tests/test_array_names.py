@@ -1,7 +1,8 @@
-"""Every function of an array library that the engine asks for is in both, with the keywords that it gives.
+"""Every function of an array library that the engine asks for is in both, with the keywords that it
+gives.
 
-A walk over the syntax: `xp.NAME(keyword=...)`, `self.xp.NAME`, `xp.add.reduce`. CuPy's side is the snapshot of its
-names.
+A walk over the syntax: `xp.NAME(keyword=...)`, `self.xp.NAME`, `xp.add.reduce`. CuPy's side is the
+snapshot of its names.
 """
 
 import ast
@@ -20,7 +21,8 @@ from tests.device.survey import SNAPSHOT
 ROOT = Path(__file__).parents[1]
 CUPY = json.loads(SNAPSHOT.read_text())["modules"]
 OF_UFUNC = {"where", "casting", "order", "dtype", "subok", "out"}
-# What stands behind a question for the library, by file: NumPy alone has it, or does it otherwise there.
+# What stands behind a question for the library, by file: NumPy alone has it, or does it otherwise
+# there.
 NUMPY_ALONE = {
     ("nnmpi/ops/loss.py", "take(mode=)"),
 }
@@ -66,7 +68,9 @@ def uses(path: Path, text: str) -> Iterator[Use]:
 def dotted(node: ast.expr) -> str | None:
     """Return "add.reduce" for xp.add.reduce and self.xp.add.reduce, None for anything else."""
     parts: list[str] = []
-    while isinstance(node, ast.Attribute) and not (node.attr == "xp" and isinstance(node.value, ast.Name)):
+    while isinstance(node, ast.Attribute) and not (
+        node.attr == "xp" and isinstance(node.value, ast.Name)
+    ):
         parts.append(node.attr)
         node = node.value
     is_xp = isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and node.id == "xp")
@@ -86,12 +90,20 @@ def problems(use: Use) -> list[str]:
     elif entry.startswith("ufunc") and rest:
         if rest == "reduce" and first not in ("add", "multiply"):
             found.append(use.name)
-        found += [f"{use.name}({key}=)" for key in use.keywords if key not in ("axis", "dtype", "out", "keepdims")]
+        found += [
+            f"{use.name}({key}=)"
+            for key in use.keywords
+            if key not in ("axis", "dtype", "out", "keepdims")
+        ]
     else:
         theirs = set(entry.partition(" ")[2].replace("=", "").replace(" ", "").split(","))
         open_ended = any(word.startswith("**") for word in theirs)
-        found += [f"{use.name}({key}=)" for key in use.keywords if not open_ended and key not in theirs]
-        found += [f"{use.name}({key}=) in NumPy" for key in use.keywords if not numpy_takes(first, key)]
+        found += [
+            f"{use.name}({key}=)" for key in use.keywords if not open_ended and key not in theirs
+        ]
+        found += [
+            f"{use.name}({key}=) in NumPy" for key in use.keywords if not numpy_takes(first, key)
+        ]
     return found
 
 
@@ -104,7 +116,9 @@ def numpy_takes(name: str, keyword: str) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # NumPy does not say
         return True
-    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return keyword in parameters or any(
+        each.kind is each.VAR_KEYWORD for each in parameters.values()
+    )
 
 
 @cache

@@ -1,4 +1,6 @@
-"""The assignments: right solutions earn all, an untouched starter nothing, slow ones lose the numbers alone."""
+"""The assignments: right solutions earn all, an untouched starter nothing, slow ones lose the
+numbers alone.
+"""
 
 import re
 from pathlib import Path
@@ -13,7 +15,9 @@ from tests.exercise.sealed import unseal
 from tests.test_grade import RIGHT
 
 FOLDER = Path(__file__).parents[1] / "examples" / "assignments"
-TRAINING, REDUCE = (FOLDER / name / "assignment.toml" for name in ("parallel-training", "my-all-reduce"))
+TRAINING, REDUCE = (
+    FOLDER / name / "assignment.toml" for name in ("parallel-training", "my-all-reduce")
+)
 pytestmark = pytest.mark.host_only("solutions are written in NumPy")
 
 
@@ -23,18 +27,26 @@ def points(assignment: Path, work: Path) -> tuple[str, dict[str, str]]:
     return found.total, {each.name: each.text for each in found.outcomes if each.points < each.of}
 
 
-@pytest.mark.parametrize(("assignment", "of"), [(TRAINING, 150), (REDUCE, 100)], ids=["training", "reduce"])
+@pytest.mark.parametrize(
+    ("assignment", "of"), [(TRAINING, 150), (REDUCE, 100)], ids=["training", "reduce"]
+)
 def test_an_untouched_starter_earns_nothing(assignment: Path, of: int, tmp_path: Path) -> None:
     written = main([str(assignment), str(tmp_path), "--starter"]).splitlines()
     assert len(written) == len({one.file for one in read_assignment(assignment).criteria})
     total, failed = points(assignment, tmp_path)
     assert total == f"0 of {of}"
-    assert all("NotImplementedError" in told or "has not passed" in told for told in failed.values())
+    assert all(
+        "NotImplementedError" in told or "has not passed" in told for told in failed.values()
+    )
     (tmp_path / Path(written[0]).name).write_text("mine")
-    assert main([str(assignment), str(tmp_path), "--starter"]) == f"nothing is missing in {tmp_path}"
+    assert (
+        main([str(assignment), str(tmp_path), "--starter"]) == f"nothing is missing in {tmp_path}"
+    )
 
 
-@pytest.mark.parametrize(("assignment", "of"), [(TRAINING, 150), (REDUCE, 100)], ids=["training", "reduce"])
+@pytest.mark.parametrize(
+    ("assignment", "of"), [(TRAINING, 150), (REDUCE, 100)], ids=["training", "reduce"]
+)
 def test_right_solutions_earn_all(assignment: Path, of: int, tmp_path: Path) -> None:
     (tmp_path / "all.py").write_text(unseal())
     assert points(assignment, tmp_path / "all.py") == (f"{of} of {of}", {})
@@ -45,13 +57,19 @@ def test_a_ring_is_right_on_all_machines_and_too_slow_on_two(tmp_path: Path) -> 
         (tmp_path / f"{name}.py").write_text(RIGHT.replace("ring_all_reduce", "my_all_reduce"))
     total, failed = points(REDUCE, tmp_path)
     assert failed.keys() == {"seconds on the laptops", "seconds on the nodes"}
-    assert failed["seconds on the nodes"].startswith("0.00311658 seconds on nodes, 1 times what ring takes")
+    assert failed["seconds on the nodes"].startswith(
+        "0.00311658 seconds on nodes, 1 times what ring takes"
+    )
     assert 75 < float(total.split()[0]) < 80
 
 
 def test_the_handout_says_what_the_checker_says() -> None:
     """Of each common wrong answer, but for numbers."""
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (.*?) \| (.*?) \|$", (TRAINING.parent / "README.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `([a-z0-9-]+)` \| (.*?) \| (.*?) \|$",
+        (TRAINING.parent / "README.md").read_text(),
+        re.M,
+    )
     assert len(rows) > 15
     for name, what, told in (row for row in rows if not row[1].isdigit()):
         (wrong,) = (function for each, function, _ in DEFECTS[name] if each == what)

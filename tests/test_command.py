@@ -20,12 +20,18 @@ def ran(words: str, rank: int) -> tuple[int, str, str]:
     """Return status, output and errors of a command, started as one of two ranks."""
     place = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank)}
     done = subprocess.run(
-        [sys.executable, "-m", *words.split()], env=os.environ | place, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", *words.split()],
+        env=os.environ | place,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("words", [f"{SCHEDULE} 2", "nnmpi.schedule --help", "nnmpi.comm list --help", "nnmpi.comm"])
+@pytest.mark.parametrize(
+    "words", [f"{SCHEDULE} 2", "nnmpi.schedule --help", "nnmpi.comm list --help", "nnmpi.comm"]
+)
 def test_the_first_rank_says_it(words: str) -> None:
     status, said, wrong = ran(words, 0)
     assert (status, wrong) == (0, "")
@@ -80,8 +86,15 @@ def test_fields_of_a_dataclass_are_options() -> None:
         "shuffle": False,
         "overlap": "on",
     }
-    assert read("--batch_size=4 --limit None --no_overlap") == {"batch_size": 4, "limit": None, "overlap": "off"}
-    assert read("--no-shuffle --shuffle --batch-size 4 --batch-size 5") == {"shuffle": True, "batch_size": 5}
+    assert read("--batch_size=4 --limit None --no_overlap") == {
+        "batch_size": 4,
+        "limit": None,
+        "overlap": "off",
+    }
+    assert read("--no-shuffle --shuffle --batch-size 4 --batch-size 5") == {
+        "shuffle": True,
+        "batch_size": 5,
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,8 +145,21 @@ def test_nothing_that_steers_a_terminal_is_printed() -> None:
 
 
 def test_what_cannot_be_written_is_said_in_a_sentence() -> None:
-    command = [sys.executable, "-m", "nnmpi.schedule", "--pipeline", "gpipe", "--stages", "2", "--microbatches", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "nnmpi.schedule",
+        "--pipeline",
+        "gpipe",
+        "--stages",
+        "2",
+        "--microbatches",
+        "2",
+    ]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr == "nnmpi: what was to be printed could not be written: No space left on device\n"
+    assert (
+        done.stderr
+        == "nnmpi: what was to be printed could not be written: No space left on device\n"
+    )

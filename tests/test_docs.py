@@ -1,4 +1,5 @@
-"""README.md and docs/ are true: their programs run, options and files that they name exist, the map is complete.
+"""README.md and docs/ are true: their programs run, options and files that they name exist, the map
+is complete.
 
 Links and anchors are checked where the pages are built (`scripts/docs`).
 """
@@ -35,7 +36,9 @@ PAGES = {
 }
 README = PAGES["README.md"]
 PROGRAMS = {
-    name: programs for name, text in PAGES.items() if (programs := re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    name: programs
+    for name, text in PAGES.items()
+    if (programs := re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 }
 READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "net.py"}
 
@@ -49,32 +52,50 @@ OTHERS_PAGES = {"docs/results.md", "docs/cluster.md"}
 @pytest.mark.mpi
 @pytest.mark.host_only("a program of its own, in which nothing is said of a device")
 @pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
-def test_the_first_programs_train(page: str, group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_programs_train(
+    page: str, group: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As they stand, on every number of ranks; they reach 97 % and print on rank 0 alone."""
     exec(compile(PROGRAMS[page][0], page, "exec"), {"__name__": "__main__"})
-    printed = [float(found) for found in re.findall(r"accuracy ([0-9.]+)%", capsys.readouterr().out)]
+    printed = [
+        float(found) for found in re.findall(r"accuracy ([0-9.]+)%", capsys.readouterr().out)
+    ]
     everyone = group.gather(printed)
     assert len(everyone[0]) == 8 and everyone[0][-1] > 97, everyone
     assert not any(everyone[1:]), everyone
 
 
-@pytest.mark.parametrize(("page", "changed"), [("pytorch", 9), ("horovod", 30)])
+@pytest.mark.parametrize(("page", "changed"), [("pytorch", 9), ("horovod", 34)])
 def test_scripts_are_ported(
-    page: str, changed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    page: str,
+    changed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    """The lines that differ are counted; the port learns, on images of its size that are learned quickly."""
+    """The lines that differ are counted; the port learns, on images of its size that are learned
+    quickly.
+    """
     theirs, ours = (
-        text.splitlines() for text in re.findall(r"```py\n(.*?)```", PAGES[f"docs/{page}.md"], re.DOTALL)[:2]
+        text.splitlines()
+        for text in re.findall(r"```py\n(.*?)```", PAGES[f"docs/{page}.md"], re.DOTALL)[:2]
     )
     changes = difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes()
-    count = sum(max(end - begin, stop - start) for kind, begin, end, start, stop in changes if kind != "equal")
+    count = sum(
+        max(end - begin, stop - start)
+        for kind, begin, end, start, stop in changes
+        if kind != "equal"
+    )
     assert 35 < len(theirs) < 45 and count == changed, changes
     y = np.arange(480) % 10
-    x = (np.random.default_rng(0).integers(0, 60, (480, 28, 28, 1)) + 190 * (y // 5)[:, None, None, None]).astype(
-        "uint8"
-    )
+    x = (
+        np.random.default_rng(0).integers(0, 60, (480, 28, 28, 1))
+        + 190 * (y // 5)[:, None, None, None]
+    ).astype("uint8")
     x[:, :, :14] //= (1 + y % 5)[:, None, None, None].astype("uint8")
-    sets = [Dataset("images", x[part], y[part], 10, 1 / 255) for part in (slice(240), slice(240, None))]
+    sets = [
+        Dataset("images", x[part], y[part], 10, 1 / 255) for part in (slice(240), slice(240, None))
+    ]
     monkeypatch.setattr("nnmpi.data.load", lambda name, folder: sets)
     monkeypatch.chdir(tmp_path)  # the port writes its weights
     program = "\n".join(ours).replace("range(3)", "range(2)").replace("lr=0.01", "lr=0.05")
@@ -84,8 +105,14 @@ def test_scripts_are_ported(
 
 
 def test_mistakes_are_named_as_the_page_shows() -> None:
-    """Each program of docs/debugging.md ends with the error below it, up to the first number or path."""
-    pairs = re.findall(r"```py\n(.*?)```\n\n    (\w+): (.*?)(?:[:;(\d]|\n\n)", PAGES["docs/debugging.md"], re.DOTALL)
+    """Each program of docs/debugging.md ends with the error below it, up to the first number or
+    path.
+    """
+    pairs = re.findall(
+        r"```py\n(.*?)```\n\n    (\w+): (.*?)(?:[:;(\d]|\n\n)",
+        PAGES["docs/debugging.md"],
+        re.DOTALL,
+    )
     assert len(pairs) == 2
     for program, kind, words in pairs:
         with pytest.raises(Exception, match=re.escape(words.strip())) as caught:
@@ -95,7 +122,9 @@ def test_mistakes_are_named_as_the_page_shows() -> None:
 
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_programs_run(page: str, tmp_path: Path) -> None:
-    """Each by itself, in a fresh interpreter and a folder of their own, but for those that the test above runs."""
+    """Each by itself, in a fresh interpreter and a folder of their own, but for those that the test
+    above runs.
+    """
     for program in PROGRAMS[page][page in ("README.md", "docs/library.md") :]:
         ran = subprocess.run(
             [sys.executable, "-W", "error", "-c", program],
@@ -109,10 +138,18 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
 
 
 def test_the_map_shows_all_packages_and_modules() -> None:
-    """With nothing left out and nothing that is not there; the README's short one shows nothing else."""
+    """With nothing left out and nothing that is not there; the README's short one shows nothing
+    else.
+    """
     block = PAGES["docs/house.md"].split("## The map")[1].split("\n\n")[1]
-    shown = {line.split()[0].rstrip("/") for line in block.splitlines() if re.match(r" {6}\S", line)}
-    there = {path.stem for path in (ROOT / "nnmpi").iterdir() if path.suffix == ".py" and path.stem != "__init__"}
+    shown = {
+        line.split()[0].rstrip("/") for line in block.splitlines() if re.match(r" {6}\S", line)
+    }
+    there = {
+        path.stem
+        for path in (ROOT / "nnmpi").iterdir()
+        if path.suffix == ".py" and path.stem != "__init__"
+    }
     packages = {path.name for path in (ROOT / "nnmpi").iterdir() if (path / "__init__.py").exists()}
     assert {name.removesuffix(".py") for name in shown} == there | packages
     short = re.findall(r"^    nnmpi/(.*?)  ", README.split("## The map")[1], re.MULTILINE)
@@ -120,7 +157,9 @@ def test_the_map_shows_all_packages_and_modules() -> None:
 
 
 def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what `python -m WORDS --help` prints, behind which stands all; nnmpi's fit a terminal of 100 columns."""
+    """Return what `python -m WORDS --help` prints, behind which stands all; nnmpi's fit a terminal
+    of 100 columns.
+    """
     printed = io.StringIO()
     monkeypatch.setattr(sys, "argv", [*words.split(), "--help", "all"])
     name = words.split()[0]
@@ -129,14 +168,32 @@ def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
             monkeypatch.delitem(sys.modules, module, raising=False)
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         runpy.run_module(name, run_name="__main__", alter_sys=True)
-    assert 40 < max(map(len, printed.getvalue().splitlines())) <= (100 if name.startswith("nnmpi") else 120)
+    assert (
+        40
+        < max(map(len, printed.getvalue().splitlines()))
+        <= (100 if name.startswith("nnmpi") else 120)
+    )
     return printed.getvalue()
 
 
 def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """On each line with a command of nnmpi's, those of the command; in backquotes, those of any."""
-    modules = ("nnmpi.train", "nnmpi.verify", "nnmpi.generate", "nnmpi.schedule", "nnmpi.comm", "tests.harness")
-    modules += ("nnmpi.evaluate", "nnmpi.plan", "nnmpi.predict", "nnmpi.export", "nnmpi.run", "nnmpi.doctor")
+    modules = (
+        "nnmpi.train",
+        "nnmpi.verify",
+        "nnmpi.generate",
+        "nnmpi.schedule",
+        "nnmpi.comm",
+        "tests.harness",
+    )
+    modules += (
+        "nnmpi.evaluate",
+        "nnmpi.plan",
+        "nnmpi.predict",
+        "nnmpi.export",
+        "nnmpi.run",
+        "nnmpi.doctor",
+    )
     modules += ("nnmpi.report", "nnmpi.exercise", "nnmpi.memory", "nnmpi.simrun", "nnmpi.speedup")
     helped = {module: help_of(module, monkeypatch) for module in modules}
     for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi.comm"], re.MULTILINE):
@@ -144,8 +201,11 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     helped["scripts/train"] = helped["nnmpi.train"]
     for command in ("nnmpi.run", "nnmpi.speedup"):
         helped[command] += helped["nnmpi.train"]  # behind --
-    plugins = (ROOT / f"tests/{folder}/plugin.py" for folder in ("harness", "device"))  # they add options to pytest
-    helped["scripts/test "] = helped["tests.harness"] + "".join(plugin.read_text() for plugin in plugins)
+    # they add options to pytest
+    plugins = (ROOT / f"tests/{folder}/plugin.py" for folder in ("harness", "device"))
+    helped["scripts/test "] = helped["tests.harness"] + "".join(
+        plugin.read_text() for plugin in plugins
+    )
     used: set[tuple[str, str, str]] = set()
     for page, text in PAGES.items():
         for line in text.replace("\\\n", " ").splitlines():
@@ -162,35 +222,67 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    """Paths in backquotes below the folders of the checkout, and links, here and in the benchmarks' READMEs."""
-    written = {**PAGES, **{str(path.relative_to(ROOT)): path.read_text() for path in ROOT.glob("benchmarks/**/*.md")}}
+    """Paths in backquotes below the folders of the checkout, and links, here and in the benchmarks'
+    READMEs.
+    """
+    written = {
+        **PAGES,
+        **{
+            str(path.relative_to(ROOT)): path.read_text()
+            for path in ROOT.glob("benchmarks/**/*.md")
+        },
+    }
     named = {
         (page, path)
         for page, text in written.items()
         for path in re.findall(r"`((?:nnmpi|tests|scripts|benchmarks|docs)/[\w/.-]*)`", text)
     }
     assert len(named) >= 15
-    assert not [(page, path) for page, path in named if not (ROOT / path).exists() and path != "docs/_build/html"]
+    assert not [
+        (page, path)
+        for page, path in named
+        if not (ROOT / path).exists() and path != "docs/_build/html"
+    ]
     linked = {
-        (page, path) for page, text in written.items() for path in re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", text)
+        (page, path)
+        for page, text in written.items()
+        for path in re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", text)
     }
     assert len(linked) >= 50
     assert not [(page, path) for page, path in linked if not ((ROOT / page).parent / path).exists()]
 
 
 def test_modules_that_are_named_exist() -> None:
-    """In backquotes: paths such as `comm.world`, and files without their folder; the reference has each module once."""
+    """In backquotes: paths such as `comm.world`, and files without their folder; the reference has
+    each module once.
+    """
     described = re.findall(r"automodule:: (\S+)", "\n".join(PAGES.values()))
     assert len(set(described)) == len(described) > 40
     tree = Tree(ROOT)
-    assert not [sentence for page, text in PAGES.items() for sentence in dead_references(tree, page, text)]
-    there = {path.name for folder in ("nnmpi", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
-    assert not {name for text in PAGES.values() for name in re.findall(r"`(\w+\.py)`", text)} - there - READERS_FILES
+    assert not [
+        sentence for page, text in PAGES.items() for sentence in dead_references(tree, page, text)
+    ]
+    there = {
+        path.name
+        for folder in ("nnmpi", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert (
+        not {name for text in PAGES.values() for name in re.findall(r"`(\w+\.py)`", text)}
+        - there
+        - READERS_FILES
+    )
 
 
 def test_ci_runs_what_the_readme_says() -> None:
-    """As a user types it: each command is a line of its own in both, but for the README's comment."""
-    given = {line.split("#")[0].strip() for line in README.splitlines() if line.startswith("    scripts/")}
+    """As a user types it: each command is a line of its own in both, but for the README's
+    comment.
+    """
+    given = {
+        line.split("#")[0].strip()
+        for line in README.splitlines()
+        if line.startswith("    scripts/")
+    }
     run = {line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()}
     for command in (
         "scripts/train",
@@ -207,12 +299,18 @@ def test_ci_runs_what_the_readme_says() -> None:
 def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
     """A renamed option ended the building of all pages, which only CI does."""
     runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_pages"](SimpleNamespace(outdir=tmp_path))
-    assert {file.name for file in (tmp_path / "pages").glob("*.html")} >= {"ring.html", "1f1b.html", "plan.html"}
+    assert {file.name for file in (tmp_path / "pages").glob("*.html")} >= {
+        "ring.html",
+        "1f1b.html",
+        "plan.html",
+    }
     assert "url=docs/index.html" in (tmp_path / "index.html").read_text()
 
 
 def test_pictures_of_the_pages_are_drawn_by_what_they_are_about() -> None:
-    """Each lesson but the first has one, before its program; the page's theme gives ink and paper."""
+    """Each lesson but the first has one, before its program; the page's theme gives ink and
+    paper.
+    """
     pytest.importorskip("matplotlib")
     named = {page: re.findall(r"```{drawn} (\w+)", text) for page, text in PAGES.items()}
     assert sum(map(len, named.values())) >= 10 and named["docs/synchrony.md"] == ["synchrony"]
@@ -220,7 +318,11 @@ def test_pictures_of_the_pages_are_drawn_by_what_they_are_about() -> None:
     for page, names in named.items():
         for name in names:
             drawn = draw(name)
-            assert drawn.count("<text") > 4 and "var(--color-foreground-primary)" in drawn and "#1b1f24" not in drawn
+            assert (
+                drawn.count("<text") > 4
+                and "var(--color-foreground-primary)" in drawn
+                and "#1b1f24" not in drawn
+            )
             if "lessons" in page:
                 assert (
                     PAGES[page].index("{drawn}")
@@ -236,14 +338,21 @@ def calls_of(block: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.host_only("passes on a device are not replayed, and so are called in a shorter way")
-def test_one_update_goes_the_way_that_the_page_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_update_goes_the_way_that_the_page_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     section = PAGES["docs/house.md"].split("## One update, followed")[1].split("\n## ")[0]
     (way,) = map(calls_of, re.findall(r"(?:^    .*\n)+", section, re.MULTILINE))
     plain, found = Stage.forward, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        stack = [(each.filename.rpartition("/nnmpi/")[2], each.name) for each in traceback.extract_stack()]
-        found.append([call for call in stack[stack.index(("train/cli.py", "main")) :] if call in way])
+        stack = [
+            (each.filename.rpartition("/nnmpi/")[2], each.name)
+            for each in traceback.extract_stack()
+        ]
+        found.append(
+            [call for call in stack[stack.index(("train/cli.py", "main")) :] if call in way]
+        )
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(Stage, "forward", watched)

@@ -20,14 +20,20 @@ from nnmpi.files import locked
 from nnmpi.train.cli import main
 from tests.harness.job import mpirun, run
 
-STALLED = "the job is ended: it has waited for 9 s: rank 1 is at net.py:11 in f (step 8); rank 0 waits in a barrier"
+STALLED = (
+    "the job is ended: it has waited for 9 s: rank 1 is at net.py:11 in f (step 8); rank 0 waits in"
+    " a barrier"
+)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run of 9 steps, with checkpoints of steps 3, 6 and 9."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    words = "--model mlp --hidden 4 --dataset iris --batch-size 50 --max-steps 9 --save-every 1 --log-every 1 --quiet"
+    words = (
+        "--model mlp --hidden 4 --dataset iris --batch-size 50 --max-steps 9 --save-every 1"
+        " --log-every 1 --quiet"
+    )
     simulate(partial(main, [*words.split(), "--backend", "numpy", "--out", str(folder)]), 2)
     return folder
 
@@ -61,14 +67,41 @@ def unfinished(*acts: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "finished": (lambda run: None, "The run is finished: 9 steps on 2 ranks, test accuracy", "nnmpi.evaluate"),
-    "its end is lost": (lose_checkpoint, "its last whole checkpoint has other weights", "train its end again"),
-    "its weights are cut": (cut_weights, "its last whole checkpoint has other weights", "train its end again"),
-    "finished.json is damaged": (lambda run: write(run / "finished.json", "{"), "finished.json is damaged", "--resume"),
-    "saved by a signal": (unfinished(), "The run ended after step 9, which is saved", "-n 2 -- --resume"),
-    "killed": (unfinished(lose_checkpoint), "ended at about step 9; it did not say why", "the 3 steps since the"),
+    "finished": (
+        lambda run: None,
+        "The run is finished: 9 steps on 2 ranks, test accuracy",
+        "nnmpi.evaluate",
+    ),
+    "its end is lost": (
+        lose_checkpoint,
+        "its last whole checkpoint has other weights",
+        "train its end again",
+    ),
+    "its weights are cut": (
+        cut_weights,
+        "its last whole checkpoint has other weights",
+        "train its end again",
+    ),
+    "finished.json is damaged": (
+        lambda run: write(run / "finished.json", "{"),
+        "finished.json is damaged",
+        "--resume",
+    ),
+    "saved by a signal": (
+        unfinished(),
+        "The run ended after step 9, which is saved",
+        "-n 2 -- --resume",
+    ),
+    "killed": (
+        unfinished(lose_checkpoint),
+        "ended at about step 9; it did not say why",
+        "the 3 steps since the",
+    ),
     "under a supervisor": (
-        unfinished(lose_checkpoint, lambda run: write(run / "faults.jsonl", '{"start": 2, "fault": "SIGKILL came"}')),
+        unfinished(
+            lose_checkpoint,
+            lambda run: write(run / "faults.jsonl", '{"start": 2, "fault": "SIGKILL came"}'),
+        ),
         "ended at about step 9; its supervisor saw: SIGKILL came.",
         "go on with: python -m nnmpi.run -n 2 -- --resume",
     ),
@@ -77,7 +110,10 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
             lambda run: write(run / "flight" / "rank-0.txt", f"{STALLED}\n{{}}"),
             lambda run: write(run / "flight" / "rank-1.txt", "{}"),
         ),
-        "The run stood still and was ended: it has waited for 9 s: rank 1 is at net.py:11 in f (step 8)",
+        (
+            "The run stood still and was ended: it has waited for 9 s: rank 1 is at net.py:11 in f"
+            " (step 8)"
+        ),
         "flight/rank-1.txt",
     ),
     "stood still in an earlier start": (
@@ -95,11 +131,18 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "bring one back from a copy",
     ),
     "never trained": (
-        unfinished(lambda run: (run / "metrics.jsonl").unlink(), lambda run: shutil.rmtree(run / "checkpoints")),
+        unfinished(
+            lambda run: (run / "metrics.jsonl").unlink(),
+            lambda run: shutil.rmtree(run / "checkpoints"),
+        ),
         "came up and ended before a line of metrics",
         "--resume",
     ),
-    "never came up": (unfinished(lambda run: (run / "starts.jsonl").unlink()), "ended while it was set up", "--resume"),
+    "never came up": (
+        unfinished(lambda run: (run / "starts.jsonl").unlink()),
+        "ended while it was set up",
+        "--resume",
+    ),
 }
 
 
@@ -113,7 +156,9 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         ("flight/rank-\xb2.txt", b""),
     ],
 )
-def test_files_that_are_damaged_hide_nothing_else(file: str, text: bytes, finished: Path, tmp_path: Path) -> None:
+def test_files_that_are_damaged_hide_nothing_else(
+    file: str, text: bytes, finished: Path, tmp_path: Path
+) -> None:
     run = shutil.copytree(finished, tmp_path / "a run")
     (run / "finished.json").unlink()
     (run / file).parent.mkdir(exist_ok=True)
@@ -137,7 +182,10 @@ def test_it_says_what_happened(name: str, finished: Path, tmp_path: Path) -> Non
 def test_a_run_that_goes_on_is_left_alone(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     with locked(tmp_path / "run"):
-        assert diagnose(tmp_path / "run").happened == "The run still goes on; it is at step 9 or later."
+        assert (
+            diagnose(tmp_path / "run").happened
+            == "The run still goes on; it is at step 9 or later."
+        )
     with pytest.raises(UsageError, match="there is no run"):
         diagnose(tmp_path)
 
@@ -169,7 +217,10 @@ NODE: dict[str, Any] = {
         ([{}] * 5, "a: 5 ranks share 4 cores"),
         ([{"bound": [2]}, {"bound": [2]}], "2 ranks are bound to the cores 2, others are idle"),
         ([{"bound": [2]}, {"bound": [3]}], ""),
-        ([{"threads": 4}, {"threads": 4}], "2 ranks with 4 BLAS threads each want more than 4 cores"),
+        (
+            [{"threads": 4}, {"threads": 4}],
+            "2 ranks with 4 BLAS threads each want more than 4 cores",
+        ),
         ([{"threads": 4}], ""),
         ([{"load": 7.0}], "its load is 7.0 on 4 cores"),
         ([{"older": "old code"}], "a: old code"),
@@ -192,4 +243,7 @@ def test_the_command_examines_the_ranks_that_mpi_has_started(tmp_path: Path) -> 
     ending = run([*mpirun(2), sys.executable, "-m", "nnmpi.doctor"], tmp_path / "output", 60.0)
     assert ending.status == 0, ending.output
     assert ending.output.count("nnmpi.verify") == 1
-    assert run([sys.executable, "-m", "nnmpi.doctor", str(tmp_path)], tmp_path / "output", 60.0).status == 2
+    assert (
+        run([sys.executable, "-m", "nnmpi.doctor", str(tmp_path)], tmp_path / "output", 60.0).status
+        == 2
+    )

@@ -44,11 +44,11 @@ def test_problems_are_functions_that_say_what_they_are_for() -> None:
 
 
 def test_there_are_eleven_lessons_that_are_read_in_one_sitting() -> None:
-    """Each with a picture, and no longer than 175 lines, of which a dozen draw what it is about."""
+    """Each with a picture, and no longer than 205 lines, of which a dozen draw what it is about."""
     assert [int(name.split("_")[0]) for name in NAMES] == list(range(1, 12))
     for file in LESSONS:
         text = file.read_text()
-        assert len(text.splitlines()) <= 175, file
+        assert len(text.splitlines()) <= 205, file
         assert "\n\n    " in text.split('"""')[1], file
         assert "given = program_words(__doc__" in text and "sys" not in text, file
 
@@ -57,26 +57,38 @@ def test_there_are_eleven_lessons_that_are_read_in_one_sitting() -> None:
 @pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
 def test_a_lesson_is_equal_to_the_serial_run(lesson: Path, ranks: int) -> None:
     drawn = nnmpi.simulate(runpy.run_path(str(lesson))["main"], ranks=ranks)[0]
-    assert lesson.stem[:2] in ("1_", "10") or str(drawn)  # a death is drawn where both starts are seen
+    # a death is drawn where both starts are seen
+    assert lesson.stem[:2] in ("1_", "10") or str(drawn)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_the_lesson_on_death_goes_on_behind_the_checkpoint(
     ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank is killed, the others are ended; the second start begins where the file says, and not anew."""
-    runpy.run_path(str(FOLDER / "lessons" / "10_a_rank_dies.py"))["start_twice"](ranks, f"{tmp_path}/saved.npz")
+    """A rank is killed, the others are ended; the second start begins where the file says, and not
+    anew.
+    """
+    runpy.run_path(str(FOLDER / "lessons" / "10_a_rank_dies.py"))["start_twice"](
+        ranks, f"{tmp_path}/saved.npz"
+    )
     first, *told = capsys.readouterr().out.splitlines()
     assert first == f"rank {ranks - 1} was killed in its call {36 * (ranks - 1)}"
     assert f"begun with step 4, equal to the serial run after 12 steps, ranks: {ranks}" in told
-    assert [line[17:].strip()[:2] for line in told if line.startswith("start")] == [*["0#"] * ranks, *["4#"] * ranks]
+    assert [line[17:].strip()[:2] for line in told if line.startswith("start")] == [
+        *["0#"] * ranks,
+        *["4#"] * ranks,
+    ]
     assert [file.name for file in tmp_path.iterdir()] == ["saved.npz"]
 
 
 def test_titles_and_signs_are_right_on_any_machine() -> None:
-    """Buckets on a busy one hide less than nothing; keys of rank 1 have one sign on any number of ranks."""
+    """Buckets on a busy one hide less than nothing; keys of rank 1 have one sign on any number of
+    ranks.
+    """
     buckets, attention = (runpy.run_path(str(LESSONS[at]))["draw"] for at in (2, 8))
-    assert buckets([(0, 0.002, "", "")], [(0, 0.003, "", "")]).title.endswith("which hide nothing on this machine now")
+    assert buckets([(0, 0.002, "", "")], [(0, 0.003, "", "")]).title.endswith(
+        "which hide nothing on this machine now"
+    )
     assert attention(4).kinds == [f"keys of {rank}" for rank in range(4)]
 
 
@@ -105,7 +117,9 @@ def test_a_lesson_fails_where_weights_differ(lesson: Path) -> None:
 ONE_FILE = FOLDER / "one_file.py"
 
 
-@pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 2), (3, 1, 2), (1, 5, 1), (1, 1, 4), (7, 1, 1)])
+@pytest.mark.parametrize(
+    ("dp", "pp", "tp"), [(2, 2, 2), (3, 1, 2), (1, 5, 1), (1, 1, 4), (7, 1, 1)]
+)
 def test_the_one_file_is_equal_in_every_layout(dp: int, pp: int, tp: int) -> None:
     main = runpy.run_path(str(ONE_FILE))["main"]
     nnmpi.simulate(lambda group: main(group, dp, pp, tp), ranks=dp * pp * tp)
@@ -128,9 +142,11 @@ def test_the_one_file_fails_where_weights_differ(broken: str) -> None:
 def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> None:
     """It takes from nnmpi what carries messages, and nothing else."""
     text = ONE_FILE.read_text()
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= 430
     assert set(re.findall(r"nnmpi\.(\w+)\(", text)) == {"start", "simulate"}
-    ran = subprocess.run([sys.executable, str(ONE_FILE)], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, str(ONE_FILE)], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     readme = (FOLDER.parent / "README.md").read_text()
     assert all(f"    {line}".rstrip() in readme for line in ran.stdout.splitlines())
 
@@ -138,9 +154,17 @@ def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> N
 @pytest.mark.parametrize(
     ("words", "status", "told"),
     [
-        ("--simulate 2", 0, "equal to the serial run after 12 steps, ranks: 2\n\nA server's link carries"),
+        (
+            "--simulate 2",
+            0,
+            "equal to the serial run after 12 steps, ranks: 2\n\nA server's link carries",
+        ),
         ("--help", 0, "usage: 2_ring.py [-h] [--simulate RANKS]"),
-        ("--simulate", 2, "nnmpi: argument --simulate: expected one argument (see 2_ring.py --help)\n"),
+        (
+            "--simulate",
+            2,
+            "nnmpi: argument --simulate: expected one argument (see 2_ring.py --help)\n",
+        ),
         ("--simulate 0", 2, "nnmpi: argument --simulate: '0' is not"),
         ("--similate 3", 2, "nnmpi: unrecognized arguments: --similate 3 (see 2_ring.py --help)\n"),
     ],

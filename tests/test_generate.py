@@ -1,4 +1,6 @@
-"""The command that writes: from a run's folder, under every layout the same; and what it cannot do, in a sentence."""
+"""The command that writes: from a run's folder, under every layout the same; and what it cannot do,
+in a sentence.
+"""
 
 import json
 import shutil
@@ -27,7 +29,10 @@ def text(folder: Path) -> Path:
 def run(folder: Path, model: str, *more: str) -> Path:
     """Return the folder of a short run."""
     out = folder / f"run-{model}-{len(more)}"
-    words = f"--model {model} --dataset {text(folder)} --epochs 1 --features 12 --dtype float64 --out {out}".split()
+    words = (
+        f"--model {model} --dataset {text(folder)} --epochs 1 --features 12 --dtype float64 --out"
+        f" {out}".split()
+    )
     simulate(lambda group: train([*words, *more], group), 1)
     return out
 
@@ -41,27 +46,40 @@ def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str], *prompt: 
 
 
 @pytest.mark.parametrize("model", ["gpt", "lstm"])
-def test_every_layout_writes_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str) -> None:
+def test_every_layout_writes_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str
+) -> None:
     """Past the context, too."""
     folder = run(tmp_path, model)
     words = f"{folder} --tokens 20 --seed 3 --top-k 9 --backend numpy"
     found = [
         written(words + layout, ranks, capfd, "3 4")
-        for ranks, layout in ((1, ""), (2, " --pp 2"), (2, " --tp 2"), (4, " --pp 2 --tp 2"), (2, ""))
+        for ranks, layout in (
+            (1, ""),
+            (2, " --pp 2"),
+            (2, " --tp 2"),
+            (4, " --pp 2 --tp 2"),
+            (2, ""),
+        )
     ]
     assert len(found[0].split()) == 22
     assert found[0].startswith("3 4 ")
     assert found == found[:1] * 5
 
 
-def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """What one run wrote is where another begins; then the first is gone."""
     folder, out = run(tmp_path, "gpt", "--context", "12"), tmp_path / "next"
     assert read_size(folder / "model") == GPTSize(TOKENS, CONTEXT, 12, 2, 4)
     assert written(f"{folder / 'model'} --tokens 9", 2, capfd, "3 4") == written(
         f"{folder} --tokens 9", 1, capfd, "3 4"
     )
-    words = f"--model gpt --pretrained {folder} --dataset {text(tmp_path)} --epochs 1 --dtype float64 --out {out}"
+    words = (
+        f"--model gpt --pretrained {folder} --dataset {text(tmp_path)} --epochs 1 --dtype float64"
+        f" --out {out}"
+    )
     simulate(lambda group: train(words.split(), group), 1)
 
     def first(run_folder: Path) -> float:
@@ -72,7 +90,9 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path: Path, capfd
     shutil.rmtree(folder / "model")
     with pytest.raises(UsageError, match=f"--pretrained {folder} is a run that has left no model"):
         simulate(lambda group: train([*words.split()[:-1], str(tmp_path / "other")], group), 1)
-    with pytest.raises(UsageError, match="a model in Hugging Face's files has no best weights; leave --best away"):
+    with pytest.raises(
+        UsageError, match="a model in Hugging Face's files has no best weights; leave --best away"
+    ):
         written(f"{out / 'model'} --prompt 3 --best", 1, capfd)
     shutil.rmtree(folder)
     assert len(written(f"{out} --tokens 9", 1, capfd, "3 4").split()) == 11
@@ -97,7 +117,9 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
     for ranks, layout in ((1, ""), (2, " --pp 2")):
         with pytest.raises(UsageError, match="train without a capacity to generate"):
             written(f"{counted}{layout}", ranks, capfd, "3")
-    with pytest.raises(UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"):
+    with pytest.raises(
+        UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"
+    ):
         written(str(folder), 1, capfd, " ".join(["1"] * 13))
     (folder / "checkpoints").rename(folder / "gone")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
@@ -117,7 +139,10 @@ def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[s
     """By the tokenizer that the run keeps; of a folder of another run it would be another."""
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 60)
     out = tmp_path / "run"
-    words = f"--model gpt --dataset {tmp_path / 'text.txt'} --context 8 --features 12 --epochs 3 --lr 0.01 --out {out}"
+    words = (
+        f"--model gpt --dataset {tmp_path / 'text.txt'} --context 8 --features 12 --epochs 3 --lr"
+        f" 0.01 --out {out}"
+    )
     simulate(lambda group: train(words.split(), group), 1)
     line = written(f"{out} --tokens 9 --temperature 0", 2, capfd, "to be")
     assert line.startswith("to be")

@@ -1,4 +1,6 @@
-"""Grades: what is right earns its points; cheats and defects earn none, and are told what they are."""
+"""Grades: what is right earns its points; cheats and defects earn none, and are told what they
+are.
+"""
 
 import json
 import py_compile
@@ -26,7 +28,10 @@ def test_there_are_fifty() -> None:
 @pytest.mark.slow("a process and more for each of a hundred, some until their limit of time")
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.what)
 def test_a_cheat_earns_nothing_and_is_told(cheat: Cheat, tmp_path: Path) -> None:
-    other, file = tmp_path / "other" / "other.py", tmp_path / "mine" / f"{EXERCISES[cheat.exercise].function}.py"
+    other, file = (
+        tmp_path / "other" / "other.py",
+        tmp_path / "mine" / f"{EXERCISES[cheat.exercise].function}.py",
+    )
     for each, text in ((other, "SECRET = 1\n"), (file, cheat.source)):
         each.parent.mkdir()
         each.write_text(text.replace("PACKAGE", str(ROOT)).replace("OTHER", str(other)))
@@ -99,15 +104,24 @@ def test_what_is_right_earns_its_points_and_what_is_slow_loses_the_number_alone(
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
-    assert [(each.status, each.points) for each in grade(read_assignment(assignment), file).outcomes] == [
+    assert [
+        (each.status, each.points) for each in grade(read_assignment(assignment), file).outcomes
+    ] == [
         ("passed", 4),
         ("passed", 2),
         ("passed", 4),
     ]
     assignment.write_text(ASSIGNMENT.replace("AT_MOST", "0.75"))  # of what a ring takes
     right, sizes, slow = grade(read_assignment(assignment), file).outcomes
-    assert (right.status, sizes.status, slow.status, slow.points) == ("passed", "passed", "failed", pytest.approx(2))
-    assert re.search(r"0\.01\d+ seconds on cluster, 1 times what ring takes; at most 0\.75 times", slow.text)
+    assert (right.status, sizes.status, slow.status, slow.points) == (
+        "passed",
+        "passed",
+        "failed",
+        pytest.approx(2),
+    )
+    assert re.search(
+        r"0\.01\d+ seconds on cluster, 1 times what ring takes; at most 0\.75 times", slow.text
+    )
     assert "step 0" in slow.drawing and "<+ 4" in slow.drawing
     assert slow.value == TAKES  # on every computer
 
@@ -119,15 +133,20 @@ def test_the_archive_of_solutions_is_a_submission_that_earns_all(tmp_path: Path)
     names = {*re.findall(r"^def (\w+)", unseal(), re.MULTILINE)}
     criteria = [Criterion(name, name) for name, each in EXERCISES.items() if each.function in names]
     assert len(criteria) >= 25
-    failed = [each for each in grade(Assignment(criteria=criteria), file).outcomes if each.status != "passed"]
+    failed = [
+        each
+        for each in grade(Assignment(criteria=criteria), file).outcomes
+        if each.status != "passed"
+    ]
     assert not failed
 
 
 def test_a_table_of_answers_fails_where_sizes_are_others(assignment: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        f"{RIGHT}\nright = ring_all_reduce\nTABLE = {{}}\nfor n in (1, 2, 3, 4, 5, 8):\n    for r in range(n):\n"
-        "        TABLE[r, n] = [*right(r, n)]\ndef ring_all_reduce(rank, size):\n    return TABLE[rank, size]\n"
+        f"{RIGHT}\nright = ring_all_reduce\nTABLE = {{}}\nfor n in (1, 2, 3, 4, 5, 8):\n    for r"
+        " in range(n):\n        TABLE[r, n] = [*right(r, n)]\ndef ring_all_reduce(rank, size):\n  "
+        "  return TABLE[rank, size]\n"
     )
     right, sizes, _ = grade(read_assignment(assignment), file).outcomes
     assert (right.status, sizes.status) == ("passed", "failed") and "KeyError" in sizes.text
@@ -137,12 +156,18 @@ def test_a_table_of_answers_fails_where_sizes_are_others(assignment: Path, tmp_p
 def test_nnmpis_own_text_is_told_so(name: str, assignment: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     text = (
-        (ROOT / "nnmpi" / name).read_text().replace("rank", "me").replace("size", "p").replace("microbatches", "count")
+        (ROOT / "nnmpi" / name)
+        .read_text()
+        .replace("rank", "me")
+        .replace("size", "p")
+        .replace("microbatches", "count")
     )
     file.write_text(text + "\n\ndef ring_all_reduce(me, p):\n    return ring(me, p)\n")
     for each in grade(read_assignment(assignment), file).outcomes:
         assert each.points == 0
-        assert each.status == "blocked" or re.search(rf"is, but for names, nnmpi's own .*{name}", each.text)
+        assert each.status == "blocked" or re.search(
+            rf"is, but for names, nnmpi's own .*{name}", each.text
+        )
 
 
 @pytest.mark.slow("a class of a dozen, one of which never ends")
@@ -163,7 +188,10 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
     (folder / "kim" / "ring_all_reduce.py").symlink_to(folder / "ann" / "ring_all_reduce.py")
     assignment.write_text(assignment.read_text().replace("limit_s = 20", "limit_s = 5"))
     told = main([str(assignment), str(folder), "--json", str(tmp_path / "all.json")])
-    found = {each["submission"]: each["outcomes"] for each in json.loads((tmp_path / "all.json").read_text())}
+    found = {
+        each["submission"]: each["outcomes"]
+        for each in json.loads((tmp_path / "all.json").read_text())
+    }
     assert {name: sum(one["points"] for one in each) for name, each in found.items()} == {
         "ann": 10,
         "bob": 0,
@@ -172,7 +200,9 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
         "guy": 0,
         "kim": 0,
     }
-    assert [one["status"] for name in ("bob", "eve", "fay", "guy", "kim") for one in found[name]] == [
+    assert [
+        one["status"] for name in ("bob", "eve", "fay", "guy", "kim") for one in found[name]
+    ] == [
         *("failed", "blocked", "failed"),
         *("failed", "blocked", "failed"),
         *("timeout", "blocked", "timeout"),
@@ -184,17 +214,22 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
     )
     assert re.search(r"fast:\n +0\.0138218  ann", told)
     suites = ElementTree.fromstring(main([str(assignment), str(folder), "--format", "junit"]))
-    assert [(each.get("name"), len(each.findall("*/failure"))) for each in suites][:2] == [("ann", 0), ("bob", 2)]
+    assert [(each.get("name"), len(each.findall("*/failure"))) for each in suites][:2] == [
+        ("ann", 0),
+        ("bob", 2),
+    ]
     assert [each.get("name") for each in suites[0]] == ["ring-all-reduce", "hidden 2", "fast"]
 
 
 def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> None:
-    """Own text is told of there, compiled files are not loaded, and links and heaps of files are refused."""
+    """Own text is told of there, compiled files are not loaded, and links and heaps of files are
+    refused.
+    """
     ring, mine = ROOT / "nnmpi" / "comm" / "algorithms" / "ring.py", tmp_path / "mine"
     mine.mkdir()
     file, helper = mine / "ring_all_reduce.py", mine / "helper.py"
     file.write_text("from helper import ring as ring_all_reduce\n")
-    (one, *_) = read_assignment(assignment).criteria
+    one, *_ = read_assignment(assignment).criteria
     only = Assignment(criteria=(one,))
 
     def told() -> str:
@@ -206,7 +241,9 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
     assert "is, but for names, nnmpi's own" in told()
     for place in (Path(cache_from_source(helper)), mine / "helper.pyc"):
         helper.write_text(RIGHT.replace("ring_all_reduce", "ring"))
-        py_compile.compile(str(helper), str(place), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+        py_compile.compile(
+            str(helper), str(place), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+        )
         helper.write_text("def ring(rank, size):\n    return ()\n")
         if place.parent == mine:
             helper.unlink()
@@ -222,7 +259,14 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
 @pytest.mark.slow("a process for each entry of a class")
 def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path: Path) -> None:
     folder, out = tmp_path / "class", tmp_path / "all.json"
-    for name in ("ann/work/x.py", "bob.py", "eve/a/ring_all_reduce.py", "ring_all_reduce.py", "two/a.py", "zip.zip"):
+    for name in (
+        "ann/work/x.py",
+        "bob.py",
+        "eve/a/ring_all_reduce.py",
+        "ring_all_reduce.py",
+        "two/a.py",
+        "zip.zip",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(RIGHT)
     (folder / "two" / "b.py").write_text(RIGHT)
@@ -240,11 +284,16 @@ def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path
         assert found[name][0]["text"] == "it is neither a folder nor a file whose name ends in .py"
 
 
-def test_a_grader_that_ends_is_a_row(assignment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grader_that_ends_is_a_row(
+    assignment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(RIGHT)
     monkeypatch.setattr("nnmpi.grade.CHILD", "import os; os.kill(os.getpid(), 9)")
     told = main([str(assignment), str(tmp_path / "mine.py")])
-    assert "0 of 10" in told and "its grading took too long, or ended by itself (CalledProcessError)" in told
+    assert (
+        "0 of 10" in told
+        and "its grading took too long, or ended by itself (CalledProcessError)" in told
+    )
 
 
 def test_formats(assignment: Path, tmp_path: Path) -> None:
@@ -258,15 +307,27 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
     ]
     assert gradescope["leaderboard"] == [{"name": "fast", "value": TAKES, "order": "asc"}]
     classroom = json.loads(main([str(assignment), str(file), "--format", "classroom50"]))
-    assert (classroom["schema"], classroom["score"], classroom["max-score"]) == ("classroom50/result/v1", 10, 10)
+    assert (classroom["schema"], classroom["score"], classroom["max-score"]) == (
+        "classroom50/result/v1",
+        10,
+        10,
+    )
     assert "other sizes" not in json.dumps(classroom)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('"ring-all-reduce"\npoints = 4', '"ring-all-reduse"', "no exercise 'ring-all-reduse'; did you mean ring-all"),
-        ("points = 4", "point = 4", "is no assignment: .*point is none of exercise, name, file, points"),
+        (
+            '"ring-all-reduce"\npoints = 4',
+            '"ring-all-reduse"',
+            "no exercise 'ring-all-reduse'; did you mean ring-all",
+        ),
+        (
+            "points = 4",
+            "point = 4",
+            "is no assignment: .*point is none of exercise, name, file, points",
+        ),
         ("points = 4", 'points = "many"', "'many' stands in the place of float"),
         ('needs = ["ring', 'needs = ["rong', "need only names above it"),
         ('of = "ring"', 'of = "rang"', "of must be one of "),
@@ -277,12 +338,24 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         ("limit_s = 20", 'memory = "1"', "memory at least 128MiB"),
         ("points = 4", "points = nan", "must be numbers that are not below 0"),
         ("at_most = 1.05", "at_most = inf", "must be numbers that are not below 0"),
-        ("points = 4", 'points = 4\nfile = "../zoe/x.py"', "file must be a name that ends in .py, in no other folder"),
+        (
+            "points = 4",
+            'points = 4\nfile = "../zoe/x.py"',
+            "file must be a name that ends in .py, in no other folder",
+        ),
         ("points = 4", 'points = 4\nfile = "passwd"', "file must be a name that ends in .py"),
         ("sizes = [6, 7]", "sizes = [0]", "is a number of ranks, from 1 to 128, and not 0"),
         ("sizes = [6, 7]", "sizes = [2.5]", "is a number of ranks, from 1 to 128, and not 2.5"),
-        ("sizes = [6, 7]", "sizes = [[2, 2]]", r"is a number of ranks, from 1 to 128, and not \[2, 2\]"),
-        ("sizes = [6, 7]", "sizes = [100000]", "is a number of ranks, from 1 to 128, and not 100000"),
+        (
+            "sizes = [6, 7]",
+            "sizes = [[2, 2]]",
+            r"is a number of ranks, from 1 to 128, and not \[2, 2\]",
+        ),
+        (
+            "sizes = [6, 7]",
+            "sizes = [100000]",
+            "is a number of ranks, from 1 to 128, and not 100000",
+        ),
         (
             "points = 4",
             'points = 4\nname = "g"\n[[criteria]]\nexercise = "gpipe"\nsizes = [4]',
@@ -298,13 +371,33 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
             'points = 4\n[[criteria]]\nexercise = "interleaved"\nsizes = [[2, 3]]',
             r"microbatches are a multiple of ranks, and not \[2, 3\]",
         ),
-        ("points = 4", 'points = 4\n[[criteria]]\nexercise = "ring-cost"\nsizes = [4]', "has no sizes"),
+        (
+            "points = 4",
+            'points = 4\n[[criteria]]\nexercise = "ring-cost"\nsizes = [4]',
+            "has no sizes",
+        ),
         ('"alpha_us=50,gbit=1"', '"fast"', "machine cluster: .*fast"),
-        ("ranks = 5", "ranks = 1", "ring takes no seconds on cluster, of which nothing is a multiple"),
-        ("ranks = 5", "ranks = 0", "machine cluster: ranks, microbatches and per_node must be from 1"),
-        ("ranks = 5", "message_s = -1", "machine cluster: forward_s and message_s must not be below 0"),
+        (
+            "ranks = 5",
+            "ranks = 1",
+            "ring takes no seconds on cluster, of which nothing is a multiple",
+        ),
+        (
+            "ranks = 5",
+            "ranks = 0",
+            "machine cluster: ranks, microbatches and per_node must be from 1",
+        ),
+        (
+            "ranks = 5",
+            "message_s = -1",
+            "machine cluster: forward_s and message_s must not be below 0",
+        ),
         ('needs = ["ring-all-reduce"]', "needs = [[1]]", "is no assignment: "),
-        ("[machines.cluster]", "[machines]\nc = 3\n[machines.cluster]", "is no assignment: 3 stands in the place"),
+        (
+            "[machines.cluster]",
+            "[machines]\nc = 3\n[machines.cluster]",
+            "is no assignment: 3 stands in the place",
+        ),
         ("ranks = 5", "ranks = 5\nweight = 2", "weight is none of ranks, microbatches"),
     ],
 )

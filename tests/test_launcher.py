@@ -19,19 +19,24 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("environ", "name"), [(OPEN_MPI, "Open MPI's mpirun"), (MPICH, "MPICH's mpirun"), (SLURM, "srun")]
+    ("environ", "name"),
+    [(OPEN_MPI, "Open MPI's mpirun"), (MPICH, "MPICH's mpirun"), (SLURM, "srun")],
 )
 def test_each_launcher_is_read(environ: dict[str, str], name: str) -> None:
     assert read_launch(environ) == Launch(name, size=8, rank=5, local_size=4)
 
 
-@pytest.mark.parametrize("environ", [{}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {"PMI_SIZE": "4"}])
+@pytest.mark.parametrize(
+    "environ", [{}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {"PMI_SIZE": "4"}]
+)
 def test_no_launcher_is_none(environ: dict[str, str]) -> None:
     assert read_launch(environ) is None
 
 
 def test_the_innermost_launcher_counts() -> None:
-    """Open MPI's mpirun starts its daemons by srun, two of them here, and the ranks inherit srun's variables."""
+    """Open MPI's mpirun starts its daemons by srun, two of them here, and the ranks inherit srun's
+    variables.
+    """
     outer = SLURM | {"SLURM_STEP_NUM_TASKS": "2"}
     found = read_launch(OPEN_MPI | outer)
     assert found is not None

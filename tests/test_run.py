@@ -1,4 +1,6 @@
-"""The supervisor: what it does after each kind of end, with jobs that only seem to be; a training that is killed."""
+"""The supervisor: what it does after each kind of end, with jobs that only seem to be; a training
+that is killed.
+"""
 
 import mmap
 import os
@@ -48,11 +50,17 @@ def make_script(file: Path, text: str) -> str:
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], list[str]]]:
-    """Return a function that supervises jobs which do what its lines say; it returns their commands, and notes."""
+def play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[list[str], list[str]]]:
+    """Return a function that supervises jobs which do what its lines say; it returns their
+    commands, and notes.
+    """
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
 
-    def supervise(*acts: str, words: str = "--model mlp --dp 4", **plan: object) -> tuple[list[str], list[str]]:
+    def supervise(
+        *acts: str, words: str = "--model mlp --dp 4", **plan: object
+    ) -> tuple[list[str], list[str]]:
         (tmp_path / "acts").write_text("\n".join(acts) + "\n")
         launcher = Launcher("Open MPI", make_script(tmp_path / "mpirun", SCRIPT))
         said: list[str] = []
@@ -62,8 +70,14 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
             said.append(Supervisor(made, launcher, said.append).run())
         except GaveUp as error:
             said.append(f"{error.exit_status}: {error}")
-        commands = (tmp_path / "commands").read_text().splitlines() if (tmp_path / "commands").exists() else []
-        return [command.partition(f"{sys.executable} -m nnmpi.train ")[::2] for command in commands], said  # type: ignore[misc]
+        commands = (
+            (tmp_path / "commands").read_text().splitlines()
+            if (tmp_path / "commands").exists()
+            else []
+        )
+        return [
+            command.partition(f"{sys.executable} -m nnmpi.train ")[::2] for command in commands
+        ], said  # type: ignore[misc]
 
     return supervise
 
@@ -81,13 +95,19 @@ def test_a_host_is_no_option_of_ssh() -> None:
         main(["-n", "2", "--hosts=-oProxyCommand=touch x", "--", "--dataset", "iris"])
 
 
-def test_it_starts_again_until_the_run_has_proved_its_end(play: Callable[..., tuple[list[str], list[str]]]) -> None:
-    """A status of 0 alone proves nothing; after the first start the run's own options hold, on any number of ranks."""
+def test_it_starts_again_until_the_run_has_proved_its_end(
+    play: Callable[..., tuple[list[str], list[str]]],
+) -> None:
+    """A status of 0 alone proves nothing; after the first start the run's own options hold, on any
+    number of ranks.
+    """
     acts = "exit 3", "up; checkpoint 00000020; kill -9 $$", "checkpoint 00000040; exit 0", "finish"
     commands, said = play(*acts)
     folder = commands[0][1].partition("--out=")[2]  # in one word, as its name may begin with a dash
     again = f"--resume={folder} --trust --dp auto"
-    assert [words for _, words in commands] == [f"--model mlp --dp 4 --out={folder}"] * 2 + [again] * 2
+    assert [words for _, words in commands] == [f"--model mlp --dp 4 --out={folder}"] * 2 + [
+        again
+    ] * 2
     assert [start.strip() for start, _ in commands] == ["-n 4"] * 4
     assert "failed (status 3); again in" in said[1]
     assert "SIGKILL (status 137); again now, from step 20" in said[3]
@@ -96,12 +116,20 @@ def test_it_starts_again_until_the_run_has_proved_its_end(play: Callable[..., tu
     assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
 
 
-def test_it_gives_up_where_nothing_goes_on(play: Callable[..., tuple[list[str], list[str]]]) -> None:
-    """Progress counts anew; starts in vain are tried with fewer ranks, but never with less than the model needs."""
-    commands, said = play("up; checkpoint 00000007; exit 75", *["exit 1"] * 9, restarts=5, replica=2)
+def test_it_gives_up_where_nothing_goes_on(
+    play: Callable[..., tuple[list[str], list[str]]],
+) -> None:
+    """Progress counts anew; starts in vain are tried with fewer ranks, but never with less than the
+    model needs.
+    """
+    commands, said = play(
+        "up; checkpoint 00000007; exit 75", *["exit 1"] * 9, restarts=5, replica=2
+    )
     assert [start.split()[1] for start, _ in commands] == ["4", "4", "4", "2", "2", "2", "2"]
     assert "stood still, and its watchdog ended it (status 75); again now, from step 7" in said[1]
-    assert said[-1].startswith("1: gave up: 6 starts in a row brought no checkpoint beyond step 7; the last one ended")
+    assert said[-1].startswith(
+        "1: gave up: 6 starts in a row brought no checkpoint beyond step 7; the last one ended"
+    )
 
 
 @pytest.mark.parametrize("status", [USAGE, EX_DATAERR])
@@ -113,7 +141,9 @@ def test_what_comes_again_is_tried_twice(
     assert said[-1].startswith("9: gave up: 3 starts in a row brought no checkpoint at all")
     assert "nnmpi.doctor" not in said[-1] and not (tmp_path / "run").exists()
     (tmp_path / "commands").unlink()
-    commands, said = play(*["exit 9"] * 2, f"up; checkpoint 00000007; exit {status}", *[f"exit {status}"] * 4)
+    commands, said = play(
+        *["exit 9"] * 2, f"up; checkpoint 00000007; exit {status}", *[f"exit {status}"] * 4
+    )
     assert len(commands) == 2 + 3 and "python -m nnmpi.doctor" in said[-1]
 
 
@@ -133,8 +163,12 @@ def test_what_is_no_fault_is_not_tried_again(
     assert said[-1].startswith(told)
 
 
-def test_a_job_that_does_not_come_up_is_started_again(play: Callable[..., tuple[list[str], list[str]]]) -> None:
-    """Such as one with a rank that is stopped before MPI knows of it, which nobody in the job can see."""
+def test_a_job_that_does_not_come_up_is_started_again(
+    play: Callable[..., tuple[list[str], list[str]]],
+) -> None:
+    """Such as one with a rank that is stopped before MPI knows of it, which nobody in the job can
+    see.
+    """
     begin = time.monotonic()
     _, said = play("sleep 100", "up; finish", start_limit_s=0.2)
     assert "it had not come up in 0 s" in said[1]
@@ -143,7 +177,9 @@ def test_a_job_that_does_not_come_up_is_started_again(play: Callable[..., tuple[
 
 
 def test_a_host_that_does_not_answer_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Callable[..., tuple[list[str], list[str]]]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    play: Callable[..., tuple[list[str], list[str]]],
 ) -> None:
     """With its ranks, as long as it is away; without any host that answers nothing is started."""
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", make_script(tmp_path / "agent", AGENT))
@@ -160,7 +196,10 @@ def test_a_host_that_does_not_answer_is_left_out(
 
 def test_srun_is_used_in_a_job_of_slurms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_script(tmp_path / "srun", AGENT)
-    make_script(tmp_path / "scontrol", '#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && echo n1 && echo n2\n')
+    make_script(
+        tmp_path / "scontrol",
+        '#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && echo n1 && echo n2\n',
+    )
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
@@ -172,11 +211,32 @@ def test_srun_is_used_in_a_job_of_slurms(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_where_the_run_is_belongs_to_the_supervisor() -> None:
-    words = ["--out", "a", "--hidden", "3", "-4", "--resume=b", "--lr", "1e-3", "--resume", "c", "--quiet"]
-    assert without(("--out", "--resume"), words) == ["--hidden", "3", "-4", "--lr", "1e-3", "--quiet"]
+    words = [
+        "--out",
+        "a",
+        "--hidden",
+        "3",
+        "-4",
+        "--resume=b",
+        "--lr",
+        "1e-3",
+        "--resume",
+        "c",
+        "--quiet",
+    ]
+    assert without(("--out", "--resume"), words) == [
+        "--hidden",
+        "3",
+        "-4",
+        "--lr",
+        "1e-3",
+        "--quiet",
+    ]
 
 
-def test_shared_memory_of_killed_ranks_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_of_killed_ranks_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of no process that still maps it, and nothing else."""
     monkeypatch.setattr(launching, "SHARED_MEMORY", tmp_path)
     for name in ("mpich_shm_dead", "sm_segment.host.0.1", "mpich_shm_alive", "precious"):
@@ -184,7 +244,11 @@ def test_shared_memory_of_killed_ranks_goes(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "mpich_shm_going").symlink_to("gone")  # as one that somebody removes meanwhile
     with (tmp_path / "mpich_shm_alive").open("r+b") as file, mmap.mmap(file.fileno(), 0):
         launching.remove_segments()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["mpich_shm_alive", "mpich_shm_going", "precious"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "mpich_shm_alive",
+        "mpich_shm_going",
+        "precious",
+    ]
 
 
 def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
@@ -193,7 +257,10 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
         "-n 0 -- --model mlp": "--ranks is 0; give a whole number, 1 or more",
         "--restarts -1 -- --model mlp": "--restarts is -1; give",
         "--start-limit nan -- --model mlp": "--start-limit is nan; give",
-        "-n 2 --model mlp": "--model is an option of the training; write it behind --, as in python -m nnmpi.run -n 2",
+        "-n 2 --model mlp": (
+            "--model is an option of the training; write it behind --, as in python -m nnmpi.run"
+            " -n 2"
+        ),
         "-n 2 -- --modle mlp": "--modle is not an option; did you mean --model",
         "-n 3 -- --pp 2": "-n 3 is no multiple of the 2 ranks",
         "-n 2 -- --simulate 4": "--simulate trains in one process",
@@ -203,13 +270,16 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
         assert str(error.value).startswith(told) and "\n" not in str(error.value)
     ending = run([sys.executable, "-m", "nnmpi.run", *words.split()], tmp_path / "output", LIMIT_S)
     assert ending.status == 2
-    assert ending.output.startswith(f"nnmpi: {told}") and ending.output.count("\n") == 1, ending.output
+    assert ending.output.startswith(f"nnmpi: {told}") and ending.output.count("\n") == 1, (
+        ending.output
+    )
 
 
 # ---- real jobs ----
 
 FIXED = (
-    "--backend numpy --model mlp --dataset iris --batch-size 50 --hidden 16 --reduction fixed --lr-schedule constant"
+    "--backend numpy --model mlp --dataset iris --batch-size 50 --hidden 16 --reduction fixed"
+    " --lr-schedule constant"
 )
 
 
@@ -221,12 +291,26 @@ def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: 
     broken, draws, kills = tmp_path / "broken", random.Random(3), [4, 20]
 
     def disturb() -> bool:
-        if kills and lines(broken / "metrics.jsonl") > kills[0] and lines(broken / "starts.jsonl") == 3 - len(kills):
+        if (
+            kills
+            and lines(broken / "metrics.jsonl") > kills[0]
+            and lines(broken / "starts.jsonl") == 3 - len(kills)
+        ):
             kills.pop(0)
             send(signal.SIGKILL, str(broken), "ranks", rank=draws.randrange(3))
         return False
 
-    command = [sys.executable, "-m", "nnmpi.run", "-n", "3", "--", *words.split(), "--out", str(broken)]
+    command = [
+        sys.executable,
+        "-m",
+        "nnmpi.run",
+        "-n",
+        "3",
+        "--",
+        *words.split(),
+        "--out",
+        str(broken),
+    ]
     ending = run(command, tmp_path / "output", LIMIT_S, is_lost=disturb, cwd=tmp_path)
     assert ending.status == 0, ending.output
     assert not kills, ending.output
@@ -244,12 +328,25 @@ def test_a_supervisor_that_is_killed_leaves_the_folder_to_the_next(tmp_path: Pat
     folder = tmp_path / "run"
     words = f"{FIXED} --save-every 5steps --eval-every 0 --log-every 5 --out {folder}".split()
     command = [sys.executable, "-m", "nnmpi.run", "-n", "2", "--", *words]
-    with subprocess.Popen([*command, "--max-steps", "1000000", "--epochs", "1000000", "--no-jit"]) as job:
+    with subprocess.Popen(
+        [*command, "--max-steps", "1000000", "--epochs", "1000000", "--no-jit"]
+    ) as job:
         while lines(folder / "metrics.jsonl") < 5 and job.poll() is None:
             time.sleep(0.05)
         job.kill()
     steps = 5 * lines(folder / "metrics.jsonl") + 100
-    again = [sys.executable, "-m", "nnmpi.run", "-n", "2", "--", "--resume", str(folder), "--max-steps", str(steps)]
+    again = [
+        sys.executable,
+        "-m",
+        "nnmpi.run",
+        "-n",
+        "2",
+        "--",
+        "--resume",
+        str(folder),
+        "--max-steps",
+        str(steps),
+    ]
     ending = run(again, tmp_path / "output", LIMIT_S)
     assert ending.status == 0 and "finished after 1 start" in ending.output, ending.output
 
@@ -260,7 +357,10 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) 
     broken = tmp_path / "a run"  # what is printed is quoted, as a shell takes it
     words = [*f"-n 2 -- {FIXED} --epochs 100000 --no-jit --log-every 5 --out".split(), str(broken)]
     with subprocess.Popen(
-        [sys.executable, "-m", "nnmpi.run", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "nnmpi.run", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as job:
         while lines(broken / "metrics.jsonl") < 3 and job.poll() is None:
             time.sleep(0.05)
@@ -269,6 +369,9 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) 
     assert job.returncode == 143, said
     step = re.search(r"stopped by SIGTERM after step (\d+); go on with", said)
     assert step, said
-    assert f"ended by SIGTERM, with a checkpoint of step {step[1]}; go on with: python -m nnmpi.run -n 2" in said
+    assert (
+        f"ended by SIGTERM, with a checkpoint of step {step[1]}; go on with: python -m nnmpi.run"
+        " -n 2" in said
+    )
     assert f"-m nnmpi.run -n 2 -- --resume '{broken}'" in said
     assert f"-m nnmpi.train --resume '{broken}'" in said

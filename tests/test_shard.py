@@ -22,12 +22,16 @@ def test_split(n, parts):
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 40))
 def test_buckets(sizes, limit):
-    """Consecutive and complete; none over the limit unless it is one item, none that the next would have fitted."""
+    """Consecutive and complete; none over the limit unless it is one item, none that the next would
+    have fitted.
+    """
     groups = buckets(sizes, limit)
     assert [i for group in groups for i in group] == list(range(len(sizes)))
     assert all(len(group) > 0 for group in groups)
     totals = [sum(sizes[i] for i in group) for group in groups]
-    assert all(total <= limit or len(group) == 1 for total, group in zip(totals, groups, strict=True))
+    assert all(
+        total <= limit or len(group) == 1 for total, group in zip(totals, groups, strict=True)
+    )
     for total, group in zip(totals, groups[1:], strict=False):
         assert total + sizes[group.start] > limit
 
@@ -92,7 +96,9 @@ def test_the_regions_of_an_axis_cover_it() -> None:
     assert np.array_equal(other, whole)
 
 
-@pytest.mark.parametrize("wrong", [(2, 0, 1, 1), (0, 3, 2, 1), (0, 0, 5, 1), (1, 0, 2, 4), (0, 0, 3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [(2, 0, 1, 1), (0, 3, 2, 1), (0, 0, 5, 1), (1, 0, 2, 4), (0, 0, 3, 2)], ids=str
+)
 def test_a_region_that_does_not_exist_is_refused(wrong: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         Region((4, 6), *wrong)

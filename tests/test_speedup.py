@@ -1,4 +1,6 @@
-"""Speed-up over ranks: numbers on simulated clocks, which are the same on every machine, and what is refused."""
+"""Speed-up over ranks: numbers on simulated clocks, which are the same on every machine, and what
+is refused.
+"""
 
 import json
 import subprocess
@@ -10,18 +12,29 @@ import pytest
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.speedup import main
 
-WORDS = "-- --model mlp --hidden 64 --network alpha_us=50,gbit=1 --allreduce ring --slow ms=5 --max-steps 20"
+WORDS = (
+    "-- --model mlp --hidden 64 --network alpha_us=50,gbit=1 --allreduce ring --slow ms=5"
+    " --max-steps 20"
+)
 
 
 @pytest.mark.parametrize(("more", "times"), [("--weak", 1), ("", 2)])
-def test_a_step_that_takes_as_long_everywhere_and_a_ring(more: str, times: int, tmp_path: Path) -> None:
-    """5 ms and the ring's sum; with as much for each rank two of them are nearly twice as fast, else none is faster."""
+def test_a_step_that_takes_as_long_everywhere_and_a_ring(
+    more: str, times: int, tmp_path: Path
+) -> None:
+    """5 ms and the ring's sum; with as much for each rank two of them are nearly twice as fast,
+    else none is faster.
+    """
     file, picture = tmp_path / "found.json", tmp_path / "found.svg"
     table = main(f"--ranks 1,2 --simulate {more} --json {file} --plot {picture} {WORDS}".split())
     one, two = json.loads(file.read_text())
     assert one["step_s"] == pytest.approx(5e-3)
     assert two["step_s"] == pytest.approx(5e-3 + two["sum_s"], rel=0.05)
-    assert two["speedup"] == pytest.approx(two["efficiency"] * 2) == pytest.approx(5e-3 / two["step_s"] * 2 / times)
+    assert (
+        two["speedup"]
+        == pytest.approx(two["efficiency"] * 2)
+        == pytest.approx(5e-3 / two["step_s"] * 2 / times)
+    )
     assert table.splitlines()[2].split()[0] == "2" and "</svg>" in picture.read_text()
 
 
@@ -32,10 +45,15 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(more: str, times: int, 
         ("--ranks 2,x", "--ranks: 'x' is not a whole number"),
         ("-- --out here", "--out is chosen by this command"),
         ("--ranks 1 --simulate -- --max-steps 3", "fewer than 10 steps"),
-        ("--ranks 1 --simulate --plot x.nothing -- --max-steps 10", "x.nothing is no .svg, .png, .pdf"),
+        (
+            "--ranks 1 --simulate --plot x.nothing -- --max-steps 10",
+            "x.nothing is no .svg, .png, .pdf",
+        ),
     ],
 )
-def test_what_means_nothing_is_refused(words: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_means_nothing_is_refused(
+    words: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=text):
         main(words.split())
@@ -47,18 +65,37 @@ def test_a_run_that_fails_says_why() -> None:
 
 
 @pytest.mark.parametrize(("more", "known"), [("", True), ("--zero 1", False)])
-def test_the_model_says_nothing_of_what_it_does_not_know(more: str, known: bool, tmp_path: Path) -> None:
+def test_the_model_says_nothing_of_what_it_does_not_know(
+    more: str, known: bool, tmp_path: Path
+) -> None:
     """Words mean what they mean to the train command, in its spellings."""
     words = WORDS.replace("--max-steps", "--max_steps").split()
-    said = main([*["--ranks", "2,3", "--simulate", "--weak", "--json"], str(tmp_path / "found"), *words, *more.split()])
+    said = main(
+        [
+            *["--ranks", "2,3", "--simulate", "--weak", "--json"],
+            str(tmp_path / "found"),
+            *words,
+            *more.split(),
+        ]
+    )
     rows = json.loads((tmp_path / "found").read_text())
-    assert (rows[1]["predicted"] is not None) is known is ("-: nothing says what sums cost" not in said)
-    assert [row["samples_per_second"] * row["step_s"] for row in rows] == pytest.approx([64, 96], rel=0.02)
+    assert (
+        (rows[1]["predicted"] is not None)
+        is known
+        is ("-: nothing says what sums cost" not in said)
+    )
+    assert [row["samples_per_second"] * row["step_s"] for row in rows] == pytest.approx(
+        [64, 96], rel=0.02
+    )
 
 
-@pytest.mark.parametrize(("words", "status"), [("--ranks 2,1", 2), ("--ranks 1,2 --simulate " + WORDS, 0)])
+@pytest.mark.parametrize(
+    ("words", "status"), [("--ranks 2,1", 2), ("--ranks 1,2 --simulate " + WORDS, 0)]
+)
 def test_the_status_says_whether_it_could(words: str, status: int) -> None:
-    ran = subprocess.run([sys.executable, "-m", "nnmpi.speedup", *words.split()], capture_output=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-m", "nnmpi.speedup", *words.split()], capture_output=True, check=False
+    )
     assert ran.returncode == status, ran.stderr
 
 

@@ -1,4 +1,6 @@
-"""The commands of docs/teaching.md and of the assignments run as they stand there, in an empty folder."""
+"""The commands of docs/teaching.md and of the assignments run as they stand there, in an empty
+folder.
+"""
 
 import os
 import re
@@ -13,8 +15,13 @@ from nnmpi.exercise.exercises import EXERCISES
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "teaching.md").read_text()
 ASSIGNMENTS = ROOT / "examples" / "assignments"
-PLACES = {"docs/teaching.md": ROOT, "parallel-training/README.md": ASSIGNMENTS, "my-all-reduce/README.md": ASSIGNMENTS}
-FAILS = "nnmpi.exercise [a-z-]+ \\S+.py$|simrun|comm render work"  # nothing is written there yet; a deadlock
+PLACES = {
+    "docs/teaching.md": ROOT,
+    "parallel-training/README.md": ASSIGNMENTS,
+    "my-all-reduce/README.md": ASSIGNMENTS,
+}
+# nothing is written there yet; a deadlock
+FAILS = "nnmpi.exercise [a-z-]+ \\S+.py$|simrun|comm render work"
 
 
 @pytest.mark.slow("forty commands, one after the other")
@@ -33,7 +40,9 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `python` is this one
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     for command in commands:
-        ran = subprocess.run(command, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        ran = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True
+        )
         assert ran.returncode == bool(re.search(FAILS, command)), f"{command}\n{ran.stderr}"
         assert ran.returncode == 0 or re.search("write it here|deadlock", ran.stderr), ran.stderr
         for file in re.findall(r"--(?:svg|html) (\S+)|> (\S+)", command):

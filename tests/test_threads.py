@@ -25,7 +25,8 @@ def test_a_rank_has_one_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "loaded"), [({}, ()), (FOUR_HERE, {"numpy"}), *((FOUR_HERE | {name: "3"}, ()) for name in VARIABLES)]
+    ("environ", "loaded"),
+    [({}, ()), (FOUR_HERE, {"numpy"}), *((FOUR_HERE | {name: "3"}, ()) for name in VARIABLES)],
 )
 def test_nothing_is_set(environ: dict[str, str], loaded: Container[str]) -> None:
     """Without a launcher, where NumPy came first, and where the user has chosen."""
@@ -40,7 +41,8 @@ def test_the_cores_of_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("200000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", sys.maxsize)]
+    ("text", "expected"),
+    [("200000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", sys.maxsize)],
 )
 def test_the_quota_of_a_container(text: str, expected: int, tmp_path: Path) -> None:
     path = tmp_path / "cpu.max"
@@ -50,16 +52,27 @@ def test_the_quota_of_a_container(text: str, expected: int, tmp_path: Path) -> N
 
 
 def test_importing_nnmpi_limits_numpy() -> None:
-    """It sets the variables, and loads neither NumPy nor the engine: a proof needs a few modules besides Python's."""
+    """It sets the variables, and loads neither NumPy nor the engine: a proof needs a few modules
+    besides Python's.
+    """
     many = str(4 * (os.cpu_count() or 1))
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    environ |= {"OMPI_COMM_WORLD_SIZE": many, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": many}
+    environ |= {
+        "OMPI_COMM_WORLD_SIZE": many,
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": many,
+    }
     code = "import sys, nnmpi.comm.prove, nnmpi.comm.algorithms.registry, nnmpi.schedule.check\n"
-    code += "print('numpy' in sys.modules, sum(name.startswith('nnmpi') for name in sys.modules) < 30)\n"
+    code += (
+        "print('numpy' in sys.modules, sum(name.startswith('nnmpi') for name in sys.modules) <"
+        " 30)\n"
+    )
     code += "import threadpoolctl, nnmpi.ops\n"
     code += "print([pool['num_threads'] for pool in threadpoolctl.threadpool_info()])"
     root = Path(__file__).parents[1]
-    found = subprocess.run([sys.executable, "-c", code], env=environ, cwd=root, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=root, capture_output=True, text=True
+    )
     assert found.stdout.split("\n")[:2] == ["False True", "[1]"], found.stderr
 
 
@@ -81,9 +94,13 @@ print({threads for run in runs.values() for found in run for threads in found}, 
 
 @pytest.mark.host_only("the clocks are processor times")
 def test_a_simulated_rank_has_one_thread_and_more_of_them_are_faster() -> None:
-    """Also where the BLAS has a thread for each core: four ranks share out what one computes, and add up by a ring."""
+    """Also where the BLAS has a thread for each core: four ranks share out what one computes, and
+    add up by a ring.
+    """
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     root = Path(__file__).parents[1]
-    found = subprocess.run([sys.executable, "-c", SIMULATED], env=environ, cwd=root, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", SIMULATED], env=environ, cwd=root, capture_output=True, text=True
+    )
     threads, speedup = found.stdout.rsplit(" ", 1)
     assert threads == "{1}" and 1.7 < float(speedup) < 4.5, found.stderr

@@ -21,7 +21,9 @@ def ticking() -> Timeline:
     return Timeline(lambda: float(next(seconds)))
 
 
-def event(name: str, begin_s: float, end_s: float, track: str = "compute", **more: str) -> TraceEvent:
+def event(
+    name: str, begin_s: float, end_s: float, track: str = "compute", **more: str
+) -> TraceEvent:
     return TraceEvent(name, "test", track, begin_s, end_s, None, **more)
 
 
@@ -39,7 +41,10 @@ def test_spans_are_recorded_into_the_current_timeline() -> None:
     outer, inner = ticking(), ticking()
     with recording(outer) as given:
         assert given is outer is timeline.current()
-        with timeline.span("a", "forward"), timeline.span("b", "wait", timeline.WAITING, {"bytes": 3}):
+        with (
+            timeline.span("a", "forward"),
+            timeline.span("b", "wait", timeline.WAITING, {"bytes": 3}),
+        ):
             pass
         with recording(inner), timeline.span("c", "forward"):
             pass
@@ -91,10 +96,14 @@ def test_an_example() -> None:
 
 
 def test_a_rank_waits_for_the_last_one_and_computes_no_more() -> None:
-    """Sums in the order in which each rank does them; a sum that was begun before is waited for since then."""
+    """Sums in the order in which each rank does them; a sum that was begun before is waited for
+    since then.
+    """
 
     def met(came_s: float, begin_s: float, end_s: float) -> TraceEvent:
-        return TraceEvent("sum", "collective", "reduce", begin_s, end_s, None, "", "", "sum of 0, 1", came_s)
+        return TraceEvent(
+            "sum", "collective", "reduce", begin_s, end_s, None, "", "", "sum of 0, 1", came_s
+        )
 
     early = [event("B0", 0.0, 9.0), met(1.0, 1.0, 4.0), met(5.0, 5.0, 7.0)]
     late = [event("B0", 0.0, 9.0), met(3.0, 3.0, 4.0), met(2.0, 6.5, 7.0)]
@@ -137,7 +146,12 @@ def test_overlapping_events_get_tracks_of_their_own() -> None:
 def test_the_ends_of_arrows_lie_within_their_events() -> None:
     """Also where the next event begins at once, and where one lies in another."""
     a = [event("a", 0, 1, sends="1"), event("b", 1, 3), event("c", 1, 2, sends="2")]
-    b = [event("d", 0, 1, takes="1"), event("e", 1, 2), event("f", 2, 4), event("g", 3, 4, takes="2")]
+    b = [
+        event("d", 0, 1, takes="1"),
+        event("e", 1, 2),
+        event("f", 2, 4),
+        event("g", 3, 4, takes="2"),
+    ]
     trace = to_chrome({0: a, 1: b})
     assert breaches(trace) == []
     assert arrows(trace) == [("a", "d"), ("c", "g")]
@@ -145,7 +159,12 @@ def test_the_ends_of_arrows_lie_within_their_events() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["compute", "receive"]), st.integers(0, 30), st.integers(0, 9)),
+        st.tuples(
+            st.integers(0, 2),
+            st.sampled_from(["compute", "receive"]),
+            st.integers(0, 30),
+            st.integers(0, 9),
+        ),
         max_size=30,
     )
 )
@@ -159,7 +178,10 @@ def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> No
     assert breaches(trace) == []
     assert len(arrows(trace)) == len(drawn) // 2
     first = min((begin / 7 for _, _, begin, _ in drawn), default=0.0)
-    found = {int(name): (rank, track.split()[0], begin, end) for rank, track, name, begin, end in spans(trace)}
+    found = {
+        int(name): (rank, track.split()[0], begin, end)
+        for rank, track, name, begin, end in spans(trace)
+    }
     assert len(found) == len(drawn)
     for number, (rank, track, begin, length) in enumerate(drawn):
         assert found[number][:2] == (rank, track)
@@ -173,7 +195,10 @@ def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> No
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 @pytest.mark.parametrize("many", [0, 3])
 def test_a_file_holds_what_was_written(name: str, many: int, tmp_path: Path) -> None:
-    events = [TraceEvent(f"é{i}", "test", "compute", i, i + 1, {"loss": math.nan, "rows": i}) for i in range(many)]
+    events = [
+        TraceEvent(f"é{i}", "test", "compute", i, i + 1, {"loss": math.nan, "rows": i})
+        for i in range(many)
+    ]
     trace = to_chrome({0: events})
     write_chrome(tmp_path / name, trace)
     content = (tmp_path / name).read_bytes()

@@ -65,7 +65,8 @@ def test_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.44, "0.4 s"), (59.9, "59.9 s"), (245.4, "4 min 05 s"), (7380.0, "2 h 03 min")]
+    ("seconds", "text"),
+    [(0.44, "0.4 s"), (59.9, "59.9 s"), (245.4, "4 min 05 s"), (7380.0, "2 h 03 min")],
 )
 def test_times_for_people(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

@@ -1,4 +1,6 @@
-"""The verify command: what its words mean, how two runs are compared, and runs on several ranks, equal or not."""
+"""The verify command: what its words mean, how two runs are compared, and runs on several ranks,
+equal or not.
+"""
 
 import subprocess
 import sys
@@ -27,10 +29,22 @@ def test_words_mean_a_small_contract_and_what_they_say() -> None:
     )
     assert (trial.samples, rule.batch_size, trial.steps, parallel.microbatches) == (90, 29, 5, 4)
     assert (rule.optimizer, rule.momentum, parallel.dp) == ("sgd", 0.9, "auto")
-    text = "--model a/b.py:build --shape 8 8 3 --classes 7 --samples 20 --batch-size 6 --optimizer adamw --dp 2"
+    text = (
+        "--model a/b.py:build --shape 8 8 3 --classes 7 --samples 20 --batch-size 6 --optimizer"
+        " adamw --dp 2"
+    )
     trial, samples, config = parse(text.split())
-    assert (config.model.model, samples.shape, samples.classes, trial.samples) == ("a/b.py:build", (8, 8, 3), 7, 20)
-    assert (config.optimization.optimizer, config.optimization.momentum, config.parallel.dp) == ("adamw", 0.0, 2)
+    assert (config.model.model, samples.shape, samples.classes, trial.samples) == (
+        "a/b.py:build",
+        (8, 8, 3),
+        7,
+        20,
+    )
+    assert (config.optimization.optimizer, config.optimization.momentum, config.parallel.dp) == (
+        "adamw",
+        0.0,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,16 +67,25 @@ def test_what_makes_no_sense_is_a_sentence(words: str, text: str) -> None:
 
 def test_simulated_ranks_need_no_mpi() -> None:
     words = "-m nnmpi.verify --simulate 2 --model mlp --hidden 5 --pp 2"
-    ran = subprocess.run([sys.executable, *words.split()], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0 and "layout dp 1 x pp 2" in ran.stdout and "equal within" in ran.stdout, ran.stderr
+    ran = subprocess.run(
+        [sys.executable, *words.split()], capture_output=True, text=True, check=False
+    )
+    assert (
+        ran.returncode == 0 and "layout dp 1 x pp 2" in ran.stdout and "equal within" in ran.stdout
+    ), ran.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "steps"), [("--steps 60", 34), ("--steps 20 --dtype float32", 5), ("--steps 35 --batch-size 29", 34)]
+    ("words", "steps"),
+    [("--steps 60", 34), ("--steps 20 --dtype float32", 5), ("--steps 35 --batch-size 29", 34)],
 )
-def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(group: Group, words: str, steps: int) -> None:
+def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(
+    group: Group, words: str, steps: int
+) -> None:
     """The tolerance doubles with each: after 60 of them it would be 40,000."""
-    with pytest.raises(UsageError, match=f"a fault would pass for it; give --steps {steps} or less"):
+    with pytest.raises(
+        UsageError, match=f"a fault would pass for it; give --steps {steps} or less"
+    ):
         main(f"--model mlp --hidden 5 {words}".split(), group)
 
 
@@ -93,7 +116,9 @@ def test_equal_runs_are_equal_to_the_last_bit() -> None:
 
 
 def test_rounding_is_allowed_unless_the_bits_must_be_equal() -> None:
-    rounded = {"gradients of step 1": {**GRADIENTS, "0.weight": GRADIENTS["0.weight"] * (1 + 1e-15)}}
+    rounded = {
+        "gradients of step 1": {**GRADIENTS, "0.weight": GRADIENTS["0.weight"] * (1 + 1e-15)}
+    }
     one = findings(**rounded)["gradients of step 1"]
     assert one.holds and not one.bitwise and one.where == "0.weight"
     assert verdict([one, one]) == "equal within the tolerance"
@@ -111,7 +136,9 @@ def test_more_is_not(factor: float) -> None:
 
 
 def test_errors_are_relative_but_not_to_what_is_nothing() -> None:
-    """A gradient that is 0 but for rounding is measured by the others; a small array by its own size, down to 1 %."""
+    """A gradient that is 0 but for rounding is measured by the others; a small array by its own
+    size, down to 1 %.
+    """
     noise = {**GRADIENTS, "0.bias": np.array([-3e-18])}
     assert findings(**{"gradients of step 1": noise})["gradients of step 1"].holds
     small = {"gradients of step 1": {"a": np.array([100.0]), "b": np.array([2.0])}}
@@ -153,13 +180,18 @@ def layouts(size: int) -> list[str]:
 
 
 @pytest.mark.mpi
-def test_a_users_own_model_is_the_serial_run(group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_own_model_is_the_serial_run(
+    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of random samples; every rank gets the answer, and the first one prints the table."""
     file = tmp_path / "net.py"
     file.write_text(OWN)
     for layout in layouts(group.size):
         name = "apart" if "--tp" in layout else "build"
-        words = f"--model {file}:{name} --shape 5 --classes 3 --samples 31 --batch-size 14 --steps 3 {layout}"
+        words = (
+            f"--model {file}:{name} --shape 5 --classes 3 --samples 31 --batch-size 14 --steps 3"
+            f" {layout}"
+        )
         assert main(words.split(), group)
         out = capsys.readouterr().out
         assert ("gradients of step 1" in out and "equal" in out.splitlines()[-1]) == group.is_root
@@ -169,8 +201,13 @@ def test_a_users_own_model_is_the_serial_run(group: Group, tmp_path: Path, capsy
 @pytest.mark.mpi
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_adam_makes_no_updates_of_rounding(group: Group, optimizer: str) -> None:
-    """Normalized convolutions have gradients that are 0 but for rounding, which Adam with its own eps makes large."""
-    words = f"--model resnet --samples 31 --batch-size 14 --steps 3 --optimizer {optimizer} --dp {group.size}"
+    """Normalized convolutions have gradients that are 0 but for rounding, which Adam with its own
+    eps makes large.
+    """
+    words = (
+        f"--model resnet --samples 31 --batch-size 14 --steps 3 --optimizer {optimizer} --dp"
+        f" {group.size}"
+    )
     assert main(words.split(), group)
 
 
@@ -178,23 +215,34 @@ def test_adam_makes_no_updates_of_rounding(group: Group, optimizer: str) -> None
 def test_what_lies_out_of_memory_is_the_serial_run(group: Group, tmp_path: Path) -> None:
     """The serial run has all in memory, and no stage of ZeRO, which weights out of memory want."""
     plain = "--model mlp --hidden 12 8 7 --samples 31 --batch-size 14 --steps 2"
-    assert main(f"{plain} --dp {group.size} --zero 3 --offload {tmp_path} --offload-state all".split(), group)
+    assert main(
+        f"{plain} --dp {group.size} --zero 3 --offload {tmp_path} --offload-state all".split(),
+        group,
+    )
 
 
 @pytest.mark.mpi
-def test_fixed_sums_are_the_serial_run_to_the_last_bit(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--model mlp --hidden 12 8 7 --dp {group.size} --reduction fixed --dtype float32 --steps 3"
+def test_fixed_sums_are_the_serial_run_to_the_last_bit(
+    group: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        f"--model mlp --hidden 12 8 7 --dp {group.size} --reduction fixed --dtype float32 --steps 3"
+    )
     assert main(words.split(), group)
     assert not group.is_root or capsys.readouterr().out.splitlines()[-1] == "equal to the last bit"
 
 
 @pytest.mark.mpi
-def test_a_fault_is_found(group: Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_found(
+    group: Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if group.size == 1:
         return
     right = Passes._seeds
     monkeypatch.setattr(
-        Passes, "_seeds", lambda self, now: [np.asarray((1 + self.is_cut) * seed) for seed in right(self, now)]
+        Passes,
+        "_seeds",
+        lambda self, now: [np.asarray((1 + self.is_cut) * seed) for seed in right(self, now)],
     )
     words = f"--model mlp --hidden 12 8 7 6 5 --pp {group.size} --steps 2"
     assert not main(words.split(), group)
@@ -214,7 +262,9 @@ def test_a_fault_is_found(group: Group, capsys: pytest.CaptureFixture[str], monk
         ("--model nowhere.py:build --dp {size}", UsageError, "there is no file nowhere.py"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence_on_all_ranks(group: Group, words: str, error: Any, text: str) -> None:
+def test_what_does_not_fit_is_one_sentence_on_all_ranks(
+    group: Group, words: str, error: Any, text: str
+) -> None:
     with pytest.raises(error) as caught:
         main(words.format(size=group.size).split(), group)
     assert text in str(caught.value)
@@ -225,7 +275,10 @@ def test_what_does_not_fit_is_one_sentence_on_all_ranks(group: Group, words: str
 def test_more_stages_than_layers_are_refused(group: Group) -> None:
     if group.size > 1:
         with pytest.raises(LayoutError, match="the model has 2 layers to cut between, fewer than"):
-            main(f"--model mlp --pp {group.size} --hidden --pipeline interleaved --virtual-stages 2".split(), group)
+            main(
+                f"--model mlp --pp {group.size} --hidden --pipeline interleaved --virtual-stages 2".split(),
+                group,
+            )
 
 
 @pytest.mark.mpi
@@ -234,7 +287,10 @@ def test_help_is_the_same_on_all_ranks(group: Group) -> None:
         main(["--help"], group)
 
 
-GPT = "--model gpt --features 12 --heads 3 --layers 1 --context 7 --batch-size 5 --samples 9 --steps 2 --microbatches 1"
+GPT = (
+    "--model gpt --features 12 --heads 3 --layers 1 --context 7 --batch-size 5 --samples 9 --steps"
+    " 2 --microbatches 1"
+)
 
 
 def verify(words: str, ranks: int) -> list[bool]:
@@ -247,18 +303,27 @@ def test_shared_positions_are_the_serial_run(heads: int, capfd: pytest.CaptureFi
     assert "equal within the tolerance" in capfd.readouterr().out
 
 
-def test_a_model_whose_layers_take_one_position_after_the_other(capfd: pytest.CaptureFixture[str]) -> None:
-    words = "--model lstm --features 5 --context 4 --classes 7 --batch-size 5 --samples 9 --steps 2 --microbatches 2"
+def test_a_model_whose_layers_take_one_position_after_the_other(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = (
+        "--model lstm --features 5 --context 4 --classes 7 --batch-size 5 --samples 9 --steps 2"
+        " --microbatches 2"
+    )
     assert all(verify(f"{words} --dp 1 --pp 2", 2))
 
 
-def test_a_fault_among_positions_is_found(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_among_positions_is_found(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The keys of the other ranks are passed over."""
     right = RingAttention.visible
     monkeypatch.setattr(
         RingAttention,
         "visible",
-        lambda self, source, *how: right(self, source, *how) if source == self._group.rank else iter(()),
+        lambda self, source, *how: (
+            right(self, source, *how) if source == self._group.rank else iter(())
+        ),
     )
     assert not any(verify(f"{GPT} --dp 1 --sp 2 --heads 1", 2))
     assert "NOT EQUAL: loss of step 1, gradients of step 1" in capfd.readouterr().out

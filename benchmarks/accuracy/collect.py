@@ -1,9 +1,10 @@
-"""Puts the accuracies of finished runs into one JSON file, with their options and the machine's facts.
+"""Puts the accuracies of finished runs into one JSON file, with their options and the machine's
+facts.
 
     python benchmarks/accuracy/collect.py results/mnist-plain.json runs/mnist-plain-0 runs/mnist-plain-1 ...
 
-With --key loss it takes the losses. Reads the run folders of `nnmpi.train`, and those of `mnist_torch.py` and
-`gpt_torch.py`.
+With --key loss it takes the losses. Reads the run folders of `nnmpi.train`, and those of
+`mnist_torch.py` and `gpt_torch.py`.
 """
 
 import argparse
@@ -12,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
@@ -36,7 +38,9 @@ def figures(folder: Path, key: str) -> dict[str, Any]:
 
 
 def options(folder: Path) -> dict[str, Any]:
-    """Return the resolved options of a run, without seed and paths; of a data set's the file's name is left."""
+    """Return the resolved options of a run, without seed and paths; of a data set's the file's name
+    is left.
+    """
     found = json.loads((folder / "config.json").read_text())
     if "dataset" in found:
         found["dataset"] = Path(found["dataset"]).name
@@ -50,7 +54,9 @@ def seed(folder: Path) -> str:
 
 def main() -> None:
     """Collect the runs, print the result, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("result", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--key", choices=("accuracy", "loss"), default="accuracy")
@@ -60,9 +66,17 @@ def main() -> None:
     runs = {seed(folder): figures(folder, arguments.key) for folder in arguments.runs}
     mean = {key: sum(run[key] for run in runs.values()) / len(runs) for key in ("final", "best")}
     for name, run in {**{f"seed {name}": run for name, run in runs.items()}, "mean": mean}.items():
-        told = (f"{run[key]:.4f}" if arguments.key == "loss" else f"{100 * run[key]:.2f} %" for key in mean)
+        told = (
+            f"{run[key]:.4f}" if arguments.key == "loss" else f"{100 * run[key]:.2f} %"
+            for key in mean
+        )
         print("{}: final {}, best {}".format(name, *told))
-    content = {"machine": machine_facts(), "options": options(arguments.runs[0]), "runs": runs, "mean": mean}
+    content = {
+        "machine": machine_facts(),
+        "options": options(arguments.runs[0]),
+        "runs": runs,
+        "mean": mean,
+    }
     results.write(arguments.result, content)
 
 

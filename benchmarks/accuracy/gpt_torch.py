@@ -1,11 +1,13 @@
-"""Trains in PyTorch what a run of `nnmpi.train --model gpt` has trained: the figure that its loss is held against.
+"""Trains in PyTorch what a run of `nnmpi.train --model gpt` has trained: the figure that its loss
+is held against.
 
     python benchmarks/accuracy/gpt_torch.py runs/shakespeare-0 --out runs/shakespeare-torch-0
 
-The recipe is the run's, from its config.json: the same tokens in the same batches in the same order, the same first
-weights (transformers reads them from nnmpi's files), the same rates of AdamW, the same clipping. The network is
-transformers' GPT2LMHeadModel, with attention as it comes. The run folder gets a `config.json`, and a `metrics.jsonl`
-with the lines "train" and "test" of `nnmpi.train`, so that `collect.py` reads both.
+The recipe is the run's, from its config.json: the same tokens in the same batches in the same
+order, the same first weights (transformers reads them from nnmpi's files), the same rates of AdamW,
+the same clipping. The network is transformers' GPT2LMHeadModel, with attention as it comes. The run
+folder gets a `config.json`, and a `metrics.jsonl` with the lines "train" and "test" of
+`nnmpi.train`, so that `collect.py` reads both.
 """
 
 import argparse
@@ -35,7 +37,9 @@ def twin(config: Config, inputs: Inputs) -> torch.nn.Module:
     model.initialize(seed=config.run.seed)
     with TemporaryDirectory() as folder:
         save_pretrained(Path(folder), model.state(), config.model.heads)
-        return GPT2LMHeadModel.from_pretrained(folder, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        return GPT2LMHeadModel.from_pretrained(
+            folder, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
 
 
 def summed_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -57,20 +61,29 @@ def evaluate(model: torch.nn.Module, loader: Loader) -> float:
 
 def main() -> None:
     """Train, print a line now and then, and leave the metrics in the run folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder of the run whose recipe is taken")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="run folder, made if it is missing")
     arguments = parser.parse_args()
     config = assemble(read_run(arguments.run, str(arguments.run)))
     recipe = config.optimization
-    if (config.model.model, recipe.optimizer, dropout_of(config.model), config.parallel.microbatches) != (
+    if (
+        config.model.model,
+        recipe.optimizer,
+        dropout_of(config.model),
+        config.parallel.microbatches,
+    ) != (
         "gpt",
         "adamw",
         0.0,
         None,
     ):
-        raise SystemExit(f"{arguments.run} is no run of gpt with adamw, and without dropout and --microbatches")
+        raise SystemExit(
+            f"{arguments.run} is no run of gpt with adamw, and without dropout and --microbatches"
+        )
     torch.set_num_threads(arguments.threads)
     inputs = load_inputs(config, start(), print, (0, 1))
     extent = build_extent(recipe, inputs)
@@ -79,7 +92,9 @@ def main() -> None:
     decay = 0.01 if recipe.weight_decay is None else recipe.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=decay)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "config.json").write_text(json.dumps(flatten(config) | {"threads": arguments.threads}) + "\n")
+    (arguments.out / "config.json").write_text(
+        json.dumps(flatten(config) | {"threads": arguments.threads}) + "\n"
+    )
     begin, step, window = time.perf_counter(), 0, 0.0
     with (arguments.out / "metrics.jsonl").open("w", buffering=1) as file:
         while step < extent.steps:
@@ -94,9 +109,18 @@ def main() -> None:
                 step, window = step + 1, window + loss.item()
                 if step % LOG_EVERY == 0:
                     seconds = time.perf_counter() - begin
-                    line = {"kind": "train", "global_step": step, "loss": window / LOG_EVERY, "elapsed_s": seconds}
+                    line = {
+                        "kind": "train",
+                        "global_step": step,
+                        "loss": window / LOG_EVERY,
+                        "elapsed_s": seconds,
+                    }
                     file.write(json.dumps(line) + "\n")
-                    print(f"step {step}/{extent.steps}: loss {window / LOG_EVERY:.4f}, {seconds:.0f} s", flush=True)
+                    print(
+                        f"step {step}/{extent.steps}: loss {window / LOG_EVERY:.4f},"
+                        f" {seconds:.0f} s",
+                        flush=True,
+                    )
                     window = 0.0
                 if step == extent.steps:
                     break

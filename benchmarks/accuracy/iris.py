@@ -2,12 +2,13 @@
 
     python benchmarks/accuracy/iris.py [--recipes plain recommended] [--seeds 10] [--folds K] [--json FILE]
 
-A seed chooses the split (120 + 30 rows), the first weights and the order of the samples. The two frameworks see the
-same rows in the same order and draw their first weights from the same distributions, but not the same weights.
-nnmpi's numbers are those of `python -m nnmpi.train` with the same options. PyTorch is left out if it is missing.
+A seed chooses the split (120 + 30 rows), the first weights and the order of the samples. The two
+frameworks see the same rows in the same order and draw their first weights from the same
+distributions, but not the same weights. nnmpi's numbers are those of `python -m nnmpi.train` with
+the same options. PyTorch is left out if it is missing.
 
-With --folds K, recipes are compared without the test rows: each seed's 120 training rows are cut into K parts, each of
-which is predicted by a network trained on the others.
+With --folds K, recipes are compared without the test rows: each seed's 120 training rows are cut
+into K parts, each of which is predicted by a network trained on the others.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 
@@ -79,10 +81,14 @@ class SplitRun:
         train, test: loaders; the test's gives all rows at once.
     """
 
-    def __init__(self, recipe: IrisRecipe, train: data.Dataset, test: data.Dataset, seed: int) -> None:
+    def __init__(
+        self, recipe: IrisRecipe, train: data.Dataset, test: data.Dataset, seed: int
+    ) -> None:
         self.recipe, self.seed = recipe, seed
         transform = data.Normalize.fit(train) if recipe.normalize else None
-        self.train = data.Loader(train, recipe.batch_size, seed=seed, transform=transform, workers=0)
+        self.train = data.Loader(
+            train, recipe.batch_size, seed=seed, transform=transform, workers=0
+        )
         self.test = data.Loader(test, len(test), shuffle=False, transform=transform, workers=0)
 
     def batches(self) -> Iterator[tuple[data.Batch, float]]:
@@ -96,7 +102,9 @@ class SplitRun:
     def run_nnmpi(self, group: Group) -> float:
         """Return the test accuracy after training with nnmpi."""
         dataset = self.train.dataset
-        model = models.mlp(dataset.sample_shape, dataset.classes, hidden=(HIDDEN,)).initialize(seed=self.seed)
+        model = models.mlp(dataset.sample_shape, dataset.classes, hidden=(HIDDEN,)).initialize(
+            seed=self.seed
+        )
         worker = Worker(model, optim.Adam(model.storage), group, seed=self.seed)
         for batch, lr in self.batches():
             worker.step(batch, lr=lr)
@@ -115,7 +123,9 @@ class SplitRun:
         for batch, lr in self.batches():
             optimizer.param_groups[0]["lr"] = lr
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(torch.from_numpy(batch.x)), torch.from_numpy(batch.y))
+            loss = torch.nn.functional.cross_entropy(
+                model(torch.from_numpy(batch.x)), torch.from_numpy(batch.y)
+            )
             torch.autograd.backward(loss)
             optimizer.step()
         (batch,) = self.test.epoch(0)
@@ -125,7 +135,9 @@ class SplitRun:
 
 
 def splits(seed: int, folds: int) -> Iterator[tuple[data.Dataset, data.Dataset]]:
-    """Yield the seed's training and test rows; with folds, each fold of the training rows in the place of the test."""
+    """Yield the seed's training and test rows; with folds, each fold of the training rows in the
+    place of the test.
+    """
     train, test = data.load("iris", seed=seed)
     if not folds:
         yield train, test
@@ -153,15 +165,22 @@ def report(group: Group, recipe: IrisRecipe, seeds: int, folds: int) -> dict[str
         runs = [SplitRun(recipe, train, test, seed) for train, test in splits(seed, folds)]
         for name, run in frameworks.items():
             found[name].append(float(np.mean([run(one) for one in runs])))
-        print(f"{seed:4}" + "".join(f"{100 * values[-1]:9.2f}%" for values in found.values()), flush=True)
+        print(
+            f"{seed:4}" + "".join(f"{100 * values[-1]:9.2f}%" for values in found.values()),
+            flush=True,
+        )
     print("mean" + "".join(f"{100 * np.mean(values):9.2f}%" for values in found.values()))
     return found
 
 
 def main() -> None:
     """Run the recipes, each with all seeds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", choices=[*RECIPES, "all"], nargs="+", default=["plain", "recommended"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipes", choices=[*RECIPES, "all"], nargs="+", default=["plain", "recommended"]
+    )
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--folds", type=int, default=0, help="0: use the test rows")
     parser.add_argument("--json", type=Path, help="file for the result, with the machine's facts")
@@ -172,7 +191,9 @@ def main() -> None:
         accuracies = report(group, RECIPES[name], options.seeds, options.folds)
         means = {framework: float(np.mean(values)) for framework, values in accuracies.items()}
         found[name] = {"recipe": asdict(RECIPES[name]), "mean": means, "accuracy": accuracies}
-    results.write(options.json, {"machine": machine_facts(), "folds": options.folds, "recipes": found})
+    results.write(
+        options.json, {"machine": machine_facts(), "folds": options.folds, "recipes": found}
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Trains nnmpi's `cnn` in PyTorch on MNIST, by the plain recipe: the figure that nnmpi's accuracy is held against.
+"""Trains nnmpi's `cnn` in PyTorch on MNIST, by the plain recipe: the figure that nnmpi's accuracy
+is held against.
 
     python benchmarks/accuracy/mnist_torch.py --seed 0 --data-dir DIR --out runs/mnist-torch-0
 
-Same files, same batches in the same order, same distributions of the first weights (not the same weights), Adam 0.001,
-batches of 64, inputs from 0 to 1. The run folder gets a `config.json`, and a `metrics.jsonl` with the lines "eval"
-and "test" of `nnmpi.train`, so that `collect.py` reads both.
+Same files, same batches in the same order, same distributions of the first weights (not the same
+weights), Adam 0.001, batches of 64, inputs from 0 to 1. The run folder gets a `config.json`, and a
+`metrics.jsonl` with the lines "eval" and "test" of `nnmpi.train`, so that `collect.py` reads both.
 """
 
 import argparse
@@ -45,7 +46,12 @@ def tensors(dataset: data.Dataset) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, batch: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    rows: torch.Tensor,
+    batch: int,
 ) -> None:
     """Do one epoch of updates over the samples in the order of `rows`; the last batch may be short.
 
@@ -80,7 +86,9 @@ def evaluate(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float,
 
 def main() -> None:
     """Train, print a line per epoch, and leave the metrics in the run folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", type=Path, help="folder with MNIST's four files")
     parser.add_argument("--epochs", type=int, default=10)
@@ -97,7 +105,9 @@ def main() -> None:
     model = cnn()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "config.json").write_text(json.dumps(vars(options), indent=1, default=str) + "\n")
+    (options.out / "config.json").write_text(
+        json.dumps(vars(options), indent=1, default=str) + "\n"
+    )
     with (options.out / "metrics.jsonl").open("w") as file:
         for epoch in range(options.epochs):
             begin = time.perf_counter()
@@ -109,7 +119,11 @@ def main() -> None:
             for kind in kinds:
                 line = {"kind": kind, "epoch": float(epoch + 1), "loss": loss, "accuracy": accuracy}
                 file.write(json.dumps(line) + "\n")
-            print(f"epoch {epoch + 1}: test accuracy {100 * accuracy:.2f} %, trained in {seconds:.0f} s", flush=True)
+            print(
+                f"epoch {epoch + 1}: test accuracy {100 * accuracy:.2f} %, trained in"
+                f" {seconds:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

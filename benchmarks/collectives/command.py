@@ -1,4 +1,5 @@
-"""Times collectives in rounds in one process, every contestant once in each round, and prints a row for each.
+"""Times collectives in rounds in one process, every contestant once in each round, and prints a row
+for each.
 
     round 1  |  A  |  B  |  C  |     the order changes from round to round (and is the same on all ranks), since a call
     round 2  |  C  |  A  |  B  |     leaves caches and threads in a state that the next one meets
@@ -7,8 +8,8 @@
     rank 1   refill | barrier  |>--- call -----|                  refill | barrier |>-- ...
                                ^ last to enter  ^ last to leave
 
-Refilling is not timed, but it is needed: without it each rank's part of the result stays in its core's cache, and
-shared memory looks three times better than it is.
+Refilling is not timed, but it is needed: without it each rank's part of the result stays in its
+core's cache, and shared memory looks three times better than it is.
 """
 
 import argparse
@@ -45,11 +46,13 @@ from nnmpi.units import format_bytes
 ALL_REDUCE = "all-reduce"
 OPERATIONS = (ALL_REDUCE, "broadcast", "all-gather", "reduce-scatter")
 FUSED = "fused"  # the all-reduce and the optimizer's update in one, over shared memory
-UPDATE = "native+update"  # what it is compared with: MPI's all-reduce, then the update on every rank
+# what it is compared with: MPI's all-reduce, then the update on every rank
+UPDATE = "native+update"
 GLOO = "gloo"  # PyTorch's, for comparison
 WARM_UP, LEAST, MOST = 3, 5, 1000  # rounds
 LR = 1.0  # the parameters are then minus the sum, exactly
-BUS = {ALL_REDUCE: 2.0, "broadcast": 0.0}  # bytes over a rank's link per byte, times (N-1)/N; 1 elsewhere
+# bytes over a rank's link per byte, times (N-1)/N; 1 elsewhere
+BUS = {ALL_REDUCE: 2.0, "broadcast": 0.0}
 
 
 class Contestant(NamedTuple):
@@ -102,16 +105,22 @@ def main(words: Sequence[str], group: Group, backend: Backend | None = None) -> 
         gloo.stop_gloo()
 
 
-def measure(options: argparse.Namespace, group: Group, backend: Backend, nbytes: int) -> list[dict[str, Any]]:
+def measure(
+    options: argparse.Namespace, group: Group, backend: Backend, nbytes: int
+) -> list[dict[str, Any]]:
     """Return the rows of one size. Collective."""
-    contract = next(each.contract for (what, _), each in COLLECTIVES.items() if what == options.operation)
+    contract = next(
+        each.contract for (what, _), each in COLLECTIVES.items() if what == options.operation
+    )
     elements = nbytes // np.dtype(options.dtype).itemsize
     pattern = Pattern(contract, group.rank, group.size, elements, options.dtype, backend)
     field = list(_contestants(options, group, backend, elements))
     begin = time.perf_counter()
     _time(field, group, pattern, range(WARM_UP), options.check)
     spent_s = group.max_floats([time.perf_counter() - begin])[0]
-    rounds = options.iterations or int(np.clip((options.budget_s - spent_s) / (spent_s / WARM_UP), LEAST, MOST))
+    rounds = options.iterations or int(
+        np.clip((options.budget_s - spent_s) / (spent_s / WARM_UP), LEAST, MOST)
+    )
     own = _time(field, group, pattern, range(WARM_UP, WARM_UP + rounds), options.check)
     everyones = np.empty((group.size, own.size))
     group.comm.allgather(own.reshape(-1), everyones)
@@ -120,8 +129,12 @@ def measure(options: argparse.Namespace, group: Group, backend: Backend, nbytes:
     return build_rows(options, group, field, everyones.reshape(group.size, *own.shape), nbytes)
 
 
-def _contestants(options: argparse.Namespace, group: Group, backend: Backend, elements: int) -> Iterator[Contestant]:
-    """Yield all that were asked for; those of "all" that cannot be here are left out with a notice. Collective."""
+def _contestants(
+    options: argparse.Namespace, group: Group, backend: Backend, elements: int
+) -> Iterator[Contestant]:
+    """Yield all that were asked for; those of "all" that cannot be here are left out with a notice.
+    Collective.
+    """
     private = backend.zeros(elements, options.dtype)
     shared: list[NDArray[Any]] = []
 
@@ -157,10 +170,16 @@ def _contestants(options: argparse.Namespace, group: Group, backend: Backend, el
                 print(f"{name} is left out: {error}")
 
 
-def _update(name: str, options: argparse.Namespace, group: Group, grads: NDArray[Any]) -> Contestant:
-    """Return the sum with plain SGD: MPI's call and all parameters on every rank, or fused, a slice on each."""
+def _update(
+    name: str, options: argparse.Namespace, group: Group, grads: NDArray[Any]
+) -> Contestant:
+    """Return the sum with plain SGD: MPI's call and all parameters on every rank, or fused, a slice
+    on each.
+    """
     if np.dtype(options.dtype).kind != "f" or not isinstance(grads, np.ndarray):
-        raise UsageError(f"{name} updates float32 or float64 parameters in host memory, not {options.dtype}")
+        raise UsageError(
+            f"{name} updates float32 or float64 parameters in host memory, not {options.dtype}"
+        )
     if name == UPDATE:
         params = np.zeros(grads.size, options.dtype)
         pending, optimizer = group.bind(grads, NATIVE), SGD(Arrays([params], [grads]), lr=LR)
@@ -182,11 +201,14 @@ def _update(name: str, options: argparse.Namespace, group: Group, grads: NDArray
             fused.update()
 
         own = params[own_slice(params, fused.memory.size, fused.memory.rank)]
-    zero = (lambda: own.fill(0)) if options.check else (lambda: None)  # else they lie as the update before left them
+    # else they lie as the update before left them
+    zero = (lambda: own.fill(0)) if options.check else (lambda: None)
     return Contestant(name, grads, run, lambda: -params, zero)
 
 
-def _time(field: list[Contestant], group: Group, pattern: Pattern, rounds: range, check: bool) -> NDArray[np.float64]:
+def _time(
+    field: list[Contestant], group: Group, pattern: Pattern, rounds: range, check: bool
+) -> NDArray[np.float64]:
     """Return when this rank entered and left each call: (contestants, 2, rounds). Collective."""
     clock, stamps = time.perf_counter, np.empty((len(field), 2, len(rounds)))
     for column, call in enumerate(rounds):
@@ -200,22 +222,34 @@ def _time(field: list[Contestant], group: Group, pattern: Pattern, rounds: range
             stamps[row, :, column] = begin, clock()
             wrong = pattern.first_wrong(one.result(), call) if check else None
             if check and group.max_floats([wrong is not None])[0]:
-                rank, words = next((r, w) for r, w in enumerate(group.gather(wrong and str(wrong))) if w)
-                raise CommError(f"rank {rank} of {group.size} has a wrong result of {one.name}, call {call}: {words}")
+                rank, words = next(
+                    (r, w) for r, w in enumerate(group.gather(wrong and str(wrong))) if w
+                )
+                raise CommError(
+                    f"rank {rank} of {group.size} has a wrong result of {one.name}, call {call}:"
+                    f" {words}"
+                )
     return stamps
 
 
 def build_rows(
-    options: argparse.Namespace, group: Group, field: Sequence[Contestant], stamps: NDArray[np.float64], nbytes: int
+    options: argparse.Namespace,
+    group: Group,
+    field: Sequence[Contestant],
+    stamps: NDArray[np.float64],
+    nbytes: int,
 ) -> list[dict[str, Any]]:
     """Return a row for each contestant from stamps of (ranks, contestants, 2, rounds).
 
-    A rank's own time is from its begin to its end; the collective's from when the last has entered to when the last has
-    left. On several nodes, whose clocks differ, that is the longest of the ranks' own.
+    A rank's own time is from its begin to its end; the collective's from when the last has entered
+    to when the last has left. On several nodes, whose clocks differ, that is the longest of the
+    ranks' own.
     """
     own = stamps[:, :, 1] - stamps[:, :, 0]
     one_clock = len(set(group.nodes())) == 1
-    lasted = stamps[:, :, 1].max(axis=0) - stamps[:, :, 0].max(axis=0) if one_clock else own.max(axis=0)
+    lasted = (
+        stamps[:, :, 1].max(axis=0) - stamps[:, :, 0].max(axis=0) if one_clock else own.max(axis=0)
+    )
     median = {one.name: float(np.median(times)) for one, times in zip(field, lasted, strict=True)}
     rows = []
     for number, one in enumerate(field):
@@ -247,7 +281,9 @@ def build_rows(
 def _predict(operation: str, how: str, group: Group, nbytes: int) -> float | None:
     """Return what the fit says of one call, None where it says nothing."""
     fit = group.fit
-    measured = operation == ALL_REDUCE and (how == NATIVE or (how == SHARED and fit is not None and fit.shared))
+    measured = operation == ALL_REDUCE and (
+        how == NATIVE or (how == SHARED and fit is not None and fit.shared)
+    )
     if fit is None or not (measured or (operation, how) in COLLECTIVES):
         return None
     return fit.predict(how, nbytes, operation=operation)
@@ -264,7 +300,11 @@ TABLE = GrowingTable(
     ("algorithm", -17, lambda row: row["algorithm"]),
     ("size", 9, lambda row: format_bytes(row["size"])),
     *(
-        (TITLES.get(name, name), max(12, len(TITLES.get(name, name)) + 3), lambda r, n=name: _number(r[n]))
+        (
+            TITLES.get(name, name),
+            max(12, len(TITLES.get(name, name)) + 3),
+            lambda r, n=name: _number(r[n]),
+        )
         for name in NUMBERS
     ),
     ("", -1, lambda row: f"  chose {row['chosen']}" if row["chosen"] else ""),
@@ -274,7 +314,9 @@ TABLE = GrowingTable(
 def _header(options: argparse.Namespace, group: Group, backend: Backend) -> dict[str, Any]:
     """Return what ran, on what. Collective."""
     found = describe(group)
-    fit = "no fit" if group.fit is None else f"of {group.fit.facts['date']}, {group.fit.ranks} ranks"
+    fit = (
+        "no fit" if group.fit is None else f"of {group.fit.facts['date']}, {group.fit.ranks} ranks"
+    )
     return {
         "operation": options.operation,
         "dtype": options.dtype,
@@ -290,11 +332,19 @@ def _header(options: argparse.Namespace, group: Group, backend: Backend) -> dict
 
 
 def algorithms(operation: str, on_device: bool = False) -> tuple[str, ...]:
-    """Return the names of all that "all" means for an operation, on host or device arrays: the baseline first."""
+    """Return the names of all that "all" means for an operation, on host or device arrays: the
+    baseline first.
+    """
     steps = tuple(how for what, how in COLLECTIVES if what == operation)
     if operation != ALL_REDUCE:
         return (NATIVE, *steps)
-    return (NATIVE, *([] if on_device else [SHARED]), *steps, AUTO, *([] if on_device else [UPDATE, FUSED]))
+    return (
+        NATIVE,
+        *([] if on_device else [SHARED]),
+        *steps,
+        AUTO,
+        *([] if on_device else [UPDATE, FUSED]),
+    )
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -304,26 +354,85 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         HelpAsked: for --help.
         UsageError: for an unknown name, or a value that cannot be used.
     """
-    parser = command.CommandParser("mpirun -n P python benchmarks/collectives", __doc__.split("\n")[0])
+    parser = command.CommandParser(
+        "mpirun -n P python benchmarks/collectives", __doc__.split("\n")[0]
+    )
     add, one_of = parser.add_argument, command.one_of
-    add("--operation", type=one_of(*OPERATIONS), default=ALL_REDUCE, metavar="NAME", help=", ".join(OPERATIONS))
-    add("--algorithms", type=command.each(str), default=("all",), metavar="A,B,...", help="names; all is all but gloo")
-    add("--min", type=command.nbytes, default=4, metavar="BYTES", help="the shortest buffer (default: 4)")
-    add("--max", type=command.nbytes, default=64 * 2**20, metavar="BYTES", help="the longest one (default: 64m)")
-    add("--factor", type=command.positive, default=4, metavar="N", help="from one size to the next (default: 4)")
+    add(
+        "--operation",
+        type=one_of(*OPERATIONS),
+        default=ALL_REDUCE,
+        metavar="NAME",
+        help=", ".join(OPERATIONS),
+    )
+    add(
+        "--algorithms",
+        type=command.each(str),
+        default=("all",),
+        metavar="A,B,...",
+        help="names; all is all but gloo",
+    )
+    add(
+        "--min",
+        type=command.nbytes,
+        default=4,
+        metavar="BYTES",
+        help="the shortest buffer (default: 4)",
+    )
+    add(
+        "--max",
+        type=command.nbytes,
+        default=64 * 2**20,
+        metavar="BYTES",
+        help="the longest one (default: 64m)",
+    )
+    add(
+        "--factor",
+        type=command.positive,
+        default=4,
+        metavar="N",
+        help="from one size to the next (default: 4)",
+    )
     dtypes = one_of(*(each.name for each in DTYPES))
-    add("--dtype", type=dtypes, default="float32", metavar="NAME", help="of the elements (default: float32)")
-    add("--backend", type=one_of("numpy", "cupy"), default="numpy", metavar="NAME", help="numpy, or cupy")
+    add(
+        "--dtype",
+        type=dtypes,
+        default="float32",
+        metavar="NAME",
+        help="of the elements (default: float32)",
+    )
+    add(
+        "--backend",
+        type=one_of("numpy", "cupy"),
+        default="numpy",
+        metavar="NAME",
+        help="numpy, or cupy",
+    )
     add("--check", action="store_true", help="verify every result of every call")
-    add("--iterations", type=command.positive, metavar="N", help="calls at each size (default: what the budget allows)")
-    add("--budget-s", type=command.positive_seconds, default=2.0, metavar="SECONDS", help="for each size (default: 2)")
+    add(
+        "--iterations",
+        type=command.positive,
+        metavar="N",
+        help="calls at each size (default: what the budget allows)",
+    )
+    add(
+        "--budget-s",
+        type=command.positive_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="for each size (default: 2)",
+    )
     add("--json", type=command.file, metavar="FILE", help="write the rows there, after each size")
     options = parser.parse(words)
     every = algorithms(options.operation, options.backend == "cupy")
     options.everything = "all" in options.algorithms
     unknown = [name for name in options.algorithms if name not in ("all", *every, GLOO)]
     if unknown or options.factor < 2 or options.min > options.max:
-        what = f"--algorithms {unknown[0]!r} is unknown" if unknown else "--factor is 2 or more, --min at most --max"
+        what = (
+            f"--algorithms {unknown[0]!r} is unknown"
+            if unknown
+            else "--factor is 2 or more, --min at most --max"
+        )
         raise UsageError(f"{what}; the names are {', '.join(('all', *every, GLOO))}")
     chosen = [each for name in options.algorithms for each in (every if name == "all" else (name,))]
     options.algorithms, itemsize = tuple(dict.fromkeys(chosen)), np.dtype(options.dtype).itemsize

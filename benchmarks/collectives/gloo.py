@@ -1,4 +1,6 @@
-"""PyTorch's gloo among the same ranks, over the loopback device: a yardstick. Needs torch, which nnmpi does not."""
+"""PyTorch's gloo among the same ranks, over the loopback device: a yardstick. Needs torch, which
+nnmpi does not.
+"""
 
 import importlib
 import importlib.util
@@ -24,9 +26,13 @@ def check_gloo(nodes: int) -> None:
         UsageError: without torch, or on several nodes.
     """
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("gloo is PyTorch's and torch is not installed; pip install torch, or leave gloo out")
+        raise UsageError(
+            "gloo is PyTorch's and torch is not installed; pip install torch, or leave gloo out"
+        )
     if nodes > 1:
-        raise UsageError(f"gloo is measured over the loopback device of one node, not on {nodes}; leave gloo out")
+        raise UsageError(
+            f"gloo is measured over the loopback device of one node, not on {nodes}; leave gloo out"
+        )
 
 
 def start_gloo(group: Group) -> None:

@@ -1,13 +1,15 @@
-"""What the buffers are filled with, and what they must hold afterwards: whole numbers, so that every sum is exact.
+"""What the buffers are filled with, and what they must hold afterwards: whole numbers, so that
+every sum is exact.
 
     element i on rank r in call k  =  i % TILE % 11  +  i // TILE % 5  +  r * 7919 % 97 + 1  +  k % 3
 
-where the moduli are smaller if the sum would not fit into the dtype otherwise: what becomes of it then is not the same
-in all MPI libraries (8-bit sums wrap in some and stop at the largest number in others).
+where the moduli are smaller if the sum would not fit into the dtype otherwise: what becomes of it
+then is not the same in all MPI libraries (8-bit sums wrap in some and stop at the largest number in
+others).
 
-A chunk in the wrong place, one that is missing or counted twice, and one that is left from the call before all give
-another number. The tile is short and stays in the core's cache: refilling a buffer reads nothing else, and leaves the
-buffer as a backward pass would, written by its own rank.
+A chunk in the wrong place, one that is missing or counted twice, and one that is left from the call
+before all give another number. The tile is short and stays in the core's cache: refilling a buffer
+reads nothing else, and leaves the buffer as a backward pass would, written by its own rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +31,9 @@ JUNK = 77  # in chunks that hold nothing yet
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements start..stop-1 that hold a sum of `parts` buffers, whose ranks' weights add up to `weight`."""
+    """Elements start..stop-1 that hold a sum of `parts` buffers, whose ranks' weights add up to
+    `weight`.
+    """
 
     start: int
     stop: int
@@ -69,7 +73,9 @@ class Range:
         return rank * 7919 % self.weight + 1 if self.weight else 0
 
     def shift(self, block: int, call: int) -> int:
-        """Return a number that tells this tile from those beside it, and this call from the one before."""
+        """Return a number that tells this tile from those beside it, and this call from the one
+        before.
+        """
         return block % (self.block + 1) + call % (self.call + 1)
 
 
@@ -85,14 +91,18 @@ class Pattern:
         backend: where the buffers that are filled lie.
     """
 
-    def __init__(self, contract: Contract, rank: int, size: int, elements: int, dtype: str, backend: Backend) -> None:
+    def __init__(
+        self, contract: Contract, rank: int, size: int, elements: int, dtype: str, backend: Backend
+    ) -> None:
         self._range = Range.fitting(dtype, size)
         self._tile = (np.arange(min(TILE, elements)) % (self._range.tile + 1)).astype(dtype)
         self._on_device = backend.asarray(self._tile)
         self._xp = backend.xp
         chunks = split(elements, size)
         weights = [self._range.weigh(each) for each in range(size)]
-        self._before = list(_spans([contract.begins(rank, chunk, size) for chunk in range(size)], chunks, weights))
+        self._before = list(
+            _spans([contract.begins(rank, chunk, size) for chunk in range(size)], chunks, weights)
+        )
         after = _spans([contract.ends(rank, chunk, size) for chunk in range(size)], chunks, weights)
         self._after = [span for span in after if span.parts]
 
@@ -104,10 +114,14 @@ class Pattern:
                 continue
             for start, stop, first, block in _blocks(span):
                 offset = span.weight + self._range.shift(block, call)
-                self._xp.add(self._on_device[first : first + stop - start], offset, out=array[start:stop])
+                self._xp.add(
+                    self._on_device[first : first + stop - start], offset, out=array[start:stop]
+                )
 
     def first_wrong(self, array: NDArray[Any], call: int) -> Wrong | None:
-        """Return the first element of a host array that is not what the operation promises, None if all is well."""
+        """Return the first element of a host array that is not what the operation promises, None if
+        all is well.
+        """
         for span in self._after:
             for start, stop, first, block in _blocks(span):
                 offset = span.weight + span.parts * self._range.shift(block, call)
@@ -120,7 +134,9 @@ class Pattern:
         return None
 
 
-def _spans(parts: Sequence[int | None], chunks: Sequence[range], weights: Sequence[int]) -> Iterator[Span]:
+def _spans(
+    parts: Sequence[int | None], chunks: Sequence[range], weights: Sequence[int]
+) -> Iterator[Span]:
     """Yield what lies together and holds the same parts."""
     edges = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1]), len(parts)]
     for first, last in pairwise(edges):
@@ -132,11 +148,15 @@ def _spans(parts: Sequence[int | None], chunks: Sequence[range], weights: Sequen
             yield Span(start, stop, 0, 0)
             continue
         counts = [count(held, rank) for rank in range(len(parts))]
-        yield Span(start, stop, sum(counts), sum(n * own for n, own in zip(counts, weights, strict=True)))
+        yield Span(
+            start, stop, sum(counts), sum(n * own for n, own in zip(counts, weights, strict=True))
+        )
 
 
 def _blocks(span: Span) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, stop, place in the tile, number of the tile) of the parts of a span that lie in one tile."""
+    """Yield (start, stop, place in the tile, number of the tile) of the parts of a span that lie in
+    one tile.
+    """
     for block in range(span.start // TILE, -(-span.stop // TILE)):
         start, stop = max(span.start, block * TILE), min(span.stop, (block + 1) * TILE)
         yield start, stop, start - block * TILE, block

@@ -2,8 +2,8 @@
 
     python benchmarks/collectives/tables.py results/*.json
 
-Files of the same MPI and the same ranks make one pair of tables: the times, and ratios. In them the first file that has
-an algorithm counts. gloo measured alone, without MPI, is added to every MPI's.
+Files of the same MPI and the same ranks make one pair of tables: the times, and ratios. In them the
+first file that has an algorithm counts. gloo measured alone, without MPI, is added to every MPI's.
 """
 
 import json
@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.collectives.command import FUSED, GLOO, UPDATE  # noqa: E402
 from benchmarks.harness.tables import MISSING, number, render  # noqa: E402
@@ -29,11 +30,15 @@ Times: TypeAlias = Mapping[str, float]
 
 
 Read: TypeAlias = Callable[[Times], tuple[float, str] | None]
-"""(times of one size) -> how many times faster, and which it was; None where one of them was not measured."""
+"""(times of one size) -> how many times faster, and which it was; None where one of them was not
+measured.
+"""
 
 
 def _against(own: str, other: str) -> Read:
-    return lambda times: (times[other] / times[own], "") if own in times and other in times else None
+    return lambda times: (
+        (times[other] / times[own], "") if own in times and other in times else None
+    )
 
 
 def _auto(times: Times) -> tuple[float, str] | None:
@@ -46,7 +51,9 @@ def _auto(times: Times) -> tuple[float, str] | None:
 
 
 def _slowest(times: Times) -> tuple[float, str] | None:
-    """Return gloo against the slowest of those of nnmpi's that one would use for gradients inside a node."""
+    """Return gloo against the slowest of those of nnmpi's that one would use for gradients inside a
+    node.
+    """
     own = {name: times[name] for name in (SHARED, AUTO, "ring") if name in times}
     if GLOO not in times or not own:
         return None
@@ -66,8 +73,8 @@ CLAIMS: Mapping[str, Read] = {
 def times_by_size(contents: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
     """Return the medians of one kind of run by size and algorithm.
 
-    The first file that has an algorithm at a size counts, so that ratios are of one interleaved run; of gloo, which is
-    slower beside others than alone, the best of all files.
+    The first file that has an algorithm at a size counts, so that ratios are of one interleaved
+    run; of gloo, which is slower beside others than alone, the best of all files.
     """
     found: dict[int, dict[str, float]] = {}
     for content in contents:
@@ -108,9 +115,9 @@ def part(ranks: int, mpi: str, contents: Sequence[Content]) -> str:
     header, times = contents[0]["header"], times_by_size(contents)
     machine = header["machine"]
     heading = (
-        f"### {ranks} ranks, {mpi}\n\n"
-        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {header['nodes']} node"
-        f"{'s' * (header['nodes'] != 1)}, {header['operation']} of {header['dtype']}, fit {header['fit']}."
+        f"### {ranks} ranks, {mpi}\n\n{machine['date']}, {machine['cpu']}, {machine['cores']}"
+        f" cores, {header['nodes']} node{'s' * (header['nodes'] != 1)}, {header['operation']} of"
+        f" {header['dtype']}, fit {header['fit']}."
     )
     return "\n\n".join([heading, _times(times), _ratios(times)])
 
@@ -123,14 +130,19 @@ def _times(times: Mapping[int, Mapping[str, float]]) -> str:
         value = pair[1].get(name)
         return number(value, ".3g" if value is not None and value < 1000 else ".0f")
 
-    columns = [("us", lambda pair: format_bytes(pair[0])), *((name, partial(cell, name)) for name in names)]
+    columns = [
+        ("us", lambda pair: format_bytes(pair[0])),
+        *((name, partial(cell, name)) for name in names),
+    ]
     return render(columns, times.items())
 
 
 def _ratios(times: Mapping[int, Mapping[str, float]]) -> str:
     """Return how many times faster."""
     columns = [("times faster", lambda pair: format_bytes(pair[0]))]
-    columns += [(title, lambda pair, read=read: _cell(read(pair[1]))) for title, read in CLAIMS.items()]
+    columns += [
+        (title, lambda pair, read=read: _cell(read(pair[1]))) for title, read in CLAIMS.items()
+    ]
     return render(columns, times.items())
 
 

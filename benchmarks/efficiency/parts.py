@@ -36,7 +36,10 @@ def descent(check: bool, data_dir: Path | None) -> dict[str, Any]:
     rates, batches, epochs = (RATES[::2], BATCHES[1::2], 4) if check else (RATES, BATCHES, EPOCHS)
     cases = [
         one_worker(recipe(batch, rate, epochs * SAMPLES, seed), vary=vary, batch=batch, rate=rate)
-        for vary, pairs in (("rate", [(BATCH, r) for r in rates]), ("batch", [(b, RATE) for b in batches]))
+        for vary, pairs in (
+            ("rate", [(BATCH, r) for r in rates]),
+            ("batch", [(b, RATE) for b in batches]),
+        )
         for batch, rate in pairs
         for seed in (SEEDS_CHECK if check else SEEDS)
     ]
@@ -67,10 +70,14 @@ _TITLES = {"loss": "test loss, 95 % interval", "accuracy": "test accuracy, %"}
 
 
 def missed_descent(content: Content) -> list[str]:
-    """Return in words where the rate in the middle is not the best, or many small steps learn less than one large."""
+    """Return in words where the rate in the middle is not the best, or many small steps learn less
+    than one large.
+    """
     found = []
     losses = {
-        (vary, value): [row["loss"] for row in content["rows"] if row["vary"] == vary and row[vary] == value]
+        (vary, value): [
+            row["loss"] for row in content["rows"] if row["vary"] == vary and row[vary] == value
+        ]
         for vary, value in plots.kinds(content)
     }
     rates = sorted(value for vary, value in losses if vary == "rate")
@@ -79,7 +86,10 @@ def missed_descent(content: Content) -> list[str]:
         found.append(f"the best rate is {best:g}, at the end of {rates}")
     batches = sorted(value for vary, value in losses if vary == "batch")
     if fmean(losses["batch", batches[0]]) >= fmean(losses["batch", batches[-1]]):
-        found.append(f"after as many samples a batch of {batches[-1]} has learnt as much as one of {batches[0]}")
+        found.append(
+            f"after as many samples a batch of {batches[-1]} has learnt as much as one of"
+            f" {batches[0]}"
+        )
     return found
 
 
@@ -88,7 +98,11 @@ def scaling(check: bool, data_dir: Path | None) -> dict[str, Any]:
     batches, most, rules = (SCALED[:3:2], 500, RULES[:2]) if check else (SCALED, MOST_STEPS, RULES)
     seeds = SEEDS_CHECK if check else SEEDS
     cases = [
-        one_worker(scaled(rule, batch, min(most * batch, MOST_EPOCHS * SAMPLES), seed), rule=rule, batch=batch)
+        one_worker(
+            scaled(rule, batch, min(most * batch, MOST_EPOCHS * SAMPLES), seed),
+            rule=rule,
+            batch=batch,
+        )
         for rule in rules
         for batch in batches
         for seed in seeds
@@ -110,8 +124,12 @@ def scaling_table(content: Content) -> str:
 
 
 def steps_to_goal(content: Content, **labels: Any) -> list[float | None]:
-    """Return each seed's steps to the goal, of the runs with these labels; None where it was not reached."""
-    own = [row for row in content["rows"] if all(row[name] == value for name, value in labels.items())]
+    """Return each seed's steps to the goal, of the runs with these labels; None where it was not
+    reached.
+    """
+    own = [
+        row for row in content["rows"] if all(row[name] == value for name, value in labels.items())
+    ]
     return [None if (goal := reached(row)) is None else goal.batches for row in own]
 
 
@@ -124,20 +142,37 @@ def _steps(values: Sequence[float | None]) -> str:
 
 
 def missed_scaling(content: Content) -> list[str]:
-    """Return in words where a batch four times as large does not need fewer steps with a rate that grows with it."""
+    """Return in words where a batch four times as large does not need fewer steps with a rate that
+    grows with it.
+    """
     batches = sorted({row["batch"] for row in content["rows"]})
     first = _mean(steps_to_goal(content, rule="linear", batch=batches[0]))
     later = _mean(steps_to_goal(content, rule="linear", batch=batches[1]))
     still = _mean(steps_to_goal(content, rule="none", batch=batches[1]))
-    if first is None or later is None or later > 0.75 * first or (still is not None and later >= still):
-        return [f"linear: {first} steps with a batch of {batches[0]}, {later} with {batches[1]}; none: {still}"]
+    if (
+        first is None
+        or later is None
+        or later > 0.75 * first
+        or (still is not None and later >= still)
+    ):
+        return [
+            f"linear: {first} steps with a batch of {batches[0]}, {later} with {batches[1]}; none:"
+            f" {still}"
+        ]
     return []
 
 
 def workers(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Train with more and more workers, in step and not, each with as many iterations of as many rows."""
+    """Train with more and more workers, in step and not, each with as many iterations of as many
+    rows.
+    """
     counts, iterations, seeds = ((1, 4), 40, SEEDS_CHECK) if check else (WORKERS, ITERATIONS, SEEDS)
-    cases = [many_workers(mode, n, iterations, seed) for n in counts for mode in ("bsp", "asp") for seed in seeds]
+    cases = [
+        many_workers(mode, n, iterations, seed)
+        for n in counts
+        for mode in ("bsp", "asp")
+        for seed in seeds
+    ]
     return {"rows": simulate_all(cases)}
 
 
@@ -146,13 +181,25 @@ def workers_table(content: Content) -> str:
     first = fmean(_of_workers(content, "bsp", 1, "loss"))
     rows = []
     for n in sorted({row["workers"] for row in content["rows"]}):
-        found: dict[str, Any] = {"workers": n, "1/sqrt(N I)": f"{first / sqrt(n):.3f}", "1/sqrt(I)": f"{first:.3f}"}
+        found: dict[str, Any] = {
+            "workers": n,
+            "1/sqrt(N I)": f"{first / sqrt(n):.3f}",
+            "1/sqrt(I)": f"{first:.3f}",
+        }
         for mode in ("bsp", "asp"):
             mean, half = confidence(_of_workers(content, mode, n, "loss"))
             found[f"{mode}, test loss"] = f"{mean:.3f} ± {half:.3f}"
             found[f"{mode}, s"] = f"{fmean(_of_workers(content, mode, n, 'seconds')):.2f}"
         rows.append(found)
-    columns = ("workers", "bsp, test loss", "asp, test loss", "1/sqrt(N I)", "1/sqrt(I)", "bsp, s", "asp, s")
+    columns = (
+        "workers",
+        "bsp, test loss",
+        "asp, test loss",
+        "1/sqrt(N I)",
+        "1/sqrt(I)",
+        "bsp, s",
+        "asp, s",
+    )
     return render(tuple((name, name) for name in columns), rows)
 
 

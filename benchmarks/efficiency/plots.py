@@ -22,7 +22,9 @@ def kinds(content: Content) -> list[tuple[str, Any]]:
 
 
 def draw_descent(folder: Path, content: Content) -> None:
-    """Draw loss over samples (above) and over CPU time (below), for rates (left) and batches (right)."""
+    """Draw loss over samples (above) and over CPU time (below), for rates (left) and batches
+    (right).
+    """
     figure = new_figure(10, 7.5)
     panels = figure.subplots(2, 2, sharey=True)
     palette = colours()
@@ -40,13 +42,35 @@ def draw_descent(folder: Path, content: Content) -> None:
                 [fmean(point.seconds for point in each) for each in points],
             )
             for line, x in enumerate(along):
-                axes, begin = panels[line][column], line  # on the logarithmic axis of time there is no beginning
-                axes.plot(x[begin:], middle[begin:], color=palette[number], label=f"{value:g}", linewidth=1.4)
-                low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
-                axes.fill_between(x[begin:], low[begin:], high[begin:], color=palette[number], alpha=0.2, linewidth=0)
+                # on the logarithmic axis of time there is no beginning
+                axes, begin = panels[line][column], line
+                axes.plot(
+                    x[begin:],
+                    middle[begin:],
+                    color=palette[number],
+                    label=f"{value:g}",
+                    linewidth=1.4,
+                )
+                low, high = (
+                    [m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1)
+                )
+                axes.fill_between(
+                    x[begin:],
+                    low[begin:],
+                    high[begin:],
+                    color=palette[number],
+                    alpha=0.2,
+                    linewidth=0,
+                )
         fixed_value = next(row[fixed] for row in content["rows"] if row["vary"] == vary)
         panels[0][column].set_title(f"{_WORDS[fixed]} {fixed_value:g}", fontsize=10)
-        above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.1), "ncols": 5, "frameon": False, "fontsize": 8}
+        above = {
+            "loc": "lower center",
+            "bbox_to_anchor": (0.5, 1.1),
+            "ncols": 5,
+            "frameon": False,
+            "fontsize": 8,
+        }
         panels[0][column].legend(**above, title=_WORDS[vary], title_fontsize=9)
     for line, label in enumerate(("samples", "CPU time, s (logarithmic)")):
         for axes in panels[line]:
@@ -66,13 +90,30 @@ def draw_scaling(folder: Path, content: Content) -> None:
     axes = figure.subplots()
     batches = sorted({row["batch"] for row in content["rows"]})
     for number, rule in enumerate(RULES):
-        own = {b: [row for row in content["rows"] if row["rule"] == rule and row["batch"] == b] for b in batches}
+        own = {
+            b: [row for row in content["rows"] if row["rule"] == rule and row["batch"] == b]
+            for b in batches
+        }
         _draw_steps(axes, own, rule, colours()[number])
-    first = [reached(row) for row in content["rows"] if row["rule"] == "none" and row["batch"] == batches[0]]
+    first = [
+        reached(row)
+        for row in content["rows"]
+        if row["rule"] == "none" and row["batch"] == batches[0]
+    ]
     steps = fmean(goal.batches for goal in first if goal is not None)
-    axes.plot(batches, [steps * batches[0] / b for b in batches], ":", color="black", label="as many samples")
-    axes.set(xlabel="batch size", ylabel="steps, mean and 95 % interval", xscale="log", yscale="log")
-    axes.set_title(f"steps to an accuracy of {GOAL:.0%}, by the rule for the learning rate", fontsize=10)
+    axes.plot(
+        batches,
+        [steps * batches[0] / b for b in batches],
+        ":",
+        color="black",
+        label="as many samples",
+    )
+    axes.set(
+        xlabel="batch size", ylabel="steps, mean and 95 % interval", xscale="log", yscale="log"
+    )
+    axes.set_title(
+        f"steps to an accuracy of {GOAL:.0%}, by the rule for the learning rate", fontsize=10
+    )
     axes.set_xticks(batches, [str(b) for b in batches])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
@@ -80,12 +121,25 @@ def draw_scaling(folder: Path, content: Content) -> None:
     save_figure(figure, folder / "scaling.png")
 
 
-def _draw_steps(axes: Any, rows: dict[int, Sequence[dict[str, Any]]], label: str, colour: Any) -> None:
-    """Draw a line through the means of those places where all seeds have reached the goal, with their intervals."""
+def _draw_steps(
+    axes: Any, rows: dict[int, Sequence[dict[str, Any]]], label: str, colour: Any
+) -> None:
+    """Draw a line through the means of those places where all seeds have reached the goal, with
+    their intervals.
+    """
     found = {}
     for x, own in rows.items():
         goals = [reached(row) for row in own]
         if all(goals):
             found[x] = confidence([goal.batches for goal in goals if goal is not None])
     means, halves = ([pair[i] for pair in found.values()] for i in (0, 1))
-    axes.errorbar(list(found), means, yerr=halves, color=colour, label=label, marker="o", markersize=3, capsize=2)
+    axes.errorbar(
+        list(found),
+        means,
+        yerr=halves,
+        color=colour,
+        label=label,
+        marker="o",
+        markersize=3,
+        capsize=2,
+    )

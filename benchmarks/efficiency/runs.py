@@ -1,4 +1,5 @@
-"""The runs: digits, an MLP 64-32-10, SGD at a rate that stays, and how the rate goes with the batch.
+"""The runs: digits, an MLP 64-32-10, SGD at a rate that stays, and how the rate goes with the
+batch.
 
 rule           rate at a batch of k times BASE_BATCH            reason
 none           r
@@ -25,7 +26,9 @@ RULES = ("none", "linear", "square root", "warm-up")
 T95 = (0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57)  # Student's t, 97.5 %, by the number of values
 
 
-def recipe(batch: int, rate: float, samples: int, seed: int, evaluations: int = 60, warm: int = 0) -> Recipe:
+def recipe(
+    batch: int, rate: float, samples: int, seed: int, evaluations: int = 60, warm: int = 0
+) -> Recipe:
     """Return a run of so many samples, as whole batches.
 
     Args:
@@ -38,7 +41,9 @@ def recipe(batch: int, rate: float, samples: int, seed: int, evaluations: int = 
     """
     steps = max(1, round(samples / batch))
     every = max(1, steps // evaluations)
-    return Recipe("digits", None, GOAL, 32, batch, steps, every, rate, warm=warm, decay=NEVER, seed=seed)
+    return Recipe(
+        "digits", None, GOAL, 32, batch, steps, every, rate, warm=warm, decay=NEVER, seed=seed
+    )
 
 
 def scaled(rule: str, batch: int, samples: int, seed: int) -> Recipe:
@@ -79,7 +84,9 @@ def reached(row: dict[str, Any]) -> GoalReached | None:
 
 
 def confidence(values: list[float]) -> tuple[float, float]:
-    """Return the mean of several seeds' values, and half the width of its 95 % interval (Student's t)."""
+    """Return the mean of several seeds' values, and half the width of its 95 % interval (Student's
+    t).
+    """
     if len(values) == 1:
         return values[0], 0.0
     return fmean(values), T95[len(values)] * stdev(values) / sqrt(len(values))

@@ -1,4 +1,5 @@
-"""A supervised training whose ranks are killed at random, beside one that nobody disturbs. See README.md.
+"""A supervised training whose ranks are killed at random, beside one that nobody disturbs. See
+README.md.
 
 python -m benchmarks.faults kills --ranks 4 --kills 20 --steps 30000
 """
@@ -17,16 +18,23 @@ from pathlib import Path
 
 from nnmpi.launcher import read_launch
 
-TRAIN = "--model mlp --dataset digits --batch-size 64 --reduction fixed --lr-schedule constant --lr 1e-4 --eval-every 0"
+TRAIN = (
+    "--model mlp --dataset digits --batch-size 64 --reduction fixed --lr-schedule constant --lr"
+    " 1e-4 --eval-every 0"
+)
 LOOK_S = 0.1
 
 
 def supervise(ranks, words, output, disturb):
-    """Run a training under the supervisor, and return its status, its output and the seconds that it took."""
+    """Run a training under the supervisor, and return its status, its output and the seconds that
+    it took.
+    """
     begin = time.monotonic()
     with output.open("w") as stream:
         command = [sys.executable, "-m", "nnmpi.run", "-n", str(ranks), "--", *words.split()]
-        job = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        job = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
         while job.poll() is None:
             disturb()
             time.sleep(LOOK_S)
@@ -40,7 +48,9 @@ def ranks_of(folder):
         with suppress(OSError):
             words = path.read_bytes().split(b"\0")
             if b"nnmpi.train" in words and str(folder).encode() in words:
-                entries = (path.parent / "environ").read_bytes().decode(errors="replace").split("\0")
+                entries = (
+                    (path.parent / "environ").read_bytes().decode(errors="replace").split("\0")
+                )
                 launch = read_launch(dict(entry.partition("=")[::2] for entry in entries))
                 if launch is not None:
                     found[launch.rank] = int(path.parent.name)
@@ -62,13 +72,18 @@ class Killer:
         with suppress(OSError):
             starts = (self.folder / "starts.jsonl").read_bytes().count(b"\n")
             if starts != self.starts:  # a job has come up that has not been killed yet
-                self.starts, self.at_s = starts, time.monotonic() + self.draws.uniform(0.2, 1.8) * self.every_s
+                self.starts, self.at_s = (
+                    starts,
+                    time.monotonic() + self.draws.uniform(0.2, 1.8) * self.every_s,
+                )
             ranks = ranks_of(self.folder) if self.left and time.monotonic() > self.at_s else {}
             if ranks:
                 self.at_s = float("inf")
                 self.left -= 1
                 latest = self.folder / "checkpoints" / "latest"
-                saved_s = (latest if latest.exists() else self.folder / "starts.jsonl").stat().st_mtime
+                saved_s = (
+                    (latest if latest.exists() else self.folder / "starts.jsonl").stat().st_mtime
+                )
                 self.lost_s.append(time.time() - saved_s)
                 os.kill(self.draws.choice(sorted(ranks.values())), signal.SIGKILL)
 
@@ -84,29 +99,50 @@ def main(words):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults kills", description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--every", type=float, default=10.0, help="seconds from a start to its kill, on average")
+    parser.add_argument(
+        "--every", type=float, default=10.0, help="seconds from a start to its kill, on average"
+    )
     parser.add_argument("--steps", type=int, default=30_000)
     parser.add_argument("--save-steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--undisturbed-ranks", type=int, help="of the run beside it, for bits alone (default: as many)")
+    parser.add_argument(
+        "--undisturbed-ranks",
+        type=int,
+        help="of the run beside it, for bits alone (default: as many)",
+    )
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        train = f"{TRAIN} --epochs 1000000 --max-steps {options.steps} --save-every {options.save_steps}steps --quiet"
+        train = (
+            f"{TRAIN} --epochs 1000000 --max-steps {options.steps} --save-every"
+            f" {options.save_steps}steps --quiet"
+        )
         killer = Killer(place / "killed", options.kills, options.every, options.seed)
-        status, said, seconds = supervise(options.ranks, f"{train} --out {killer.folder}", place / "output", killer)
+        status, said, seconds = supervise(
+            options.ranks, f"{train} --out {killer.folder}", place / "output", killer
+        )
         if status:
             sys.exit(f"the supervised run ended with status {status}:\n{said[-3000:]}")
-        print(f"killed: {options.kills - killer.left} times in {seconds:.0f} s; {said.splitlines()[-1]}", flush=True)
+        print(
+            f"killed: {options.kills - killer.left} times in {seconds:.0f} s;"
+            f" {said.splitlines()[-1]}",
+            flush=True,
+        )
         starts = [float(each) for each in re.findall(r"ended after (\d+) s", said)]
         print(f"starts that were killed took {min(starts):.0f} to {max(starts):.0f} s", flush=True)
         lost = sum(killer.lost_s) / max(1, len(killer.lost_s))
         print(f"work lost by a kill, on average: {lost:.2f} s", flush=True)
-        ranks = options.undisturbed_ranks or options.ranks  # sums in a fixed order are the same on any number
-        status, said, seconds = supervise(ranks, f"{train} --out {place}/whole", place / "output", bool)
+        # sums in a fixed order are the same on any number
+        ranks = options.undisturbed_ranks or options.ranks
+        status, said, seconds = supervise(
+            ranks, f"{train} --out {place}/whole", place / "output", bool
+        )
         print(f"undisturbed: {seconds:.0f} s; {said.splitlines()[-1]}")
         same = last_files(killer.folder) == last_files(place / "whole")
-        print(f"the weights and the optimizer's state are {'equal bit for bit' if same else 'DIFFERENT'}")
+        print(
+            "the weights and the optimizer's state are"
+            f" {'equal bit for bit' if same else 'DIFFERENT'}"
+        )
         return 0 if same and not status else 1
 
 

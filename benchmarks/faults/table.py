@@ -1,6 +1,8 @@
-"""Fourteen faults of one rank, under each way of talking, with each MPI: who is named, and after how long.
+"""Fourteen faults of one rank, under each way of talking, with each MPI: who is named, and after
+how long.
 
-python -m benchmarks.faults table --python .venv/bin/python --python mpich/bin/python --json table.json
+python -m benchmarks.faults table --python .venv/bin/python --python mpich/bin/python --json
+table.json
 """
 
 import argparse
@@ -27,9 +29,13 @@ WAYS = {
 GONE = rf"nnmpi: .*rank {GUILTY} has gone"
 BY_LAUNCHER = rf"prterun noticed that process rank {GUILTY} .*|PID \d+ RUNNING AT .*"
 RANKS, STALL_LIMIT_S, HANGS_S = 4, 10.0, 60.0
-TRAIN = "--dataset data.npz --epochs 400 --max-steps 40 --batch-size 32 --save-every 5steps --eval-every 0"
+TRAIN = (
+    "--dataset data.npz --epochs 400 --max-steps 40 --batch-size 32 --save-every 5steps"
+    " --eval-every 0"
+)
 TRAIN += " --log-every 1"
-LIMITED = ("stop", "asleep", "wrong order", "extra")  # found by the time limit of waiting, all others at once
+# found by the time limit of waiting, all others at once
+LIMITED = ("stop", "asleep", "wrong order", "extra")
 ENDS_WELL = ("slow by 20x",)
 POLL_S, DISTURBED_S, MOST_TRIES = 0.02, 0.5, 5
 LATEST_S = 1.0, 2.0  # after the limit; after a fault that is found at once
@@ -56,7 +62,8 @@ def let_happen(python, way, fault, place):
         said: all that was printed.
         named_s: seconds from the fault to the first line that names it; None where none does.
         ended_s: seconds from the fault to the end of the job.
-        longest_s: seconds between two looks, at most: a machine that did something else says nothing about nnmpi.
+        longest_s: seconds between two looks, at most: a machine that did something else says
+            nothing about nnmpi.
     """
     make_data(place / "work")
     run, at = place / "run", place / "at"
@@ -64,14 +71,24 @@ def let_happen(python, way, fault, place):
     if fault == "slow by 20x":
         words = words.replace(f"limit {STALL_LIMIT_S}", "limit 60")
     mpirun = Path(python).with_name("mpirun")
-    command = [str(mpirun), "-n", str(RANKS), python, "-m", "benchmarks.faults.victim", *words.split()]
+    command = [
+        str(mpirun),
+        "-n",
+        str(RANKS),
+        python,
+        "-m",
+        "benchmarks.faults.victim",
+        *words.split(),
+    ]
     root = str(Path(__file__).parents[2])
     environ = {**os.environ, "NNMPI_FAULT": fault, "NNMPI_FAULT_FILE": str(at), "PYTHONPATH": root}
     environ |= {"NNMPI_START_LIMIT_S": str(STALL_LIMIT_S)} if fault == "stop at start-up" else {}
     run.mkdir()
     mounted = fault == "full disk"
     if mounted:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", MEGABYTE_FOR_THE_RUN, "none", str(run)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", MEGABYTE_FOR_THE_RUN, "none", str(run)], check=True
+        )
     try:
         return _watch(command, environ, place, at, fault)
     finally:
@@ -126,11 +143,18 @@ def find_name(said, fault):
         "slow by 20x": rf"nnmpi: waiting for .*rank {GUILTY} is",
     }
     limited = fault.startswith(LIMITED)
-    default = rf"the job is ended: .*(rank {GUILTY}\b|all ranks wait for one another.*)" if limited else GONE
-    found = re.search(
-        patterns.get("exit" if fault.startswith("exit") else fault, default), said, re.DOTALL if fault == "raise" else 0
+    default = (
+        rf"the job is ended: .*(rank {GUILTY}\b|all ranks wait for one another.*)"
+        if limited
+        else GONE
     )
-    if found is None and not limited:  # its launcher was faster than those who could say where it was
+    found = re.search(
+        patterns.get("exit" if fault.startswith("exit") else fault, default),
+        said,
+        re.DOTALL if fault == "raise" else 0,
+    )
+    if found is None and not limited:
+        # its launcher was faster than those who could say where it was
         found = re.search(BY_LAUNCHER, said)
     return found[0] if found else ""
 
@@ -144,22 +168,36 @@ def judge(way, fault, seen):
         wrong.append(f"status {seen['status']}")
     if seen["named_s"] is None:
         return ", ".join([*wrong, "not named"])
-    line = next(each for each in seen["said"].splitlines() if find_name(seen["said"], fault).splitlines()[-1] in each)
+    line = next(
+        each
+        for each in seen["said"].splitlines()
+        if find_name(seen["said"], fault).splitlines()[-1] in each
+    )
     by_launcher = re.match(BY_LAUNCHER, find_name(seen["said"], fault))
-    stepless = fault in ("stop at start-up", "asleep in build", "other data", "deleted folder") or by_launcher
+    stepless = (
+        fault in ("stop at start-up", "asleep in build", "other data", "deleted folder")
+        or by_launcher
+    )
     if not stepless and not re.search(r"step \d+", seen["said"]):
         wrong.append("no step")
-    if fault.startswith(LIMITED) and not re.search(r" at \S+:\d+| in an? |in MPI's start|not been heard of", line):
+    if fault.startswith(LIMITED) and not re.search(
+        r" at \S+:\d+| in an? |in MPI's start|not been heard of", line
+    ):
         wrong.append("no operation")
     late_s = seen["named_s"] - (STALL_LIMIT_S if fault.startswith(LIMITED) else 0.0)
-    if not fault.startswith((*ENDS_WELL, *OF_THE_FILES)) and late_s > LATEST_S[not fault.startswith(LIMITED)]:
+    if (
+        not fault.startswith((*ENDS_WELL, *OF_THE_FILES))
+        and late_s > LATEST_S[not fault.startswith(LIMITED)]
+    ):
         wrong.append(f"{late_s:.1f} s late")
     return ", ".join(wrong)
 
 
 def name_mpi(python):
     """Return which MPI is beside a Python."""
-    said = subprocess.run([Path(python).with_name("mpirun"), "--version"], capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [Path(python).with_name("mpirun"), "--version"], capture_output=True, text=True, check=True
+    )
     return "MPICH" if "HYDRA" in said.stdout else "Open MPI"
 
 
@@ -167,10 +205,15 @@ def render(rows):
     """Return the rows as a table: seconds from the fault to its name, and what is wrong."""
     columns = list(dict.fromkeys((row["mpi"], row["way"]) for row in rows))
     found = {(row["mpi"], row["way"], row["fault"]): row for row in rows}
-    lines = ["| fault | " + " | ".join(f"{mpi}, {way}" for mpi, way in columns) + " |", "|---|" + "---|" * len(columns)]
+    lines = [
+        "| fault | " + " | ".join(f"{mpi}, {way}" for mpi, way in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
     for fault in dict.fromkeys(row["fault"] for row in rows):
         cells = [found.get((*column, fault)) for column in columns]
-        lines.append(f"| {fault} | " + " | ".join(_cell(row) if row else "" for row in cells) + " |")
+        lines.append(
+            f"| {fault} | " + " | ".join(_cell(row) if row else "" for row in cells) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -180,16 +223,24 @@ def _cell(row):
     limited = row["fault"].startswith(LIMITED)
     by_launcher = not limited and re.match(BY_LAUNCHER, find_name(row["said"], row["fault"]))
     name = "launcher, " if by_launcher else ""
-    return f"limit + {row['named_s'] - STALL_LIMIT_S:.1f}" if limited else f"{name}{row['named_s']:.1f}"
+    return (
+        f"limit + {row['named_s'] - STALL_LIMIT_S:.1f}"
+        if limited
+        else f"{name}{row['named_s']:.1f}"
+    )
 
 
 def main(words):
     """Go through the table, and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults table", description=__doc__)
-    parser.add_argument("--python", action="append", help="beside which an mpirun lies; one for each MPI")
+    parser.add_argument(
+        "--python", action="append", help="beside which an mpirun lies; one for each MPI"
+    )
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--json", type=Path, help="where the results go; what is there already is not done again")
+    parser.add_argument(
+        "--json", type=Path, help="where the results go; what is there already is not done again"
+    )
     options = parser.parse_args(words)
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     rows = {(row["mpi"], row["way"], row["fault"]): row for row in before}
@@ -204,9 +255,18 @@ def main(words):
                         seen = let_happen(python, way, fault, Path(place))
                     if seen["longest_s"] < DISTURBED_S:
                         break
-                row = {"mpi": mpi, "way": way, "fault": fault, "wrong": judge(way, fault, seen), **seen}
+                row = {
+                    "mpi": mpi,
+                    "way": way,
+                    "fault": fault,
+                    "wrong": judge(way, fault, seen),
+                    **seen,
+                }
                 rows[mpi, way, fault] = row
-                print(f"{mpi}, {way}, {fault}: {row['named_s']} s, {row['ended_s']} s {row['wrong']}", flush=True)
+                print(
+                    f"{mpi}, {way}, {fault}: {row['named_s']} s, {row['ended_s']} s {row['wrong']}",
+                    flush=True,
+                )
                 if options.json:
                     options.json.write_text(json.dumps(list(rows.values()), indent=1))
     print(render(list(rows.values())))

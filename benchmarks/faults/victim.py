@@ -1,6 +1,7 @@
 """A training in which one rank goes wrong on purpose: the train command with a model of its own.
 
-NNMPI_FAULT names what happens, on rank GUILTY, in its call CALL of a layer; the time goes into NNMPI_FAULT_FILE.
+NNMPI_FAULT names what happens, on rank GUILTY, in its call CALL of a layer; the time goes into
+NNMPI_FAULT_FILE.
 
     NNMPI_FAULT=kill NNMPI_FAULT_FILE=/tmp/at mpirun -n 4 python -m benchmarks.faults.victim <train options>
 """
@@ -105,11 +106,22 @@ def layer():
             """Return what it gets."""
             self.calls += 1
             fault = os.environ["NNMPI_FAULT"]
-            if fault == "slow by 20x" and guilty() and self.calls >= CALL and next(naps, None) is not None:
+            if (
+                fault == "slow by 20x"
+                and guilty()
+                and self.calls >= CALL
+                and next(naps, None) is not None
+            ):
                 note()
                 time.sleep(NAP_S)
-            if self.calls == CALL and fault in ACTS and (guilty() or fault == "wrong order of collectives"):
-                note()  # out of order, a pipeline's first stage may wait before the guilty rank comes so far
+            if (
+                self.calls == CALL
+                and fault in ACTS
+                and (guilty() or fault == "wrong order of collectives")
+            ):
+                # out of order, a pipeline's first stage may wait before the guilty rank comes so
+                # far
+                note()
                 ACTS[fault]()
             return x
 

@@ -1,4 +1,5 @@
-"""The models that are trained on the device, as numbers: the CPU benchmark's, and larger ones that fill a card.
+"""The models that are trained on the device, as numbers: the CPU benchmark's, and larger ones that
+fill a card.
 
 | case      | model                                    | batch | what is expected to limit it on a large card   |
 |-----------|------------------------------------------|-------|------------------------------------------------|
@@ -49,7 +50,8 @@ TINY: Mapping[str, Case] = MappingProxyType(
 
 
 class CaseArrays:
-    """A case in host memory: its batch, and its first weights in nnmpi's order, which every contestant gets.
+    """A case in host memory: its batch, and its first weights in nnmpi's order, which every
+    contestant gets.
 
     Attributes:
         case: it.
@@ -61,8 +63,12 @@ class CaseArrays:
         self.case = case
         self.x, self.y = case.data()
         model = build(case).initialize(seed=case.seed)
-        self.weights: list[NDArray[np.float32]] = [np.array(parameter.data) for parameter in model.parameters()]
+        self.weights: list[NDArray[np.float32]] = [
+            np.array(parameter.data) for parameter in model.parameters()
+        ]
 
     def batch(self, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the batch with floating-point numbers of a dtype."""
-        return self.x.astype(dtype, copy=False), self.y.astype(dtype if self.y.dtype.kind == "f" else self.y.dtype)
+        return self.x.astype(dtype, copy=False), self.y.astype(
+            dtype if self.y.dtype.kind == "f" else self.y.dtype
+        )

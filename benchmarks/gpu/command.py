@@ -30,7 +30,9 @@ def main(words: Sequence[str]) -> int:
         options = parse(words)
         problem = device_problem()
         if problem is not None:
-            raise DeviceError(f"nothing can be measured, for this benchmark needs a device: {problem}")
+            raise DeviceError(
+                f"nothing can be measured, for this benchmark needs a device: {problem}"
+            )
         return _run(options, select("cupy"))
 
     return command.run(PROGRAM, work)
@@ -52,7 +54,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--modes", type=command.each(one_of(*MODES)), default=MODES, metavar="A,B,...", help=text)
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
     command.add_blocks(parser, block_s=0.1)
-    add("--check", action="store_true", help="tiny sizes, each part once, verified, no times worth keeping")
+    add(
+        "--check",
+        action="store_true",
+        help="tiny sizes, each part once, verified, no times worth keeping",
+    )
     options = parser.parse(words)
     folder = os.environ.get("OUT")  # what is kept of a machine that is lent
     options.json = options.json or (folder and Path(folder, "gpu.json"))
@@ -67,7 +73,11 @@ def _run(options: argparse.Namespace, backend: Backend) -> int:
     torch_device = _torch_device() if options.torch else None
     if options.torch and torch_device is None:
         say("PyTorch is not installed, or sees no device, so nnmpi runs alone")
-    found: dict[str, Any] = {"facts": _facts(backend, torch_device), "checked_only": options.check, "rows": []}
+    found: dict[str, Any] = {
+        "facts": _facts(backend, torch_device),
+        "checked_only": options.check,
+        "rows": [],
+    }
     say(labelled(found["facts"].items()))
     for name in options.cases:
         arrays = CaseArrays((TINY if options.check else CASES)[name])
@@ -98,5 +108,8 @@ def _facts(backend: Backend, torch_device: str | None) -> dict[str, Any]:
     if torch_device is not None:
         import torch
 
-        found["torch_cuda"], found["torch_cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
+        found["torch_cuda"], found["torch_cudnn"] = (
+            torch.version.cuda,
+            torch.backends.cudnn.version(),
+        )
     return found

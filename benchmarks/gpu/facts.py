@@ -20,7 +20,11 @@ QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.m
 
 def collect(backend: Backend) -> dict[str, Any]:
     """Return host, card, driver and versions by name; what cannot be found out is left out."""
-    found: dict[str, Any] = {**machine_facts(), "device": backend.device, "stand_in": is_stand_in(backend)}
+    found: dict[str, Any] = {
+        **machine_facts(),
+        "device": backend.device,
+        "stand_in": is_stand_in(backend),
+    }
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
@@ -44,7 +48,9 @@ def collect(backend: Backend) -> dict[str, Any]:
 
 
 def is_stand_in(backend: Backend) -> bool:
-    """Return whether the device is the one of the tests, which computes with NumPy, or the host itself."""
+    """Return whether the device is the one of the tests, which computes with NumPy, or the host
+    itself.
+    """
     return "tests/device/fake" in (backend.xp.__file__ or "") or not backend.is_device
 
 
@@ -52,7 +58,9 @@ def nvidia_smi() -> dict[str, str]:
     """Return what the driver's tool says of the first card."""
     words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-    return dict(zip(QUERY.split(","), map(str.strip, done.stdout.splitlines()[0].split(",")), strict=True))
+    return dict(
+        zip(QUERY.split(","), map(str.strip, done.stdout.splitlines()[0].split(",")), strict=True)
+    )
 
 
 def mpi_library() -> str:

@@ -1,9 +1,10 @@
-"""Compares every contestant with a reference in float64 before anything is timed: losses, and what the steps changed.
+"""Compares every contestant with a reference in float64 before anything is timed: losses, and what
+the steps changed.
 
-The change of the weights over some steps of SGD is the sum of their gradients, each at weights that the steps before
-have moved: a wrong gradient, or one that is added to the wrong place, shows in it at once. The learning rate is such
-that a step changes the weights by a fixed share of their length: much more than the rounding of a float32 weight, and
-too little for the steps to go astray.
+The change of the weights over some steps of SGD is the sum of their gradients, each at weights that
+the steps before have moved: a wrong gradient, or one that is added to the wrong place, shows in it
+at once. The learning rate is such that a step changes the weights by a fixed share of their length:
+much more than the rounding of a float32 weight, and too little for the steps to go astray.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ from benchmarks.gpu.trainer import Arrays, DeviceTrainer
 from benchmarks.harness.turns import WrongResultError
 
 SHARE, STEPS = 2e-3, 5
-# Of losses, relative to the reference's; of the change of the weights, as a share of its length. What rounding gives:
-# float32 has 24 bits, TF32 11, bfloat16 8; a gradient comes through as many roundings as the model has layers.
+# Of losses, relative to the reference's; of the change of the weights, as a share of its length.
+# What rounding gives: float32 has 24 bits, TF32 11, bfloat16 8; a gradient comes through as many
+# roundings as the model has layers.
 TOLERANCES = {FLOAT32: (1e-5, 1e-3), TF32: (3e-4, 3e-2), BF16: (1e-3, 0.15)}
 
 
@@ -30,7 +32,8 @@ class Deviation:
 
     Attributes:
         loss: the largest relative error of a step's loss.
-        change: length of the error of the weights' change, as a share of the length of the reference's change.
+        change: length of the error of the weights' change, as a share of the length of the
+            reference's change.
     """
 
     loss: float
@@ -47,7 +50,9 @@ class TrainingCourse:
 
 
 def rate(trainer: DeviceTrainer, first: Sequence[NDArray[Any]]) -> float:
-    """Return the learning rate with which a step changes the first weights by `SHARE` of their length."""
+    """Return the learning rate with which a step changes the first weights by `SHARE` of their
+    length.
+    """
     trainer.lr = 1.0
     trainer.restore()
     trainer.step()
@@ -56,7 +61,8 @@ def rate(trainer: DeviceTrainer, first: Sequence[NDArray[Any]]) -> float:
 
 
 def course(trainer: DeviceTrainer, first: Sequence[NDArray[Any]], lr: float) -> TrainingCourse:
-    """Train for some steps from the first weights; the first one is done twice, so that a recorded one is replayed.
+    """Train for some steps from the first weights; the first one is done twice, so that a recorded
+    one is replayed.
 
     Args:
         trainer: any.
@@ -68,18 +74,24 @@ def course(trainer: DeviceTrainer, first: Sequence[NDArray[Any]], lr: float) -> 
     trainer.step()
     trainer.restore()
     losses = [trainer.read(trainer.step()) for _ in range(STEPS)]
-    return TrainingCourse(losses, [after - before for after, before in zip(trainer.weights(), first, strict=True)], lr)
+    return TrainingCourse(
+        losses, [after - before for after, before in zip(trainer.weights(), first, strict=True)], lr
+    )
 
 
 def compare(found: TrainingCourse, right: TrainingCourse) -> Deviation:
     """Return how far one course is from another."""
     losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, right.losses, strict=True)]
-    error = sum(float(((a - b) ** 2).sum()) for a, b in zip(found.change, right.change, strict=True))
+    error = sum(
+        float(((a - b) ** 2).sum()) for a, b in zip(found.change, right.change, strict=True)
+    )
     length = sum(float((b**2).sum()) for b in right.change)
     return Deviation(float(np.max(losses)), sqrt(error / length) if length else float("inf"))
 
 
-def examine(trainer: DeviceTrainer, first: Sequence[NDArray[Any]], right: TrainingCourse) -> Deviation:
+def examine(
+    trainer: DeviceTrainer, first: Sequence[NDArray[Any]], right: TrainingCourse
+) -> Deviation:
     """Compare a contestant of nnmpi's or PyTorch's with the reference.
 
     Args:
@@ -94,7 +106,7 @@ def examine(trainer: DeviceTrainer, first: Sequence[NDArray[Any]], right: Traini
     for (name, value), limit in zip(asdict(found).items(), TOLERANCES[trainer.mode], strict=True):
         if not (isfinite(value) and value <= limit):
             raise WrongResultError(
-                f"{trainer.name}, case {trainer.case.name} in {trainer.mode}: its {name} is off by {value:.1e} of the "
-                f"reference's, more than {limit:g}"
+                f"{trainer.name}, case {trainer.case.name} in {trainer.mode}: its {name} is off by"
+                f" {value:.1e} of the reference's, more than {limit:g}"
             )
     return found

@@ -1,9 +1,11 @@
-"""A case in a mode, from its arrays to its rows: trainers are made, judged, asked for their memory, and timed in turns.
+"""A case in a mode, from its arrays to its rows: trainers are made, judged, asked for their memory,
+and timed in turns.
 
     round 0    torch   nnmpi   nnmpi compiled       a block of steps each, timed by events on the device;
     round 1    nnmpi   torch   ...                  another order every round; nobody else uses the card meanwhile
 
-All trainers live in one process and on one stream each, so that no context is switched between blocks.
+All trainers live in one process and on one stream each, so that no context is switched between
+blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +43,8 @@ def makers(arrays: CaseArrays, mode: str, backend: Backend, torch_device: str | 
         torch_device: PyTorch's; None where it does not take part.
     """
     found: list[Callable[[], DeviceTrainer]] = [
-        lambda compiled=compiled: NnmpiDeviceTrainer(arrays, mode, backend, compiled) for compiled in (False, True)
+        lambda compiled=compiled: NnmpiDeviceTrainer(arrays, mode, backend, compiled)
+        for compiled in (False, True)
     ]
     if torch_device is not None:
         from benchmarks.gpu.trainer_torch import TorchDeviceTrainer
@@ -70,8 +73,11 @@ def reference(arrays: CaseArrays, backend: Backend, torch_device: str | None) ->
     return found
 
 
-def measure(arrays: CaseArrays, mode: str, made: Makers, right: TrainingCourse, timing: Timing) -> list[Row]:
-    """Return a row for each trainer; of one that gave a wrong result or could not run, with the reason and no times.
+def measure(
+    arrays: CaseArrays, mode: str, made: Makers, right: TrainingCourse, timing: Timing
+) -> list[Row]:
+    """Return a row for each trainer; of one that gave a wrong result or could not run, with the
+    reason and no times.
 
     Args:
         arrays: the case.
@@ -89,7 +95,8 @@ def measure(arrays: CaseArrays, mode: str, made: Makers, right: TrainingCourse, 
             row["name"] = trainer.name
             _look(trainer, arrays, right, row)
             trainers.append((trainer, row))
-        except Exception as error:  # the others are measured all the same; the command ends with status 1
+        except Exception as error:
+            # the others are measured all the same; the command ends with status 1
             row.setdefault("name", f"contestant {len(rows)}")
             row["failed"] = f"{type(error).__name__}: {error}"
             row["wrong"] = isinstance(error, WrongResultError)
@@ -131,13 +138,17 @@ def fastest(rows: Sequence[Row], case: str, mode: str, side: str) -> Row | None:
         case, mode: of those that are compared.
         side: with what their names begin: "nnmpi" or "torch".
     """
-    mine = [row for row in rows if (row["case"], row["mode"]) == (case, mode) and "failed" not in row]
+    mine = [
+        row for row in rows if (row["case"], row["mode"]) == (case, mode) and "failed" not in row
+    ]
     mine = [row for row in mine if row["name"].startswith(side)]
     return min(mine, key=lambda row: row["device_s"], default=None)
 
 
 def ratios(rows: Sequence[Row]) -> list[Row]:
-    """Return how many times as fast as PyTorch's fastest way nnmpi's is: medians of the rounds' ratios."""
+    """Return how many times as fast as PyTorch's fastest way nnmpi's is: medians of the rounds'
+    ratios.
+    """
     found = []
     for case, mode in dict.fromkeys((row["case"], row["mode"]) for row in rows):
         ours, theirs = (fastest(rows, case, mode, side) for side in ("nnmpi", "torch"))

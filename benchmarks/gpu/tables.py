@@ -20,7 +20,10 @@ def contestants(rows: Sequence[Row], markdown: bool = False) -> str:
         ("case", "case"),
         ("mode", "mode"),
         ("contestant", "name"),
-        ("device ms (quartiles)", lambda row: spread(row["device_s"], row["device_quartiles_s"], ms)),
+        (
+            "device ms (quartiles)",
+            lambda row: spread(row["device_s"], row["device_quartiles_s"], ms),
+        ),
         (
             "error of losses, of the change",
             lambda row: f"{row['errors']['loss']:.0e}, {row['errors']['change']:.0e}",
@@ -28,7 +31,9 @@ def contestants(rows: Sequence[Row], markdown: bool = False) -> str:
     )
     done = [row for row in rows if "failed" not in row]
     failed = [
-        f"{row['case']} in {row['mode']}: {row['name']} failed: {row['failed']}" for row in rows if "failed" in row
+        f"{row['case']} in {row['mode']}: {row['name']} failed: {row['failed']}"
+        for row in rows
+        if "failed" in row
     ]
     return "\n".join([*([render(columns, done, markdown)] if done else []), *failed])
 
@@ -40,6 +45,9 @@ def speeds(rows: Sequence[Row], markdown: bool = False) -> str:
         ("mode", "mode"),
         ("nnmpi's way", "nnmpi"),
         ("PyTorch's way", "torch"),
-        ("PyTorch / nnmpi, device (quartiles)", lambda row: spread(row["device"], row["device_quartiles"])),
+        (
+            "PyTorch / nnmpi, device (quartiles)",
+            lambda row: spread(row["device"], row["device_quartiles"]),
+        ),
     )
     return render(columns, ratios(rows), markdown)

@@ -1,4 +1,6 @@
-"""What every contestant can do on the device, nnmpi's and PyTorch's; and the clock that times it."""
+"""What every contestant can do on the device, nnmpi's and PyTorch's; and the clock that times
+it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +16,9 @@ Arrays = list[NDArray[np.float64]]
 class DeviceTrainer:
     """One contestant: a model on the device with its optimizer (plain SGD), and one batch there.
 
-    Each has restore (the first weights), weights (copies in host memory, in nnmpi's order and layout), step
-    (returns the loss, on the device), read (it, as a number), wait (for the device), mark (an event) and between
-    (two events: seconds).
+    Each has restore (the first weights), weights (copies in host memory, in nnmpi's order and
+    layout), step (returns the loss, on the device), read (it, as a number), wait (for the device),
+    mark (an event) and between (two events: seconds).
 
     Attributes:
         name: unique among those of a case and mode.
@@ -42,7 +44,9 @@ class DeviceTrainer:
 
 
 def device_s(trainer: DeviceTrainer, steps: int) -> float:
-    """Return the seconds per step between events on the device, the batch being there and no loss being read."""
+    """Return the seconds per step between events on the device, the batch being there and no loss
+    being read.
+    """
     trainer.wait()
     begin = trainer.mark()
     for _ in range(steps):

@@ -1,4 +1,6 @@
-"""nnmpi's side, through its public names: the usual loop on one rank, as it is and by `nnmpi.compile`."""
+"""nnmpi's side, through its public names: the usual loop on one rank, as it is and by
+`nnmpi.compile`.
+"""
 
 from typing import Any
 
@@ -24,7 +26,9 @@ class NnmpiDeviceTrainer(DeviceTrainer):
         dtype: float64 for a reference, in mode float32.
     """
 
-    def __init__(self, arrays: CaseArrays, mode: str, backend: Backend, compiled: bool, dtype: str = FLOAT32) -> None:
+    def __init__(
+        self, arrays: CaseArrays, mode: str, backend: Backend, compiled: bool, dtype: str = FLOAT32
+    ) -> None:
         super().__init__(arrays.case, mode)
         self.name = "nnmpi compiled" if compiled else "nnmpi"
         self._backend, self._first = backend, arrays.weights

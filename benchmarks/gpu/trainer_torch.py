@@ -1,9 +1,9 @@
 """PyTorch's side: eager, with what its documentation advises for a card.
 
-Images are channels_last, cuDNN may try its algorithms out
-(`torch.backends.cudnn.benchmark`), attention is `scaled_dot_product_attention`, bf16 is `torch.autocast`, SGD is as it
-comes, for all parameters at once (`foreach`). TF32 is allowed in mode tf32 and forbidden in float32: PyTorch itself
-allows it for convolutions.
+Images are channels_last, cuDNN may try its algorithms out (`torch.backends.cudnn.benchmark`),
+attention is `scaled_dot_product_attention`, bf16 is `torch.autocast`, SGD is as it comes, for all
+parameters at once (`foreach`). TF32 is allowed in mode tf32 and forbidden in float32: PyTorch
+itself allows it for convolutions.
 """
 
 from typing import Any
@@ -46,11 +46,16 @@ class TorchDeviceTrainer(DeviceTrainer):
 
     def restore(self) -> None:
         with torch.no_grad():
-            for parameter, values in zip(self._model.parameters(), to_torch(self.case, self._first), strict=True):
+            for parameter, values in zip(
+                self._model.parameters(), to_torch(self.case, self._first), strict=True
+            ):
                 parameter.copy_(torch.from_numpy(values))
 
     def weights(self) -> Arrays:
-        parts = [parameter.detach().cpu().contiguous().numpy().reshape(-1) for parameter in self._model.parameters()]
+        parts = [
+            parameter.detach().cpu().contiguous().numpy().reshape(-1)
+            for parameter in self._model.parameters()
+        ]
         return from_torch(self.case, np.concatenate(parts).astype(np.float64), self._first)
 
     def step(self) -> Any:
@@ -82,5 +87,9 @@ class TorchDeviceTrainer(DeviceTrainer):
         torch.cuda.empty_cache()
 
     def _loss(self, output: torch.Tensor) -> torch.Tensor:
-        loss = torch.nn.functional.cross_entropy if self.case.loss == CROSS_ENTROPY else torch.nn.functional.mse_loss
+        loss = (
+            torch.nn.functional.cross_entropy
+            if self.case.loss == CROSS_ENTROPY
+            else torch.nn.functional.mse_loss
+        )
         return loss(output, self._y)

@@ -1,6 +1,7 @@
 """Options as values, and how a command ends: what the command lines of all suites have in common.
 
-The functions here are made for argparse's `type=`: they read one word, and say in a sentence what is wrong with it.
+The functions here are made for argparse's `type=`: they read one word, and say in a sentence what
+is wrong with it.
 """
 
 import argparse
@@ -19,7 +20,8 @@ INTERRUPTED = 130  # the exit status after Ctrl-C
 
 
 class CommandParser(Parser):
-    """A parser whose options have no abbreviations, and which leaves it to its caller to print the help.
+    """A parser whose options have no abbreviations, and which leaves it to its caller to print the
+    help.
 
     Args:
         program: how the command is started, as the help shows it.
@@ -47,7 +49,8 @@ class CommandParser(Parser):
 
 
 def run(program: str, work: Callable[[], int | None]) -> int:
-    """Do the work of a command and return its exit status. Help and errors are printed, each as it should be.
+    """Do the work of a command and return its exit status. Help and errors are printed, each as it
+    should be.
 
     Args:
         program: how the command was started: stands before the sentence of an error.
@@ -114,7 +117,9 @@ def picture(text: str) -> Path:
 
 
 def one(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a reader whose UsageError becomes the error that argparse puts behind the option's name."""
+    """Return a reader whose UsageError becomes the error that argparse puts behind the option's
+    name.
+    """
 
     def read_one(text: str) -> T:
         try:
@@ -126,7 +131,8 @@ def one(read: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def each(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return the reader of a list with commas, whose words are read one by one; each value comes once.
+    """Return the reader of a list with commas, whose words are read one by one; each value comes
+    once.
 
     Args:
         read: (word) -> value.
@@ -167,13 +173,20 @@ def add_data_dir(parser: argparse.ArgumentParser, otherwise: str) -> None:
 
 
 def add_blocks(parser: argparse.ArgumentParser, block_s: float) -> None:
-    """Add --rounds, --block-s, --markdown and --json, of suites whose contestants do blocks of steps in turns.
+    """Add --rounds, --block-s, --markdown and --json, of suites whose contestants do blocks of
+    steps in turns.
 
     Args:
         block_s: the default of --block-s.
     """
     add: Any = parser.add_argument
-    add("--rounds", type=positive, default=15, metavar="N", help="blocks of each contestant (default: 15)")
+    add(
+        "--rounds",
+        type=positive,
+        default=15,
+        metavar="N",
+        help="blocks of each contestant (default: 15)",
+    )
     text = f"how long one takes, about (default: {block_s:g})"
     add("--block-s", type=positive_seconds, default=block_s, metavar="SECONDS", help=text)
     add("--markdown", action="store_true", help="print the tables as Markdown")

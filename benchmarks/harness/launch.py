@@ -78,7 +78,9 @@ def describe(group: Group) -> Description:
     )
 
 
-def run_job(module: str | None, ranks: int, settings: Mapping[str, Any], limit_s: float = 1200.0) -> dict[str, Any]:
+def run_job(
+    module: str | None, ranks: int, settings: Mapping[str, Any], limit_s: float = 1200.0
+) -> dict[str, Any]:
     """Run a module's `measure(group, settings)` on so many ranks, one thread each.
 
     Args:
@@ -91,22 +93,27 @@ def run_job(module: str | None, ranks: int, settings: Mapping[str, Any], limit_s
         "ranks"; "mpi" and "blas" in words; "rows", what `measure` returned on rank 0.
 
     Raises:
-        LaunchError: when there is no mpirun, or the job fails or takes too long; with the end of its output.
+        LaunchError: when there is no mpirun, or the job fails or takes too long; with the end of
+            its output.
     """
     with tempfile.TemporaryDirectory(prefix="nnmpi-") as folder:
         file = Path(folder) / "result.json"
         # -P: the folder in which the command was started must not hide modules
         start = [sys.executable, "-P", "-m", "benchmarks.harness.launch"]
-        status, output = run_ranks(ranks, [*start, module or "", json.dumps(settings), str(file)], limit_s)
+        status, output = run_ranks(
+            ranks, [*start, module or "", json.dumps(settings), str(file)], limit_s
+        )
         if status != 0 or not file.exists():
             raise LaunchError(
-                f"{module} on {ranks} ranks ended with status {status}; it said: {output[-2000:].strip()}"
+                f"{module} on {ranks} ranks ended with status {status}; it said:"
+                f" {output[-2000:].strip()}"
             )
         return json.loads(file.read_text())
 
 
 def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
-    """Run a command on so many ranks; return its status and output. All of it is killed at the limit.
+    """Run a command on so many ranks; return its status and output. All of it is killed at the
+    limit.
 
     A launcher that could not start anything is asked once more.
 
@@ -123,7 +130,8 @@ def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
 
 
 def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
-    with tempfile.TemporaryFile() as sink:  # not a pipe, which a stray rank could hold open for ever
+    with tempfile.TemporaryFile() as sink:
+        # not a pipe, which a stray rank could hold open for ever
         process = subprocess.Popen(
             [find_mpirun(), "-n", str(ranks), *words],
             stdin=subprocess.DEVNULL,
@@ -135,7 +143,9 @@ def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"{' '.join(words[1:5])} took more than {limit_s:g} s on {ranks} ranks") from None
+            raise LaunchError(
+                f"{' '.join(words[1:5])} took more than {limit_s:g} s on {ranks} ranks"
+            ) from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # mpirun, which ends its ranks
@@ -147,7 +157,8 @@ def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
 def environment() -> dict[str, str]:
     """Return the variables under which ranks are started.
 
-    They are this process's, what mpirun needs, one thread for each rank, and this checkout as the place of modules.
+    They are this process's, what mpirun needs, one thread for each rank, and this checkout as the
+    place of modules.
     """
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     root = _ROOT_VARIABLES if os.geteuid() == 0 else {}

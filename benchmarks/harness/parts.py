@@ -1,4 +1,5 @@
-"""The command of a suite of several parts: measures one by one, prints tables and what was missed, writes the results.
+"""The command of a suite of several parts: measures one by one, prints tables and what was missed,
+writes the results.
 
 python benchmarks/SUITE [--parts A,B,...] [--check] [--results DIR] [--data-dir DIR]
 """
@@ -70,15 +71,26 @@ class Suite:
         Args:
             words: of the command line; this process's if None.
         """
-        return command.run(self.program, lambda: self._run(self._parse(sys.argv[1:] if words is None else words)))
+        return command.run(
+            self.program, lambda: self._run(self._parse(sys.argv[1:] if words is None else words))
+        )
 
     def _parse(self, words: Sequence[str]) -> argparse.Namespace:
         parser = command.CommandParser(self.program, self.description)
         add, every = parser.add_argument, tuple(self.parts)
         names = command.each(command.one_of(*every))
-        add("--parts", type=names, default=every, metavar="A,B,...", help=f"what to measure ({','.join(every)})")
+        add(
+            "--parts",
+            type=names,
+            default=every,
+            metavar="A,B,...",
+            help=f"what to measure ({','.join(every)})",
+        )
         add("--check", action="store_true", help="reduced: seconds, and no times worth keeping")
-        text = "write JSON files there; in the suite's own folder results, its README's tables are rewritten too"
+        text = (
+            "write JSON files there; in the suite's own folder results, its README's tables are"
+            " rewritten too"
+        )
         add("--results", type=command.file, metavar="DIR", help=text)
         command.add_data_dir(parser, "without it they are downloaded where a part needs them")
         return parser.parse(words)
@@ -99,13 +111,17 @@ class Suite:
             if not (options.check and part.timed):
                 missed = part.missed(content)
                 misses += len(missed)
-                command.say("\n".join([f"missed: {each}" for each in missed] or ["all marks are met"]))
+                command.say(
+                    "\n".join([f"missed: {each}" for each in missed] or ["all marks are met"])
+                )
             if folder is not None:
                 self._write(folder, name, content, shown)
         return int(options.check and misses > 0)
 
     def _write(self, folder: Path, name: str, content: Content, shown: str) -> None:
-        """Write what a part has measured, its pictures, and in the suite's own results its table in the README."""
+        """Write what a part has measured, its pictures, and in the suite's own results its table in
+        the README.
+        """
         results.write(folder / f"{name}.json", content)
         draw = self.parts[name].draw
         if draw is not None:
@@ -130,8 +146,9 @@ def _machine(content: Content) -> str:
         return "Simulated, so the same on any machine."
     facts = content["machine"]
     return (
-        f"Taken on {facts['date']}: {facts['cpu']}, {facts['cores']} cores, {facts['system']}, Python "
-        f"{facts['python']}, NumPy {facts['numpy']}, {content['mpi']}, {content['blas']} per rank."
+        f"Taken on {facts['date']}: {facts['cpu']}, {facts['cores']} cores, {facts['system']},"
+        f" Python {facts['python']}, NumPy {facts['numpy']}, {content['mpi']}, {content['blas']}"
+        " per rank."
     )
 
 
@@ -139,4 +156,6 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--results {folder} cannot be made: {error.strerror}; give another folder") from None
+        raise UsageError(
+            f"--results {folder} cannot be made: {error.strerror}; give another folder"
+        ) from None

@@ -1,4 +1,6 @@
-"""Figures, which `nnmpi.pages.picture` makes and writes: whether they can be drawn, and their colours."""
+"""Figures, which `nnmpi.pages.picture` makes and writes: whether they can be drawn, and their
+colours.
+"""
 
 import importlib
 import importlib.util
@@ -20,7 +22,9 @@ def check_can_draw(option: str) -> None:
         UsageError: when it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"{option} needs matplotlib; install it (pip install matplotlib) or leave {option} out")
+        raise UsageError(
+            f"{option} needs matplotlib; install it (pip install matplotlib) or leave {option} out"
+        )
 
 
 def colours() -> Sequence[Any]:

@@ -1,4 +1,6 @@
-"""The JSON files of results: replaced as a whole, so that an interruption leaves what was measured before."""
+"""The JSON files of results: replaced as a whole, so that an interruption leaves what was measured
+before.
+"""
 
 import json
 import os
@@ -28,7 +30,9 @@ def check_writable(option: str, file: Path | None) -> None:
     try:
         number, probe = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     except OSError as error:
-        raise UsageError(f"{option} {file} cannot be written: {error.strerror}; give a path that can") from None
+        raise UsageError(
+            f"{option} {file} cannot be written: {error.strerror}; give a path that can"
+        ) from None
     os.close(number)
     os.unlink(probe)
 

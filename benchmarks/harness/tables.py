@@ -1,4 +1,5 @@
-"""Tables from rows and columns: Markdown for a README, text for a screen; and tables put into a README.
+"""Tables from rows and columns: Markdown for a README, text for a screen; and tables put into a
+README.
 
 A column is a title and what stands in its cells: a key of the rows, or a function of a row.
 
@@ -26,21 +27,27 @@ def render(columns: Columns, rows: Iterable[Any], markdown: bool = True) -> str:
         rows: mappings, or whatever the columns' functions take.
         markdown: otherwise columns are as wide as what stands in them, without lines between them.
     """
-    cells = [[title for title, _ in columns], *([_text(cell, row) for _, cell in columns] for row in rows)]
+    cells = [
+        [title for title, _ in columns],
+        *([_text(cell, row) for _, cell in columns] for row in rows),
+    ]
     if markdown:
         head, *body = (f"| {' | '.join(row)} |" for row in cells)
         return "\n".join([head, "|---" * len(columns) + "|", *body])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
     )
 
 
 class GrowingTable:
-    """A table that is printed row by row while it is measured, so that widths are known before the rows.
+    """A table that is printed row by row while it is measured, so that widths are known before the
+    rows.
 
     Args:
-        columns: title, width and cell of each; cells stand to the right, or to the left for a negative width.
+        columns: title, width and cell of each; cells stand to the right, or to the left for a
+            negative width.
     """
 
     def __init__(self, *columns: tuple[str, int, Cell]) -> None:
@@ -88,7 +95,10 @@ def rewrite(file: Path, tables: Mapping[str, str]) -> None:
     for name, table in tables.items():
         begin = f"<!-- {name} -->\n"
         if text.count(begin) != 1 or _END not in text.partition(begin)[2]:
-            raise UsageError(f"{file} has no place for the table {name!r}; mark one by {begin.strip()} and {_END}")
+            raise UsageError(
+                f"{file} has no place for the table {name!r}; mark one by {begin.strip()} and"
+                f" {_END}"
+            )
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}{table}\n{_END}{rest.partition(_END)[2]}"
     file.write_text(text)

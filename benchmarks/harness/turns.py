@@ -4,7 +4,8 @@ round 0    A  C  B       one step, call or block of each contestant, in another 
 round 1    B  A  C       whoever does not run sleeps
 round 2    C  B  A
 
-What else the machine does then meets all of them alike; a ratio is the median of the rounds' ratios.
+What else the machine does then meets all of them alike; a ratio is the median of the rounds'
+ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ WARM_UP = 2  # rounds of `take_turns` that are not kept
 
 
 class WrongResultError(NnmpiError):
-    """A contestant that does not compute what the reference does: it is found out before anything is timed."""
+    """A contestant that does not compute what the reference does: it is found out before anything
+    is timed.
+    """
 
 
 def shuffled(contestants: Iterable[T], number: int) -> list[T]:
@@ -54,12 +57,15 @@ def quartiles(values: Times) -> list[float]:
 
 
 def summary(name: str, seconds: Times) -> dict[str, Any]:
-    """Return the median and the quartiles of some times, as fields of a row: "NAME_s" and "NAME_quartiles_s"."""
+    """Return the median and the quartiles of some times, as fields of a row: "NAME_s" and
+    "NAME_quartiles_s".
+    """
     return {f"{name}_s": float(median(seconds)), f"{name}_quartiles_s": quartiles(seconds)}
 
 
 def ratio(name: str, over: Times, under: Times) -> dict[str, Any]:
-    """Return the median and the quartiles of the rounds' ratios, as fields of a row: "NAME" and "NAME_quartiles".
+    """Return the median and the quartiles of the rounds' ratios, as fields of a row: "NAME" and
+    "NAME_quartiles".
 
     Args:
         name: of the field.
@@ -90,13 +96,15 @@ def rest_until(group: Group) -> None:
 
 
 class StepContestant:
-    """A worker and its batch, whose steps are timed. Making one is collective over the worker's ranks.
+    """A worker and its batch, whose steps are timed. Making one is collective over the worker's
+    ranks.
 
     Args:
         name: of the contestant.
         worker: does the steps.
         batch: of every step.
-        runs: whether this rank has a part in what is timed; the ranks of the others sleep meanwhile.
+        runs: whether this rank has a part in what is timed; the ranks of the others sleep
+            meanwhile.
 
     Attributes:
         spans_s: begin and end of each kept step on this rank's clock.
@@ -121,7 +129,8 @@ class StepContestant:
         """Look at the report of a step that is kept; nothing is done with it here."""
 
     def seconds(self, group: Group) -> NDArray[np.float64]:
-        """Return (steps,) the time of each kept step, from when the last rank began to when the last one ended.
+        """Return (steps,) the time of each kept step, from when the last rank began to when the
+        last one ended.
 
         Collective; the ranks of the group must share a clock.
         """
@@ -133,15 +142,20 @@ C = TypeVar("C", bound=StepContestant)
 
 
 def take_turns(
-    contestants: Sequence[C], group: Group, rounds: int, after: Callable[[C, bool], None] | None = None
+    contestants: Sequence[C],
+    group: Group,
+    rounds: int,
+    after: Callable[[C, bool], None] | None = None,
 ) -> None:
-    """Let every contestant do a step in each round, and some rounds before, which are not kept. Collective.
+    """Let every contestant do a step in each round, and some rounds before, which are not kept.
+    Collective.
 
     Args:
         contestants: the same on all ranks.
         group: all ranks.
         rounds: that are kept.
-        after: (contestant, whether the round is kept), called after each step, when all ranks have ended it.
+        after: (contestant, whether the round is kept), called after each step, when all ranks have
+            ended it.
     """
     for number in range(-WARM_UP, rounds):
         for contestant in shuffled(contestants, number):

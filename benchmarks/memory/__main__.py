@@ -29,14 +29,25 @@ def cases(reduced):
     """Yield each network's name, the network, and a batch."""
     layers, batch = (3, 2) if reduced else (8, 4)
     gpt = models.gpt(256, 128, features=128, layers=layers, heads=4, dropout=0.1)
-    yield f"GPT, {layers} blocks", gpt, DRAW.integers(0, 256, (batch, 128)), DRAW.integers(0, 256, (batch, 128))
+    yield (
+        f"GPT, {layers} blocks",
+        gpt,
+        DRAW.integers(0, 256, (batch, 128)),
+        DRAW.integers(0, 256, (batch, 128)),
+    )
     yield "CNN", models.cnn((28, 28, 1), 10), *images(8 if reduced else 256, 28, 1)
     blocks, batch = (1, 4) if reduced else (3, 16)
-    yield f"residual, {6 * blocks + 2} layers", models.resnet((32, 32, 3), 10, blocks=blocks), *images(batch, 32, 3)
+    yield (
+        f"residual, {6 * blocks + 2} layers",
+        models.resnet((32, 32, 3), 10, blocks=blocks),
+        *images(batch, 32, 3),
+    )
 
 
 def step(run, model, x, y):
-    """Do one pass, forward and back; return the processor's seconds, which other programs disturb less."""
+    """Do one pass, forward and back; return the processor's seconds, which other programs disturb
+    less.
+    """
     begin = time.process_time()
     model.zero_grad()
     with nn.training():
@@ -83,7 +94,16 @@ def rows(model, x, y, rounds, bandwidth, folder):
         predicted_ms, took_ms = f"{1e3 * price.seconds:.1f}", f"{1e3 * took:.1f}"
         again, part = str(price.again), f"{100 * price.peak / forward.plans.all:.0f}%"
         peak = str(traced(forward, model, x, y))
-        yield [part, str(price.peak), peak, again, str(price.moved), predicted_ms, took_ms, f"{took / plain:.2f}"]
+        yield [
+            part,
+            str(price.peak),
+            peak,
+            again,
+            str(price.moved),
+            predicted_ms,
+            took_ms,
+            f"{took / plain:.2f}",
+        ]
     forward.release()
 
 
@@ -93,20 +113,33 @@ def main():
     parser.add_argument("--check", action="store_true", help="small networks, one round")
     parser.add_argument("--only", default="", help="networks whose names begin so")
     parser.add_argument("--rounds", type=int, default=5, help="passes by each plan (5)")
-    parser.add_argument("--throttle", type=parse_bytes, metavar="BYTES", help="swap to a file of so many per second")
+    parser.add_argument(
+        "--throttle", type=parse_bytes, metavar="BYTES", help="swap to a file of so many per second"
+    )
     given = parser.parse_args()
     right = True
     for name, model, x, y in cases(given.check):
         if name.startswith(given.only):
             print(f"\n{name}\n\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
             with tempfile.TemporaryDirectory() as folder:
-                for row in rows(model, x, y, 1 if given.check else given.rounds, given.throttle, folder):
+                for row in rows(
+                    model, x, y, 1 if given.check else given.rounds, given.throttle, folder
+                ):
                     right &= float(row[0][:-1]) <= 100
                     print(f"| {' | '.join(row)} |", flush=True)
     return 0 if right else 1
 
 
-TITLES = ("of all", "peak, predicted", "traced", "again", "moved", "predicted, ms", "took, ms", "of an ordinary pass")
+TITLES = (
+    "of all",
+    "peak, predicted",
+    "traced",
+    "again",
+    "moved",
+    "predicted, ms",
+    "took, ms",
+    "of an ordinary pass",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

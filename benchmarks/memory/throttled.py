@@ -1,4 +1,6 @@
-"""A store on a disk that is as slow as is wanted, so that it is not the page cache that is measured."""
+"""A store on a disk that is as slow as is wanted, so that it is not the page cache that is
+measured.
+"""
 
 import time
 
@@ -13,7 +15,9 @@ class ThrottledStore(Store):
         self.bandwidth, self._done_s = bandwidth, 0.0
 
     def copy(self, pairs):
-        """Let the thread take the time that the disk would take, from now on or from the end of what it does."""
+        """Let the thread take the time that the disk would take, from now on or from the end of
+        what it does.
+        """
         nbytes = sum(len(to) for to, _ in pairs)
         self._done_s = max(time.perf_counter(), self._done_s) + nbytes / self.bandwidth
         return self._thread.submit(self._slowly, pairs, self._done_s).result

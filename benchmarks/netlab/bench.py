@@ -32,8 +32,10 @@ class LinkTimes:
         algorithm: its name.
         seconds: of each repetition, from the common start until the last rank had finished.
         predicted_s: what the model says.
-        auto: the algorithm that `auto` would choose at this size on these hosts; empty for what is no all-reduce.
-        expected_bytes: what all ranks together had to send in these repetitions; 0 where it is not known.
+        auto: the algorithm that `auto` would choose at this size on these hosts; empty for what is
+            no all-reduce.
+        expected_bytes: what all ranks together had to send in these repetitions; 0 where it is not
+            known.
         sent_bytes: what the hosts' links have counted.
         cores: how many processor cores all ranks together have used, on average.
     """
@@ -72,8 +74,8 @@ class LinkTimes:
         least = self.expected_bytes or ways * (self.hosts - 1) * self.bytes * len(self.seconds)
         if self.sent_bytes < least:
             raise LabError(
-                f"{self.algorithm} on {self.hosts} hosts sent {self.sent_bytes:.0f} bytes over the links where "
-                f"{least:.0f} were to be sent: the messages went another way"
+                f"{self.algorithm} on {self.hosts} hosts sent {self.sent_bytes:.0f} bytes over the"
+                f" links where {least:.0f} were to be sent: the messages went another way"
             )
 
 
@@ -99,7 +101,9 @@ def bench(options: argparse.Namespace) -> None:
         UsageError: for an unknown algorithm.
         LabError: when the lab cannot be made, a job fails, or messages did not cross the links.
     """
-    names = tuple(how for what, how in COLLECTIVES if what == options.operation and how != HIERARCHICAL)
+    names = tuple(
+        how for what, how in COLLECTIVES if what == options.operation and how != HIERARCHICAL
+    )
     options.algorithms = options.algorithms or (*names, NATIVE)
     for name in options.algorithms:
         if name != NATIVE:
@@ -145,9 +149,10 @@ def _measure(
             fit = fit_of(found, hosts, mpi)
             mbit, most = 8e-6 / found["beta_s_per_byte"], 8e-6 * speed.payload_bytes_per_s
             print(
-                f"\n{hosts} hosts at {speed.rate}: alpha {found['alpha_s'] * 1e3:.3f} ms, beta {mbit:.1f} Mbit/s "
-                f"(at most {most:.1f}), gamma {found['gamma_s_per_byte'] * 1e9:.3f} ns/byte; made in "
-                f"{time.monotonic() - begin:.1f} s\n{TABLE.head()}",
+                f"\n{hosts} hosts at {speed.rate}: alpha {found['alpha_s'] * 1e3:.3f} ms, beta"
+                f" {mbit:.1f} Mbit/s (at most {most:.1f}), gamma"
+                f" {found['gamma_s_per_byte'] * 1e9:.3f} ns/byte; made in"
+                f" {time.monotonic() - begin:.1f} s\n{TABLE.head()}",
                 flush=True,
             )
             continue
@@ -158,7 +163,9 @@ def _measure(
             hosts=hosts,
             operation=options.operation,
             predicted_s=fit.predict(name, nbytes, operation=options.operation),
-            auto=choose(nbytes, hosts, fit).algorithm if options.operation == ALL_REDUCE.name else "",
+            auto=(
+                choose(nbytes, hosts, fit).algorithm if options.operation == ALL_REDUCE.name else ""
+            ),
             **found,
         )
         row.check_crossed()
@@ -169,8 +176,8 @@ def _measure(
 def fit_of(link: Mapping[str, Any], hosts: int, mpi: str) -> Fit:
     """Return the fit of a lab: one rank on every host, and between them links alike.
 
-    What is made of steps is predicted by simulating them with alpha, beta and gamma. Of MPI's own all-reduce there are
-    no steps to look at: it was measured, apart from the rows.
+    What is made of steps is predicted by simulating them with alpha, beta and gamma. Of MPI's own
+    all-reduce there are no steps to look at: it was measured, apart from the rows.
 
     Args:
         link: what the worker measured before its first row.
@@ -180,7 +187,9 @@ def fit_of(link: Mapping[str, Any], hosts: int, mpi: str) -> Fit:
     line, nodes = Link.line(link["alpha_s"], link["beta_s_per_byte"]), tuple(range(hosts))
     native = Curve(tuple((nbytes, seconds) for nbytes, seconds in link["native"]))
     return Fit(
-        machine=Machine(inside=line, across=line, nodes=nodes, add=Curve.line(0.0, link["gamma_s_per_byte"])),
+        machine=Machine(
+            inside=line, across=line, nodes=nodes, add=Curve.line(0.0, link["gamma_s_per_byte"])
+        ),
         native=native,
         native_started=native,
         shared=None,

@@ -33,26 +33,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Make a lab, run a command on its head, where mpirun finds the hosts, and return its status."""
+    """Make a lab, run a command on its head, where mpirun finds the hosts, and return its
+    status.
+    """
     if not options.command:
         raise UsageError("run needs a command: run mpirun ... or run sh")
     with made(options.hosts, options.rate) as lab:
-        process = subprocess.Popen((*lab.enter_head(), *options.command), env=environment(lab.agent))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the command, which may be a shell
+        process = subprocess.Popen(
+            (*lab.enter_head(), *options.command), env=environment(lab.agent)
+        )
+        # the terminal's Ctrl-C is for the command, which may be a shell
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return process.wait()
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="netlab", description="A cluster of hosts with slow links on this machine.")
+    parser = Parser(
+        prog="netlab", description="A cluster of hosts with slow links on this machine."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, act: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, act: Callable[[argparse.Namespace], int | None], text: str
+    ) -> argparse.ArgumentParser:
         found = commands.add_parser(name, help=text, description=text)
         found.set_defaults(act=act)
         return found
 
     read, positive = command.each, command.positive
-    benches = add("bench", bench, "make a lab, measure collectives across it beside their prediction, take it down")
+    benches = add(
+        "bench",
+        bench,
+        "make a lab, measure collectives across it beside their prediction, take it down",
+    )
     for name, reader, default, text in (
         ("--operation", command.one_of(*OPERATIONS), ALL_REDUCE, ", ".join(OPERATIONS)),
         ("--hosts", read(_hosts), "2,4,8,16", "numbers of hosts (default %(default)s)"),
@@ -61,19 +74,39 @@ def _parser() -> argparse.ArgumentParser:
         ("--algorithms", read(str), None, "names (default: all of the operation but hierarchical)"),
         ("--repeats", positive, 5, "times that each is measured (default %(default)s)"),
     ):
-        benches.add_argument(name, type=reader, default=default, metavar=name[2:].upper(), help=text)
-    stepping = add("steps", steps, "training steps over the links beside the same command with --simulate")
-    names, everything = read(command.one_of(*(case.name for case in CASES))), ",".join(case.name for case in CASES)
-    stepping.add_argument("--hosts", type=read(_hosts), help="only these numbers of hosts (default: all of each case)")
-    stepping.add_argument("--rate", type=read(Speed), default="100mbit,200mbit", help="default %(default)s")
+        benches.add_argument(
+            name, type=reader, default=default, metavar=name[2:].upper(), help=text
+        )
+    stepping = add(
+        "steps", steps, "training steps over the links beside the same command with --simulate"
+    )
+    names, everything = (
+        read(command.one_of(*(case.name for case in CASES))),
+        ",".join(case.name for case in CASES),
+    )
+    stepping.add_argument(
+        "--hosts", type=read(_hosts), help="only these numbers of hosts (default: all of each case)"
+    )
+    stepping.add_argument(
+        "--rate", type=read(Speed), default="100mbit,200mbit", help="default %(default)s"
+    )
     stepping.add_argument("--cases", type=names, default=everything, help="default %(default)s")
-    stepping.add_argument("--repeats", type=positive, default=3, help="runs of each (default %(default)s)")
+    stepping.add_argument(
+        "--repeats", type=positive, default=3, help="runs of each (default %(default)s)"
+    )
     for each in (stepping, benches):
         text = "an MCA parameter, or a variable of MPICH's"
         each.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
-        each.add_argument("--json", type=command.file, metavar="FILE", help="write the result, what there is of it")
+        each.add_argument(
+            "--json",
+            type=command.file,
+            metavar="FILE",
+            help="write the result, what there is of it",
+        )
     run = add("run", _run, "run a command on the head of a lab, where mpirun is started")
-    run.add_argument("--rate", type=command.one(Speed), default="100mbit", help="default %(default)s")
+    run.add_argument(
+        "--rate", type=command.one(Speed), default="100mbit", help="default %(default)s"
+    )
     run.add_argument("--hosts", type=_hosts, default=4, help="default %(default)s")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND...")
     return parser

@@ -1,4 +1,5 @@
-"""A lab: hosts around a switch, each on a link of limited speed, and a head without a limit where mpirun runs.
+"""A lab: hosts around a switch, each on a link of limited speed, and a head without a limit where
+mpirun runs.
 
                           switch (a bridge)
        .--------------.-------+------.--------------.
@@ -6,12 +7,14 @@
     eth0, no limit  eth0 100mbit   eth0 100mbit   eth0 100mbit       a token bucket at both ends of each link
     10.77.0.254     10.77.0.1      10.77.0.2      10.77.0.3
 
-A host is a process with a network, a name, a memory and processes of its own. What ranks on one machine could exchange
-by other ways than the link is taken away: shared memory (an IPC namespace, and an own /dev/shm), reading one another's
-memory (a PID namespace). The file system is the machine's, as if by NFS.
+A host is a process with a network, a name, a memory and processes of its own. What ranks on one
+machine could exchange by other ways than the link is taken away: shared memory (an IPC namespace,
+and an own /dev/shm), reading one another's memory (a PID namespace). The file system is the
+machine's, as if by NFS.
 
-All of it lives in one PID namespace: when its first process (the switch's) ends, nothing is left but a folder. Nothing
-is added to the machine's own network, and no name is taken there, so labs do not meet.
+All of it lives in one PID namespace: when its first process (the switch's) ends, nothing is left
+but a folder. Nothing is added to the machine's own network, and no name is taken there, so labs do
+not meet.
 """
 
 import os
@@ -32,9 +35,9 @@ TOOLS = ("ip", "tc", "unshare", "nsenter")
 MAX_HOSTS = 200
 START_LIMIT_S = 20.0
 
-# A bucket smaller than 16 KB cannot keep up with the clock ticks at 200 Mbit/s. A packet must stay below it: one larger
-# than the bucket would leave at the speed of memory. The queue is longer than the largest send buffer takes (64 KB at
-# 50 Mbit/s: 11 ms), so that nothing is dropped.
+# A bucket smaller than 16 KB cannot keep up with the clock ticks at 200 Mbit/s. A packet must stay
+# below it: one larger than the bucket would leave at the speed of memory. The queue is longer than
+# the largest send buffer takes (64 KB at 50 Mbit/s: 11 ms), so that nothing is dropped.
 BURST_BYTES, MOST_PACKET_BYTES, QUEUE_MS = 16 * 1024, 12000, 50
 # TCP's payload in a full packet and the packet with all headers that the bucket counts, in bytes.
 PAYLOAD_BYTES, PACKET_BYTES = 1448, 1514
@@ -42,12 +45,14 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # Settings of the hosts' TCP, below /proc/sys/net.
 SYSTEM = {
-    # The common default elsewhere; some systems have bbr, which probes for the speed instead of filling the link.
+    # The common default elsewhere; some systems have bbr, which probes for the speed instead of
+    # filling the link.
     "ipv4/tcp_congestion_control": "reno",
     # A pause between two rounds must not make the next one begin slowly.
     "ipv4/tcp_slow_start_after_idle": "0",
-    # At most 64 KB of a message lie in the system: with the default of 4 MB a send of 1 MB is "done" at once, and the
-    # next message shares the link with it, which no schedule of steps means.
+    # At most 64 KB of a message lie in the system: with the default of 4 MB a send of 1 MB is
+    # "done" at once, and the next message shares the link with it, which no schedule of steps
+    # means.
     "ipv4/tcp_wmem": "4096 16384 65536",
     # A connection must not begin with what an earlier one learnt.
     "ipv4/tcp_no_metrics_save": "1",
@@ -55,7 +60,8 @@ SYSTEM = {
     "ipv6/conf/all/disable_ipv6": "1",
 }
 
-# The first process of a host (or of the switch) collects orphans: a shell that waits for its children does.
+# The first process of a host (or of the switch) collects orphans: a shell that waits for its
+# children does.
 _LIVE = """
 echo ready
 exec >&2
@@ -125,7 +131,9 @@ class Speed:
     def __post_init__(self) -> None:
         """Refuse a rate that is not one."""
         if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", self.rate):
-            raise UsageError(f"{self.rate!r} is not a rate; write it like 100mbit, 1gbit or 500kbit")
+            raise UsageError(
+                f"{self.rate!r} is not a rate; write it like 100mbit, 1gbit or 500kbit"
+            )
 
     @property
     def payload_bytes_per_s(self) -> float:
@@ -152,8 +160,16 @@ class Host:
         return int(status.partition("NSpid:")[2].split()[1])
 
     def enter(self, *kinds: str) -> tuple[str, ...]:
-        """Return the beginning of a command that runs in this host; all its namespaces unless some are named."""
-        return ("nsenter", "--target", str(self.pid), *(f"--{kind}" for kind in kinds or _ALL), "--")
+        """Return the beginning of a command that runs in this host; all its namespaces unless some
+        are named.
+        """
+        return (
+            "nsenter",
+            "--target",
+            str(self.pid),
+            *(f"--{kind}" for kind in kinds or _ALL),
+            "--",
+        )
 
 
 class Lab:
@@ -174,29 +190,40 @@ class Lab:
         self._processes: list[subprocess.Popen[str]] = []
 
     def make(self, count: int) -> None:
-        """Start everything, in this order: the switch, the head, the hosts with their links, the agent.
+        """Start everything, in this order: the switch, the head, the hosts with their links, the
+        agent.
 
         Raises:
             LabError: when the system refuses a part of it.
         """
         self.names = [f"h{i}" for i in range(count)]
-        lines = ["127.0.0.1 localhost", *(f"{_address(name)} {name}" for name in ["head", *self.names])]
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"{_address(name)} {name}" for name in ["head", *self.names]),
+        ]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
         own = ("unshare", *_OWN, *_OWN_PROCESSES, "sh", "-c", _SWITCH, str(self.folder), "switch")
         self._switch = self._start("switch", own, generations=1)
         self._head = self._start_host("head")
         self._hosts = [self._start_host(name) for name in self.names]
         cases = "\n".join(
-            f"{host.name} | {_address(host.name)}) pid={host.lab_pid} tmp={shlex.quote(str(self._tmp(host.name)))} ;;"
+            f"{host.name} | {_address(host.name)}) pid={host.lab_pid}"
+            f" tmp={shlex.quote(str(self._tmp(host.name)))} ;;"
             for host in self._hosts
         )
-        self.agent.write_text(_AGENT.format(cases=cases, enter=" ".join(f"--{kind}" for kind in _ALL)))
+        self.agent.write_text(
+            _AGENT.format(cases=cases, enter=" ".join(f"--{kind}" for kind in _ALL))
+        )
         self.agent.chmod(0o700)
         if not os.access(self.agent, os.X_OK):
-            raise LabError(f"{self.folder} does not allow execution; set TMPDIR to a folder that does")
+            raise LabError(
+                f"{self.folder} does not allow execution; set TMPDIR to a folder that does"
+            )
 
     def enter_head(self) -> tuple[str, ...]:
-        """Return the beginning of a command that runs on the head, in the working folder of its caller."""
+        """Return the beginning of a command that runs on the head, in the working folder of its
+        caller.
+        """
         *enter, last = self._head.enter()
         return (*enter, f"--wd={os.getcwd()}", last, "env", f"TMPDIR={self._tmp('head')}")
 
@@ -208,8 +235,22 @@ class Lab:
         """
         bucket = ("rate", speed.rate, "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms")
         for host in self._hosts:
-            for enter, device in ((host.enter("net"), "eth0"), (self._switch.enter("net"), host.name)):
-                call((*enter, "ip", "link", "set", "dev", device, "gso_max_size", str(MOST_PACKET_BYTES)))
+            for enter, device in (
+                (host.enter("net"), "eth0"),
+                (self._switch.enter("net"), host.name),
+            ):
+                call(
+                    (
+                        *enter,
+                        "ip",
+                        "link",
+                        "set",
+                        "dev",
+                        device,
+                        "gso_max_size",
+                        str(MOST_PACKET_BYTES),
+                    )
+                )
                 call((*enter, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *bucket))
 
     def end(self) -> None:
@@ -223,11 +264,15 @@ class Lab:
         return self.folder / name / "tmp"
 
     def _start_host(self, name: str) -> Host:
-        """Start a host; the head has no processes of its own, so that it can start some on the others."""
+        """Start a host; the head has no processes of its own, so that it can start some on the
+        others.
+        """
         into = ("nsenter", "--target", str(self._switch.pid), "--mount", "--pid", "--")
         own = _OWN + (_OWN_PROCESSES if name != "head" else ())
         shell = ("sh", "-c", _HOST, str(self.folder), name, str(self.folder / "hosts"))
-        host = self._start(name, (*into, "unshare", *own, *shell), generations=1 if name == "head" else 2)
+        host = self._start(
+            name, (*into, "unshare", *own, *shell), generations=1 if name == "head" else 2
+        )
         switch, inside = self._switch.enter("net"), host.enter("net")
         pair = ("type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
         call((*switch, "ip", "link", "add", "name", name, *pair))
@@ -237,7 +282,9 @@ class Lab:
         return host
 
     def _start(self, name: str, command: Sequence[str], generations: int) -> Host:
-        """Start the first process of a host, so many generations below a command, and return when it is ready."""
+        """Start the first process of a host, so many generations below a command, and return when
+        it is ready.
+        """
         self._tmp(name).mkdir(parents=True)
         log = self.folder / name / "log"
         with log.open("w") as sink:
@@ -247,7 +294,8 @@ class Lab:
                 stdout=subprocess.PIPE,
                 stderr=sink,
                 text=True,
-                start_new_session=True,  # a Ctrl-C at the terminal is for this process, which then takes all down
+                # a Ctrl-C at the terminal is for this process, which then takes all down
+                start_new_session=True,
             )
         self._processes.append(process)
         assert process.stdout is not None
@@ -275,10 +323,15 @@ def made(count: int, speed: Speed) -> Iterator[Lab]:
         LabError: when the system refuses a part of it.
     """
     if os.geteuid() != 0:
-        raise UsageError("a lab is made of network namespaces, which only root may make; run the same command as root")
+        raise UsageError(
+            "a lab is made of network namespaces, which only root may make; run the same command as"
+            " root"
+        )
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        raise UsageError(f"{' and '.join(missing)} cannot be found; install iproute2 and util-linux")
+        raise UsageError(
+            f"{' and '.join(missing)} cannot be found; install iproute2 and util-linux"
+        )
     if not 1 <= count <= MAX_HOSTS:
         raise UsageError(f"a lab has 1 to {MAX_HOSTS} hosts, not {count}")
     with tempfile.TemporaryDirectory(prefix="nnmpi-netlab-", ignore_cleanup_errors=True) as folder:
@@ -301,7 +354,15 @@ def call(command: Sequence[str]) -> None:
     Raises:
         LabError: with the command and its complaint, when its status is not 0.
     """
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
     if done.returncode:
-        hint = "; the lab needs the token bucket filter: try 'modprobe sch_tbf'" if "tbf" in command else ""
-        raise LabError(f"'{' '.join(command)}' failed: {(done.stderr or done.stdout).strip()}{hint}")
+        hint = (
+            "; the lab needs the token bucket filter: try 'modprobe sch_tbf'"
+            if "tbf" in command
+            else ""
+        )
+        raise LabError(
+            f"'{' '.join(command)}' failed: {(done.stderr or done.stdout).strip()}{hint}"
+        )

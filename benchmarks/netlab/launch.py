@@ -1,4 +1,6 @@
-"""Ranks on the lab's hosts: how Open MPI and MPICH start them, and one job, watched until it has ended."""
+"""Ranks on the lab's hosts: how Open MPI and MPICH start them, and one job, watched until it has
+ended.
+"""
 
 import json
 import os
@@ -26,18 +28,25 @@ _OPEN_MPI = {
     # plain TCP: the layers above may find ways of their own
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "tcp,self",
-    # Every host looks as if it had the machine for itself, so that waiting ranks would spin: 16 on 2 cores.
+    # Every host looks as if it had the machine for itself, so that waiting ranks would spin: 16 on
+    # 2 cores.
     "OMPI_MCA_mpi_yield_when_idle": "1",
     # the hosts' only real card
     "OMPI_MCA_btl_tcp_if_include": "eth0",
-    # Without "put": with it, all of a message but its beginning is one piece, and the answer that the other side's
-    # message waits for stands behind it in the queue: two hosts that send to each other take turns.
+    # Without "put": with it, all of a message but its beginning is one piece, and the answer that
+    # the other side's message waits for stands behind it in the queue: two hosts that send to each
+    # other take turns.
     "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
-    # Up to 1 MB a message leaves without asking. The question and its answer would wait behind the 64 KB that the
-    # host's own message keeps in its link: 2.5 ms for each step of a ring at 100 Mbit/s.
-    **{f"OMPI_MCA_btl_tcp_{name}": str(2**20) for name in ("eager_limit", "rndv_eager_limit", "max_send_size")},
+    # Up to 1 MB a message leaves without asking. The question and its answer would wait behind the
+    # 64 KB that the host's own message keeps in its link: 2.5 ms for each step of a ring at 100
+    # Mbit/s.
+    **{
+        f"OMPI_MCA_btl_tcp_{name}": str(2**20)
+        for name in ("eager_limit", "rndv_eager_limit", "max_send_size")
+    },
 }
-# Of MPICH: the hosts' only real card; libfabric with its TCP, as the default, UCX, finds ways past the links.
+# Of MPICH: the hosts' only real card; libfabric with its TCP, as the default, UCX, finds ways past
+# the links.
 _MPICH = {"HYDRA_LAUNCHER": "ssh", "HYDRA_IFACE": "eth0", "MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 
@@ -47,14 +56,20 @@ def mpi_name() -> str:
 
 
 def environment(agent: Path | None = None) -> dict[str, str]:
-    """Return the environment of launchers and ranks: the caller's without its MPI settings, with the lab's.
+    """Return the environment of launchers and ranks: the caller's without its MPI settings, with
+    the lab's.
 
     Args:
         agent: the launch agent; without one, the environment is for outside the lab.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     if agent is not None:
-        kept |= {**_OPEN_MPI, **_MPICH, "PRTE_MCA_plm_ssh_agent": str(agent), "HYDRA_LAUNCHER_EXEC": str(agent)}
+        kept |= {
+            **_OPEN_MPI,
+            **_MPICH,
+            "PRTE_MCA_plm_ssh_agent": str(agent),
+            "HYDRA_LAUNCHER_EXEC": str(agent),
+        }
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     for project in ("OMPI", "PRTE"):  # they refuse to run as root, which a lab cannot do without
         kept[f"{project}_ALLOW_RUN_AS_ROOT"] = kept[f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
@@ -75,7 +90,12 @@ def parse_settings(words: Sequence[str]) -> dict[str, str]:
 
 
 def run_ranks(
-    lab: Lab, mpi: str, hosts: int, settings: Mapping[str, str], words: Sequence[str], limit_s: float
+    lab: Lab,
+    mpi: str,
+    hosts: int,
+    settings: Mapping[str, str],
+    words: Sequence[str],
+    limit_s: float,
 ) -> Iterator[str]:
     """Run a Python program on the first hosts, one rank each, and yield the lines that it prints.
 
@@ -103,7 +123,8 @@ def run_ranks(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # a Ctrl-C at the terminal is for this process, which then takes down the lab
+        # a Ctrl-C at the terminal is for this process, which then takes down the lab
+        start_new_session=True,
     )
     assert process.stdout is not None
     timer, said = Timer(limit_s, lab.end), [""]
@@ -122,9 +143,15 @@ def run_ranks(
 
 
 def run_job(
-    lab: Lab, mpi: str, hosts: int, settings: Mapping[str, str], job: Mapping[str, Any], limit_s: float
+    lab: Lab,
+    mpi: str,
+    hosts: int,
+    settings: Mapping[str, str],
+    job: Mapping[str, Any],
+    limit_s: float,
 ) -> Iterator[dict[str, Any]]:
-    """Run the worker on the first hosts and yield each of its findings as it is made; arguments as of `run_ranks`.
+    """Run the worker on the first hosts and yield each of its findings as it is made; arguments as
+    of `run_ranks`.
 
     Raises:
         LabError: also when the ranks do not come to their end.

@@ -3,8 +3,9 @@
     lab        mpirun -n 4 python -m nnmpi.train --allreduce ring --slow ms=200 ...       a host for each rank
     simulated  python -m nnmpi.train --simulate 4 --network alpha_us=..,gbit=.. ...      one process, links as measured
 
-Computing is slowed down to a given time, so that two cores are enough for 16 ranks and both sides compute as long. What
-a message costs is measured once for each rate, by sending one to and fro between two hosts; all simulated runs get it.
+Computing is slowed down to a given time, so that two cores are enough for 16 ranks and both sides
+compute as long. What a message costs is measured once for each rate, by sending one to and fro
+between two hosts; all simulated runs get it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,24 @@ FOLDER = Path(__file__).resolve().parent
 WARM_UP = 2  # the first steps make connections
 LIMIT_S = 180.0  # after which a run hangs
 SETTINGS: Mapping[str, str] = {  # of Open MPI
-    # Messages move on while ranks compute, as the simulated ones do, and as adapters of clusters let them.
+    # Messages move on while ranks compute, as the simulated ones do, and as adapters of clusters
+    # let them.
     "btl_tcp_progress_thread": "1",
     # Ranks that wait sleep between two looks: 16 that spin leave no core for the network.
     "threads_pthreads_yield_strategy": "nanosleep",
     "threads_pthreads_nanosleep_time": "50000",
 }
-ALL = ("--trace", "--eval-every", "0", "--save-every", "0", "--lr-schedule", "constant", "--optimizer", "sgd")
+ALL = (
+    "--trace",
+    "--eval-every",
+    "0",
+    "--save-every",
+    "0",
+    "--lr-schedule",
+    "constant",
+    "--optimizer",
+    "sgd",
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +64,8 @@ class StepCase:
         options: of the train command.
         hosts: on how many it is run.
         steps: of a run.
-        scaling: "weak", where each host computes for as long whatever their number, or "strong", where they share
-            that out. Empty for neither.
+        scaling: "weak", where each host computes for as long whatever their number, or "strong",
+            where they share that out. Empty for neither.
     """
 
     name: str
@@ -68,16 +80,29 @@ class StepCase:
         slow_ms = 1e3 * (COMPUTING_S / parts + UPDATE_S)
         batch, steps = BATCH * (hosts if self.scaling == "weak" else 1), str(self.steps)
         count = ("--batch-size", str(batch), "--max-steps", steps, "--log-every", steps)
-        return ["-m", "nnmpi.train", *MODEL, *self.options, *ALL, *count, "--slow", f"ms={slow_ms:g}", *_out(folder)]
+        return [
+            "-m",
+            "nnmpi.train",
+            *MODEL,
+            *self.options,
+            *ALL,
+            *count,
+            "--slow",
+            f"ms={slow_ms:g}",
+            *_out(folder),
+        ]
 
     def step_seconds(self, folder: Path) -> float:
         """Return what a step of the run in FOLDER/run took, of those after the first ones.
 
-        That is from where its forward passes begin to where they begin in the last step; the trace has all ranks'.
+        That is from where its forward passes begin to where they begin in the last step; the trace
+        has all ranks'.
         """
         with gzip.open(folder / "run" / TRACE_FILE, "rt") as stream:
             events = json.load(stream)["traceEvents"]
-        begins_us = sorted(event["ts"] for event in events if event["ph"] == "X" and event["cat"] == "forward")
+        begins_us = sorted(
+            event["ts"] for event in events if event["ph"] == "X" and event["cat"] == "forward"
+        )
         firsts = begins_us[:: len(begins_us) // self.steps][: self.steps]
         return float(1e-6 * (firsts[-1] - firsts[WARM_UP]) / (len(firsts) - 1 - WARM_UP))
 
@@ -90,14 +115,19 @@ def _out(folder: Path) -> tuple[str, str]:
 MODEL, BATCH, COMPUTING_S, UPDATE_S = ("--model", "mlp", "--hidden", "384", "384"), 64, 0.16, 0.04
 CASES = (
     *(StepCase(name, ("--allreduce", name), (2, 4, 8, 16)) for name in ("ring", "tree", "ps")),
-    *(StepCase(name, ("--allreduce", "ring"), (2, 4, 8), scaling=name) for name in ("strong", "weak")),
+    *(
+        StepCase(name, ("--allreduce", "ring"), (2, 4, 8), scaling=name)
+        for name in ("strong", "weak")
+    ),
     StepCase("ssp", ("--sync", "ssp", "--staleness", "2"), (2, 4), 16),
 )
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A case on so many hosts at a rate: seconds of a step in each run over the links, and simulated."""
+    """A case on so many hosts at a rate: seconds of a step in each run over the links, and
+    simulated.
+    """
 
     rate: str
     case: str
@@ -126,7 +156,9 @@ def steps(options: argparse.Namespace) -> None:
         if case.name in options.cases and (options.hosts is None or hosts in options.hosts)
     ]
     if not places:
-        raise UsageError("none of these cases is run on so many hosts; leave --hosts or --cases out")
+        raise UsageError(
+            "none of these cases is run on so many hosts; leave --hosts or --cases out"
+        )
     mpi = mpi_name()
     settings = (SETTINGS if mpi.startswith("Open MPI") else {}) | parse_settings(options.set)
     links: dict[str, dict[str, float]] = {}
@@ -142,7 +174,13 @@ def steps(options: argparse.Namespace) -> None:
                 seconds[place].append(_measure(lab, mpi, settings, case, hosts))
                 print(speed.rate, case.name, hosts, f"{ms1(seconds[place][-1])} ms", flush=True)
     rows = [
-        StepTimes(speed.rate, case.name, hosts, seconds[speed, case, hosts], _simulate(links[speed.rate], case, hosts))
+        StepTimes(
+            speed.rate,
+            case.name,
+            hosts,
+            seconds[speed, case, hosts],
+            _simulate(links[speed.rate], case, hosts),
+        )
         for speed, case, hosts in places
     ]
     print(table(rows))
@@ -165,9 +203,13 @@ def _simulate(link: Mapping[str, float], case: StepCase, hosts: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         network = f"alpha_us={1e6 * link['alpha_s']:.6g},gbit={8e-9 / link['beta_s_per_byte']:.6g}"
         words = (*case.words(Path(folder), hosts), "--simulate", str(hosts), "--network", network)
-        done = subprocess.run((sys.executable, *words), env=environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            (sys.executable, *words), env=environment(), capture_output=True, text=True
+        )
         if done.returncode:
-            raise LabError(f"{case.name} on {hosts} simulated ranks failed: {done.stdout}{done.stderr}")
+            raise LabError(
+                f"{case.name} on {hosts} simulated ranks failed: {done.stdout}{done.stderr}"
+            )
         return case.step_seconds(Path(folder))
 
 
@@ -177,7 +219,10 @@ def table(rows: Sequence[StepTimes]) -> str:
         ("rate", lambda row: row.rate),
         ("case", lambda row: row.case),
         ("hosts", lambda row: row.hosts),
-        ("measured, ms", lambda row: spread(median(row.seconds), (min(row.seconds), max(row.seconds)), ms1)),
+        (
+            "measured, ms",
+            lambda row: spread(median(row.seconds), (min(row.seconds), max(row.seconds)), ms1),
+        ),
         ("simulated, ms", lambda row: ms1(row.simulated_s)),
         ("simulated / measured", lambda row: f"{row.ratio:.3f}"),
     )

@@ -1,10 +1,12 @@
-"""What one rank does on its host: `python -m benchmarks.netlab.worker JOB`, started by mpirun; the job is JSON.
+"""What one rank does on its host: `python -m benchmarks.netlab.worker JOB`, started by mpirun; the
+job is JSON.
 
-It measures the link, then each (size, algorithm) several times, verifies every sum, and reads its host's own counter
-before and after. Rank 0 prints a line for each, and one when all ranks have come to the end.
+It measures the link, then each (size, algorithm) several times, verifies every sum, and reads its
+host's own counter before and after. Rank 0 prints a line for each, and one when all ranks have come
+to the end.
 
-16 ranks may share 2 cores here: a rank that spins keeps others from sending, and one that waits for a core looks like a
-slow link. So ranks that wait sleep, and go before the machine's other programs.
+16 ranks may share 2 cores here: a rank that spins keeps others from sending, and one that waits for
+a core looks like a slow link. So ranks that wait sleep, and go before the machine's other programs.
 """
 
 import json
@@ -33,8 +35,8 @@ from nnmpi.shard import split
 SHORT_BYTES, LONG_BYTES = 1024, (2**18, 2**21)
 _TAG = 1000
 RESTED_S = 0.02  # a processor that was idle for that long takes longer to notice a message
-# 16 ranks that look every 0.05 ms use 1.5 cores, every 0.2 ms one. It must stay below the 2.6 ms that the 64 KB in the
-# system's send buffer last at 200 Mbit/s, or the link runs dry.
+# 16 ranks that look every 0.05 ms use 1.5 cores, every 0.2 ms one. It must stay below the 2.6 ms
+# that the 64 KB in the system's send buffer last at 200 Mbit/s, or the link runs dry.
 PAUSE_S = 200e-6
 _PRIORITY = -10  # before ordinary programs (0), behind the system's own (-20)
 _AHEAD_S = 0.02  # of a common start
@@ -53,11 +55,16 @@ class CollectiveRun:
     def __init__(self, comm: Comm, operation: str, name: str, nbytes: int) -> None:
         self._comm, self._calls, size = comm, 0, comm.size
         self._array = np.empty(nbytes // 4, np.float32)
-        contract = COLLECTIVES[operation, "ring"].contract  # every operation can be done around a ring
-        self._pattern = Pattern(contract, comm.rank, size, self._array.size, "float32", numpy_backend())
+        # every operation can be done around a ring
+        contract = COLLECTIVES[operation, "ring"].contract
+        self._pattern = Pattern(
+            contract, comm.rank, size, self._array.size, "float32", numpy_backend()
+        )
         self.own_bytes = 0  # what this rank has to send; not known of MPI's own algorithms
         if name == NATIVE:
-            self._pending: NativeExecution | Execution = NativeExecution(self._array, comm, operation)
+            self._pending: NativeExecution | Execution = NativeExecution(
+                self._array, comm, operation
+            )
         else:
             steps = find_collective(operation, name, range(size))(comm.rank, size)
             chunks = split(self._array.size, size)
@@ -89,8 +96,14 @@ class CollectiveRun:
 
 
 def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what was measured, the link first; the same on all ranks except for the link (rank 0)."""
-    operation, repeats, sent = job["operation"], job["repeats"], Path("/sys/class/net/eth0/statistics/tx_bytes")
+    """Yield what was measured, the link first; the same on all ranks except for the link (rank
+    0).
+    """
+    operation, repeats, sent = (
+        job["operation"],
+        job["repeats"],
+        Path("/sys/class/net/eth0/statistics/tx_bytes"),
+    )
     # MPI's own call, whose steps are not known, is predicted from these
     native = []
     for nbytes in sorted({SHORT_BYTES, *job["sizes"]}) if job["sizes"] else ():
@@ -103,8 +116,14 @@ def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             one.run()  # connections are made at the first message
             before = np.array([int(sent.read_text()), time.process_time(), time.monotonic()])
             seconds = [one.run() for _ in range(repeats)]
-            sent_bytes, used_s, taken_s = [int(sent.read_text()), time.process_time(), time.monotonic()] - before
-            own, sent_bytes, used_s = gather(comm, [one.own_bytes, sent_bytes, used_s]).sum(axis=0).tolist()
+            sent_bytes, used_s, taken_s = [
+                int(sent.read_text()),
+                time.process_time(),
+                time.monotonic(),
+            ] - before
+            own, sent_bytes, used_s = (
+                gather(comm, [one.own_bytes, sent_bytes, used_s]).sum(axis=0).tolist()
+            )
             yield {
                 "kind": "row",
                 "algorithm": name,
@@ -119,18 +138,22 @@ def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def calibrate(comm: Comm, rounds: int, trains: bool) -> dict[str, float]:
     """Return alpha_s, beta_s_per_byte and gamma_s_per_byte, on rank 0. Collective.
 
-    Measured between the hosts 0 and 1, without any knowledge of the rate that was set; the other ranks sleep meanwhile:
+    Measured between the hosts 0 and 1, without any knowledge of the rate that was set; the other
+    ranks sleep meanwhile:
 
-    alpha   half the round trip of a message of 1 KB. Not the intercept of a line through long messages: that comes out
-            anywhere between -1 and +50 ms, because a bucket lets the first bytes through for nothing.
-    beta    the slope between the half round trips of 256 KB and 2 MB: seconds for each further byte. The two lie far
-            apart, because a slope over a short way magnifies what other programs add to one of the times.
+    alpha   half the round trip of a message of 1 KB. Not the intercept of a line through long
+            messages: that comes out anywhere between -1 and +50 ms, because a bucket lets the first
+            bytes through for nothing.
+    beta    the slope between the half round trips of 256 KB and 2 MB: seconds for each further
+            byte. The two lie far apart, because a slope over a short way magnifies what other
+            programs add to one of the times.
     gamma   the time to add, per byte added.
 
     Args:
         comm: all ranks.
         rounds: how often each is measured.
-        trains: wait as the train command does, by MPI's own wait, and rest before each message, as after computing.
+        trains: wait as the train command does, by MPI's own wait, and rest before each message, as
+            after computing.
     """
     short = _round_trip(comm, SHORT_BYTES, 20 * rounds, trains)
     long = [_round_trip(comm, nbytes, 2 * rounds, trains) for nbytes in LONG_BYTES]
@@ -147,7 +170,9 @@ def calibrate(comm: Comm, rounds: int, trains: bool) -> dict[str, float]:
 
 
 def _round_trip(comm: Comm, nbytes: int, rounds: int, trains: bool) -> float:
-    """Return the median time there and back; the first, which may set up a connection, is not counted."""
+    """Return the median time there and back; the first, which may set up a connection, is not
+    counted.
+    """
     rank, message, taken = comm.rank, np.zeros(nbytes, np.uint8), [0.0, 0.0]
 
     def finish(request: Request) -> None:
@@ -187,7 +212,8 @@ def gather(comm: Comm, values: Sequence[float]) -> NDArray[np.float64]:
 def main() -> None:
     """Do the job of the command line."""
     os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    session = Path("/proc/self/autogroup")  # where the system shares cores among sessions, this is what counts
+    # where the system shares cores among sessions, this is what counts
+    session = Path("/proc/self/autogroup")
     if session.exists():
         session.write_text(str(_PRIORITY))
     comm = start().comm

@@ -1,16 +1,20 @@
-"""Pipelines measured beside their simulation: `python benchmarks/pipeline --help`, and the README beside this file."""
+"""Pipelines measured beside their simulation: `python benchmarks/pipeline --help`, and the README
+beside this file.
+"""
 
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.harness.launch import run_job  # noqa: E402
 from benchmarks.harness.parts import Content, Part, Suite  # noqa: E402
 from benchmarks.harness.tables import ms1, number, percent, render, spread  # noqa: E402
 
-# Wide enough that products take nearly all of the time: 15 ms for a stage's backward of one microbatch.
+# Wide enough that products take nearly all of the time: 15 ms for a stage's backward of one
+# microbatch.
 FULL = {"width": 512, "layers": 16, "rows": 128, "microbatches": [8, 16], "rounds": 15}
 CHECK = {"width": 64, "layers": 4, "rows": 16, "microbatches": [4], "rounds": 2}
 OFF, SPEED = 0.15, 1.5  # of measured from simulated time; against one rank
@@ -22,10 +26,15 @@ def times(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def missed(content: Content) -> list[str]:
-    """Return in words what is too far from its simulation, or too slow; naive pipelines need not be fast."""
+    """Return in words what is too far from its simulation, or too slow; naive pipelines need not be
+    fast.
+    """
     found = []
     for row in content["rows"]:
-        what, ratio = f"{row['name']}, {row['microbatches']} microbatches", row.get("measured_over_simulated", 1)
+        what, ratio = (
+            f"{row['name']}, {row['microbatches']} microbatches",
+            row.get("measured_over_simulated", 1),
+        )
         if abs(ratio - 1) > OFF:
             found.append(f"{what}: measured / simulated {ratio:.2f} is not within {OFF:.0%}")
         if row["name"] != "naive" and row.get("speed", SPEED) < SPEED:
@@ -52,4 +61,6 @@ def table(content: Content) -> str:
 
 if __name__ == "__main__":
     parts = {"times": Part(times, table, missed, timed=True)}
-    sys.exit(Suite(Path(__file__).parent, "Pipelines measured beside their simulation.", parts).main())
+    sys.exit(
+        Suite(Path(__file__).parent, "Pipelines measured beside their simulation.", parts).main()
+    )

@@ -1,12 +1,14 @@
-"""Measures steps on two ranks and on one, interleaved, beside what the simulation makes of the stages' own times.
+"""Measures steps on two ranks and on one, interleaved, beside what the simulation makes of the
+stages' own times.
 
 round 0    serial  gpipe  naive  1f1b ...        one step of each contestant, in another order every round
 round 1    1f1b  naive  serial ...
-...        even rounds give the times of the stages, odd ones those of the steps: the simulation never sees
-           the steps that it is compared with
+...        even rounds give the times of the stages, odd ones those of the steps: the simulation
+           never sees the steps that it is compared with
 
-The network is an MLP that can be cut into even stages: its first layer is half as wide again as the others, as it
-computes no gradient for its input, so that it has two products where the others have three.
+The network is an MLP that can be cut into even stages: its first layer is half as wide again as the
+others, as it computes no gradient for its input, so that it has two products where the others have
+three.
 """
 
 import time
@@ -54,9 +56,15 @@ class ScheduledWorker(StepContestant):
         updates_s: what came after the pass, in kept rounds.
     """
 
-    def __init__(self, name: str, settings: Mapping[str, Any], microbatches: int, group: Group, alone: Group) -> None:
+    def __init__(
+        self, name: str, settings: Mapping[str, Any], microbatches: int, group: Group, alone: Group
+    ) -> None:
         self.microbatches, self.virtual = microbatches, VIRTUAL if name == "interleaved" else 1
-        ranks, width, layers = alone if name == SERIAL else group, settings["width"], settings["layers"]
+        ranks, width, layers = (
+            alone if name == SERIAL else group,
+            settings["width"],
+            settings["layers"],
+        )
         stages, features = ranks.size * self.virtual, width * 3 // 2
         cut = [2 * layers // stages] * stages  # each ends after an activation
         cut[0] += 1  # flatten
@@ -69,7 +77,9 @@ class ScheduledWorker(StepContestant):
         generator, rows = np.random.default_rng(0), settings["rows"] * microbatches
         x = generator.standard_normal((rows, features), np.float32)
         noise = Dataset("noise", x, generator.integers(0, CLASSES, rows), CLASSES)
-        with Loader(noise, rows, microbatches=microbatches, shuffle=False, workers=0).epoch(0) as batches:
+        with Loader(noise, rows, microbatches=microbatches, shuffle=False, workers=0).epoch(
+            0
+        ) as batches:
             batch = next(batches)
         worker = Worker(self.where.model, self.optimizer, ranks, arrangement=self.where)
         super().__init__(name, worker, batch, runs=name != SERIAL or group.is_root)
@@ -101,7 +111,10 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     alone = group.split(group.rank)
     rows: list[dict[str, Any]] = []
     for microbatches in settings["microbatches"]:
-        contestants = [ScheduledWorker(name, settings, microbatches, group, alone) for name in (SERIAL, *SCHEDULES)]
+        contestants = [
+            ScheduledWorker(name, settings, microbatches, group, alone)
+            for name in (SERIAL, *SCHEDULES)
+        ]
         take_turns(contestants, group, 2 * settings["rounds"], ScheduledWorker.update)
         message_s = _message_s(group, (settings["rows"], settings["width"]))
         serial_s = contestants[0].seconds(group)[1::2]
@@ -118,8 +131,12 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _simulated(contestant: ScheduledWorker, group: Group, message_s: float, step_s: float) -> dict[str, Any]:
-    """Return the fields of a row that the simulation gives, the same on all ranks; `step_s` is what was measured."""
+def _simulated(
+    contestant: ScheduledWorker, group: Group, message_s: float, step_s: float
+) -> dict[str, Any]:
+    """Return the fields of a row that the simulation gives, the same on all ranks; `step_s` is what
+    was measured.
+    """
     costs = _costs(contestant, group, message_s)
     schedule = lower(make(contestant.name, group.size, contestant.microbatches, contestant.virtual))
     simulation = simulate_schedule(schedule, costs)
@@ -134,11 +151,17 @@ def _costs(contestant: ScheduledWorker, group: Group, message_s: float) -> Costs
     """Return what each stage takes, from the even rounds."""
     stages = group.size * contestant.virtual
     own: list[list[Any]] = [
-        [one.kind, one.stage, seconds] for each in contestant.passes[::2] for one, seconds in each.samples
+        [one.kind, one.stage, seconds]
+        for each in contestant.passes[::2]
+        for one, seconds in each.samples
     ]
     update_s = median(contestant.updates_s) / contestant.virtual
     own += [[Kind.STEP, stage, update_s] for stage in contestant.where.stages]
-    samples = [(Kind(kind).at(stage), seconds) for each in group.gather(own) for kind, stage, seconds in each]
+    samples = [
+        (Kind(kind).at(stage), seconds)
+        for each in group.gather(own)
+        for kind, stage, seconds in each
+    ]
     for stage in range(stages):
         samples += [(kind.at(stage), message_s) for kind in (Kind.SEND_ACT, Kind.SEND_GRAD)]
     return measured_costs(stages, samples)

@@ -33,7 +33,9 @@ SMALL = "--model mlp --hidden 16 --batch-size 16"
 
 
 def spread(planned, wanted):
-    """Return so many of the layouts: the best of each kind, all without a pipeline, of pipelines from all places."""
+    """Return so many of the layouts: the best of each kind, all without a pipeline, of pipelines
+    from all places.
+    """
     plain = [one for one in planned if one.candidate.pp == 1]
     others = [one for one in planned if one.candidate.pp > 1]
     left = max(wanted - len(plain), 2)
@@ -45,11 +47,19 @@ def spread(planned, wanted):
 def row_of(one):
     """Return a layout, its price and its bytes as JSON values."""
     price = {"step_s": one.price.seconds, **vars(one.price), "memory": dict(one.memory)}
-    return {**vars(one.candidate), "split": list(one.split), **price, "words": str(one.candidate), "rounds": []}
+    return {
+        **vars(one.candidate),
+        "split": list(one.split),
+        **price,
+        "words": str(one.candidate),
+        "rounds": [],
+    }
 
 
 def run(words, group, wanted, rounds, say):
-    """Measure one model's layouts with the kernels and BLAS of a run; return everything as JSON values. Collective."""
+    """Measure one model's layouts with the kernels and BLAS of a run; return everything as JSON
+    values. Collective.
+    """
     backend, config = numpy_backend(), parse(words.split())
     samples = load_samples(config, group, say)
     model = build_whole(config, samples[0], backend, group)
@@ -68,18 +78,26 @@ def run(words, group, wanted, rounds, say):
         for _ in range(rounds):
             for one in chosen:
                 with ready(workload, one.options(), None, group, backend) as (worker, batches):
-                    took_s = usual_s(group, lambda batch, own=worker: own.step(batch, lr=0.0), batches, RACE_S)
+                    took_s = usual_s(
+                        group, lambda batch, own=worker: own.step(batch, lr=0.0), batches, RACE_S
+                    )
                     peaks = group.gather(dict(worker.ledger.report().peaks))
                 rows[one.candidate]["rounds"].append(took_s)
                 rows[one.candidate]["bytes"] = max(peaks, key=lambda kinds: sum(kinds.values()))
-            chosen.reverse()  # a machine that gets slower in each round is so for those at both ends
+            # a machine that gets slower in each round is so for those at both ends
+            chosen.reverse()
         for row in rows.values():
             row["took_s"] = min(row["rounds"])
             say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}")
         left_open = config.having(layout="auto")
         auto = choose(left_open, group, backend, say).config.parallel
     won = next(
-        (rows[one.candidate] for one in chosen if config.having(**one.options(), layout="given").parallel == auto), None
+        (
+            rows[one.candidate]
+            for one in chosen
+            if config.having(**one.options(), layout="given").parallel == auto
+        ),
+        None,
     )
     return {
         "command": words,
@@ -95,12 +113,22 @@ def judge(found):
     """Return a line of figures about one model's layouts."""
     rows = found["rows"]
     errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
-    again = [abs(one / other - 1) for row in rows for one, other in permutations(row["rounds"], 2)] or [nan]
+    again = [
+        abs(one / other - 1) for row in rows for one, other in permutations(row["rounds"], 2)
+    ] or [nan]
     fastest = min(row["took_s"] for row in rows)
     state = [kind for kind in KINDS if kind != ACTIVATIONS]
-    state_off = max(abs(row["memory"].get(kind, 0) - row["bytes"][kind]) for row in rows for kind in state)
-    kept_off = [abs(row["memory"][ACTIVATIONS] / max(row["bytes"][ACTIVATIONS], 1) - 1) for row in rows]
-    plain = [off for off, row in zip(kept_off, rows, strict=True) if row["pp"] == row["tp"] == row["sp"] == 1]
+    state_off = max(
+        abs(row["memory"].get(kind, 0) - row["bytes"][kind]) for row in rows for kind in state
+    )
+    kept_off = [
+        abs(row["memory"][ACTIVATIONS] / max(row["bytes"][ACTIVATIONS], 1) - 1) for row in rows
+    ]
+    plain = [
+        off
+        for off, row in zip(kept_off, rows, strict=True)
+        if row["pp"] == row["tp"] == row["sp"] == 1
+    ]
     return [
         found["command"].split()[1],
         str(found["ranks"]),
@@ -131,15 +159,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="a small model, few layouts")
     parser.add_argument("--only", default="", help=f"one of {', '.join(CASES)}")
-    parser.add_argument("--layouts", type=int, default=24, help="how many are run of each model (24)")
+    parser.add_argument(
+        "--layouts", type=int, default=24, help="how many are run of each model (24)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how often each is run (3)")
     parser.add_argument("--json", type=Path, help="write everything there, or add to what is there")
     given = parser.parse_args()
     keep_freed_memory()  # as the train command does
     group = start()
-    say = (lambda line: print(line, file=sys.stderr, flush=True)) if group.is_root else (lambda line: None)
-    cases = [SMALL] if given.check else [words for name, words in CASES.items() if name.startswith(given.only)]
-    found = [run(words, group, 4 if given.check else given.layouts, given.rounds, say) for words in cases]
+    say = (
+        (lambda line: print(line, file=sys.stderr, flush=True))
+        if group.is_root
+        else (lambda line: None)
+    )
+    cases = (
+        [SMALL]
+        if given.check
+        else [words for name, words in CASES.items() if name.startswith(given.only)]
+    )
+    found = [
+        run(words, group, 4 if given.check else given.layouts, given.rounds, say) for words in cases
+    ]
     if group.is_root:
         print("|", " | ".join(TITLES), "|")
         print("|" + "---|" * len(TITLES))

@@ -1,4 +1,5 @@
-"""Simulated time of all all-reduces against the number of ranks, on two machines: `python benchmarks/scaling`.
+"""Simulated time of all all-reduces against the number of ranks, on two machines: `python
+benchmarks/scaling`.
 
 --max-ranks 512 and --sizes 1k,1m take less than the 75 s of all. See README.md.
 """
@@ -6,7 +7,8 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.harness import command  # noqa: E402
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_collective  # noqa: E402
@@ -19,9 +21,13 @@ INSIDE = Link.line(0.5e-6, 1 / 10e9)  # through memory: 0.5 us, 10 GB/s for each
 ACROSS = Link.line(2e-6, 1 / 12.5e9)  # 100 Gbit/s for all of a node's ranks together
 ADDING = Curve.line(0.0, 1 / 50e9)  # 50 GB/s in cache
 MACHINES = {
-    "flat: alpha 2 us, 12.5 GB/s, adding 50 GB/s, a link for every rank": lambda _: Machine(ACROSS, None, None, ADDING),
-    "cluster: nodes of 8 ranks, inside 0.5 us and 10 GB/s, between nodes 2 us and 12.5 GB/s for all ranks of a node "
-    "together, adding 50 GB/s": lambda ranks: Machine(INSIDE, ACROSS, blocks(ranks, 8), ADDING),
+    "flat: alpha 2 us, 12.5 GB/s, adding 50 GB/s, a link for every rank": lambda _: Machine(
+        ACROSS, None, None, ADDING
+    ),
+    "cluster: nodes of 8 ranks, inside 0.5 us and 10 GB/s, "
+    "between nodes 2 us and 12.5 GB/s for all ranks of a node together, adding 50 GB/s": lambda ranks: (
+        Machine(INSIDE, ACROSS, blocks(ranks, 8), ADDING)
+    ),
 }
 EQUAL = 1 + 1e-9  # as good as the fastest, but for rounding
 
@@ -29,9 +35,17 @@ EQUAL = 1 + 1e-9  # as good as the fastest, but for rounding
 def run() -> None:
     """Simulate and print."""
     parser = command.CommandParser("python benchmarks/scaling", "Simulated all-reduces by ranks.")
-    parser.add_argument("--max-ranks", type=command.positive, default=4096, metavar="N", help="the most ranks (4096)")
+    parser.add_argument(
+        "--max-ranks",
+        type=command.positive,
+        default=4096,
+        metavar="N",
+        help="the most ranks (4096)",
+    )
     sizes, text = command.each(command.nbytes), "of messages (1k,64k,1m,64m)"
-    parser.add_argument("--sizes", type=sizes, default="1k,64k,1m,64m", metavar="BYTES,...", help=text)
+    parser.add_argument(
+        "--sizes", type=sizes, default="1k,64k,1m,64m", metavar="BYTES,...", help=text
+    )
     options = parser.parse(sys.argv[1:])
     counts = sorted({*(1 << bit for bit in range(1, 13)), *ODD_RANKS})
     for description, build in MACHINES.items():
@@ -43,11 +57,21 @@ def run() -> None:
                 if ranks <= options.max_ranks:
                     machine = build(ranks)
                     row = [
-                        price(find_collective("all-reduce", name, machine.nodes), ranks, nbytes, machine)
+                        price(
+                            find_collective("all-reduce", name, machine.nodes),
+                            ranks,
+                            nbytes,
+                            machine,
+                        )
                         for name in ALGORITHMS
                     ]
-                    cells = [f"{format_seconds(each)} {' *'[each <= min(row) * EQUAL]}" for each in row]
-                    print("  ".join([f"{ranks:6}", *(f"{cell:>16}" for cell in cells)]).rstrip(), flush=True)
+                    cells = [
+                        f"{format_seconds(each)} {' *'[each <= min(row) * EQUAL]}" for each in row
+                    ]
+                    print(
+                        "  ".join([f"{ranks:6}", *(f"{cell:>16}" for cell in cells)]).rstrip(),
+                        flush=True,
+                    )
         print()
 
 

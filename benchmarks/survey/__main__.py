@@ -1,6 +1,8 @@
-"""The table of the big ones: ten systems' models on devices of their time, priced, beside what was published.
+"""The table of the big ones: ten systems' models on devices of their time, priced, beside what was
+published.
 
-systems.json    paper, model, devices, the system's own strategy, and what was published, with the place where it stands
+systems.json    paper, model, devices, the system's own strategy, and what was published, with the
+                place where it stands
 described       the model's layers, and a profile from the devices' stated speeds
 
 Each is priced as its system lays it out. What is assumed stands in the file, and is printed.
@@ -19,9 +21,21 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
-from benchmarks.survey.described import DescribedLayer, DescribedShapes, describe_layers, profile_of  # noqa: E402
+from benchmarks.survey.described import (  # noqa: E402
+    DescribedLayer,
+    DescribedShapes,
+    describe_layers,
+    profile_of,
+)
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
-from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE  # noqa: E402
+from nnmpi.memory.ledger import (  # noqa: E402
+    ACTIVATIONS,
+    COMMUNICATION,
+    GRADIENTS,
+    KINDS,
+    PARAMETERS,
+    STATE,
+)
 from nnmpi.plan import SHORT  # noqa: E402
 from nnmpi.train.planner.network import PlannedNetwork  # noqa: E402
 from nnmpi.train.planner.price import Candidate, LayoutPrice, Memory, Pricer  # noqa: E402
@@ -56,29 +70,45 @@ class SurveyedSystem:
     @property
     def flops_s(self) -> float:
         """Operations per second that a device sustains."""
-        return float(self.told["device"]["tflops"]) * 1e12 * float(self.told["device"]["efficiency"])
+        return (
+            float(self.told["device"]["tflops"]) * 1e12 * float(self.told["device"]["efficiency"])
+        )
 
     @cached_property
     def network(self) -> PlannedNetwork:
         """Between its devices."""
         told, latency_s = self.told, self.told["latency_us"] / 1e6
-        inside, across = (Link.line(latency_s, 1 / (told[k] * BYTES_PER_GBIT)) for k in ("inside_gbit", "across_gbit"))
+        inside, across = (
+            Link.line(latency_s, 1 / (told[k] * BYTES_PER_GBIT))
+            for k in ("inside_gbit", "across_gbit")
+        )
         several = told["per_node"] < told["devices"]
         nodes = blocks(told["devices"], told["per_node"]) if several else None
-        add = Curve.line(0.0, 3 / (told["device"]["memory_gbyte_s"] * 1e9))  # two are read, one is written
-        return PlannedNetwork(told["system"], Machine(inside, across if several else None, nodes, add), told["devices"])
+        # two are read, one is written
+        add = Curve.line(0.0, 3 / (told["device"]["memory_gbyte_s"] * 1e9))
+        return PlannedNetwork(
+            told["system"],
+            Machine(inside, across if several else None, nodes, add),
+            told["devices"],
+        )
 
     def pricer(self, tp: int = 1, split: Sequence[int] = ()) -> Pricer:
         """Return what prices layouts of the chain, with so many ranks for a replica's layers."""
         told = self.told
-        update_s = sum(told["bytes"].values()) * self.parameters / (told["device"]["memory_gbyte_s"] * 1e9)
+        update_s = (
+            sum(told["bytes"].values()) * self.parameters / (told["device"]["memory_gbyte_s"] * 1e9)
+        )
         profile = profile_of(self.layers, self.flops_s, tp, told["batch"], update_s, told)
-        sample = told["model"].get("sample") or [told["model"].get("sequence") or told["model"].get("pixels", 1) ** 2]
+        sample = told["model"].get("sample") or [
+            told["model"].get("sequence") or told["model"].get("pixels", 1) ** 2
+        ]
         shapes: Any = DescribedShapes(self.layers, told["bytes"], split)
         return Pricer(told["batch"], 4 * prod(sample), profile, self.network, shapes)
 
     def own(self) -> tuple[LayoutPrice, Memory, int]:
-        """Return what its own strategy takes, the bytes of the device that has most, and those of all devices."""
+        """Return what its own strategy takes, the bytes of the device that has most, and those of
+        all devices.
+        """
         own = dict(self.told["own"])
         kind, split = own.pop("kind"), own.pop("split", ())
         del own["words"]
@@ -95,39 +125,58 @@ class SurveyedSystem:
         return price, memory, total
 
     def _from_host(self, price: LayoutPrice, memory: Memory) -> tuple[LayoutPrice, Memory]:
-        """Return a price with weights, gradients and state in the host's memory, of which two blocks are here.
+        """Return a price with weights, gradients and state in the host's memory, of which two
+        blocks are here.
 
-        Weights come for the forward and for the backward, and gradients go, while blocks before and behind compute.
+        Weights come for the forward and for the backward, and gradients go, while blocks before and
+        behind compute.
         """
         each = self.told["bytes"]
         moved_s = self.parameters * (2 * each["parameters"] + each["gradients"])
         moved_s /= self.told["host_gbit"] * BYTES_PER_GBIT
         block = 2 * max(layer.parameters for layer in self.layers)
-        held = {**memory, STATE: 0, **{kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)}}
+        held = {
+            **memory,
+            STATE: 0,
+            **{kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)},
+        }
         exposed_s = price.exposed_s + max(0.0, moved_s - price.computing_s)
         return replace(price, exposed_s=exposed_s, update_s=0.0), held
 
     def _replicated(self, replicas: int, layers: int) -> tuple[LayoutPrice, Memory, int]:
-        """Return what a pipeline takes whose first stage has replicas and whose second has one rank, when it is full.
+        """Return what a pipeline takes whose first stage has replicas and whose second has one
+        rank, when it is full.
 
-        A step is one minibatch of every replica: the slower of the replicas with their sum, and of the second stage.
+        A step is one minibatch of every replica: the slower of the replicas with their sum, and of
+        the second stage.
         """
         rows = self.told["batch"] // self.told["devices"]
         times, memories = [], []
-        for part, count, own in ((self.layers[:layers], replicas, rows), (self.layers[layers:], 1, rows * replicas)):
+        for part, count, own in (
+            (self.layers[:layers], replicas, rows),
+            (self.layers[layers:], 1, rows * replicas),
+        ):
             busy_s = own * 3 * sum(layer.flops for layer in part) / self.flops_s
             gradients = sum(layer.parameters for layer in part) * self.told["bytes"]["gradients"]
             sums_s = self.network.exchange("all-reduce", range(count), round(gradients))
             times.append((busy_s, sums_s))
-            versions = 2 if count > 1 else 1  # of weights and activations: those of the minibatch under way, too
+            # of weights and activations: those of the minibatch under way, too
+            versions = 2 if count > 1 else 1
             memories.append(
                 {
                     kind: round(
-                        sum(layer.parameters for layer in part) * size * (versions if kind == PARAMETERS else 1)
+                        sum(layer.parameters for layer in part)
+                        * size
+                        * (versions if kind == PARAMETERS else 1)
                     )
-                    for kind, size in zip((PARAMETERS, GRADIENTS, STATE), self.told["bytes"].values(), strict=True)
+                    for kind, size in zip(
+                        (PARAMETERS, GRADIENTS, STATE), self.told["bytes"].values(), strict=True
+                    )
                 }
-                | {ACTIVATIONS: round(sum(layer.kept_bytes for layer in part) * rows * versions), COMMUNICATION: 0}
+                | {
+                    ACTIVATIONS: round(sum(layer.kept_bytes for layer in part) * rows * versions),
+                    COMMUNICATION: 0,
+                }
             )
         slow = max(range(2), key=lambda i: sum(times[i]))
         busy_s, sums_s = times[slow]
@@ -158,14 +207,20 @@ class SurveyRow:
     def factor(self) -> float | None:
         """Predicted over published."""
         published = self.system.told["published"]
-        return None if published is None or self.figure is None else self.figure / published["value"]
+        return (
+            None if published is None or self.figure is None else self.figure / published["value"]
+        )
 
     @property
     def rows(self) -> int:
         """Samples of a step."""
         own = self.system.told["own"]
         batch: int = self.system.told["batch"]
-        return batch * own["replicas"] // self.system.told["devices"] if own["kind"] == "replicated" else batch
+        return (
+            batch * own["replicas"] // self.system.told["devices"]
+            if own["kind"] == "replicated"
+            else batch
+        )
 
 
 def systems() -> Iterator[SurveyedSystem]:
@@ -190,7 +245,9 @@ def figure_of(row: SurveyRow) -> float | None:
         flops = (3 + told["recompute"]) * sum(layer.flops for layer in row.system.layers) * row.rows
         return float(flops / step_s / told["devices"] / 1e12)
     if told["published"]["what"] == "speedup":
-        few = SurveyedSystem({**told, "devices": told["baseline"]["pp"], "per_node": told["baseline"]["pp"]})
+        few = SurveyedSystem(
+            {**told, "devices": told["baseline"]["pp"], "per_node": told["baseline"]["pp"]}
+        )
         return few.pricer().price(Candidate(**told["baseline"])).seconds / step_s
     figures: dict[str, float] = {
         "step_s": step_s,
@@ -205,22 +262,41 @@ def describe_survey(row: SurveyRow) -> Iterator[str]:
     told, own, device = row.system.told, row.own, row.system.told["device"]
     held = sum(row.memory.values())
     fits = "fits" if held <= row.system.limit_bytes else "DOES NOT FIT"
-    yield f"{told['system']}: {told['model']['name']}, {_count(row.system.parameters)} parameters, on " + (
-        f"{told['devices']} x {device['name']}"
+    yield (
+        f"{told['system']}: {told['model']['name']}, {_count(row.system.parameters)}"
+        " parameters, on " + f"{told['devices']} x {device['name']}"
     )
     told_lines = [
         ("paper", told["paper"]),
         (
             "device",
-            f"{device['tflops']:g} TFLOP/s x {device['efficiency']:g} ({device['why']}), {device['memory_gb']} GB",
+            (
+                f"{device['tflops']:g} TFLOP/s x {device['efficiency']:g} ({device['why']}),"
+                f" {device['memory_gb']} GB"
+            ),
         ),
         (
             "network",
-            f"{told['per_node']} on a node, {told['inside_gbit']} Gbit/s inside, {told['across_gbit']} between",
+            (
+                f"{told['per_node']} on a node, {told['inside_gbit']} Gbit/s inside,"
+                f" {told['across_gbit']} between"
+            ),
         ),
         ("own", told["own"]["words"]),
-        ("", f"{fits}: {format_bytes(held)} of {format_bytes(row.system.limit_bytes)}: {_kinds(row.memory)}"),
-        ("", f"step of {row.rows} samples {format_seconds(own.seconds, 3)}, {row.rows / own.seconds:.4g} samples/s"),
+        (
+            "",
+            (
+                f"{fits}: {format_bytes(held)} of {format_bytes(row.system.limit_bytes)}:"
+                f" {_kinds(row.memory)}"
+            ),
+        ),
+        (
+            "",
+            (
+                f"step of {row.rows} samples {format_seconds(own.seconds, 3)},"
+                f" {row.rows / own.seconds:.4g} samples/s"
+            ),
+        ),
         ("published", _published(row)),
     ]
     if row.factor is not None and not 1 / CLOSE <= row.factor <= CLOSE:
@@ -247,7 +323,8 @@ def _published(row: SurveyRow) -> str:
         return f"no figure: {row.system.told['no_figure']}"
     name = published["what"].replace("_per_", "/").replace("_", " ")
     return (
-        f"{name} {published['value']:.4g}, predicted {row.figure:.4g} ({row.factor:.2f} of it); {published['source']}"
+        f"{name} {published['value']:.4g}, predicted {row.figure:.4g} ({row.factor:.2f} of it);"
+        f" {published['source']}"
     )
 
 
@@ -268,9 +345,15 @@ def survey_to_json(row: SurveyRow) -> dict[str, Any]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="all numbers, and what is assumed")
-    parser.add_argument("--check", action="store_true", help="one system; fail where it does not fit as it is laid out")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="one system; fail where it does not fit as it is laid out",
+    )
     given = parser.parse_args()
     if given.check:
         row = next(survey())

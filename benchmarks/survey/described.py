@@ -1,8 +1,9 @@
-"""Models and machines that are told in numbers, for planning what nobody has here: layers without modules or values.
+"""Models and machines that are told in numbers, for planning what nobody has here: layers without
+modules or values.
 
-A model is a chain of layers, each with its parameters, the operations of a forward, and the bytes that it keeps and
-hands on. Activations of a transformer's block are those of Korthikanti et al., Reducing Activation Recomputation in
-Large Transformer Models, 2022.
+A model is a chain of layers, each with its parameters, the operations of a forward, and the bytes
+that it keeps and hands on. Activations of a transformer's block are those of Korthikanti et al.,
+Reducing Activation Recomputation in Large Transformer Models, 2022.
 """
 
 from __future__ import annotations
@@ -44,9 +45,13 @@ def describe_layers(model: Mapping[str, Any], itemsize: int) -> list[DescribedLa
         model: "kind", and what that takes: see `systems.json`.
         itemsize: bytes of an activation.
     """
-    return {"transformer": _transformer, "vgg": _vgg, "unet": _unet, "even": _even, "dense": _dense}[model["kind"]](
-        model, itemsize
-    )
+    return {
+        "transformer": _transformer,
+        "vgg": _vgg,
+        "unet": _unet,
+        "even": _even,
+        "dense": _dense,
+    }[model["kind"]](model, itemsize)
 
 
 def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
@@ -54,17 +59,24 @@ def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer
     wide, inner = model.get("feedforward", 4 * hidden), model.get("attention", hidden)
     weights = hidden * (4 * inner + 2 * wide)
     value = sequence * hidden * itemsize
-    # Bytes for 2 of an activation: 11 of attention and 19 of the wide layers at their usual widths, 4 of the norms.
+    # Bytes for 2 of an activation: 11 of attention and 19 of the wide layers at their usual widths,
+    # 4 of the norms.
     narrow = sequence * (4 * hidden + 11 * inner + 19 * wide / 4) + 5 * heads * sequence**2
-    block = DescribedLayer(weights, 2 * sequence * weights + 4 * sequence**2 * inner, value, narrow * itemsize / 2)
+    block = DescribedLayer(
+        weights, 2 * sequence * weights + 4 * sequence**2 * inner, value, narrow * itemsize / 2
+    )
     table = model["vocabulary"] * hidden
     first = DescribedLayer(table + sequence * hidden, 0.0, value, value)
     last = DescribedLayer(0.0, 2 * sequence * table, 0.0, sequence * model["vocabulary"] * itemsize)
     return [first, *[block] * model["layers"], last]
 
 
-def _convolution(pixels: int, incoming: int, outgoing: int, itemsize: int, times: int) -> DescribedLayer:
-    """Return a convolution of 3 x 3, whose result stands `times` times: before and after what follows it."""
+def _convolution(
+    pixels: int, incoming: int, outgoing: int, itemsize: int, times: int
+) -> DescribedLayer:
+    """Return a convolution of 3 x 3, whose result stands `times` times: before and after what
+    follows it.
+    """
     weights, value = 9 * incoming * outgoing, pixels**2 * outgoing * itemsize
     return DescribedLayer(weights, 2 * pixels**2 * weights, value, times * value)
 
@@ -78,35 +90,53 @@ def _vgg(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
         pixels //= 2
     incoming *= pixels**2
     for width in model["dense"]:
-        found.append(DescribedLayer(incoming * width, 2 * incoming * width, width * itemsize, 2 * width * itemsize))
+        found.append(
+            DescribedLayer(
+                incoming * width, 2 * incoming * width, width * itemsize, 2 * width * itemsize
+            )
+        )
         incoming = width
     return found
 
 
 def _unet(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
-    """Return torchgpipe's U-Net: stacks of convolutions, down and up; each with dropout, norm and ReLU."""
+    """Return torchgpipe's U-Net: stacks of convolutions, down and up; each with dropout, norm and
+    ReLU.
+    """
     depth, base, pixels = model["depth"], model["channels"], model["pixels"]
-    down = [(3 if i == 0 else base << (i - 1), base << i, base << i, pixels >> i) for i in range(depth)]
+    down = [
+        (3 if i == 0 else base << (i - 1), base << i, base << i, pixels >> i) for i in range(depth)
+    ]
     middle = [(base << (depth - 1), base << depth, base << (depth - 1), pixels >> depth)]
-    up = [(base << (i + 1), (base << i) // 2, (base << i) // 2, pixels >> i) for i in reversed(range(depth))]
+    up = [
+        (base << (i + 1), (base << i) // 2, (base << i) // 2, pixels >> i)
+        for i in reversed(range(depth))
+    ]
     found = []
     for incoming, inside, outgoing, side in [*down, *middle, *up]:
         widths = [incoming, *[inside] * (model["convolutions"] - 1), outgoing]
-        found += [_convolution(side, a, b, itemsize, 4) for a, b in zip(widths, widths[1:], strict=False)]
+        found += [
+            _convolution(side, a, b, itemsize, 4) for a, b in zip(widths, widths[1:], strict=False)
+        ]
     return found
 
 
 def _even(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
     count = model["layers"]
     one = DescribedLayer(
-        model["parameters"] / count, model["flops"] / count, model["value_bytes"], model["kept_bytes"] / count
+        model["parameters"] / count,
+        model["flops"] / count,
+        model["value_bytes"],
+        model["kept_bytes"] / count,
     )
     return [one] * count
 
 
 def _dense(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
     width = model["width"]
-    return [DescribedLayer(width**2, 2 * width**2, width * itemsize, 2 * width * itemsize)] * model["layers"]
+    return [DescribedLayer(width**2, 2 * width**2, width * itemsize, 2 * width * itemsize)] * model[
+        "layers"
+    ]
 
 
 class DescribedShapes:
@@ -115,27 +145,50 @@ class DescribedShapes:
     Args:
         layers: of the chain.
         bytes_each: bytes of each parameter: "parameters", "gradients" and "state".
-        split: how many layers each stage has, for as many stages; others are cut by the layers' operations.
+        split: how many layers each stage has, for as many stages; others are cut by the layers'
+            operations.
     """
 
     def __init__(
-        self, layers: Sequence[DescribedLayer], bytes_each: Mapping[str, int], split: Sequence[int] = ()
+        self,
+        layers: Sequence[DescribedLayer],
+        bytes_each: Mapping[str, int],
+        split: Sequence[int] = (),
     ) -> None:
         self.layers, self.bytes_each, self._split = layers, bytes_each, tuple(split)
 
     def states(
-        self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool, home: Home = around
+        self,
+        tp: int,
+        pp: int,
+        virtual: int,
+        zero: int,
+        replicas: int,
+        once: bool,
+        home: Home = around,
     ) -> tuple[StateBytes, ...]:
         """Return what each of a pipeline's ranks holds; that of all layers without one."""
         cuts = self.cuts(pp, virtual)
         return tuple(
-            self._held([self.layers[i] for s in stages_of(r, pp, len(cuts), home) for i in cuts[s]], tp, zero, replicas)
+            self._held(
+                [self.layers[i] for s in stages_of(r, pp, len(cuts), home) for i in cuts[s]],
+                tp,
+                zero,
+                replicas,
+            )
             for r in range(pp)
         )
 
-    def _held(self, layers: Sequence[DescribedLayer], tp: int, zero: int, replicas: int) -> StateBytes:
-        whole, unit = sum(each.parameters for each in layers) / tp, max(each.parameters for each in layers) / tp
-        parameters, gradients, state = (self.bytes_each[kind] for kind in ("parameters", "gradients", "state"))
+    def _held(
+        self, layers: Sequence[DescribedLayer], tp: int, zero: int, replicas: int
+    ) -> StateBytes:
+        whole, unit = (
+            sum(each.parameters for each in layers) / tp,
+            max(each.parameters for each in layers) / tp,
+        )
+        parameters, gradients, state = (
+            self.bytes_each[kind] for kind in ("parameters", "gradients", "state")
+        )
         shares = [replicas if zero >= stage else 1 for stage in (3, 2, 1)]
         count = max(1, round(whole / unit)) if unit else 1
         return StateBytes(
@@ -159,7 +212,12 @@ class DescribedShapes:
 
 
 def profile_of(
-    layers: Sequence[DescribedLayer], flops_s: float, tp: int, rows: int, update_s: float, told: Mapping[str, Any]
+    layers: Sequence[DescribedLayer],
+    flops_s: float,
+    tp: int,
+    rows: int,
+    update_s: float,
+    told: Mapping[str, Any],
 ) -> Profile:
     """Return what `profile.measure` would find on a device of a stated speed.
 
@@ -169,29 +227,44 @@ def profile_of(
         tp: ranks that share the layers.
         rows: to tell it for.
         update_s: of the update of all parameters by one rank.
-        told: "recompute", whether each layer keeps only what came in, and computes its forward again; "partitioned",
-            whether ranks that share layers share these inputs out, too, as ZeRO-R does.
+        told: "recompute", whether each layer keeps only what came in, and computes its forward
+            again; "partitioned", whether ranks that share layers share these inputs out, too, as
+            ZeRO-R does.
     """
     recompute = told["recompute"]
-    times, inner = 1 + BACKWARD + recompute, [each for each in layers if each.parameters and each.value_bytes]
+    times, inner = (
+        1 + BACKWARD + recompute,
+        [each for each in layers if each.parameters and each.value_bytes],
+    )
 
     def layer(number: int, one: DescribedLayer) -> LayerCost:
         forward_s = rows * one.flops / flops_s
-        kept, value = (one.value_bytes if recompute else one.kept_bytes), round(rows * one.value_bytes)
+        kept, value = (
+            (one.value_bytes if recompute else one.kept_bytes),
+            round(rows * one.value_bytes),
+        )
         rest = False, False, forward_s, forward_s, (times - 1) * forward_s
         # what comes in is in what it keeps
-        return LayerCost(str(number), value, 0, round(rows * kept), *rest, elements=round(one.parameters))
+        return LayerCost(
+            str(number), value, 0, round(rows * kept), *rest, elements=round(one.parameters)
+        )
 
-    # Two sums forward, two backward and, where the forward is computed again, two more: Megatron-LM, figure 4.
+    # Two sums forward, two backward and, where the forward is computed again, two more:
+    # Megatron-LM, figure 4.
     sums = (("all-reduce", inner[-1].value_bytes, 2 * (2 + recompute) * (len(inner) - 1)),)
 
     def kept(shared: int) -> float:
         if not recompute:
             return sum(each.kept_bytes for each in layers) / shared
-        inputs = sum(each.value_bytes for each in layers) / (shared if told.get("partitioned") else 1)
+        inputs = sum(each.value_bytes for each in layers) / (
+            shared if told.get("partitioned") else 1
+        )
         return inputs + max(each.kept_bytes for each in layers) / shared
 
-    shares = {(1, 1): ShareCost(), (tp, 1): ShareCost(1 / tp, kept(tp) / kept(1), sums if tp > 1 else ())}
+    shares = {
+        (1, 1): ShareCost(),
+        (tp, 1): ShareCost(1 / tp, kept(tp) / kept(1), sums if tp > 1 else ()),
+    }
     seconds = rows * times * sum(each.flops for each in layers) / flops_s
     steps = {rows: StepCost(seconds, update_s, rows * kept(1))}
     return Profile(steps, shares, tuple(layer(i, each) for i, each in enumerate(layers)), rows)

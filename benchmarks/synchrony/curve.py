@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-TOGETHER = 5  # evaluations whose mean counts: one alone is off by 0.2 points, as much as is learnt in 100 batches
+# evaluations whose mean counts: one alone is off by 0.2 points, as much as is learnt in 100 batches
+TOGETHER = 5
 
 
 class Evaluation(NamedTuple):
-    """One evaluation: after how many batches' worth of gradients, at what time, with what result."""
+    """One evaluation: after how many batches' worth of gradients, at what time, with what
+    result.
+    """
 
     batches: float
     seconds: float
@@ -26,8 +29,8 @@ class GoalReached(NamedTuple):
 def reach_goal(points: Sequence[Evaluation], goal: float) -> GoalReached | None:
     """Return where the accuracy reaches a goal, or None.
 
-    It is where the mean of five evaluations in succession, put at the place of the middle one, is on the line between
-    the last that is below the goal and the first that is not.
+    It is where the mean of five evaluations in succession, put at the place of the middle one, is
+    on the line between the last that is below the goal and the first that is not.
     """
     half = TOGETHER // 2
     before: tuple[Evaluation, float] | None = None
@@ -47,9 +50,15 @@ def reach_goal(points: Sequence[Evaluation], goal: float) -> GoalReached | None:
 
 def write(points: Sequence[Evaluation]) -> str:
     """Return a curve as one short text, with as many digits as mean anything."""
-    return "; ".join(f"{p.batches:.7g} {p.seconds:.7g} {p.loss:.4g} {p.accuracy:.4f}" for p in points)
+    return "; ".join(
+        f"{p.batches:.7g} {p.seconds:.7g} {p.loss:.4g} {p.accuracy:.4f}" for p in points
+    )
 
 
 def read(text: str) -> list[Evaluation]:
     """Return what `write` wrote."""
-    return [Evaluation(*(float(word) for word in each.split())) for each in text.split(";") if each.strip()]
+    return [
+        Evaluation(*(float(word) for word in each.split()))
+        for each in text.split(";")
+        if each.strip()
+    ]

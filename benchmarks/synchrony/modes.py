@@ -28,8 +28,12 @@ WORDS = {
 
 
 def slow_text(slow: str, workers: int) -> str:
-    """Return who is slow, as `synchrony.slow` has it; the last worker is not on the server's rank."""
-    return {EQUAL: "", ONE: f"rank={workers - 1},factor=3", CHANCE: "probability=0.25,factor=3"}[slow]
+    """Return who is slow, as `synchrony.slow` has it; the last worker is not on the server's
+    rank.
+    """
+    return {EQUAL: "", ONE: f"rank={workers - 1},factor=3", CHANCE: "probability=0.25,factor=3"}[
+        slow
+    ]
 
 
 def last_ones(count: int, workers: int, factor: float) -> str:

@@ -1,4 +1,6 @@
-"""The parts of the benchmark: what each measures, in full and reduced, its table, and what misses its mark."""
+"""The parts of the benchmark: what each measures, in full and reduced, its table, and what misses
+its mark.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,12 +12,22 @@ from benchmarks.harness.launch import run_job
 from benchmarks.harness.parts import Content, Part, Suite
 from benchmarks.harness.tables import Columns, number, render
 from benchmarks.synchrony.curve import GoalReached, reach_goal, read
-from benchmarks.synchrony.modes import CHANCE, EQUAL, MODES, ONE, REFERENCE, WORDS, last_ones, slow_text
+from benchmarks.synchrony.modes import (
+    CHANCE,
+    EQUAL,
+    MODES,
+    ONE,
+    REFERENCE,
+    WORDS,
+    last_ones,
+    slow_text,
+)
 from benchmarks.synchrony.recipe import Recipe
 from benchmarks.synchrony.simulated import SimulatedRun, settings, simulate_all
 
 PACE_S, NETWORK = 0.02, "alpha_us=50,gbit=10"
-PLAIN, WITH_MOMENTUM, OWN = "plain SGD", "momentum 0.8", "own classes"  # so much momentum that stale gradients hurt
+# so much momentum that stale gradients hurt
+PLAIN, WITH_MOMENTUM, OWN = "plain SGD", "momentum 0.8", "own classes"
 SHORT_STEPS, SLOW_ONES = 300, 4
 LONGER = 1.12  # a run on ranks is so much longer than its prediction's way to the goal
 OFF = 0.25  # of the time on ranks of MPI from simulated time
@@ -25,7 +37,15 @@ def times(check: bool, data_dir: Path | None) -> dict[str, Any]:
     """Simulate every way of synchronization with equal and with slow workers."""
     recipe = _recipe(check, data_dir)
     cases = [
-        SimulatedRun(sync, workers, slow_text(slow, workers), recipe, PACE_S, NETWORK, {"mode": name, "slow": slow})
+        SimulatedRun(
+            sync,
+            workers,
+            slow_text(slow, workers),
+            recipe,
+            PACE_S,
+            NETWORK,
+            {"mode": name, "slow": slow},
+        )
         for workers in ((4,) if check else (4, 16))
         for slow in (EQUAL, ONE, CHANCE)[: 2 if check else 3]
         for name, sync in MODES.items()
@@ -44,7 +64,9 @@ def ranks(check: bool, data_dir: Path | None) -> dict[str, Any]:
     simulated, runs, goal = simulate_all(cases), [], recipe.goal
     for row in simulated:
         reached = reach_goal(read(row["curve"]), goal)
-        steps = recipe.steps if reached is None else round(LONGER * reached.batches) + 2 * recipe.every
+        steps = (
+            recipe.steps if reached is None else round(LONGER * reached.batches) + 2 * recipe.every
+        )
         runs.append({"mode": row["mode"], "slow": row["slow"], "steps": min(steps, recipe.steps)})
     fixed = asdict(replace(recipe, decay=recipe.steps))
     job = {"recipe": fixed, "pace_s": pace_s, "cases": runs, "repeats": 1, "observed": True}
@@ -53,11 +75,15 @@ def ranks(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def heterogeneity(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Simulate asp while some workers get slower and slower, and with more and more equal workers."""
+    """Simulate asp while some workers get slower and slower, and with more and more equal
+    workers.
+    """
     base, workers, few = _recipe(check, data_dir), 8 if check else 16, 2 if check else SLOW_ONES
     factors, seeds = ((1.0, 8.0), (0,)) if check else ((1.0, 2.0, 4.0, 8.0), (0, 1, 2))
     runs = [(kind, REFERENCE, workers, 1.0) for kind in (PLAIN, WITH_MOMENTUM, OWN)]
-    runs += [(kind, "asp", workers, factor) for kind in (PLAIN, WITH_MOMENTUM, OWN) for factor in factors]
+    runs += [
+        (kind, "asp", workers, factor) for kind in (PLAIN, WITH_MOMENTUM, OWN) for factor in factors
+    ]
     runs += [(OWN, "ssp, S = 4", workers, factor) for factor in factors]
     runs += [(WITH_MOMENTUM, "asp", count, 1.0) for count in (1, 2, 4, 8) if count < workers]
     changes = {PLAIN: {}, WITH_MOMENTUM: {"lr": 0.2, "momentum": 0.8}, OWN: {"partition": "label"}}
@@ -67,8 +93,15 @@ def heterogeneity(check: bool, data_dir: Path | None) -> dict[str, Any]:
             recipe = replace(base, seed=seed, steps=min(base.steps, SHORT_STEPS), **changes[kind])
             labels = {"recipe": kind, "mode": mode, "factor": factor, "seed": seed}
             slow = last_ones(few, count, factor)
-            cases.append(SimulatedRun(MODES[mode], count, slow, recipe, PACE_S, NETWORK, labels, observed=False))
-    return {"settings": {**settings(cases[0]), "slow_ones": few, "workers": workers}, "rows": simulate_all(cases)}
+            cases.append(
+                SimulatedRun(
+                    MODES[mode], count, slow, recipe, PACE_S, NETWORK, labels, observed=False
+                )
+            )
+    return {
+        "settings": {**settings(cases[0]), "slow_ones": few, "workers": workers},
+        "rows": simulate_all(cases),
+    }
 
 
 def _recipe(check: bool, data_dir: Path | None) -> Recipe:
@@ -94,7 +127,9 @@ def _ratio(one: float | None, other: float | None) -> str:
 
 
 def sooner_table(content: Content) -> str:
-    """Return when each mode reached the goal, beside the reference: gradients per second times gradients needed."""
+    """Return when each mode reached the goal, beside the reference: gradients per second times
+    gradients needed.
+    """
     parts = []
     for workers, slow in dict.fromkeys((row["workers"], row["slow"]) for row in content["rows"]):
         own = _pick(content["rows"], workers=workers, slow=slow)
@@ -104,7 +139,10 @@ def sooner_table(content: Content) -> str:
             ("mode", lambda one: one[0]["mode"]),
             ("batches to the goal", lambda one: number(one[1].batches or None, ".0f")),
             ("time, s", lambda one: number(one[1].seconds or None)),
-            ("times sooner than bsp", lambda one, best=reference: _ratio(best.seconds, one[1].seconds)),
+            (
+                "times sooner than bsp",
+                lambda one, best=reference: _ratio(best.seconds, one[1].seconds),
+            ),
             ("x statistics", lambda one, best=reference: _ratio(best.batches, one[1].batches)),
             ("ms per batch", lambda one: f"{1e3 * one[0]['seconds'] / one[0]['batches']:.2f}"),
             ("staleness, mean (max)", lambda one: _stale([one[0]])),
@@ -119,7 +157,10 @@ def ranks_table(content: Content) -> str:
     columns: Columns = (
         ("workers", lambda pair: WORDS[pair[0]["slow"]]),
         ("mode", lambda pair: pair[0]["mode"]),
-        ("seconds to the goal", lambda pair: number((at := _reached(content, pair[0])) and at.seconds)),
+        (
+            "seconds to the goal",
+            lambda pair: number((at := _reached(content, pair[0])) and at.seconds),
+        ),
         ("predicted", lambda pair: number((at := _reached(content, pair[1])) and at.seconds)),
         ("ms per batch", lambda pair: f"{1e3 * pair[0]['seconds'] / pair[0]['steps']:.1f}"),
         ("predicted", lambda pair: f"{1e3 * pair[1]['seconds'] / pair[1]['batches']:.1f}"),
@@ -133,10 +174,15 @@ def heterogeneity_table(content: Content) -> str:
     kinds = dict.fromkeys(tuple(row[label] for label in labels) for row in content["rows"])
     columns: Columns = (
         *((name, lambda runs, name=name: f"{runs[0][name]}") for name in labels),
-        ("test accuracy, %", lambda runs: f"{100 * _accuracy(runs):.2f} +- {100 * _spread(runs):.2f}"),
+        (
+            "test accuracy, %",
+            lambda runs: f"{100 * _accuracy(runs):.2f} +- {100 * _spread(runs):.2f}",
+        ),
         ("staleness, mean (max)", _stale),
     )
-    return render(columns, [_pick(content["rows"], **dict(zip(labels, kind, strict=True))) for kind in kinds])
+    return render(
+        columns, [_pick(content["rows"], **dict(zip(labels, kind, strict=True))) for kind in kinds]
+    )
 
 
 def _accuracy(runs: Sequence[Any]) -> float:
@@ -157,7 +203,9 @@ def _stale(runs: Sequence[Any]) -> str:
 
 
 def missed_times(content: Content) -> list[str]:
-    """Return in words where one slow worker does not slow asp down by (N - 1 + 1/3) / N, or bsp threefold."""
+    """Return in words where one slow worker does not slow asp down by (N - 1 + 1/3) / N, or bsp
+    threefold.
+    """
     found = []
     for workers in dict.fromkeys(row["workers"] for row in content["rows"]):
         for mode, expected in (("asp", workers / (workers - 2 / 3)), (REFERENCE, 3.0)):
@@ -167,7 +215,10 @@ def missed_times(content: Content) -> list[str]:
                 for row in _pick(content["rows"], workers=workers, slow=slow, mode=mode)
             ]
             if abs(each_s[1] / each_s[0] / expected - 1) > 0.1:
-                found.append(f"{workers} workers, {mode}: one slow takes {each_s[1] / each_s[0]:.2f} times as long")
+                found.append(
+                    f"{workers} workers, {mode}: one slow takes {each_s[1] / each_s[0]:.2f} times"
+                    " as long"
+                )
     return found
 
 
@@ -182,15 +233,24 @@ def missed_ranks(content: Content) -> list[str]:
 
 
 def missed_heterogeneity(content: Content) -> list[str]:
-    """Return in words where the mean staleness is not N - 1: as many gradients are under way while one is computed."""
+    """Return in words where the mean staleness is not N - 1: as many gradients are under way while
+    one is computed.
+    """
     workers = content["settings"]["workers"]
-    means = [row["staleness"]["mean"] for row in _pick(content["rows"], mode="asp", workers=workers)]
-    return [f"mean staleness {mean:.2f}, not {workers - 1}" for mean in means if abs(mean / (workers - 1) - 1) > 0.1]
+    means = [
+        row["staleness"]["mean"] for row in _pick(content["rows"], mode="asp", workers=workers)
+    ]
+    return [
+        f"mean staleness {mean:.2f}, not {workers - 1}"
+        for mean in means
+        if abs(mean / (workers - 1) - 1) > 0.1
+    ]
 
 
 SYNCHRONY = Suite(
     Path(__file__).parent,
-    "Synchronous, stale-synchronous, asynchronous, local and gossip training: accuracy against time and steps.",
+    "Synchronous, stale-synchronous, asynchronous, local and gossip training: accuracy against time"
+    " and steps.",
     {
         "times": Part(times, sooner_table, missed_times),
         "ranks": Part(ranks, ranks_table, missed_ranks, timed=True),

@@ -1,11 +1,14 @@
-"""Runs on ranks, with a minimum step time that is slept: weights are copied on the way, and evaluated after the run.
+"""Runs on ranks, with a minimum step time that is slept: weights are copied on the way, and
+evaluated after the run.
 
     settings    "recipe"; "pace_s"; "observed"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
-    result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat", "curve", ...}
+    result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat",
+                "curve", ...}
 
-In step, rank 0 copies the weights; with a server, it copies what that holds when a gradient arrives. Otherwise
-all ranks copy their own weights after the same steps, and the mean over the ranks is evaluated, at the time of the last
-of them. What runs here on ranks of MPI runs in `simulated` on simulated ones.
+In step, rank 0 copies the weights; with a server, it copies what that holds when a gradient
+arrives. Otherwise all ranks copy their own weights after the same steps, and the mean over the
+ranks is evaluated, at the time of the last of them. What runs here on ranks of MPI runs in
+`simulated` on simulated ones.
 """
 
 from collections.abc import Mapping
@@ -53,7 +56,9 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[Row]:
     for repeat in range(settings["repeats"]):
         for case in settings["cases"]:
             recipe = Recipe(**{**settings["recipe"], "steps": case["steps"]})
-            slow = replace(Slow.parse(slow_text(case["slow"], group.size)), minimum_s=settings["pace_s"])
+            slow = replace(
+                Slow.parse(slow_text(case["slow"], group.size)), minimum_s=settings["pace_s"]
+            )
             run = MeasuredRun(group, recipe, MODES[case["mode"]], slow, data)
             rows.append({**case, "repeat": repeat, **run.go(settings["observed"])})
     return rows
@@ -84,7 +89,13 @@ class MeasuredRun:
         report = self._train()
         curve = self._evaluate()
         end = curve[-1]
-        return {**report, "batches": end.batches, "loss": end.loss, "accuracy": end.accuracy, "curve": write(curve)}
+        return {
+            **report,
+            "batches": end.batches,
+            "loss": end.loss,
+            "accuracy": end.accuracy,
+            "curve": write(curve),
+        }
 
     def _build(self) -> tuple[Trainer, ParameterServer | None]:
         """Return what trains, in step by all-reduce on a ring, and this rank's server."""
@@ -108,7 +119,8 @@ class MeasuredRun:
                 self._copy(self.model.storage.data)
 
         def rate(step: int) -> float:
-            if not trainer.in_step and not self.sync.has_server:  # called before the update of a step, on every rank
+            if not trainer.in_step and not self.sync.has_server:
+                # called before the update of a step, on every rank
                 self._batches = step
                 self._copy(self.model.storage.data)
             return schedule(step)
@@ -119,7 +131,9 @@ class MeasuredRun:
         found = SegmentReport()
         for first in range(0, self.recipe.steps, per_epoch):
             count = min(per_epoch, self.recipe.steps - first)
-            report = trainer.run(self.loader, first // per_epoch, 0, count, first, rate, progress=done)
+            report = trainer.run(
+                self.loader, first // per_epoch, 0, count, first, rate, progress=done
+            )
             found = found.plus(report)
         self.group.barrier()  # a slow rank may still be at it
         seconds = self.group.share(clock.now() - self._begin_s)
@@ -156,11 +170,17 @@ class MeasuredRun:
         return found
 
     def _agree(self, number: int) -> tuple[float, float, list[Array]]:
-        """Return a snapshot on all ranks: rank 0's, or the mean over the ranks and the latest time."""
-        if not self.sync.asynchronous or self.sync.has_server:  # all have the same weights, or rank 0 alone has them
+        """Return a snapshot on all ranks: rank 0's, or the mean over the ranks and the latest
+        time.
+        """
+        if not self.sync.asynchronous or self.sync.has_server:
+            # all have the same weights, or rank 0 alone has them
             mine = self._snapshots[number] if self.group.is_root else None
             batches, seconds = self.group.share(mine and (mine.batches, mine.seconds))
-            weights = [np.ascontiguousarray(each) for each in (mine.weights if mine else self.model.storage.data)]
+            weights = [
+                np.ascontiguousarray(each)
+                for each in (mine.weights if mine else self.model.storage.data)
+            ]
             for each in weights:
                 self.group.broadcast(each)
             return batches, seconds, weights

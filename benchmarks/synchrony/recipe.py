@@ -1,4 +1,6 @@
-"""What is trained, and how: data, network and optimizer, the same for every way of synchronization."""
+"""What is trained, and how: data, network and optimizer, the same for every way of
+synchronization.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,8 @@ class Recipe:
         steps: global batches of a run.
         every: global batches between two evaluations.
         lr, momentum: of SGD.
-        warm: batches in which the learning rate rises to `lr`; then it falls to 0 on a cosine until `decay`.
+        warm: batches in which the learning rate rises to `lr`; then it falls to 0 on a cosine until
+            `decay`.
         decay: the global batches of a whole run, where it is 0; None for `steps`.
         partition: which samples a worker sees; see `nnmpi.data.sampler`.
         seed: of the first weights, of the order of the data and of who is slow by chance.

@@ -1,4 +1,6 @@
-"""The runs of `ranks`, on simulated ranks in this process; several at once in processes of their own."""
+"""The runs of `ranks`, on simulated ranks in this process; several at once in processes of their
+own.
+"""
 
 import multiprocessing
 import os
@@ -26,7 +28,8 @@ class SimulatedRun:
         slow: see `synchrony.slow`.
         network: see `comm.fit.parse_network`; empty for messages that take no time.
         observed: whether it is evaluated on the way, or only at its end.
-        cpu_factor: how many times the CPU time of this machine a step takes; 0 for nothing but the pace.
+        cpu_factor: how many times the CPU time of this machine a step takes; 0 for nothing but the
+            pace.
     """
 
     sync: Sync

@@ -1,17 +1,30 @@
-"""Layers divided among ranks: `python benchmarks/tensor --help`, and the README beside this file."""
+"""Layers divided among ranks: `python benchmarks/tensor --help`, and the README beside this
+file.
+"""
 
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.harness.launch import run_job  # noqa: E402
 from benchmarks.harness.parts import Content, Part, Suite  # noqa: E402
 from benchmarks.harness.tables import ms1, render, spread  # noqa: E402
 
-FULL = {"mlp": {"rows": 512, "width": 512, "layers": 15}, "cnn": {"rows": 128}, "towers": {"rows": 128}, "rounds": 20}
-CHECK = {"mlp": {"rows": 256, "width": 256, "layers": 7}, "cnn": {"rows": 64}, "towers": {"rows": 64}, "rounds": 2}
+FULL = {
+    "mlp": {"rows": 512, "width": 512, "layers": 15},
+    "cnn": {"rows": 128},
+    "towers": {"rows": 128},
+    "rounds": 20,
+}
+CHECK = {
+    "mlp": {"rows": 256, "width": 256, "layers": 7},
+    "cnn": {"rows": 64},
+    "towers": {"rows": 64},
+    "rounds": 2,
+}
 
 
 def times(check: bool, data_dir: Path | None) -> dict[str, Any]:
@@ -33,4 +46,8 @@ def table(content: Content) -> str:
 
 if __name__ == "__main__":
     parts = {"times": Part(times, table, timed=True)}
-    sys.exit(Suite(Path(__file__).parent, "Layers divided among ranks: the time of a step.", parts).main())
+    sys.exit(
+        Suite(
+            Path(__file__).parent, "Layers divided among ranks: the time of a step.", parts
+        ).main()
+    )

@@ -32,12 +32,13 @@ class Case:
         name: on the command line.
         model: MLP, CNN, BLOCK, GPT or LSTM.
         batch: rows of the global batch.
-        sizes: MLP: of the layers; CNN: height, width, channels, classes; BLOCK: time, features, heads, hidden features;
-            GPT: time, features, heads, layers, context, vocabulary; LSTM: time, features, layers, vocabulary.
+        sizes: MLP: of the layers; CNN: height, width, channels, classes; BLOCK: time, features,
+            heads, hidden features; GPT: time, features, heads, layers, context, vocabulary; LSTM:
+            time, features, layers, vocabulary.
         loss: CROSS_ENTROPY, or SQUARED (mean over all elements).
         seed: of data and first weights.
-        large: whether only the ways that were fastest elsewhere take part: all of them would take many minutes, and
-            more memory than there is.
+        large: whether only the ways that were fastest elsewhere take part: all of them would take
+            many minutes, and more memory than there is.
     """
 
     name: str
@@ -71,8 +72,8 @@ class Case:
     def data(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the global batch: x (batch, *sample), and labels (batch,) int64 or targets like x.
 
-        A language model's x are tokens, int64, and its labels the next ones, (batch, time). Images have a background of
-        zeros, as handwritten digits do: max-pooling then meets ties.
+        A language model's x are tokens, int64, and its labels the next ones, (batch, time). Images
+        have a background of zeros, as handwritten digits do: max-pooling then meets ties.
         """
         draw = np.random.default_rng(self.seed)
         if self.model in LANGUAGE:

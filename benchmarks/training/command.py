@@ -40,16 +40,30 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         HelpAsked: for --help.
-        UsageError: for an unknown name, a value that cannot be used, or ranks that do not divide a batch.
+        UsageError: for an unknown name, a value that cannot be used, or ranks that do not divide a
+            batch.
     """
     parser = command.CommandParser(PROGRAM, DESCRIPTION)
-    add, ranks, names = parser.add_argument, command.each(command.positive), command.each(command.one_of(*CASES))
-    add("--ranks", type=ranks, default=(1, 2), metavar="P,...", help="numbers of processes (default: 1,2)")
+    add, ranks, names = (
+        parser.add_argument,
+        command.each(command.positive),
+        command.each(command.one_of(*CASES)),
+    )
+    add(
+        "--ranks",
+        type=ranks,
+        default=(1, 2),
+        metavar="P,...",
+        help="numbers of processes (default: 1,2)",
+    )
     add("--cases", type=names, metavar="A,B,...", help=f"models ({EVERY})")
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
     command.add_blocks(parser, block_s=0.2)
     add("--readme", action="store_true", help="replace the tables of the README beside the program")
-    text = f"reduced: each part once, verified, no times worth keeping, and without --cases fewer of them ({CHECKED})"
+    text = (
+        "reduced: each part once, verified, no times worth keeping, and without --cases fewer of"
+        f" them ({CHECKED})"
+    )
     add("--check", action="store_true", help=text)
     options = parser.parse(words)
     options.cases = options.cases or (CHECKED if options.check else EVERY).split(",")
@@ -58,7 +72,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for name in options.cases:
         for ranks in options.ranks:
             if CASES[name].batch % ranks:
-                raise UsageError(f"--ranks {ranks} does not divide the batch of {name}, {CASES[name].batch}")
+                raise UsageError(
+                    f"--ranks {ranks} does not divide the batch of {name}, {CASES[name].batch}"
+                )
     return options
 
 
@@ -75,19 +91,42 @@ def _run(options: argparse.Namespace, removed: Mapping[str, str]) -> None:
         for found in measure(name, options, torch, facts):
             rows += found
             say(tables.contestants(found, options.markdown))
-            content = {"machine": machine, "removed": removed, "facts": facts, "checked_only": options.check}
+            content = {
+                "machine": machine,
+                "removed": removed,
+                "facts": facts,
+                "checked_only": options.check,
+            }
             results.write(options.json, {**content, "rows": rows, "fastest": compare(rows)})
     versions = [
-        f"{package} {machine[package]}" for package in ("python", "numpy", "mpi4py", "torch") if package in machine
+        f"{package} {machine[package]}"
+        for package in ("python", "numpy", "mpi4py", "torch")
+        if package in machine
     ]
     header = labelled(
         [
-            ("taken", f"{machine['date']}: {machine['cpu']} ({machine['vendor']}), {machine['cores']} cores"),
+            (
+                "taken",
+                (
+                    f"{machine['date']}: {machine['cpu']} ({machine['vendor']}), {machine['cores']}"
+                    " cores"
+                ),
+            ),
             ("versions", ", ".join([*versions, *filter(None, [facts.get("mpi")])])),
             ("threads", "1 per rank, in nnmpi and in PyTorch"),
             ("nnmpi's BLAS", facts.get("blas", "unknown")),
-            ("PyTorch", f"{facts.get('torch_blas')}; vectors of its own code: {facts.get('torch_capability')}"),
-            ("removed", ", ".join(f"{key}={value}" for key, value in removed.items()) or "no settings of the BLAS"),
+            (
+                "PyTorch",
+                (
+                    f"{facts.get('torch_blas')}; vectors of its own code:"
+                    f" {facts.get('torch_capability')}"
+                ),
+            ),
+            (
+                "removed",
+                ", ".join(f"{key}={value}" for key, value in removed.items())
+                or "no settings of the BLAS",
+            ),
         ]
     )
     say(header)

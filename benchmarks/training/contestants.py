@@ -12,11 +12,15 @@ if TYPE_CHECKING:  # NumPy must not be loaded before the environment is set
 NNMPI, TORCH = "nnmpi", "torch"
 # The groups of which the fastest one counts.
 PURE, JIT, STOCK, TUNED = "nnmpi", "nnmpi jit", "PyTorch", "PyTorch, tuned malloc"
-# nnmpi's ways: a loop, with `DataParallel` on several ranks; the same, recorded and replayed; `Worker`.
+# nnmpi's ways: a loop, with `DataParallel` on several ranks; the same, recorded and replayed;
+# `Worker`.
 EAGER, COMPILED, WORKER = "eager", "compiled", "worker"
 CHANNELS_LAST = "channels_last"
 # What an experienced user of PyTorch sets: memory that was freed stays in the process.
-TUNED_MALLOC: Mapping[str, str] = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
+TUNED_MALLOC: Mapping[str, str] = {
+    "MALLOC_MMAP_THRESHOLD_": "1000000000",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+}
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,14 @@ class Contestant:
 
 
 def nnmpi_field(case: Case, ranks: int, jit: bool, reduced: bool = False) -> list[Contestant]:
-    """Return nnmpi's ways; only the fastest ones where others would take too long, or in a reduced run."""
+    """Return nnmpi's ways; only the fastest ones where others would take too long, or in a reduced
+    run.
+    """
     ways = [COMPILED, *([WORKER] if ranks > 1 else [])]
-    plain = [Contestant(NNMPI, case.name, ranks, way) for way in (ways if case.large or reduced else [EAGER, *ways])]
+    plain = [
+        Contestant(NNMPI, case.name, ranks, way)
+        for way in (ways if case.large or reduced else [EAGER, *ways])
+    ]
     return [*plain, *(replace(each, jit=True) for each in plain if jit)]
 
 
@@ -71,4 +80,6 @@ def torch_field(case: Case, ranks: int, reduced: bool = False) -> list[Contestan
 
 def reference(case: Case, torch: bool) -> Contestant:
     """Return the one in float64 whose loss and gradients are taken for right."""
-    return Contestant(TORCH if torch else NNMPI, case.name, way="" if torch else EAGER, dtype="float64")
+    return Contestant(
+        TORCH if torch else NNMPI, case.name, way="" if torch else EAGER, dtype="float64"
+    )

@@ -1,7 +1,8 @@
 """Compares every contestant with a reference in float64 before anything is timed.
 
-A gradient is read off the weights: a step of plain SGD with an enormous learning rate leaves w - lr g, of which w is a
-millionth. So what is looked at is what the step has done, exchange and update included.
+A gradient is read off the weights: a step of plain SGD with an enormous learning rate leaves w - lr
+g, of which w is a millionth. So what is looked at is what the step has done, exchange and update
+included.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Arrays = Sequence[NDArray[np.float64]]
 
 
 class CaseFiles:
-    """A case as files in a folder: its data and first weights, which every contestant reads, in both sides' order.
+    """A case as files in a folder: its data and first weights, which every contestant reads, in
+    both sides' order.
 
     Attributes:
         case, folder: these.
@@ -48,10 +50,16 @@ class CaseFiles:
         _write(folder / "torch.weights", to_torch(case, self.weights))
 
     def read(self, file: Path, contestant: Contestant) -> list[NDArray[np.float64]]:
-        """Return the weights that a contestant has left in a file, which is removed, in nnmpi's order and layout."""
+        """Return the weights that a contestant has left in a file, which is removed, in nnmpi's
+        order and layout.
+        """
         flat = np.fromfile(file, contestant.dtype).astype(np.float64)
         file.unlink()
-        return split(flat, self.weights) if contestant.side == NNMPI else from_torch(self.case, flat, self.weights)
+        return (
+            split(flat, self.weights)
+            if contestant.side == NNMPI
+            else from_torch(self.case, flat, self.weights)
+        )
 
 
 def _write(file: Path, arrays: list[NDArray[Any]]) -> None:
@@ -67,7 +75,8 @@ class GradientErrors:
     Attributes:
         loss: relative error of the first loss.
         gradient: largest error of a gradient's element, as a share of the largest of all elements.
-        weights: largest difference from nnmpi's on one rank after some steps, as a share of the largest weight.
+        weights: largest difference from nnmpi's on one rank after some steps, as a share of the
+            largest weight.
     """
 
     loss: float
@@ -108,8 +117,9 @@ class Judge:
             for name, value in vars(found).items():
                 if isnan(value) or value > TOLERANCE:
                     raise WrongResultError(
-                        f"{team.contestant.name} on {team.contestant.ranks} ranks, case {self.files.case.name}: its "
-                        f"{name} is off by {value:.1e} of the largest, more than {TOLERANCE:g}"
+                        f"{team.contestant.name} on {team.contestant.ranks} ranks, case"
+                        f" {self.files.case.name}: its {name} is off by {value:.1e} of the largest,"
+                        f" more than {TOLERANCE:g}"
                     )
         return found
 
@@ -117,7 +127,10 @@ class Judge:
         """Return each rank's loss and gradients."""
         answers = team.ask("probe", lr=PROBE_LR)
         gradients = [
-            [(before - after) / PROBE_LR for before, after in zip(self.files.weights, left, strict=True)]
+            [
+                (before - after) / PROBE_LR
+                for before, after in zip(self.files.weights, left, strict=True)
+            ]
             for left in self._read(team, answers)
         ]
         return [answer["loss"] for answer in answers], gradients
@@ -132,7 +145,9 @@ class Judge:
 
 
 def error(found: Arrays, right: Arrays) -> float:
-    """Return the largest difference between elements, as a share of the largest of the right ones; NaN if one is."""
+    """Return the largest difference between elements, as a share of the largest of the right ones;
+    NaN if one is.
+    """
     largest = max(float(abs(b).max()) for b in right)
     differences = [float(abs(a - b).max()) for a, b in zip(found, right, strict=True)]
     worst = float(np.max(differences))

@@ -25,8 +25,13 @@ def to_torch(case: Case, arrays: Sequence[NDArray[Any]]) -> Arrays:
     """Return nnmpi's parameters as PyTorch stores them, contiguous."""
     behind, tables = _behind_images(case, arrays), TABLES.get(case.model, 0)
     gated = range(tables, tables + GATED * case.sizes[2]) if case.model == LSTM else ()
-    turned = (_turned(_gates(array) if i in gated else array, i == behind) for i, array in enumerate(arrays))
-    return [np.ascontiguousarray(arrays[i] if i < tables else array) for i, array in enumerate(turned)]
+    turned = (
+        _turned(_gates(array) if i in gated else array, i == behind)
+        for i, array in enumerate(arrays)
+    )
+    return [
+        np.ascontiguousarray(arrays[i] if i < tables else array) for i, array in enumerate(turned)
+    ]
 
 
 def from_torch(case: Case, flat: NDArray[Any], like: Sequence[NDArray[Any]]) -> Arrays:
@@ -49,7 +54,10 @@ def from_torch(case: Case, flat: NDArray[Any], like: Sequence[NDArray[Any]]) -> 
 def split(flat: NDArray[Any], like: Sequence[NDArray[Any]]) -> Arrays:
     """Return numbers that stand one after another as arrays of these shapes."""
     ends = np.cumsum([array.size for array in like])
-    return [part.reshape(array.shape) for part, array in zip(np.split(flat, ends[:-1]), like, strict=True)]
+    return [
+        part.reshape(array.shape)
+        for part, array in zip(np.split(flat, ends[:-1]), like, strict=True)
+    ]
 
 
 def _turned(array: NDArray[Any], behind_images: bool) -> NDArray[Any]:
@@ -57,7 +65,11 @@ def _turned(array: NDArray[Any], behind_images: bool) -> NDArray[Any]:
         return array.transpose(3, 2, 0, 1)
     if array.ndim == 2 and behind_images:
         side = int((len(array) // CHANNELS) ** 0.5)
-        return array.reshape(side, side, CHANNELS, -1).transpose(3, 2, 0, 1).reshape(array.shape[1], -1)
+        return (
+            array.reshape(side, side, CHANNELS, -1)
+            .transpose(3, 2, 0, 1)
+            .reshape(array.shape[1], -1)
+        )
     return array.T if array.ndim == 2 else array
 
 

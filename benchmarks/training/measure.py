@@ -1,4 +1,6 @@
-"""A case from its data to its rows: contestants are started, judged, timed in turns, and asked for their memory."""
+"""A case from its data to its rows: contestants are started, judged, timed in turns, and asked for
+their memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ GROUPS = (PURE, JIT, STOCK, TUNED)
 RATIOS = ((STOCK, PURE), (STOCK, JIT), (TUNED, PURE), (TUNED, JIT))
 
 
-def measure(name: str, options: argparse.Namespace, torch: bool, facts: dict[str, str]) -> Iterator[list[Row]]:
+def measure(
+    name: str, options: argparse.Namespace, torch: bool, facts: dict[str, str]
+) -> Iterator[list[Row]]:
     """Yield a case's rows, those of one number of ranks together.
 
     Args:
@@ -53,18 +57,25 @@ def measure(name: str, options: argparse.Namespace, torch: bool, facts: dict[str
                         facts |= hello["facts"]
                 steps, blocks = time_blocks(list(teams), options.rounds, options.block_s)
                 # CPU time of the thread on one rank, the wall clock on several
-                yield [_row(team, steps, blocks[team][ranks > 1], vars(errors[team])) for team in teams]
+                yield [
+                    _row(team, steps, blocks[team][ranks > 1], vars(errors[team])) for team in teams
+                ]
 
 
-def time_blocks(teams: Sequence[Team], rounds: int, block_s: float) -> tuple[int, Mapping[Team, Any]]:
-    """Return the steps in a block, and for each contestant the seconds per step by each clock, block by block.
+def time_blocks(
+    teams: Sequence[Team], rounds: int, block_s: float
+) -> tuple[int, Mapping[Team, Any]]:
+    """Return the steps in a block, and for each contestant the seconds per step by each clock,
+    block by block.
 
     Args:
         teams: the contestants; whoever does not run sleeps.
         rounds: blocks of each.
         block_s: how long a block of the contestant in the middle should take.
     """
-    steps = steps_in_block(block_s, [_block(team, WARM_UP) and _block(team, 1)[-1] for team in teams])
+    steps = steps_in_block(
+        block_s, [_block(team, WARM_UP) and _block(team, 1)[-1] for team in teams]
+    )
     found: Mapping[Team, list[list[float]]] = {team: [[] for _ in CLOCKS] for team in teams}
     for number in range(-1, rounds):  # the first round warms up
         for team in shuffled(teams, number):
@@ -78,24 +89,41 @@ def _block(team: Team, steps: int) -> list[float]:
     """Run a block; return the seconds of the slowest rank by each clock."""
     answers = team.ask("block", lr=LR, steps=steps)
     if any(isinf(answer["loss"]) for answer in answers):
-        raise NnmpiError(f"{team.contestant.name} has diverged; the losses are {[a['loss'] for a in answers]}")
+        raise NnmpiError(
+            f"{team.contestant.name} has diverged; the losses are {[a['loss'] for a in answers]}"
+        )
     return [max(answer[name] for answer in answers) for name in CLOCKS]
 
 
 def _row(team: Team, steps: int, blocks_s: Sequence[float], errors: Mapping[str, float]) -> Row:
     """Return a contestant's row when its blocks are done."""
     one = team.contestant
-    row = {"case": one.case, "ranks": one.ranks, "name": one.name, "group": one.group, "steps": steps}
+    row = {
+        "case": one.case,
+        "ranks": one.ranks,
+        "name": one.name,
+        "group": one.group,
+        "steps": steps,
+    }
     peak_bytes = max(team.ask("memory"))
-    return row | summary("step", blocks_s) | {"blocks_s": blocks_s, "peak_bytes": peak_bytes, "errors": errors}
+    return (
+        row
+        | summary("step", blocks_s)
+        | {"blocks_s": blocks_s, "peak_bytes": peak_bytes, "errors": errors}
+    )
 
 
 def compare(rows: Sequence[Row]) -> list[Row]:
-    """Return for each case and number of ranks the fastest row of each group, and the medians of the rounds' ratios."""
+    """Return for each case and number of ranks the fastest row of each group, and the medians of
+    the rounds' ratios.
+    """
     found = []
     for case, ranks in dict.fromkeys((each["case"], each["ranks"]) for each in rows):
         mine = [each for each in rows if (each["case"], each["ranks"]) == (case, ranks)]
-        best = {each["group"]: each for each in sorted(mine, key=lambda row: median(row["blocks_s"]), reverse=True)}
+        best = {
+            each["group"]: each
+            for each in sorted(mine, key=lambda row: median(row["blocks_s"]), reverse=True)
+        }
         ratios = {
             f"{slow} / {fast}": ratio("ratio", best[slow]["blocks_s"], best[fast]["blocks_s"])
             for slow, fast in RATIOS

@@ -1,7 +1,7 @@
 """One process of a contestant: `python benchmarks/training/member.py FOLDER CONTESTANT RANK`.
 
-It connects to the benchmark's socket in the folder, and does what it is asked to, line by line; between two lines it
-sleeps. Under mpirun, RANK is "-" and MPI says which one it is.
+It connects to the benchmark's socket in the folder, and does what it is asked to, line by line;
+between two lines it sleeps. Under mpirun, RANK is "-" and MPI says which one it is.
 """
 
 import json
@@ -14,7 +14,8 @@ from pathlib import Path
 from socket import AF_UNIX, socket
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
@@ -24,12 +25,14 @@ from benchmarks.training.cases import CASES, Case  # noqa: E402
 from benchmarks.training.contestants import NNMPI, TORCH, Contestant  # noqa: E402
 
 TRAINERS = {NNMPI: "NnmpiTrainer", TORCH: "TorchTrainer"}
-REPEATS = 3  # of nnmpi's step that is looked at: it is recorded in the first ones and replayed in the last
+# of nnmpi's step that is looked at: it is recorded in the first ones and replayed in the last
+REPEATS = 3
 SOCKET = "socket"
 
 
 class Trainer(ABC):
-    """One rank of a contestant: a step, and its parameters as arrays. Making one is collective over its ranks.
+    """One rank of a contestant: a step, and its parameters as arrays. Making one is collective over
+    its ranks.
 
     Its public methods are what the benchmark asks for.
 
@@ -45,7 +48,9 @@ class Trainer(ABC):
 
     @abstractmethod
     def one_step(self) -> float:
-        """Do forward, backward, exchange and update. Return the loss; its mean over the ranks is the global one."""
+        """Do forward, backward, exchange and update. Return the loss; its mean over the ranks is
+        the global one.
+        """
 
     @abstractmethod
     def barrier(self) -> None:
@@ -64,20 +69,26 @@ class Trainer(ABC):
         """Take apart what was made collectively."""
 
     def load(self) -> list[NDArray[Any]]:
-        """Return this rank's part of the global batch, in the contestant's dtype where it is floating point."""
+        """Return this rank's part of the global batch, in the contestant's dtype where it is
+        floating point.
+        """
         rows, dtype = self.case.batch // self.contestant.ranks, self.contestant.dtype
         part = slice(self.rank * rows, (self.rank + 1) * rows)
         both = (np.load(self.folder / f"{name}.npy", mmap_mode="r")[part] for name in ("x", "y"))
         return [np.array(each, dtype if each.dtype.kind == "f" else each.dtype) for each in both]
 
     def probe(self, lr: float) -> dict[str, Any]:
-        """Do one step from the first weights, nnmpi's several times over; write the weights that it leaves."""
+        """Do one step from the first weights, nnmpi's several times over; write the weights that it
+        leaves.
+        """
         for _ in range(REPEATS if self.contestant.side == NNMPI else 1):
             found = self.train(lr, 1)
         return found
 
     def train(self, lr: float, steps: int) -> dict[str, Any]:
-        """Do some steps from the first weights; write the weights that they leave, one array after another."""
+        """Do some steps from the first weights; write the weights that they leave, one array after
+        another.
+        """
         self.barrier()
         with open(self.folder / f"{self.contestant.side}.weights", "rb") as values:
             for array in self.arrays():
@@ -100,7 +111,11 @@ class Trainer(ABC):
         wall, cpu = time.perf_counter(), time.thread_time()
         for _ in range(steps):
             loss = self.one_step()
-        return {"cpu_s": time.thread_time() - cpu, "wall_s": time.perf_counter() - wall, "loss": loss}
+        return {
+            "cpu_s": time.thread_time() - cpu,
+            "wall_s": time.perf_counter() - wall,
+            "loss": loss,
+        }
 
     def memory(self) -> int:
         """Return the resident bytes at their peak since this was asked last."""
@@ -112,7 +127,9 @@ class Trainer(ABC):
 def main(words: list[str]) -> None:
     """Do what is asked for, until the connection ends."""
     folder, contestant = Path(words[0]), Contestant(**json.loads(words[1]))
-    make = getattr(import_module(f"benchmarks.training.trainer_{contestant.side}"), TRAINERS[contestant.side])
+    make = getattr(
+        import_module(f"benchmarks.training.trainer_{contestant.side}"), TRAINERS[contestant.side]
+    )
     trainer = make(contestant, int(words[2]) if words[2].isdecimal() else 0, folder)
     with socket(AF_UNIX) as connection:
         connection.connect(str(folder / SOCKET))

@@ -1,10 +1,12 @@
-"""A step of `python -m nnmpi.train`, with its share of evaluations, records and reports, beside one of a compiled loop.
+"""A step of `python -m nnmpi.train`, with its share of evaluations, records and reports, beside one
+of a compiled loop.
 
     python benchmarks/training/steps.py iris 500
     mpirun -n 2 python benchmarks/training/steps.py digits 8
 
-Both train the same model on the same samples. Times are of the first rank's thread, the least of some blocks of whole
-epochs. The loop's batches are made before; it measures no gradient, evaluates nothing, and reports nothing.
+Both train the same model on the same samples. Times are of the first rank's thread, the least of
+some blocks of whole epochs. The loop's batches are made before; it measures no gradient, evaluates
+nothing, and reports nothing.
 """
 
 import sys
@@ -12,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 
@@ -44,7 +47,16 @@ class EpochClock(Console):
 def train(name: str, epochs: int, group: Group, folder: str) -> float:
     """Return the seconds of a step of the train command."""
     model, batch, hidden = CASES[name]
-    words = ["--dataset", name, "--model", model, "--batch-size", str(batch), "--epochs", str(epochs)]
+    words = [
+        "--dataset",
+        name,
+        "--model",
+        model,
+        "--batch-size",
+        str(batch),
+        "--epochs",
+        str(epochs),
+    ]
     words += [*(("--hidden", *map(str, hidden)) if hidden else ()), "--out", f"{folder}/run"]
     console = EpochClock(quiet=True)
     console.ends = []
@@ -61,7 +73,9 @@ def loop(name: str, group: Group) -> float:
     _, batch, hidden = CASES[name]
     found = data.load(name)[0]
     shape, classes = found.sample_shape, found.classes
-    model = (models.mlp(shape, classes, hidden) if hidden else models.cnn(shape, classes)).initialize(seed=0)
+    model = (
+        models.mlp(shape, classes, hidden) if hidden else models.cnn(shape, classes)
+    ).initialize(seed=0)
     optimizer, parallel = optim.Adam(model.storage, lr=1e-5), nnmpi.DataParallel(model, group)
     batches = list(Loader(found, batch, rank=group.rank, world=group.size).epoch(0))
 
@@ -90,11 +104,17 @@ def main() -> None:
     keep_freed_memory()
     name, epochs, group = sys.argv[1], int(sys.argv[2]), nnmpi.start()
     with tempfile.TemporaryDirectory(prefix="nnmpi-") as own, np.errstate(all="ignore"):
-        trained_s, looped_s = train(name, epochs, group, on_root(group, lambda: own)), loop(name, group)
+        trained_s, looped_s = (
+            train(name, epochs, group, on_root(group, lambda: own)),
+            loop(name, group),
+        )
         group.barrier()
     if group.is_root:
         ratio = trained_s / looped_s
-        print(f"{name}, {group.size} ranks: train {1e6 * trained_s:.0f} us, loop {1e6 * looped_s:.0f} us, {ratio:.2f}")
+        print(
+            f"{name}, {group.size} ranks: train {1e6 * trained_s:.0f} us, loop {1e6 * looped_s:.0f}"
+            f" us, {ratio:.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,13 +18,18 @@ def contestants(rows: Sequence[Row], markdown: bool) -> str:
         ("contestant", "name"),
         ("ms per step (quartiles)", lambda row: spread(row["step_s"], row["step_quartiles_s"], ms)),
         ("peak MiB", lambda row: mib(row["peak_bytes"])),
-        ("error of loss, gradient, weights", lambda row: ", ".join(f"{each:.0e}" for each in row["errors"].values())),
+        (
+            "error of loss, gradient, weights",
+            lambda row: ", ".join(f"{each:.0e}" for each in row["errors"].values()),
+        ),
     )
     return render(columns, sorted(rows, key=lambda row: row["step_s"]), markdown)
 
 
 def speeds(rows: Sequence[Row], markdown: bool) -> str:
-    """Return each side's fastest way, and how many times faster nnmpi is: medians (quartiles) of the rounds' ratios."""
+    """Return each side's fastest way, and how many times faster nnmpi is: medians (quartiles) of
+    the rounds' ratios.
+    """
 
     def step_ms(row: Row, group: str) -> str:
         return ms(row["best"][group]["step_s"]) if group in row["best"] else MISSING
@@ -48,5 +53,8 @@ def memory(rows: Sequence[Row], markdown: bool) -> str:
         return mib(row["best"][group]["peak_bytes"]) if group in row["best"] else MISSING
 
     groups = GROUPS[: GROUPS.index(STOCK) + 1]
-    columns = (*_CASE, *((f"{group}, MiB", lambda row, group=group: peak(row, group)) for group in groups))
+    columns = (
+        *_CASE,
+        *((f"{group}, MiB", lambda row, group=group: peak(row, group)) for group in groups),
+    )
     return render(columns, compare(rows), markdown)

@@ -1,7 +1,8 @@
-"""A contestant's processes, seen from the benchmark: started, asked to do something, and waited for.
+"""A contestant's processes, seen from the benchmark: started, asked to do something, and waited
+for.
 
-Each process has a connection of its own to the benchmark and sleeps while it has nothing to do, so that all
-contestants can stay alive and take turns.
+Each process has a connection of its own to the benchmark and sleeps while it has nothing to do, so
+that all contestants can stay alive and take turns.
 """
 
 from __future__ import annotations
@@ -53,10 +54,13 @@ class Team:
             every = [[*words, str(rank)] for rank in range(contestant.ranks)]
         else:
             every = [[find_mpirun(), "-n", str(contestant.ranks), *words, "-"]]
-        # Open MPI names its files in /dev/shm by 16 bits of a hash of the job. Of two jobs that get the same one, the
-        # later one cuts off the file of the other, which then dies of a segmentation fault; and here two dozen jobs are
-        # alive at once. So each has a folder of its own; other MPIs ignore the variables.
-        self._shared = tempfile.mkdtemp(prefix="nnmpi-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ""
+        # Open MPI names its files in /dev/shm by 16 bits of a hash of the job. Of two jobs that get
+        # the same one, the later one cuts off the file of the other, which then dies of a
+        # segmentation fault; and here two dozen jobs are alive at once. So each has a folder of its
+        # own; other MPIs ignore the variables.
+        self._shared = (
+            tempfile.mkdtemp(prefix="nnmpi-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ""
+        )
         own = dict.fromkeys(VARIABLES, self._shared) if self._shared else {}
         environ = {**environment(), **own, **(TUNED_MALLOC if contestant.tuned else {})}
         with open(self._output, "wb") as sink:
@@ -155,7 +159,12 @@ class Teams:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._end()
 
     def __getitem__(self, name: str) -> Team:

@@ -1,4 +1,6 @@
-"""nnmpi's side, through its public names: a loop on one rank; `DataParallel` or `Worker` on several."""
+"""nnmpi's side, through its public names: a loop on one rank; `DataParallel` or `Worker` on
+several.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -53,8 +55,15 @@ class NnmpiTrainer(Trainer):
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
-        pools = [pool for pool in threadpoolctl.threadpool_info() if "numpy" in str(pool.get("filepath", ""))]
-        names = [f"{pool['internal_api']} {pool['version']} ({pool.get('architecture', 'unknown')})" for pool in pools]
+        pools = [
+            pool
+            for pool in threadpoolctl.threadpool_info()
+            if "numpy" in str(pool.get("filepath", ""))
+        ]
+        names = [
+            f"{pool['internal_api']} {pool['version']} ({pool.get('architecture', 'unknown')})"
+            for pool in pools
+        ]
         mkl = installed_mkl()
         found = {"blas": ", ".join(names if mkl is None else [f"mkl {mkl.version}", *names])}
         return found if self._group is None else {**found, "mpi": self._group.comm.world.library}
@@ -73,7 +82,11 @@ class NnmpiTrainer(Trainer):
         def step(x: Any, y: Any) -> Tensor:
             model.zero_grad()
             with nn.training():
-                loss = mean_loss(case, model(x), y) if parallel is None else sum_loss(case)(model(x), y)
+                loss = (
+                    mean_loss(case, model(x), y)
+                    if parallel is None
+                    else sum_loss(case)(model(x), y)
+                )
             if parallel is None:
                 loss.backward()
             else:
@@ -88,7 +101,15 @@ class NnmpiTrainer(Trainer):
 
     def _worker(self) -> Callable[[], float]:
         rows = len(self._x)
-        batch = Batch(self._x, self._y, np.arange(rows), (Cut(0, rows, self.rank * rows),), self.case.batch, 0, 0)
+        batch = Batch(
+            self._x,
+            self._y,
+            np.arange(rows),
+            (Cut(0, rows, self.rank * rows),),
+            self.case.batch,
+            0,
+            0,
+        )
         worker = nnmpi.Worker(self._model, self._optimizer, self._group, loss=sum_loss(self.case))
         self._stack.callback(worker.release)
         return lambda: worker.step(batch).loss
@@ -117,7 +138,9 @@ def sum_loss(case: Case) -> Callable[[Tensor, Any], Tensor]:
     """Return (output, labels) -> the sum over the targets of each one's loss."""
     if case.loss == CROSS_ENTROPY:
         return partial(ops.cross_entropy, reduction="sum")
-    return lambda output, y, reduction="sum": ops.mse(output, y, reduction="sum") * (1 / case.elements)
+    return lambda output, y, reduction="sum": (
+        ops.mse(output, y, reduction="sum") * (1 / case.elements)
+    )
 
 
 def mean_loss(case: Case, output: Tensor, y: Any) -> Tensor:

@@ -1,4 +1,5 @@
-"""PyTorch's side: eager, SGD; DistributedDataParallel with gloo on several ranks. It does not import nnmpi.
+"""PyTorch's side: eager, SGD; DistributedDataParallel with gloo on several ranks. It does not
+import nnmpi.
 
 Parameters stand in the order of nnmpi's, so that they are found by number: see `layouts.py`.
 """
@@ -33,15 +34,21 @@ class TorchTrainer(Trainer):
         self._x, self._y = map(torch.from_numpy, self.load())
         self._model: nn.Module = build(self.case).to(getattr(torch, contestant.dtype))
         if self.case.model == CNN:
-            order = torch.channels_last if contestant.way == CHANNELS_LAST else torch.contiguous_format
+            order = (
+                torch.channels_last if contestant.way == CHANNELS_LAST else torch.contiguous_format
+            )
             self._x = self._x.permute(0, 3, 1, 2).contiguous(memory_format=order)
             self._model = self._model.to(memory_format=order)
         self._run: nn.Module = self._model
         if contestant.ranks > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             place = f"file://{folder / contestant.name.replace(' ', '-')}.rendezvous"
-            torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=contestant.ranks)
-            self._run = nn.parallel.DistributedDataParallel(self._model, gradient_as_bucket_view=True)
+            torch.distributed.init_process_group(
+                "gloo", init_method=place, rank=rank, world_size=contestant.ranks
+            )
+            self._run = nn.parallel.DistributedDataParallel(
+                self._model, gradient_as_bucket_view=True
+            )
         self._parameters = [each for each in self._model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.SGD(self._parameters, lr=0.01, fused=contestant.ranks == 1)
 
@@ -101,7 +108,10 @@ class Block(nn.Module):
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """Return causal attention over the time axis."""
         batch, time, features = x.shape
-        q, k, v = (part.view(batch, time, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            part.view(batch, time, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(batch, time, features))
 
@@ -116,9 +126,14 @@ class Transformer(nn.Module):
         vocabulary: how many tokens; the output is their table.
     """
 
-    def __init__(self, features: int, heads: int, layers: int, context: int, vocabulary: int) -> None:
+    def __init__(
+        self, features: int, heads: int, layers: int, context: int, vocabulary: int
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, features), nn.Embedding(context, features)
+        self.tokens, self.positions = (
+            nn.Embedding(vocabulary, features),
+            nn.Embedding(context, features),
+        )
         self.blocks = nn.Sequential(*(Block(features, heads, 4 * features) for _ in range(layers)))
         self.norm = nn.LayerNorm(features)
 
@@ -129,7 +144,8 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Long short-term memory: tokens (batch, time) -> logits of the next ones (batch, time, vocabulary).
+    """Long short-term memory: tokens (batch, time) -> logits of the next ones (batch, time,
+    vocabulary).
 
     PyTorch's layers have two biases that are added up; the second ones are 0 and stay so.
 

@@ -1,12 +1,13 @@
-"""Whole commands, from the shell's call to its return: `python -m nnmpi.train` beside a plain PyTorch script.
+"""Whole commands, from the shell's call to its return: `python -m nnmpi.train` beside a plain
+PyTorch script.
 
     python benchmarks/training/whole.py                                  # iris and digits, on 1 and 2 ranks, 5 times
     python benchmarks/training/whole.py --cases mnist --data-dir DIR --repeats 1
     python benchmarks/training/whole.py --torch-python VENV/bin/python   # where PyTorch is, if not here
 
-nnmpi runs as it comes, and writes what a run leaves: metrics, checkpoints, hashes. The script is `whole_torch.py`, with
-a DataLoader, and torchrun for several ranks. One thread per rank; each command has its turn in every repeat, and the
-least of its times counts.
+nnmpi runs as it comes, and writes what a run leaves: metrics, checkpoints, hashes. The script is
+`whole_torch.py`, with a DataLoader, and torchrun for several ranks. One thread per rank; each
+command has its turn in every repeat, and the least of its times counts.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 
@@ -47,14 +49,26 @@ RUNS = {
 }
 
 
-def commands(name: str, ranks: int, options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
+def commands(
+    name: str, ranks: int, options: argparse.Namespace, folder: Path
+) -> dict[str, list[str]]:
     """Return the two commands of a case."""
     run = RUNS[name]
-    shared = ["--epochs", str(options.epochs or run.epochs), "--batch-size", str(run.batch_size), "--out"]
+    shared = [
+        "--epochs",
+        str(options.epochs or run.epochs),
+        "--batch-size",
+        str(run.batch_size),
+        "--out",
+    ]
     words = ["--dataset", name, "--model", run.model, *run.more, *shared, str(folder / "run")]
     words += ["--data-dir", str(options.data_dir)] if options.data_dir and name == "mnist" else []
     ours = [sys.executable, "-m", "nnmpi.train", *words]
-    script = [str(Path(__file__).with_name("whole_torch.py")), str(folder / f"{name}.npz"), run.model]
+    script = [
+        str(Path(__file__).with_name("whole_torch.py")),
+        str(folder / f"{name}.npz"),
+        run.model,
+    ]
     script += [*shared, str(folder / "weights.pt")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return {
@@ -66,7 +80,9 @@ def commands(name: str, ranks: int, options: argparse.Namespace, folder: Path) -
 def write_data(name: str, folder: Path, data_dir: Path | None) -> None:
     """Write a data set for PyTorch's script; images as bytes, as they come."""
     arrays = {}
-    for part, found in zip(("train", "test"), data.load(name, data_dir if name == "mnist" else None), strict=True):
+    for part, found in zip(
+        ("train", "test"), data.load(name, data_dir if name == "mnist" else None), strict=True
+    ):
         x = found.rows(np.arange(len(found)))
         arrays[f"x_{part}"] = (255 * x[..., 0]).round().astype(np.uint8) if x.ndim == 4 else x
         arrays[f"y_{part}"] = found.y
@@ -74,9 +90,14 @@ def write_data(name: str, folder: Path, data_dir: Path | None) -> None:
 
 
 def take(command: Sequence[str], folder: Path) -> tuple[float, str]:
-    """Return the seconds that a command takes, and its last word of the accuracy on the test data."""
-    # Where Python is told to keep no bytecode, a checkout is compiled at each start, and what pip has installed is not.
-    environ = {name: value for name, value in environment().items() if name != "PYTHONDONTWRITEBYTECODE"}
+    """Return the seconds that a command takes, and its last word of the accuracy on the test
+    data.
+    """
+    # Where Python is told to keep no bytecode, a checkout is compiled at each start, and what pip
+    # has installed is not.
+    environ = {
+        name: value for name, value in environment().items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     begin = time.perf_counter()
     done = subprocess.run(
         command,
@@ -89,19 +110,28 @@ def take(command: Sequence[str], folder: Path) -> tuple[float, str]:
     )
     seconds = time.perf_counter() - begin
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:].strip()}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with status {done.returncode}:"
+            f" {done.stderr[-2000:].strip()}"
+        )
     lines = [line for line in done.stdout.splitlines() if "test accuracy" in line]
     return seconds, lines[-1].partition("test accuracy ")[2].partition(" (")[0]
 
 
 def main() -> None:
     """Print a line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="iris,digits", help=f"of {', '.join(RUNS)}, with commas (iris,digits)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", default="iris,digits", help=f"of {', '.join(RUNS)}, with commas (iris,digits)"
+    )
     parser.add_argument("--ranks", default="1,2", help="with commas (1,2)")
     parser.add_argument("--epochs", type=int, help="of each run (100, 20 and 3)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each command (5)")
-    parser.add_argument("--torch-python", default=sys.executable, help="the Python that has PyTorch (this one)")
+    parser.add_argument(
+        "--torch-python", default=sys.executable, help="the Python that has PyTorch (this one)"
+    )
     parser.add_argument("--data-dir", type=Path, help="folder with MNIST's files")
     options = parser.parse_args()
     print(machine_facts()["cpu"])
@@ -118,7 +148,9 @@ def main() -> None:
                     taken, accuracies[who] = take(command, Path(place))
                     seconds[who].append(taken)
         ours, theirs = min(seconds["nnmpi"]), min(seconds["PyTorch"])
-        times = f"{ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} | {' / '.join(accuracies.values())}"
+        times = (
+            f"{ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} | {' / '.join(accuracies.values())}"
+        )
         print(f"| {name} | {ranks} | {times} |", flush=True)
 
 

@@ -3,8 +3,9 @@
     python whole_torch.py DATA.npz MODEL --epochs 20 --batch-size 32 --out weights.pt
     torchrun --standalone --nproc_per_node 2 whole_torch.py DATA.npz MODEL ...          # DistributedDataParallel, gloo
 
-DATA.npz holds x_train, y_train, x_test and y_test; bytes are divided by 255. MODEL is "mlp" (one hidden layer of 50) or
-"cnn" (that of `nnmpi.models.cnn`). Adam, a warm-up of one epoch and then a cosine; the test data after each epoch.
+DATA.npz holds x_train, y_train, x_test and y_test; bytes are divided by 255. MODEL is "mlp" (one
+hidden layer of 50) or "cnn" (that of `nnmpi.models.cnn`). Adam, a warm-up of one epoch and then a
+cosine; the test data after each epoch.
 """
 
 import argparse
@@ -24,7 +25,13 @@ def build(model: str, shape: tuple[int, ...], classes: int) -> nn.Sequential:
     blocks = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     blocks += [nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     features = shape[0] // 4 * (shape[1] // 4) * 64
-    linear = [nn.Linear(features, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, classes)]
+    linear = [
+        nn.Linear(features, 128),
+        nn.ReLU(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, classes),
+    ]
     return nn.Sequential(*blocks, *linear)
 
 
@@ -63,8 +70,12 @@ def main() -> None:
     torch.manual_seed(0)
     train, test = load(options.data, "train"), load(options.data, "test")
     sampler = DistributedSampler(train) if ranks > 1 else None
-    loader = DataLoader(train, options.batch_size // ranks, shuffle=sampler is None, sampler=sampler)
-    test_loader = DataLoader(test, 256, sampler=DistributedSampler(test, shuffle=False) if ranks > 1 else None)
+    loader = DataLoader(
+        train, options.batch_size // ranks, shuffle=sampler is None, sampler=sampler
+    )
+    test_loader = DataLoader(
+        test, 256, sampler=DistributedSampler(test, shuffle=False) if ranks > 1 else None
+    )
     x, y = train.tensors
     net = build(options.model, x.shape[-2:] if x.ndim == 4 else x.shape[1:], int(y.max()) + 1)
     model = nn.parallel.DistributedDataParallel(net) if ranks > 1 else net
@@ -72,7 +83,11 @@ def main() -> None:
     warm, steps = len(loader), options.epochs * len(loader)
 
     def factor(step: int) -> float:
-        return (step + 1) / warm if step < warm else (1 + cos(pi * (step - warm) / max(1, steps - warm))) / 2
+        return (
+            (step + 1) / warm
+            if step < warm
+            else (1 + cos(pi * (step - warm) / max(1, steps - warm))) / 2
+        )
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     for epoch in range(options.epochs):
@@ -89,7 +104,10 @@ def main() -> None:
             total += loss.item()
         accuracy = evaluate(model, test_loader)
         if not distributed.is_initialized() or distributed.get_rank() == 0:
-            print(f"epoch {epoch + 1}: loss {total / len(loader):.4f}, test accuracy {accuracy:.2%}", flush=True)
+            print(
+                f"epoch {epoch + 1}: loss {total / len(loader):.4f}, test accuracy {accuracy:.2%}",
+                flush=True,
+            )
             torch.save(net.state_dict(), options.out)
     if ranks > 1:
         distributed.destroy_process_group()

@@ -1,12 +1,14 @@
-"""Models that nobody tuned for, written once for both: a training step of nnmpi beside PyTorch's, on one core.
+"""Models that nobody tuned for, written once for both: a training step of nnmpi beside PyTorch's,
+on one core.
 
     python benchmarks/training/zoo.py                                   # all models, 3 rounds
     python benchmarks/training/zoo.py --models resnet20,vgg11 --rounds 1
     python benchmarks/training/zoo.py --torch-python VENV/bin/python    # where PyTorch is, if not here
 
-Each contestant is a process of its own, with one thread, and has its turn in every round. Times are processor times of
-a step with AdamW, medians over all rounds, as they are for somebody who changes nothing: nnmpi by `nnmpi.compile`, with
-the NumPy wheel alone and with `nnmpi.jit`; PyTorch eagerly, in both layouts of images. The fastest PyTorch counts.
+Each contestant is a process of its own, with one thread, and has its turn in every round. Times are
+processor times of a step with AdamW, medians over all rounds, as they are for somebody who changes
+nothing: nnmpi by `nnmpi.compile`, with the NumPy wheel alone and with `nnmpi.jit`; PyTorch eagerly,
+in both layouts of images. The fastest PyTorch counts.
 """
 
 import argparse
@@ -21,20 +23,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 OURS, THEIRS = ("nnmpi", "nnmpi, jit"), ("PyTorch", "PyTorch, channels_last")
 
 
 def resnet20(lib: Any) -> Any:
-    """Return the residual network of He et al. for CIFAR-10, as their section 4.2 has it, with 1 x 1 shortcuts."""
+    """Return the residual network of He et al. for CIFAR-10, as their section 4.2 has it, with 1 x
+    1 shortcuts.
+    """
     nn = lib.nn
 
     class Block(nn.Module):  # type: ignore[name-defined,misc]
         def __init__(self, inputs: int, outputs: int, stride: int) -> None:
             super().__init__()
-            self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
-            self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+            self.conv1, self.norm1 = (
+                nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
+            self.conv2, self.norm2 = (
+                nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
             short = nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
             self.short = nn.Sequential(*(short if inputs != outputs else ()))
 
@@ -44,7 +55,9 @@ def resnet20(lib: Any) -> Any:
 
     widths = [16] * 4 + [32] * 3 + [64] * 3
     blocks = [Block(a, b, 1 + (a != b)) for a, b in zip(widths, widths[1:], strict=False)]
-    return nn.Sequential(*_norm_relu(nn, nn.Conv2d(3, 16, 3, 1, 1, bias=False), 16), *blocks, *lib.end(64))
+    return nn.Sequential(
+        *_norm_relu(nn, nn.Conv2d(3, 16, 3, 1, 1, bias=False), 16), *blocks, *lib.end(64)
+    )
 
 
 def vgg11(lib: Any) -> Any:
@@ -61,16 +74,29 @@ def vgg11(lib: Any) -> Any:
 def lenet5(lib: Any) -> Any:
     """Return LeNet-5 with ReLU."""
     nn = lib.nn
-    convolutions = nn.Conv2d(1, 6, 5, 1, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)
+    convolutions = (
+        nn.Conv2d(1, 6, 5, 1, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
     dense = nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)
     return nn.Sequential(*convolutions, nn.Flatten(), *dense)
 
 
 def separable(lib: Any) -> Any:
     """Return a network of depthwise-separable convolutions, in the manner of MobileNet."""
-    nn, layers, width = lib.nn, _norm_relu(lib.nn, lib.nn.Conv2d(3, 32, 3, 1, 1, bias=False), 32), 32
+    nn, layers, width = (
+        lib.nn,
+        _norm_relu(lib.nn, lib.nn.Conv2d(3, 32, 3, 1, 1, bias=False), 32),
+        32,
+    )
     for outputs, stride in ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1)):
-        layers += _norm_relu(nn, nn.Conv2d(width, width, 3, stride, 1, groups=width, bias=False), width)
+        layers += _norm_relu(
+            nn, nn.Conv2d(width, width, 3, stride, 1, groups=width, bias=False), width
+        )
         layers += _norm_relu(nn, nn.Conv2d(width, outputs, 1, bias=False), outputs)
         width = outputs
     return nn.Sequential(*layers, *lib.end(256))
@@ -112,7 +138,9 @@ def our_step(name: str, x: Any, y: Any, jit: bool) -> Callable[[], object]:
     import nnmpi
     from nnmpi import nn, ops, optim
 
-    lib = SimpleNamespace(nn=nn, relu=ops.relu, end=lambda width: (nn.GlobalAvgPool2d(), nn.Linear(width, 10)))
+    lib = SimpleNamespace(
+        nn=nn, relu=ops.relu, end=lambda width: (nn.GlobalAvgPool2d(), nn.Linear(width, 10))
+    )
     model = MODELS[name][0](lib).initialize(seed=0)
     optimizer = optim.AdamW(model.storage, lr=1e-3)
 
@@ -140,9 +168,15 @@ def their_step(name: str, x: Any, y: Any, channels_last: bool) -> Callable[[], o
     torch.set_num_threads(1)
     end = lambda width: (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))  # noqa: E731
     model = MODELS[name][0](SimpleNamespace(nn=nn, relu=torch.relu, end=end))
-    inputs, labels = torch.from_numpy(x.transpose(0, 3, 1, 2).copy() if x.ndim == 4 else x), torch.from_numpy(y)
+    inputs, labels = (
+        torch.from_numpy(x.transpose(0, 3, 1, 2).copy() if x.ndim == 4 else x),
+        torch.from_numpy(y),
+    )
     if channels_last:
-        model, inputs = model.to(memory_format=torch.channels_last), inputs.to(memory_format=torch.channels_last)
+        model, inputs = (
+            model.to(memory_format=torch.channels_last),
+            inputs.to(memory_format=torch.channels_last),
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def run() -> object:
@@ -172,11 +206,19 @@ def take(name: str, who: str, steps: int) -> list[float]:
 
 def main() -> None:
     """Print a line for each model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}, with commas (all)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contestant (3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}, with commas (all)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="turns of each contestant (3)"
+    )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="of each turn (10)")
-    parser.add_argument("--torch-python", default=sys.executable, help="the Python that has PyTorch (this one)")
+    parser.add_argument(
+        "--torch-python", default=sys.executable, help="the Python that has PyTorch (this one)"
+    )
     parser.add_argument("--take", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.take:
@@ -191,12 +233,16 @@ def main() -> None:
             for who, found in seconds.items():
                 python = sys.executable if who in OURS else options.torch_python
                 words = [python, __file__, "--take", name, who, "--steps", str(options.steps)]
-                ran = subprocess.run(words, env={**os.environ, **threads}, capture_output=True, text=True)
+                ran = subprocess.run(
+                    words, env={**os.environ, **threads}, capture_output=True, text=True
+                )
                 if ran.returncode == 0:
                     found += json.loads(ran.stdout.splitlines()[-1])
                 elif who in OURS:
                     raise SystemExit(ran.stderr)
-        medians = [1e3 * statistics.median(found) if found else float("nan") for found in seconds.values()]
+        medians = [
+            1e3 * statistics.median(found) if found else float("nan") for found in seconds.values()
+        ]
         ratios = [min(medians[2:]) / ours for ours in medians[:2]]
         cells = [*(f"{each:.1f}" for each in medians), *(f"{each:.2f}" for each in ratios)]
         print(f"| {' | '.join([name, *cells])} |", flush=True)

@@ -1,11 +1,12 @@
-"""Makes texts to pre-train and to fine-tune a GPT on, from the files of Python's standard library on this machine.
+"""Makes texts to pre-train and to fine-tune a GPT on, from the files of Python's standard library
+on this machine.
 
     python examples/finetuning/make_texts.py runs/texts
 
     library.jsonl     {"text": ...} for each file but every fifth: to pre-train on
     tokenizer.json    GPT-2's kind of byte pairs, 2048 tokens, learnt from them
-    problems.csv      problem,solution: from the other files, the head of a function with what it is for, and its
-                      body; those that fit into a context of 256 tokens or so
+    problems.csv      problem,solution: from the other files, the head of a function with what it is
+                      for, and its body; those that fit into a context of 256 tokens or so
 
 Needs the library tokenizers (`pip install '.[text]'`).
 """
@@ -22,19 +23,24 @@ from tokenizers import ByteLevelBPETokenizer
 
 VOCABULARY = 2048
 LONGEST = 700  # characters of a problem with its solution
-LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}  # tests, and what is hardly used
+# tests, and what is hardly used
+LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
 def read_library() -> list[str]:
     """Return the text of each file of the standard library, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(file for file in root.rglob("*.py") if not LEFT_OUT & {*file.relative_to(root).parts})
+    files = sorted(
+        file for file in root.rglob("*.py") if not LEFT_OUT & {*file.relative_to(root).parts}
+    )
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     return [text for text in texts if text.strip()]
 
 
 def find_problems(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the functions of a file that say what they are for: what stands before the body, and the body."""
+    """Yield the functions of a file that say what they are for: what stands before the body, and
+    the body.
+    """
     lines = text.splitlines()
     try:
         tree = ast.parse(text)
@@ -53,7 +59,9 @@ def find_problems(text: str) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     """Write the three files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="made if it is not there")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,9 +74,14 @@ def main() -> None:
     with (folder / "problems.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("problem", "solution"), *problems])
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(
+        texts, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    print(f"{len(texts)} files of {sum(map(len, texts)) / 1e6:.1f} million characters, {len(problems)} problems")
+    print(
+        f"{len(texts)} files of {sum(map(len, texts)) / 1e6:.1f} million characters,"
+        f" {len(problems)} problems"
+    )
 
 
 if __name__ == "__main__":

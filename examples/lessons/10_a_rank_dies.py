@@ -1,11 +1,13 @@
-"""Lesson 10: a rank that dies. The others cannot go on without it; all begin again from the last checkpoint.
+"""Lesson 10: a rank that dies. The others cannot go on without it; all begin again from the last
+checkpoint.
 
     start 1     step 0 1 2 3 | 4 5 6 x              rank 1 is killed in step 6, and the launcher ends the others
                         checkpoint 4                all that the next start needs: step, weights, velocities
     start 2                  | 4 5 6 7 | 8 9 ...    the same rows in the same order: the serial run's weights
 
-A new file is renamed to the old one's name, which happens at once: whoever dies while writing leaves the old one
-whole. Which rows come in a step depends on its number alone, so there is nothing else to remember.
+A new file is renamed to the old one's name, which happens at once: whoever dies while writing
+leaves the old one whole. Which rows come in a step depends on its number alone, so there is nothing
+else to remember.
 """
 
 import os
@@ -23,7 +25,8 @@ from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
-SAVED, DEATH = 4, 6  # a checkpoint after so many steps; the step in which the last rank dies, if it is to
+# a checkpoint after so many steps; the step in which the last rank dies, if it is to
+SAVED, DEATH = 4, 6
 DIGITS, _ = data.load("digits")  # 8 x 8 images
 
 
@@ -59,7 +62,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -89,7 +94,9 @@ def serial():
 
 
 def save(file, step, weights, velocity):
-    """Write what training needs to go on with a step; the file is the old one or the new one, never half of it."""
+    """Write what training needs to go on with a step; the file is the old one or the new one, never
+    half of it.
+    """
     with open(f"{file}.new", "wb") as out:
         np.savez(out, step, *weights.values(), *velocity.values())
         out.flush()
@@ -98,16 +105,24 @@ def save(file, step, weights, velocity):
 
 
 def load(file):
-    """Return the step to go on with, the weights and their velocities; those of a new training if there is no file."""
+    """Return the step to go on with, the weights and their velocities; those of a new training if
+    there is no file.
+    """
     if file is None or not os.path.exists(file):
         return 0, first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0)
     with np.load(file) as found:
         step, *arrays = found.values()
-    return int(step), dict(enumerate(arrays[: len(arrays) // 2])), dict(enumerate(arrays[len(arrays) // 2 :]))
+    return (
+        int(step),
+        dict(enumerate(arrays[: len(arrays) // 2])),
+        dict(enumerate(arrays[len(arrays) // 2 :])),
+    )
 
 
 def train(group, file=None, dies=False, begun=None):
-    """Return the weights that training over the ranks ends with, and the step with which it began."""
+    """Return the weights that training over the ranks ends with, and the step with which it
+    began.
+    """
     first, weights, velocity = load(file)
     for step in range(first, STEPS):
         if begun is not None:
@@ -121,30 +136,45 @@ def train(group, file=None, dies=False, begun=None):
         flat = np.concatenate([gradients[layer].ravel() for layer in weights])
         group.all_reduce(flat, "ring")
         parts = np.split(flat, np.cumsum([w.size for w in weights.values()])[:-1])
-        update(weights, velocity, {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)})
+        update(
+            weights,
+            velocity,
+            {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)},
+        )
         if file and group.is_root and (step + 1) % SAVED == 0:
             save(file, step + 1, weights, velocity)
     return weights, first
 
 
 def main(group, file=None, dies=False, begun=None):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
+    differ.
+    """
     wanted, (found, first) = serial(), train(group, file, dies, begun)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
     if group.is_root:
-        print(f"begun with step {first}, equal to the serial run after {STEPS} steps, ranks: {group.size}")
+        print(
+            f"begun with step {first}, equal to the serial run after {STEPS} steps, ranks:"
+            f" {group.size}"
+        )
 
 
 def start_twice(ranks, file):
-    """Start on ranks of this process; the last one is killed behind the first checkpoint; start again."""
+    """Start on ranks of this process; the last one is killed behind the first checkpoint; start
+    again.
+    """
     if ranks < 2:
-        raise SystemExit("a rank that dies alone leaves nobody who waits for it; give --simulate 2, or more")
+        raise SystemExit(
+            "a rank that dies alone leaves nobody who waits for it; give --simulate 2, or more"
+        )
     call = 36 * (ranks - 1)  # a send, a receive or a wait: a ring has more of them with more ranks
     starts = [], []  # (rank, step) that began
     try:
         nnmpi.simulate(
-            lambda group: main(group, file, begun=starts[0]), ranks=ranks, faults=Faults(kill={ranks - 1: call})
+            lambda group: main(group, file, begun=starts[0]),
+            ranks=ranks,
+            faults=Faults(kill={ranks - 1: call}),
         )
     except NnmpiError as error:
         print(error)
@@ -155,7 +185,9 @@ def start_twice(ranks, file):
             last = start == 1 and (rank, step) == max(begun)
             kind = "killed" if last else "computed" if start > 1 or step < first else "lost"
             bars.append(Bar(f"start {start}, rank {rank}", step, step + 1, kind, str(step)))
-    picture = Picture(f"What came after the checkpoint at step {first} is lost, and done again", "steps", bars)
+    picture = Picture(
+        f"What came after the checkpoint at step {first} is lost, and done again", "steps", bars
+    )
     print(f"\n{picture}")
     return picture
 

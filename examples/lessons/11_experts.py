@@ -1,4 +1,5 @@
-"""Lesson 11: experts. A gate gives each row one of many layers; ranks share out the rows, and the layers, too.
+"""Lesson 11: experts. A gate gives each row one of many layers; ranks share out the rows, and the
+layers, too.
 
     rows of rank 0    a b c d        the gate says    a 2, b 0, c 2, d 1        experts 0 and 1 are on rank 0, 2 on 1
     rank 0 -> rank 1  a c            all-to-all: rows go to their experts ...
@@ -28,7 +29,11 @@ GATE, HEAD = "gate", "head"  # beside them the experts have numbers
 def first_weights():
     """Return {layer: (in, out) matrix}, the same on every rank."""
     draw = np.random.default_rng(0)
-    shapes = {GATE: (PIXELS, EXPERTS), HEAD: (WIDTH, CLASSES), **dict.fromkeys(range(EXPERTS), (PIXELS, WIDTH))}
+    shapes = {
+        GATE: (PIXELS, EXPERTS),
+        HEAD: (WIDTH, CLASSES),
+        **dict.fromkeys(range(EXPERTS), (PIXELS, WIDTH)),
+    }
     return {layer: draw.normal(0, (2 / shape[0]) ** 0.5, shape) for layer, shape in shapes.items()}
 
 
@@ -52,7 +57,9 @@ def update(weights, velocity, gradients):
 
 
 def gradients_of(weights, x, labels, journey):
-    """Return {layer: gradient}: of the experts that are here for all rows, of the rest for this rank's."""
+    """Return {layer: gradient}: of the experts that are here for all rows, of the rest for this
+    rank's.
+    """
     chances = softmax(x @ weights[GATE])
     chosen, every = chances.argmax(1), np.arange(len(x))
     top = chances[every, chosen][:, None]
@@ -94,7 +101,9 @@ def serial():
 def pairwise(rank, size):
     """Return this rank's steps; chunk s * size + r is what rank s has for rank r."""
     pairs = (((rank + i) % size, (rank - i) % size) for i in range(1, size))
-    return tuple(Step(to, (rank * size + to,), source, (source * size + rank,)) for to, source in pairs)
+    return tuple(
+        Step(to, (rank * size + to,), source, (source * size + rank,)) for to, source in pairs
+    )
 
 
 class Journey:
@@ -108,7 +117,9 @@ class Journey:
         came = {self.group.rank: parts[self.group.rank]}
         for step in pairwise(self.group.rank, self.group.size):
             came[step.from_] = np.empty(shapes[step.from_], parts[step.to].dtype)
-            send_and_receive(self.group, [(step.to, parts[step.to])], [(step.from_, came[step.from_])])
+            send_and_receive(
+                self.group, [(step.to, parts[step.to])], [(step.from_, came[step.from_])]
+            )
         return [came[rank] for rank in range(self.group.size)]
 
     def go(self, rows, chosen):
@@ -116,8 +127,12 @@ class Journey:
         mine, size = self.owners[self.group.rank], self.group.size
         wanted = np.bincount(chosen, minlength=EXPERTS)
         counts = self.exchange([wanted[own] for own in self.owners], [(len(mine),)] * size)
-        self.experts = np.concatenate([np.repeat(mine, each) for each in counts])  # of the rows that come
-        self.come_from, self.order = [each.sum() for each in counts], np.argsort(chosen, kind="stable")
+        # of the rows that come
+        self.experts = np.concatenate([np.repeat(mine, each) for each in counts])
+        self.come_from, self.order = (
+            [each.sum() for each in counts],
+            np.argsort(chosen, kind="stable"),
+        )
         self.go_to = [np.isin(chosen, own).sum() for own in self.owners]
         parts = np.split(rows[self.order], np.cumsum(self.go_to)[:-1])
         came = self.exchange(parts, [(n, rows.shape[1]) for n in self.come_from])
@@ -134,7 +149,9 @@ class Journey:
 
 
 def train(group):
-    """Return the weights of the rank's own experts, and of the rest, that training ends with; and its journey."""
+    """Return the weights of the rank's own experts, and of the rest, that training ends with; and
+    its journey.
+    """
     weights, velocity, journey = first_weights(), {}, Journey(group)
     for step in range(STEPS):
         x, labels = (each[group.rank :: group.size] for each in batch(step))
@@ -146,21 +163,30 @@ def train(group):
 
 
 def draw(told):
-    """Return how many rows each rank's experts had, of (rows of its own, of others), by rank, in the last step."""
+    """Return how many rows each rank's experts had, of (rows of its own, of others), by rank, in
+    the last step.
+    """
     bars = []
     for row, (own, other) in enumerate(told):
-        parts = (0, own, "rows of its own", str(own)), (own, own + other, "rows of other ranks", str(other))
+        parts = (
+            (0, own, "rows of its own", str(own)),
+            (own, own + other, "rows of other ranks", str(other)),
+        )
         bars += [Bar(f"rank {row}", *part) for part in parts]
     return Picture("An expert's rank computes with the rows of all ranks", "rows", bars)
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
+    differ.
+    """
     prove(pairwise, group.size, collective.ALL_TO_ALL)  # names rank, step and chunk of a mistake
     wanted, (found, journey) = serial(), train(group)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
-    picture = draw(group.gather([own := int(journey.come_from[group.rank]), len(journey.experts) - own]))
+    picture = draw(
+        group.gather([own := int(journey.come_from[group.rank]), len(journey.experts) - own])
+    )
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
     return picture

@@ -54,7 +54,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -88,7 +90,10 @@ def train():
     weights, velocity = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0)
     for step in range(STEPS):
         x, labels = batch(step)
-        tensors, out = {layer: nnmpi.Tensor(w, requires_grad=True) for layer, w in weights.items()}, nnmpi.Tensor(x)
+        tensors, out = (
+            {layer: nnmpi.Tensor(w, requires_grad=True) for layer, w in weights.items()},
+            nnmpi.Tensor(x),
+        )
         for layer, w in tensors.items():
             out = (ops.relu(out) if layer > 0 else out) @ w
         ops.cross_entropy(out, labels, reduction="sum").backward()

@@ -1,4 +1,5 @@
-"""Lesson 2: a ring all-reduce. Each rank takes some rows of the batch; the gradients' sums go around a ring.
+"""Lesson 2: a ring all-reduce. Each rank takes some rows of the batch; the gradients' sums go
+around a ring.
 
     rank 0 ---> rank 1 ---> rank 2 --->.        the gradients of all layers, one after another, cut into 3 chunks
       ^                                |
@@ -60,7 +61,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -110,7 +113,11 @@ def train(group):
         flat = np.concatenate([gradients[layer].ravel() for layer in weights])
         group.all_reduce(flat, ring)
         parts = np.split(flat, np.cumsum([w.size for w in weights.values()])[:-1])
-        update(weights, velocity, {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)})
+        update(
+            weights,
+            velocity,
+            {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)},
+        )
     return weights
 
 
@@ -125,7 +132,9 @@ def draw(size):
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
+    differ.
+    """
     prove(ring, group.size)  # names rank, step and chunk of a mistake
     wanted, found = serial(), train(group)
     for layer, w in found.items():

@@ -1,12 +1,14 @@
-"""Lesson 3: buckets and overlap. A layer's sum begins while the layers before it are still computed.
+"""Lesson 3: buckets and overlap. A layer's sum begins while the layers before it are still
+computed.
 
     backward      | layer 3 | layer 2 | layer 1 | layer 0 |
     first sum               begin . . . poll . . . . . . . wait     layers 3 and 2, once both are final
     second sum                                  begin . .  wait     layer 1
     third sum                                             begin     layer 0
 
-A gradient is final long before the whole backward pass is over. A bucket is as many gradients as make one
-message long enough to be worth its latency. Messages move on whenever somebody looks after them: poll.
+A gradient is final long before the whole backward pass is over. A bucket is as many gradients as
+make one message long enough to be worth its latency. Messages move on whenever somebody looks after
+them: poll.
 """
 
 from itertools import pairwise
@@ -57,7 +59,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -102,7 +106,9 @@ class Buckets:
         self.group, self.bucket, self.open, self.flying, self.bars = group, bucket, {}, [], []
 
     def final(self, layer, gradient):
-        """Take a gradient; begin the sum of the bucket that is full with it, and look after those under way."""
+        """Take a gradient; begin the sum of the bucket that is full with it, and look after those
+        under way.
+        """
         begin_s = clock.now()
         for _ in range(20):
             clock.sleep(LAYER_S / 20)
@@ -112,7 +118,8 @@ class Buckets:
         self.open |= {layer: gradient}
         if layer == 0 or sum(g.size for g in self.open.values()) >= self.bucket:
             flat = np.concatenate([g.ravel() for g in self.open.values()])
-            pending = self.group.bind(flat, ring, tag=len(self.flying))  # a tag for each sum under way
+            # a tag for each sum under way
+            pending = self.group.bind(flat, ring, tag=len(self.flying))
             pending.start()
             self.flying.append((self.open, flat, pending))
             self.open = {}
@@ -123,14 +130,19 @@ class Buckets:
         for gradients, flat, pending in self.flying:
             pending.wait()
             parts = np.split(flat, np.cumsum([g.size for g in gradients.values()])[:-1])
-            sums |= {layer: g.reshape(gradients[layer].shape) for layer, g in zip(gradients, parts, strict=True)}
+            sums |= {
+                layer: g.reshape(gradients[layer].shape)
+                for layer, g in zip(gradients, parts, strict=True)
+            }
         self.flying.clear()
         self.bars.append((begin_s, clock.now(), "waiting", ""))
         return sums
 
 
 def train(group, bucket):
-    """Return the weights that training over the ranks ends with, and what the last step was made of."""
+    """Return the weights that training over the ranks ends with, and what the last step was made
+    of.
+    """
     weights, velocity = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0)
     buckets = Buckets(group, bucket)
     for step in range(STEPS):
@@ -145,18 +157,34 @@ def train(group, bucket):
 
 
 def draw(without, overlapped):
-    """Return the last step with one sum at its end and with buckets: what is no longer waited for is hidden."""
+    """Return the last step with one sum at its end and with buckets: what is no longer waited for
+    is hidden.
+    """
     rows = {"one sum": without, "buckets": overlapped}
     exposed, left = (1e3 * (bars[-1][1] - bars[-1][0]) for bars in rows.values())
-    hidden = f"which hide {exposed - left:.1f} ms" if exposed > left else "which hide nothing on this machine now"
+    hidden = (
+        f"which hide {exposed - left:.1f} ms"
+        if exposed > left
+        else "which hide nothing on this machine now"
+    )
     title = f"Exposed: {exposed:.1f} ms with one sum, {left:.1f} ms with buckets, {hidden}"
-    ms = [(row, *(1e3 * (t - bars[0][0]) for t in bar[:2]), *bar[2:]) for row, bars in rows.items() for bar in bars]
+    ms = [
+        (row, *(1e3 * (t - bars[0][0]) for t in bar[:2]), *bar[2:])
+        for row, bars in rows.items()
+        for bar in bars
+    ]
     return Picture(title, "ms", [Bar(*each) for each in ms])
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
-    wanted, (found, overlapped), (_, without) = serial(), train(group, BUCKET), train(group, float("inf"))
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
+    differ.
+    """
+    wanted, (found, overlapped), (_, without) = (
+        serial(),
+        train(group, BUCKET),
+        train(group, float("inf")),
+    )
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
     picture = draw(without, overlapped)

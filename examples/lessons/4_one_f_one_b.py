@@ -5,7 +5,8 @@
 
     forward    rank 0 --- what comes out of layer 1 ---> rank 1
     backward   rank 0 <--- its gradient ---------------- rank 1
-As soon as a backward can be done it is done: so a rank keeps few microbatches' activations at a time.
+As soon as a backward can be done it is done: so a rank keeps few microbatches' activations at a
+time.
 """
 
 from itertools import pairwise
@@ -62,7 +63,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -92,7 +95,9 @@ def serial():
 
 
 def one_f_one_b(rank, ranks, microbatches):
-    """Return what a rank computes: some forwards ahead, then a forward and a backward in turn, then backwards."""
+    """Return what a rank computes: some forwards ahead, then a forward and a backward in turn, then
+    backwards.
+    """
     ahead = min(ranks - 1 - rank, microbatches)
     program = [Kind.F.at(rank, m) for m in range(ahead)]
     for m in range(microbatches):
@@ -105,7 +110,10 @@ def train(group):
     """Return the weights of this rank's layers."""
     rank, last, messages = group.rank, group.size - 1, Messages(group)
     layers = split(len(WIDTHS) - 1, group.size)[rank]
-    weights, velocity = {layer: first_weights()[layer] for layer in layers}, dict.fromkeys(layers, 0.0)
+    weights, velocity = (
+        {layer: first_weights()[layer] for layer in layers},
+        dict.fromkeys(layers, 0.0),
+    )
     parts = split(BATCH, MICROBATCHES)
 
     def receive(source, width, m):
@@ -130,13 +138,17 @@ def train(group):
                 if rank > 0:
                     messages.send(grad, rank - 1, m)
         messages.drain()
-        update(weights, velocity, {layer: sum(each[layer] for each in gradients) for layer in layers})
+        update(
+            weights, velocity, {layer: sum(each[layer] for each in gradients) for layer in layers}
+        )
     messages.free()
     return weights
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
+    differ.
+    """
     schedule = lower(make(one_f_one_b, group.size, MICROBATCHES))
     check(schedule)  # names what is missing or too early
     picture = draw(schedule, simulate_schedule(schedule, even_costs(group.size, 1e-3)))

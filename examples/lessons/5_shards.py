@@ -5,8 +5,9 @@
                                                                                  (+) --- the same on every rank
     rank 1    x --- [ last columns  ] --- b --- [ last rows  ] --- partial sum --'
 
-A rank's columns of layer 0 give just the numbers that its rows of layer 1 need, and ReLU works on each number
-alone: so two layers need one sum forward, and one backward, where the gradient of x is a partial sum, too.
+A rank's columns of layer 0 give just the numbers that its rows of layer 1 need, and ReLU works on
+each number alone: so two layers need one sum forward, and one backward, where the gradient of x is
+a partial sum, too.
 """
 
 from itertools import pairwise
@@ -56,7 +57,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -86,7 +89,9 @@ def serial():
 
 
 def shard(weights, group):
-    """Return this rank's part of each layer: columns of those with even numbers, rows of the others."""
+    """Return this rank's part of each layer: columns of those with even numbers, rows of the
+    others.
+    """
     parts = {}
     for layer, w in weights.items():
         mine = split(w.shape[1 - layer % 2], group.size)[group.rank]
@@ -104,7 +109,11 @@ def add_up(group, partial):
 
 def train(group):
     """Return the weights that this rank ends with, and what its layers kept in the last step."""
-    weights, velocity, gradients = shard(first_weights(), group), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
+    weights, velocity, gradients = (
+        shard(first_weights(), group),
+        dict.fromkeys(range(len(WIDTHS) - 1), 0.0),
+        {},
+    )
     for step in range(STEPS):
         x, labels = batch(step)
         kept = {}
@@ -121,19 +130,28 @@ def train(group):
 
 
 def draw(group, weights, kept):
-    """Return the bytes of weights and activations that each rank has, beside those of one rank alone."""
+    """Return the bytes of weights and activations that each rank has, beside those of one rank
+    alone.
+    """
     whole, (x, _) = first_weights(), batch(0)
     parts = whole, forward(whole, x)[1], weights, kept
     alone, more_alone, *mine = (sum(array.nbytes for array in part.values()) for part in parts)
     bars = []
     for rank, (n, more) in enumerate([(alone, more_alone), *group.gather(mine)], -1):
         row = "one rank alone" if rank < 0 else f"rank {rank}"
-        bars += [Bar(row, 0, n, "weights", f"{n:,}"), Bar(row, n, n + more, "activations", f"{more:,}")]
-    return Picture("Weights are shared out, and the activations between columns and rows", "bytes", bars)
+        bars += [
+            Bar(row, 0, n, "weights", f"{n:,}"),
+            Bar(row, n, n + more, "activations", f"{more:,}"),
+        ]
+    return Picture(
+        "Weights are shared out, and the activations between columns and rows", "bytes", bars
+    )
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
+    differ.
+    """
     wanted, (found, kept) = shard(serial(), group), train(group)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)

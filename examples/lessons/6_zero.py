@@ -6,8 +6,8 @@
     all-gather                         [ A | B | C ]   [ A | B | C ]   [ A | B | C ]    the new weights
                                        rank 0          rank 1          rank 2
 
-An all-reduce is a reduce-scatter and an all-gather. The update goes between the two: the same messages, and
-the optimizer's state (here the velocity) only once for all ranks together.
+An all-reduce is a reduce-scatter and an all-gather. The update goes between the two: the same
+messages, and the optimizer's state (here the velocity) only once for all ranks together.
 """
 
 from itertools import pairwise
@@ -57,7 +57,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -87,11 +89,16 @@ def serial():
 
 
 def train(group):
-    """Return the weights that training over the ranks ends with, and the velocity that this rank keeps."""
+    """Return the weights that training over the ranks ends with, and the velocity that this rank
+    keeps.
+    """
     shapes = [w.shape for w in first_weights().values()]
     flat = np.concatenate([w.ravel() for w in first_weights().values()])
     ends = np.cumsum([n * m for n, m in shapes])
-    weights = {layer: part.reshape(shapes[layer]) for layer, part in enumerate(np.split(flat, ends[:-1]))}  # views
+    # views
+    weights = {
+        layer: part.reshape(shapes[layer]) for layer, part in enumerate(np.split(flat, ends[:-1]))
+    }
     chunk = split(flat.size, group.size)[group.rank]
     own = {0: flat[chunk.start : chunk.stop]}  # what this rank updates, in place
     velocity, gradients = {0: np.zeros(len(chunk))}, {}  # an N-th of the state
@@ -113,12 +120,17 @@ def draw(group, weights, velocity):
     n, bars = sum(w.nbytes for w in weights.values()), []
     for name, states in (("lesson 2", [n] * group.size), ("ZeRO", group.gather(velocity.nbytes))):
         for row, state in ((f"{name}, rank {rank}", state) for rank, state in enumerate(states)):
-            bars += [Bar(row, 0, n, "weights", f"{n:,}"), Bar(row, n, n + state, "velocity", f"{state:,}")]
+            bars += [
+                Bar(row, 0, n, "weights", f"{n:,}"),
+                Bar(row, n, n + state, "velocity", f"{state:,}"),
+            ]
     return Picture("The optimizer's state is there once, and not on each rank", "bytes", bars)
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
+    differ.
+    """
     wanted, (found, velocity) = serial(), train(group)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)

@@ -1,4 +1,5 @@
-"""Lesson 7: a recomputation plan. What layers keep is dropped, and computed again when it is needed.
+"""Lesson 7: a recomputation plan. What layers keep is dropped, and computed again when it is
+needed.
 
     F forward, nothing stays    K forward, and what came is kept    D what comes to a layer goes    B backward
 
@@ -6,8 +7,8 @@
     PLAN            F0 F1 D1 K2 D2 K3 D3 B3 B2 F0 K1 D1 B1 K0 B0   at most two of them do; layer 0 runs three times
                     forward            |back  |again    |back
 
-Both are lists of actions. Backward walks from the end: what the first layers keep is needed last, so it may be
-computed late. The rest is lesson 6: the plan is a matter of one rank.
+Both are lists of actions. Backward walks from the end: what the first layers keep is needed last,
+so it may be computed late. The rest is lesson 6: the plan is a matter of one rank.
 """
 
 from itertools import pairwise
@@ -60,7 +61,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -90,8 +93,11 @@ def serial():
 
 
 def run_plan(plan, weights, x, labels, final):
-    """Do what a plan says for one batch; return the most bytes that lay around between two actions."""
-    values, kept, most = {0: x}, {}, 0  # values: what comes to a layer; those behind the last are the scores
+    """Do what a plan says for one batch; return the most bytes that lay around between two
+    actions.
+    """
+    # values: what comes to a layer; those behind the last are the scores
+    values, kept, most = {0: x}, {}, 0
     for action in parse_plan(plan):
         layer = action.layer
         weight = {layer: weights.get(layer)}
@@ -106,7 +112,8 @@ def run_plan(plan, weights, x, labels, final):
             if action.act is Act.KEEP:
                 kept |= keeps
         arrays = {id(array): array.nbytes for i, array in [*values.items(), *kept.items()] if i > 0}
-        most = max(most, sum(arrays.values()))  # ReLU is done in place, so a value may be what is kept
+        # ReLU is done in place, so a value may be what is kept
+        most = max(most, sum(arrays.values()))
     assert not kept, f"the plan leaves behind what layers {list(kept)} keep"
     return most
 
@@ -125,11 +132,16 @@ def draw(name, plan):
 
 
 def train(group, plan):
-    """Return the weights that training over the ranks ends with, and the most bytes that a plan had."""
+    """Return the weights that training over the ranks ends with, and the most bytes that a plan
+    had.
+    """
     shapes = [w.shape for w in first_weights().values()]
     flat = np.concatenate([w.ravel() for w in first_weights().values()])
     ends = np.cumsum([n * m for n, m in shapes])
-    weights = {layer: part.reshape(shapes[layer]) for layer, part in enumerate(np.split(flat, ends[:-1]))}  # views
+    # views
+    weights = {
+        layer: part.reshape(shapes[layer]) for layer, part in enumerate(np.split(flat, ends[:-1]))
+    }
     chunk = split(flat.size, group.size)[group.rank]
     own = {0: flat[chunk.start : chunk.stop]}  # what this rank updates, in place
     velocity, gradients = {0: np.zeros(len(chunk))}, {}  # an N-th of the state
@@ -145,17 +157,23 @@ def train(group, plan):
 
 
 def main(group):
-    """Train by both plans and on one rank, and compare; an AssertionError ends the program if they differ."""
+    """Train by both plans and on one rank, and compare; an AssertionError ends the program if they
+    differ.
+    """
     wanted = serial()
     (kept, most), (found, least) = train(group, ALL_KEPT), train(group, PLAN)
     for layer, w in found.items():
-        np.testing.assert_array_equal(w, kept[layer])  # to the bit: the same numbers are computed again
+        # to the bit: the same numbers are computed again
+        np.testing.assert_array_equal(w, kept[layer])
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
     assert least < most
     title = f"What layers keep, and for how long: at most {most:,} bytes, and {least:,} by the plan"
     picture = Picture(title, "actions", draw("all kept", ALL_KEPT) + draw("plan", PLAN))
     if group.is_root:
-        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}: {least} bytes instead of {most}")
+        print(
+            f"equal to the serial run after {STEPS} steps, ranks: {group.size}: {least} bytes"
+            f" instead of {most}"
+        )
         print(f"\n{picture}")
     return picture
 

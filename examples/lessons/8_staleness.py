@@ -1,4 +1,5 @@
-"""Lesson 8: who waits for whom. A rank that need not have the newest sum need not wait for a slow one.
+"""Lesson 8: who waits for whom. A rank that need not have the newest sum need not wait for a slow
+one.
 
     staleness 0     rank 0  | 0 |......| 1 |.| 2 |         rank 1 is slow in step 0: rank 0 waits in step 0
                     rank 1  | 0        | 1 |.| 2 |
@@ -6,9 +7,10 @@
     staleness 1     rank 0  | 0 | 1 |..| 2 |               it waits a step later, and less: the sum of step t
                     rank 1  | 0        | 1 | 2 |           is used after step t + 1
 
-A gradient that is used s steps late was made with weights that s updates are missing in: its staleness is s. No
-rank can be more than s + 1 steps ahead of another. What is learned is no longer the same; but it is known exactly,
-so it can be proved: it is the serial run whose gradients are used as late.
+A gradient that is used s steps late was made with weights that s updates are missing in: its
+staleness is s. No rank can be more than s + 1 steps ahead of another. What is learned is no longer
+the same; but it is known exactly, so it can be proved: it is the serial run whose gradients are
+used as late.
 """
 
 from itertools import pairwise
@@ -59,7 +61,9 @@ def loss_and_gradient(scores, labels):
 
 
 def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what came in."""
+    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
+    came in.
+    """
     for layer, w in reversed(weights.items()):
         gradient = kept[layer].T @ grad
         grad = grad @ w.T
@@ -77,8 +81,15 @@ def update(weights, velocity, gradients):
 
 
 def serial(staleness=0):
-    """Return the weights that training on one rank ends with, when gradients are used so many steps late."""
-    weights, velocity, gradients, waiting = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}, []
+    """Return the weights that training on one rank ends with, when gradients are used so many steps
+    late.
+    """
+    weights, velocity, gradients, waiting = (
+        first_weights(),
+        dict.fromkeys(range(len(WIDTHS) - 1), 0.0),
+        {},
+        [],
+    )
     for step in range(STEPS):
         x, labels = batch(step)
         scores, kept = forward(weights, x)
@@ -91,21 +102,30 @@ def serial(staleness=0):
 
 
 def train(group, staleness):
-    """Return the weights that training over the ranks ends with, and when this rank began and ended to wait."""
-    weights, velocity, waiting, waits_s = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), [], [clock.now()]
+    """Return the weights that training over the ranks ends with, and when this rank began and ended
+    to wait.
+    """
+    weights, velocity, waiting, waits_s = (
+        first_weights(),
+        dict.fromkeys(range(len(WIDTHS) - 1), 0.0),
+        [],
+        [clock.now()],
+    )
     for step in range(STEPS):
         x, labels = batch(step)
         mine = slice(group.rank, None, group.size)
         scores, kept = forward(weights, x[mine])
         _, grad = loss_and_gradient(scores, labels[mine])
-        for _ in range(20 * (step % group.size == group.rank)):  # the slow one looks after its messages, as in lesson 3
+        for _ in range(20 * (step % group.size == group.rank)):
+            # the slow one looks after its messages, as in lesson 3
             clock.sleep(SLOW_S / 20)
             for _, pending in waiting:
                 pending.poll()
         gradients = {}
         backward(weights, kept, grad, gradients.__setitem__)
         flat = np.concatenate([gradients[layer].ravel() for layer in weights])
-        pending = group.bind(flat, "ring", tag=step % (staleness + 1))  # a tag for each sum under way
+        # a tag for each sum under way
+        pending = group.bind(flat, "ring", tag=step % (staleness + 1))
         pending.start()
         waiting.append((flat, pending))
         if len(waiting) > staleness:
@@ -114,7 +134,11 @@ def train(group, staleness):
             pending.wait()
             waits_s.append(clock.now())
             parts = np.split(flat, np.cumsum([w.size for w in weights.values()])[:-1])
-            update(weights, velocity, {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)})
+            update(
+                weights,
+                velocity,
+                {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)},
+            )
     for _, pending in waiting:
         pending.wait()
     return weights, waits_s
@@ -126,7 +150,9 @@ def draw(name, everyones):
     for rank, times_s in enumerate(everyones):
         for i, part in enumerate(pairwise(times_s)):
             begin, end = (1e3 * (time_s - times_s[0]) for time_s in part)
-            bars.append(Bar(f"{name}, rank {rank}", begin, end, "waiting" if i % 2 else "computing"))
+            bars.append(
+                Bar(f"{name}, rank {rank}", begin, end, "waiting" if i % 2 else "computing")
+            )
     return bars
 
 
@@ -143,11 +169,14 @@ def main(group):
         loss, _ = loss_and_gradient(forward(found, x)[0], labels)
         if group.is_root:
             print(
-                f"staleness {staleness}: equal to the serial run as late; in all the ranks waited {waited:.0f} ms",
+                f"staleness {staleness}: equal to the serial run as late; in all the ranks waited"
+                f" {waited:.0f} ms",
                 end="",
             )
             print(f", loss {loss / BATCH:.3f}")
-    picture = Picture("Who computes and who waits, where another rank is slow in each step", "ms", bars)
+    picture = Picture(
+        "Who computes and who waits, where another rank is slow in each step", "ms", bars
+    )
     if group.is_root:
         print(f"\n{picture}")
     return picture

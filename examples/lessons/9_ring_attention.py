@@ -1,12 +1,14 @@
-"""Lesson 9: ring attention. Every rank has some positions of each sequence; keys and values go around.
+"""Lesson 9: ring attention. Every rank has some positions of each sequence; keys and values go
+around.
 
     queries stay     keys and values                                  keys  a b c
     rank 0   a       a in hop 0, then c, then b, then home       queries a  0 2 1      the hop in which they meet
     rank 1   b       b           a       c                               b  1 0 2
     rank 2   c       c           b       a                               c  2 1 0
 
-Softmax needs the sum over all keys before it divides. But it can be put together key by key: keep the largest score
-so far and the sum, and where a larger score comes, make what was added up smaller. So no rank has all pairs of scores.
+Softmax needs the sum over all keys before it divides. But it can be put together key by key: keep
+the largest score so far and the sum, and where a larger score comes, make what was added up
+smaller. So no rank has all pairs of scores.
 """
 
 import numpy as np
@@ -18,23 +20,31 @@ from nnmpi.command import program_words
 from nnmpi.pages.picture import Arrow, Bar, Picture
 from nnmpi.shard import split
 
-POSITIONS, FEATURES, WIDTH, CLASSES = 8, 16, 24, 10  # a position is a row of the image: 8 pixels, and which row it is
+# a position is a row of the image: 8 pixels, and which row it is
+POSITIONS, FEATURES, WIDTH, CLASSES = 8, 16, 24, 10
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
 DIGITS, _ = data.load("digits")  # 8 x 8 images
 
 
 def first_weights():
-    """Return {layer: (in, out) matrix}, the same on every rank: of queries, keys, values and the classes' scores."""
+    """Return {layer: (in, out) matrix}, the same on every rank: of queries, keys, values and the
+    classes' scores.
+    """
     draw = np.random.default_rng(0)
     shapes = [(FEATURES, WIDTH)] * 3 + [(WIDTH, CLASSES)]
     return {i: draw.normal(0, shape[0] ** -0.5, shape) for i, shape in enumerate(shapes)}
 
 
 def batch(step, positions=slice(None)):
-    """Return some positions of a step's images, as sequences (batch, positions, features), and the labels."""
+    """Return some positions of a step's images, as sequences (batch, positions, features), and the
+    labels.
+    """
     rows = np.arange(step * BATCH, (step + 1) * BATCH) % len(DIGITS)
     pixels = DIGITS.x[rows].reshape(BATCH, POSITIONS, -1) * DIGITS.scale
-    return np.concatenate([pixels, np.tile(np.eye(POSITIONS), (BATCH, 1, 1))], 2)[:, positions], DIGITS.y[rows]
+    return (
+        np.concatenate([pixels, np.tile(np.eye(POSITIONS), (BATCH, 1, 1))], 2)[:, positions],
+        DIGITS.y[rows],
+    )
 
 
 def gradient_of_loss(scores, labels):
@@ -76,17 +86,25 @@ class Ring:
     """Attention of this rank's queries to the keys and values of all ranks."""
 
     def __init__(self, group):
-        self.group, self.messages, self.lengths = group, Messages(group), list(map(len, split(POSITIONS, group.size)))
+        self.group, self.messages, self.lengths = (
+            group,
+            Messages(group),
+            list(map(len, split(POSITIONS, group.size))),
+        )
 
     def pass_on(self, hop, *arrays):
-        """Send the arrays of a hop to the right, and return those of the next one, from the left."""
+        """Send the arrays of a hop to the right, and return those of the next one, from the
+        left.
+        """
         rank, size = self.group.rank, self.group.size
         place = np.empty((len(arrays), BATCH, self.lengths[(rank - hop - 1) % size], WIDTH))
         self.messages.send(np.stack(arrays), (rank + 1) % size, hop)
         return self.messages.receive(place, (rank - 1) % size, hop).wait()
 
     def forward(self, q, k, v):
-        """Return what the queries get, and the logarithms of the sums that their softmax divides by."""
+        """Return what the queries get, and the logarithms of the sums that their softmax divides
+        by.
+        """
         top, total, y = np.full((*q.shape[:2], 1), -np.inf), 0.0, 0.0
         for hop in range(self.group.size):
             scores = q @ k.swapaxes(1, 2) / WIDTH**0.5
@@ -97,11 +115,15 @@ class Ring:
         return y / total, top + np.log(total)
 
     def backward(self, q, k, v, y, logs, grad):
-        """Return the gradients of q, k and v; those of k and v follow them around, and are whole when they are home."""
+        """Return the gradients of q, k and v; those of k and v follow them around, and are whole
+        when they are home.
+        """
         to_q = to_k = to_v = 0.0
         for hop in range(self.group.size):
             p = np.exp(q @ k.swapaxes(1, 2) / WIDTH**0.5 - logs)
-            to_scores = p * (grad @ v.swapaxes(1, 2) - (grad * y).sum(2, keepdims=True)) / WIDTH**0.5
+            to_scores = (
+                p * (grad @ v.swapaxes(1, 2) - (grad * y).sum(2, keepdims=True)) / WIDTH**0.5
+            )
             to_q += to_scores @ k
             k, v, to_k, to_v = self.pass_on(
                 hop, k, v, to_k + to_scores.swapaxes(1, 2) @ q, to_v + p.swapaxes(1, 2) @ grad
@@ -126,7 +148,9 @@ def train(group):
         y, logs = ring.forward(q, k, v)
         seen = add_up(group, y.sum(1))
         grad = gradient_of_loss(seen @ weights[3], labels)
-        grads = ring.backward(q, k, v, y, logs, np.repeat((grad @ weights[3].T)[:, None], len(mine), 1))
+        grads = ring.backward(
+            q, k, v, y, logs, np.repeat((grad @ weights[3].T)[:, None], len(mine), 1)
+        )
         gradients = add_up(group, np.stack([np.tensordot(x, g, ((0, 1), (0, 1))) for g in grads]))
         update(weights, velocity, dict(enumerate(gradients)) | {3: seen.T @ grad})
         ring.messages.drain()
@@ -136,7 +160,11 @@ def train(group):
 
 def draw(size):
     """Return whose keys and values each rank has in each hop, and where they go then."""
-    at = [(rank, (rank - keys) % size, f"keys of {keys}") for rank in range(size) for keys in range(size)]
+    at = [
+        (rank, (rank - keys) % size, f"keys of {keys}")
+        for rank in range(size)
+        for keys in range(size)
+    ]
     bars = [Bar(f"queries of {rank}", hop, hop + 1, keys, keys) for rank, hop, keys in at]
     arrows = [
         Arrow(f"queries of {rank}", hop + 0.75, f"queries of {(rank + 1) % size}", hop + 1.25)
@@ -147,7 +175,9 @@ def draw(size):
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
+    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
+    differ.
+    """
     wanted = serial()
     for layer, w in train(group).items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)

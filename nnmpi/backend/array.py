@@ -1,4 +1,6 @@
-"""The array type that the engine works on, how to find the library behind an array, and arrays that are made once."""
+"""The array type that the engine works on, how to find the library behind an array, and arrays that
+are made once.
+"""
 
 import sys
 from collections.abc import Iterable
@@ -17,7 +19,8 @@ Integers: TypeAlias = NDArray[np.int64]
 Dtype: TypeAlias = np.dtype[Any]
 Shape: TypeAlias = tuple[int, ...]
 
-# What a kernel keeps for its gradient, arrays above all: known to the two of them, and handed on by the operation.
+# What a kernel keeps for its gradient, arrays above all: known to the two of them, and handed on by
+# the operation.
 Residuals: TypeAlias = tuple[Any, ...]
 
 
@@ -27,32 +30,45 @@ def namespace(array: Array) -> ModuleType:
         return np
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
-    return sys.modules[type(array).__module__.partition(".")[0]]  # CuPy's arrays do not name their namespace
+    # CuPy's arrays do not name their namespace
+    return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def is_array(x: Any) -> bool:
-    """Return whether x is an array of any library, rather than a number, also one of NumPy's, or a list."""
+    """Return whether x is an array of any library, rather than a number, also one of NumPy's, or a
+    list.
+    """
     return isinstance(x, np.ndarray) or (is_result(x) and not isinstance(x, np.generic))
 
 
 def is_result(x: Any) -> bool:
-    """Return whether x is an array, or a number of NumPy's, which it makes in place of an array without axes."""
-    return hasattr(x, "__array_namespace__") or hasattr(x, "__cuda_array_interface__") or isinstance(x, np.generic)
+    """Return whether x is an array, or a number of NumPy's, which it makes in place of an array
+    without axes.
+    """
+    return (
+        hasattr(x, "__array_namespace__")
+        or hasattr(x, "__cuda_array_interface__")
+        or isinstance(x, np.generic)
+    )
 
 
 def mixed_error(values: Iterable[Any]) -> DeviceError | None:
-    """Return the error for an operation that was given arrays of the host and of a device; None if it was not.
+    """Return the error for an operation that was given arrays of the host and of a device; None if
+    it was not.
 
     The libraries refuse such arrays themselves, but do not say which it is and what to do about it.
     """
     arrays = [(i, x) for i, x in enumerate(values) if is_array(x)]
     host = [f"{i} (shape {x.shape}, {x.dtype})" for i, x in arrays if isinstance(x, np.ndarray)]
-    device = [f"{i} (shape {x.shape}, {x.dtype})" for i, x in arrays if not isinstance(x, np.ndarray)]
+    device = [
+        f"{i} (shape {x.shape}, {x.dtype})" for i, x in arrays if not isinstance(x, np.ndarray)
+    ]
     if not host or not device:
         return None
     return DeviceError(
-        f"one operation was given arrays in the host's memory (input {', '.join(host)}) and on the device (input "
-        f"{', '.join(device)}): bring them to where the model is, with backend.asarray(x) or backend.to_host(x)"
+        f"one operation was given arrays in the host's memory (input {', '.join(host)}) and on the"
+        f" device (input {', '.join(device)}): bring them to where the model is, with"
+        " backend.asarray(x) or backend.to_host(x)"
     )
 
 

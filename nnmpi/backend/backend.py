@@ -22,8 +22,10 @@ class Backend:
         name: "numpy" or "cupy".
         xp: the array module.
         device: the device in words, for headers and reports.
-        to_host: copies an array into host memory as a NumPy array (a NumPy array is returned as it is).
-        synchronize: waits until the device has done all work given to it; needed before MPI sees a buffer.
+        to_host: copies an array into host memory as a NumPy array (a NumPy array is returned as it
+            is).
+        synchronize: waits until the device has done all work given to it; needed before MPI sees a
+            buffer.
         reason: why this backend was taken, where it was chosen automatically; else empty.
     """
 
@@ -41,7 +43,9 @@ class Backend:
 
     @property
     def card(self) -> str:
-        """What tells the device from any other of the node: ranks with the same word share it. Empty on the host."""
+        """What tells the device from any other of the node: ranks with the same word share it.
+        Empty on the host.
+        """
         return ""
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
@@ -60,7 +64,9 @@ class Backend:
         """Give memory that no array uses back to the device."""
 
     def use(self) -> None:
-        """Let the calling thread's operations go to this device; the thread that chose the backend need not."""
+        """Let the calling thread's operations go to this device; the thread that chose the backend
+        need not.
+        """
 
     def share(self, ranks: int) -> None:
         """Leave room for the other ranks on this device: `ranks` have it, this one among them."""
@@ -69,7 +75,9 @@ class Backend:
         """Let arrays take so much of the device's memory at most; the host's is not limited."""
 
     def explain(self, error: BaseException) -> DeviceError | None:
-        """Return a library's error in a sentence that says what would help; None if it is no error of the device."""
+        """Return a library's error in a sentence that says what would help; None if it is no error
+        of the device.
+        """
         return None
 
 

@@ -1,13 +1,15 @@
 """Which BLAS multiplies, with how many threads, and whether OPENBLAS_CORETYPE slows NumPy's down.
 
-OpenBLAS has code for many processors and chooses by itself, unless OPENBLAS_CORETYPE names one, as some machines do for
-all their users. Code for AVX2 leaves half of an AVX-512 processor idle: on a Zen 5 core a product of matrices ran at
-123 GF/s instead of 215 to 245. On Zen 4, whose AVX-512 is no wider inside, it costs nothing.
+OpenBLAS has code for many processors and chooses by itself, unless OPENBLAS_CORETYPE names one, as
+some machines do for all their users. Code for AVX2 leaves half of an AVX-512 processor idle: on a
+Zen 5 core a product of matrices ran at 123 GF/s instead of 215 to 245. On Zen 4, whose AVX-512 is
+no wider inside, it costs nothing.
 
-On Intel's processors MKL, where it is installed (`pip install mkl`), multiplies large float32 matrices 1.12 to
-1.2 times as fast as the OpenBLAS inside NumPy (one core of a Xeon with AVX-512). A call by ctypes costs a microsecond
-more than NumPy's, so small products stay with NumPy, by their sizes alone: nothing is timed, and a repeated command has
-the same bits. Stacks of matrices, and arrays that lie neither in rows nor in columns, stay with NumPy too.
+On Intel's processors MKL, where it is installed (`pip install mkl`), multiplies large float32
+matrices 1.12 to 1.2 times as fast as the OpenBLAS inside NumPy (one core of a Xeon with AVX-512). A
+call by ctypes costs a microsecond more than NumPy's, so small products stay with NumPy, by their
+sizes alone: nothing is timed, and a repeated command has the same bits. Stacks of matrices, and
+arrays that lie neither in rows nor in columns, stay with NumPy too.
 """
 
 import ctypes
@@ -31,7 +33,8 @@ VARIABLE = "OPENBLAS_CORETYPE"
 _CPU_INFO = Path("/proc/cpuinfo")
 AVX512 = frozenset(["avx512f", "avx512bw", "avx512dq", "avx512vl"])
 AVX512_CORES = frozenset(["skylakex", "cooperlake", "sapphirerapids"])
-ZEN4 = ("AuthenticAMD", "25")  # vendor and family with AVX-512 of half width (Zen 3 has none at all)
+# vendor and family with AVX-512 of half width (Zen 3 has none at all)
+ZEN4 = ("AuthenticAMD", "25")
 
 LEAST = 2**20  # multiplications: with 64 rows and columns NumPy is ahead, with 128 MKL
 ROWS, PLAIN = 101, 111  # cblas's codes; a matrix that lies in columns has the next one
@@ -41,36 +44,52 @@ _REAL = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
 
 
 def find_older(environ: Mapping[str, str] = os.environ, cpu: Path = _CPU_INFO) -> str | None:
-    """Return a sentence if the environment makes OpenBLAS run code for an older processor than this one; else None."""
+    """Return a sentence if the environment makes OpenBLAS run code for an older processor than this
+    one; else None.
+    """
     wanted, core = environ.get(VARIABLE), _core()
     processor = (read_cpu("vendor_id", cpu), read_cpu("cpu family", cpu))
     wide = set(read_cpu("flags", cpu).split()) >= AVX512 and processor != ZEN4
     if not wanted or not core or not wide or core.lower() in AVX512_CORES:
         return None
     return (
-        f"OpenBLAS runs code for {core}, but the processor has AVX-512, which makes dense layers 1.3 to 2 times as "
-        f"fast; {VARIABLE}={wanted} in the environment does that; unset it (before Python starts)"
+        f"OpenBLAS runs code for {core}, but the processor has AVX-512, which makes dense layers"
+        f" 1.3 to 2 times as fast; {VARIABLE}={wanted} in the environment does that; unset it"
+        " (before Python starts)"
     )
 
 
 def _core() -> str:
     """Return OpenBLAS's name for the code that it runs; empty where there is no OpenBLAS."""
-    return next((str(each["architecture"]) for each in threadpool_info() if each.get("internal_api") == "openblas"), "")
+    return next(
+        (
+            str(each["architecture"])
+            for each in threadpool_info()
+            if each.get("internal_api") == "openblas"
+        ),
+        "",
+    )
 
 
 @cache
 def loaded_pools() -> ThreadpoolController:
-    """Return what sets the threads of the loaded libraries; looking for them takes 0.25 ms, so it is kept."""
+    """Return what sets the threads of the loaded libraries; looking for them takes 0.25 ms, so it
+    is kept.
+    """
     return ThreadpoolController()
 
 
 def one_blas_thread() -> AbstractContextManager[object]:
     """Compute with one BLAS thread inside the block, unless the environment sets another number."""
-    return nullcontext() if user_chose_threads() else loaded_pools().limit(limits=1, user_api="blas")
+    return (
+        nullcontext() if user_chose_threads() else loaded_pools().limit(limits=1, user_api="blas")
+    )
 
 
 def blas_pool(pools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return threadpoolctl's entry for the BLAS that NumPy loaded; the first one if there are several, {} for none."""
+    """Return threadpoolctl's entry for the BLAS that NumPy loaded; the first one if there are
+    several, {} for none.
+    """
     found = [pool for pool in pools if pool.get("user_api") == "blas"]
     from_numpy = [pool for pool in found if "numpy" in str(pool.get("filepath", ""))]
     return next(iter(from_numpy or found), {})
@@ -85,12 +104,17 @@ def name_blas(pool: Mapping[str, Any]) -> str:
 
 
 def read_cpu(field: str, cpu: Path = _CPU_INFO) -> str:
-    """Return what Linux says of the first processor under a name such as "model name"; nothing elsewhere."""
+    """Return what Linux says of the first processor under a name such as "model name"; nothing
+    elsewhere.
+    """
     try:
         lines = cpu.read_text().split("\n\n")[0].splitlines()
     except OSError:
         return ""
-    values = {name.strip(): " ".join(value.split()) for name, _, value in (line.partition(":") for line in lines)}
+    values = {
+        name.strip(): " ".join(value.split())
+        for name, _, value in (line.partition(":") for line in lines)
+    }
     return values.get(field, "")
 
 
@@ -105,7 +129,16 @@ class Mkl:
         for name, (code, real) in _REAL.items():
             gemm = getattr(library, f"cblas_{code}gemm")
             gemm.restype = None
-            gemm.argtypes = [_INT] * 6 + [real, _POINTER, _INT, _POINTER, _INT, real, _POINTER, _INT]
+            gemm.argtypes = [_INT] * 6 + [
+                real,
+                _POINTER,
+                _INT,
+                _POINTER,
+                _INT,
+                real,
+                _POINTER,
+                _INT,
+            ]
             self._gemm[np.dtype(name)] = gemm
 
     @property
@@ -117,7 +150,9 @@ class Mkl:
         return words[words.index("Version") + 1].split("-")[0] if "Version" in words else "unknown"
 
     def takes(self, a: Array, b: Array, out: Array | None) -> bool:
-        """Return whether MKL multiplies these: large enough, of one dtype, and each in rows or in columns."""
+        """Return whether MKL multiplies these: large enough, of one dtype, and each in rows or in
+        columns.
+        """
         if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
             return False
         if a.size * b.shape[1] <= self._least or a.dtype != b.dtype or a.dtype not in self._gemm:
@@ -126,15 +161,36 @@ class Mkl:
             return False
         if out is None:
             return True
-        return out.shape == (a.shape[0], b.shape[1]) and out.dtype == a.dtype and (_form(out) or (1,))[0] == 0
+        return (
+            out.shape == (a.shape[0], b.shape[1])
+            and out.dtype == a.dtype
+            and (_form(out) or (1,))[0] == 0
+        )
 
     def multiply(self, a: Array, b: Array, out: Array, add: bool) -> None:
         """Write a @ b to `out`, or add it; only what `takes` allows."""
-        (a_form, a_lead), (b_form, b_lead), (_, out_lead) = (_form(x) or (0, 0) for x in (a, b, out))
+        (a_form, a_lead), (b_form, b_lead), (_, out_lead) = (
+            _form(x) or (0, 0) for x in (a, b, out)
+        )
         n, m, k = a.shape[0], b.shape[1], a.shape[1]
         left, right, at = (x.ctypes.data for x in (a, b, out))
         gemm = self._gemm[a.dtype]
-        gemm(ROWS, PLAIN + a_form, PLAIN + b_form, n, m, k, 1.0, left, a_lead, right, b_lead, float(add), at, out_lead)
+        gemm(
+            ROWS,
+            PLAIN + a_form,
+            PLAIN + b_form,
+            n,
+            m,
+            k,
+            1.0,
+            left,
+            a_lead,
+            right,
+            b_lead,
+            float(add),
+            at,
+            out_lead,
+        )
 
 
 def _form(x: Array) -> tuple[int, int] | None:
@@ -143,18 +199,24 @@ def _form(x: Array) -> tuple[int, int] | None:
 
 @cache
 def installed_mkl() -> Mkl | None:
-    """Return MKL's products on Intel's processors, where it is installed: on others it was slower than OpenBLAS."""
+    """Return MKL's products on Intel's processors, where it is installed: on others it was slower
+    than OpenBLAS.
+    """
     return load_mkl() if read_cpu("vendor_id") == "GenuineIntel" else None
 
 
 @cache
 def load_mkl() -> Mkl | None:
-    """Return MKL's products, with as many threads as NumPy's BLAS has; None where MKL cannot be loaded."""
+    """Return MKL's products, with as many threads as NumPy's BLAS has; None where MKL cannot be
+    loaded.
+    """
     folders = [Path(sys.prefix, "lib"), Path(site.getuserbase(), "lib")]
     files = [file for folder in folders for file in sorted(folder.glob("libmkl_rt.so*"))]
     if not files:
         return None
-    threads = max((each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"), default=1)
+    threads = max(
+        (each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"), default=1
+    )
     try:
         return Mkl(ctypes.CDLL(str(files[-1])), threads)
     except (OSError, AttributeError):  # for another processor, or older than these functions

@@ -1,22 +1,26 @@
-"""Products of matrices on a device: cuBLAS called by way of CuPy's bindings, which are no documented interface.
+"""Products of matrices on a device: cuBLAS called by way of CuPy's bindings, which are no
+documented interface.
 
-What is gained over cupy.matmul (14.2): float32 results of float16 and bfloat16, stacks of bfloat16 (which it refuses),
-stacks of float16 without a detour by way of float32, transposed views without a copy, adding to what is there, TF32.
+What is gained over cupy.matmul (14.2): float32 results of float16 and bfloat16, stacks of bfloat16
+(which it refuses), stacks of float16 without a detour by way of float32, transposed views without a
+copy, adding to what is there, TF32.
 
-BLAS counts by columns, NumPy by rows: a matrix that lies in rows is, to BLAS, its transpose. So it is asked for
+BLAS counts by columns, NumPy by rows: a matrix that lies in rows is, to BLAS, its transpose. So it
+is asked for
 
     out^T (m, n)  =  b^T (m, k)  a^T (k, n)            instead of            out (n, m)  =  a (n, k)  b (k, m)
 
-and all three are read as they lie. An operand that lies in columns (a transposed view) is the other way round, for
-which BLAS has a flag; rows may be further apart than they are long (a slice of columns, a head of attention): `lead`.
+and all three are read as they lie. An operand that lies in columns (a transposed view) is the other
+way round, for which BLAS has a flag; rows may be further apart than they are long (a slice of
+columns, a head of attention): `lead`.
 
     in rows        in columns       neither: copied
     ..[# # # #]..  [#]. [#]. [#].   [#].[#].[#].        . between the elements of a row and of a column
     ..[# # # #]..  [#]. [#]. [#].
     lead: 8        lead: 3          [#].[#].[#].
 
-A stack is one call if its matrices are equally far apart in each of the three arrays (0 for one that serves all). What
-would take many calls is copied, too.
+A stack is one call if its matrices are equally far apart in each of the three arrays (0 for one
+that serves all). What would take many calls is copied, too.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ LIMIT = 2**31 - 1  # of numbers given to BLAS
 REAL = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 COMPUTE_32F, COMPUTE_64F, COMPUTE_32F_FAST_TF32 = 68, 70, 77
 DEFAULT_ALGORITHM = -1
-# cublasMath_t: a long sum may be cut into parts, and these are not to be added up in the result's 16 bits.
+# cublasMath_t: a long sum may be cut into parts, and these are not to be added up in the result's
+# 16 bits.
 WIDE_SUMS = 16
 
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
@@ -50,18 +55,21 @@ Product = Callable[[Any, Any, Any, bool], None]  # of arrays a and b, written or
 
 
 def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
-    """Return CuPy's bindings of cuBLAS, and what gives the handle for this thread and its current device.
+    """Return CuPy's bindings of cuBLAS, and what gives the handle for this thread and its current
+    device.
 
-    The bindings let the handle work on the current stream, at every call. They must be asked for as an attribute: it is
-    then that CuPy looks for the library in the wheels that may bring it; importing the module finds it on the system's
-    path alone.
+    The bindings let the handle work on the current stream, at every call. They must be asked for as
+    an attribute: it is then that CuPy looks for the library in the wheels that may bring it;
+    importing the module finds it on the system's path alone.
     """
     bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
     return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
 
 
 class Matrices(NamedTuple):
-    """Where the elements of an array of two or more axes lie: its shape, and its strides in elements."""
+    """Where the elements of an array of two or more axes lie: its shape, and its strides in
+    elements.
+    """
 
     shape: Shape
     strides: Shape
@@ -70,16 +78,22 @@ class Matrices(NamedTuple):
     def of(cls, x: Array) -> Matrices:
         """Return where an array's elements lie."""
         size = x.dtype.itemsize
-        return cls(x.shape, tuple(stride // size if stride % size == 0 else -1 for stride in x.strides))
+        return cls(
+            x.shape, tuple(stride // size if stride % size == 0 else -1 for stride in x.strides)
+        )
 
     @property
     def flipped(self) -> Matrices:
         """The matrices transposed."""
-        return Matrices((*self.shape[:-2], *self.shape[:-3:-1]), (*self.strides[:-2], *self.strides[:-3:-1]))
+        return Matrices(
+            (*self.shape[:-2], *self.shape[:-3:-1]), (*self.strides[:-2], *self.strides[:-3:-1])
+        )
 
     @property
     def form(self) -> tuple[int, int] | None:
-        """0 for matrices that lie in rows, 1 for those in columns, with their lead; None if they lie otherwise."""
+        """0 for matrices that lie in rows, 1 for those in columns, with their lead; None if they
+        lie otherwise.
+        """
         (rows, columns), (down, right) = self.shape[-2:], self.strides[-2:]
         if min(self.strides) < 0:
             return None
@@ -91,13 +105,20 @@ class Matrices(NamedTuple):
 
     def over(self, leading: Shape) -> Shape:
         """Return the strides of the leading axes when the array is broadcast to these."""
-        own = [0 if length == 1 else stride for length, stride in zip(self.shape[:-2], self.strides[:-2], strict=True)]
+        own = [
+            0 if length == 1 else stride
+            for length, stride in zip(self.shape[:-2], self.strides[:-2], strict=True)
+        ]
         return (0,) * (len(leading) - len(own)) + tuple(own)
 
     def is_spread(self, leading: Shape) -> bool:
-        """Return whether a copy would be one stack and the array is none; not if the copy would have to be larger."""
+        """Return whether a copy would be one stack and the array is none; not if the copy would
+        have to be larger.
+        """
         strides = self.over(leading)
-        repeated = any(length > 1 and stride == 0 for length, stride in zip(leading, strides, strict=True))
+        repeated = any(
+            length > 1 and stride == 0 for length, stride in zip(leading, strides, strict=True)
+        )
         return not repeated and len(_collapsed(leading, strides)) > 1
 
 
@@ -125,11 +146,24 @@ class Products:
             DtypeError, ShapeError: for dtypes and sizes that cuBLAS has not.
             DeviceError: when one of them is in the host's memory.
         """
-        key = (a.shape, b.shape, out.shape, a.strides, b.strides, out.strides, a.dtype, b.dtype, out.dtype, tf32)
+        key = (
+            a.shape,
+            b.shape,
+            out.shape,
+            a.strides,
+            b.strides,
+            out.strides,
+            a.dtype,
+            b.dtype,
+            out.dtype,
+            tf32,
+        )
         product = self._prepared.get(key)
         if product is None:
             if a.dtype.name not in REAL or out.dtype.name not in REAL:
-                raise DtypeError(f"a device multiplies no matrices of {a.dtype} to {out.dtype}; convert them")
+                raise DtypeError(
+                    f"a device multiplies no matrices of {a.dtype} to {out.dtype}; convert them"
+                )
             if out.size == 0:
                 return
             if a.shape[-1] == 0:
@@ -150,8 +184,12 @@ class Products:
             self._prepared[key] = product
         product(a, b, out, add)
 
-    def _prepare(self, lies: list[Matrices], given: Dtype, wanted: Dtype, tf32: bool) -> tuple[Product, int]:
-        """Return what multiplies arrays that BLAS can read as they lie, and how many calls it makes."""
+    def _prepare(
+        self, lies: list[Matrices], given: Dtype, wanted: Dtype, tf32: bool
+    ) -> tuple[Product, int]:
+        """Return what multiplies arrays that BLAS can read as they lie, and how many calls it
+        makes.
+        """
         a, b, out = lies
         swapped = out.form is not None and out.form[0] == 1
         if swapped:  # out^T = b^T a^T lies in rows
@@ -164,10 +202,23 @@ class Products:
         stacked, forms = batch[0] > 1, [x.form or (0, 0) for x in three]
         m, n, k = b.shape[-1], a.shape[-2], a.shape[-1]
         if max(m, n, k, batch[0], *(lead for _, lead in forms)) > LIMIT:
-            raise ShapeError(f"cuBLAS takes no sizes above {LIMIT}, as of shapes {a.shape} and {b.shape}; cut them")
-        bindings, wide, narrow = self._bindings, given == _DOUBLE, wanted.itemsize < _SINGLE.itemsize
+            raise ShapeError(
+                f"cuBLAS takes no sizes above {LIMIT}, as of shapes {a.shape} and {b.shape}; cut"
+                " them"
+            )
+        bindings, wide, narrow = (
+            self._bindings,
+            given == _DOUBLE,
+            wanted.itemsize < _SINGLE.itemsize,
+        )
         function = bindings.gemmStridedBatchedEx if stacked else bindings.gemmEx
-        compute = COMPUTE_64F if wide else COMPUTE_32F_FAST_TF32 if tf32 and given == _SINGLE else COMPUTE_32F
+        compute = (
+            COMPUTE_64F
+            if wide
+            else COMPUTE_32F_FAST_TF32
+            if tf32 and given == _SINGLE
+            else COMPUTE_32F
+        )
         factors = self._factors[_DOUBLE if wide else _SINGLE]
         zero, one = factors.ctypes.data, factors.ctypes.data + factors.itemsize
         dtypes = given, given, wanted
@@ -179,7 +230,10 @@ class Products:
         )
         tail = (*result, *((batch[0],) if stacked else ()), compute, DEFAULT_ALGORITHM)
         starts = [  # per call, the bytes to skip in each of the three
-            [x.itemsize * sum(i * axis[j] for i, axis in zip(at, axes, strict=True)) for j, x in enumerate(dtypes, 1)]
+            [
+                x.itemsize * sum(i * axis[j] for i, axis in zip(at, axes, strict=True))
+                for j, x in enumerate(dtypes, 1)
+            ]
             for at in product_of(*(range(axis[0]) for axis in axes))
         ]
 
@@ -194,14 +248,21 @@ class Products:
             if narrow:
                 bindings.setMathMode(handle, WIDE_SUMS)  # each time: others use this handle too
             for x, y, z in starts:
-                function(handle, *head, at_b + x, *first, at_a + y, *second, beta, at_out + z, *tail)
+                function(
+                    handle, *head, at_b + x, *first, at_a + y, *second, beta, at_out + z, *tail
+                )
 
         return call, len(starts)
 
-    def _multiply_copied(self, copies: Sequence[bool], a: Array, b: Array, out: Array, add: bool, tf32: bool) -> None:
+    def _multiply_copied(
+        self, copies: Sequence[bool], a: Array, b: Array, out: Array, add: bool, tf32: bool
+    ) -> None:
         """Multiply contiguous copies of some of the arrays."""
         xp = self._xp
-        a, b, place = (xp.array(x, order="C") if copy else x for x, copy in zip((a, b, out), copies, strict=True))
+        a, b, place = (
+            xp.array(x, order="C") if copy else x
+            for x, copy in zip((a, b, out), copies, strict=True)
+        )
         self.multiply(a, b, place, add, tf32)
         if place is not out:
             out[...] = place
@@ -214,12 +275,16 @@ def products_of(xp: ModuleType) -> Products:
 
 
 def _collapsed(lengths: Shape, *strides: Shape) -> list[Shape]:
-    """Return as few axes that run over the same elements in the same order: each its length and its strides."""
+    """Return as few axes that run over the same elements in the same order: each its length and its
+    strides.
+    """
     result: list[Shape] = []
     for length, *steps in zip(lengths, *strides, strict=True):
         if length == 1:
             continue
-        if result and all(outer == inner * length for outer, inner in zip(result[-1][1:], steps, strict=True)):
+        if result and all(
+            outer == inner * length for outer, inner in zip(result[-1][1:], steps, strict=True)
+        ):
             result[-1] = (result[-1][0] * length, *steps)
         else:
             result.append((length, *steps))

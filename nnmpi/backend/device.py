@@ -21,17 +21,20 @@ from nnmpi.backend.memory import MemoryUse
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.units import format_bytes
 
-# Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from
-# the pools: contexts of CUDA (some hundred MB each), workspaces of libraries.
+# Of the memory that is free, what the pools of the ranks on a device share; the rest is for what
+# takes no memory from the pools: contexts of CUDA (some hundred MB each), workspaces of libraries.
 SHARED_FRACTION = 0.9
 UUID_BYTES = 16  # CuPy reads it as text, and may go on behind it to the next byte that is 0
 
 
 def device_problem() -> str | None:
-    """Return why no device can be used here, in words with what would help, or None when one can."""
+    """Return why no device can be used here, in words with what would help, or None when one
+    can.
+    """
     try:
         cupy = importlib.import_module("cupy")
-    except Exception as error:  # besides ImportError, a NumPy that does not fit gives AttributeError and others
+    except Exception as error:
+        # besides ImportError, a NumPy that does not fit gives AttributeError and others
         return explain_import(error)
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -44,7 +47,8 @@ def cupy_backend(local_rank: int) -> Backend:
     """Return the CuPy backend on the device of this rank: local_rank modulo the number of devices.
 
     Raises:
-        DeviceError: when cupy cannot be imported, sees no device, or cannot use it; the message says what would help.
+        DeviceError: when cupy cannot be imported, sees no device, or cannot use it; the message
+            says what would help.
     """
     problem = device_problem()
     if problem is not None:
@@ -54,8 +58,9 @@ def cupy_backend(local_rank: int) -> Backend:
     try:
         cupy.cuda.Device(number).use()
         model = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
-        # Makes the context, so that its memory is taken when ranks share the rest, and compiles a kernel (once; CuPy
-        # keeps it on disk), so that libraries that are missing are missed here and not in the middle of a run.
+        # Makes the context, so that its memory is taken when ranks share the rest, and compiles a
+        # kernel (once; CuPy keeps it on disk), so that libraries that are missing are missed here
+        # and not in the middle of a run.
         cupy.ones(1, "float32").get()
     except Exception as error:
         problem = explain_start(error, *_versions(cupy))
@@ -67,11 +72,15 @@ def cupy_backend(local_rank: int) -> Backend:
     def synchronize() -> None:
         cupy.cuda.get_current_stream().synchronize()
 
-    return DeviceBackend("cupy", cupy, f"{model}, device {number}", to_host, synchronize, number=number)
+    return DeviceBackend(
+        "cupy", cupy, f"{model}, device {number}", to_host, synchronize, number=number
+    )
 
 
 def _versions(cupy: ModuleType) -> tuple[int, int]:
-    """Return the CUDA versions of the driver (0 without one) and of cupy, as CUDA counts them: 13020 is 13.2."""
+    """Return the CUDA versions of the driver (0 without one) and of cupy, as CUDA counts them:
+    13020 is 13.2.
+    """
     try:
         return cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
     except Exception:
@@ -95,8 +104,9 @@ class _Pool:
 class DeviceBackend(Backend):
     """CuPy on a device.
 
-    Memory comes from CuPy's pool, which gives none back by itself: what it has taken from the device is its peak. To
-    follow every array instead would cost about 1 us for each, a tenth of what it takes to start a kernel.
+    Memory comes from CuPy's pool, which gives none back by itself: what it has taken from the
+    device is its peak. To follow every array instead would cost about 1 us for each, a tenth of
+    what it takes to start a kernel.
 
     Attributes:
         number: of the device, among those that this process sees.
@@ -108,7 +118,8 @@ class DeviceBackend(Backend):
 
     @property
     def card(self) -> str:
-        """A device's address on its bus and its identity, by which ranks that see different numbers for it know it.
+        """A device's address on its bus and its identity, by which ranks that see different numbers
+        for it know it.
 
         Parts of one card, which NVIDIA calls MIG, have the same address and memory of their own.
         """
@@ -121,7 +132,9 @@ class DeviceBackend(Backend):
         pool = self.xp.get_default_memory_pool()
         taken, limit = pool.total_bytes(), pool.get_limit()
         self.pool.peak_bytes = max(self.pool.peak_bytes, taken)
-        note = self.pool.note or ("as CUPY_GPU_MEMORY_LIMIT or set_limit says" if limit else "none was set")
+        note = self.pool.note or (
+            "as CUPY_GPU_MEMORY_LIMIT or set_limit says" if limit else "none was set"
+        )
         return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
 
     def release_memory(self) -> None:
@@ -135,7 +148,8 @@ class DeviceBackend(Backend):
         self.xp.cuda.Device(self.number).use()
 
     def share(self, ranks: int) -> None:
-        """Leave room for the other ranks on this device: limit the pool to a fair part, unless a limit was set.
+        """Leave room for the other ranks on this device: limit the pool to a fair part, unless a
+        limit was set.
 
         All of them should be on the device by then, and have no large arrays yet.
         """
@@ -146,19 +160,24 @@ class DeviceBackend(Backend):
         part = int(SHARED_FRACTION * (free + pool.total_bytes()) / ranks)
         pool.set_limit(size=part)
         self.pool.note = (
-            f"{SHARED_FRACTION:.0%} of the {format_bytes(free)} that were free of {format_bytes(total)}, shared by "
-            f"{ranks} ranks on the device; CUPY_GPU_MEMORY_LIMIT sets another limit"
+            f"{SHARED_FRACTION:.0%} of the {format_bytes(free)} that were free of"
+            f" {format_bytes(total)}, shared by {ranks} ranks on the device; CUPY_GPU_MEMORY_LIMIT"
+            " sets another limit"
         )
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Let the pool take so much of the device's memory at most, if it may not take less already."""
+        """Let the pool take so much of the device's memory at most, if it may not take less
+        already.
+        """
         pool = self.xp.get_default_memory_pool()
         if not pool.get_limit() or limit_bytes < pool.get_limit():
             pool.set_limit(size=limit_bytes)
             self.pool.note = "as memory_limit says"
 
     def explain(self, error: BaseException) -> DeviceError | None:
-        """Return a library's error in a sentence that says what would help; None if it is no error of the device."""
+        """Return a library's error in a sentence that says what would help; None if it is no error
+        of the device.
+        """
         return explain_error(error, self)
 
 
@@ -166,7 +185,8 @@ NAMES = ("auto", "numpy", "cupy")
 
 
 def select(name: str = "auto", local_rank: int = 0) -> Backend:
-    """Return the backend of that name; `auto` is CuPy where a device can be used and NumPy elsewhere, and says why.
+    """Return the backend of that name; `auto` is CuPy where a device can be used and NumPy
+    elsewhere, and says why.
 
     Ranks that share a device should then tell each other so, and call `share`: see `Backend.card`.
 
@@ -175,7 +195,8 @@ def select(name: str = "auto", local_rank: int = 0) -> Backend:
 
     Raises:
         UsageError: for an unknown name.
-        DeviceError: when "cupy" is asked for and cannot work here; the message says what is missing.
+        DeviceError: when "cupy" is asked for and cannot work here; the message says what is
+            missing.
     """
     if name not in NAMES:
         raise UsageError(f"backend {name!r} is unknown; choose one of {', '.join(NAMES)}")
@@ -186,34 +207,43 @@ def select(name: str = "auto", local_rank: int = 0) -> Backend:
     try:
         backend = cupy_backend(local_rank)
     except DeviceError as error:
-        why = str(error).removeprefix("backend cupy cannot be used: ").partition(";")[0]  # advice is for who asked
+        # advice is for who asked
+        why = str(error).removeprefix("backend cupy cannot be used: ").partition(";")[0]
         return replace(numpy_backend(), reason=f"auto chose numpy: {why}")
     return replace(backend, reason=f"auto chose cupy: {backend.device} can be used")
 
 
 _INSUFFICIENT_DRIVER, _NO_DEVICE, _OUT_OF_MEMORY = 35, 100, 2
-# Errors after which CUDA answers to nothing in this process: a kernel went wrong, earlier than the call that says so.
+# Errors after which CUDA answers to nothing in this process: a kernel went wrong, earlier than the
+# call that says so.
 _FATAL = range(700, 720)
 _COMPILER_ERRORS = ("CompileException", "NVRTCError", "JitifyException")
 REMEDY = (
-    "make the batch smaller, compute it in more parts, recompute activations, use precision bf16, or spread the model "
-    "over more ranks"
+    "make the batch smaller, compute it in more parts, recompute activations, use precision bf16,"
+    " or spread the model over more ranks"
 )
 
 
 def installed_wheels(paths: Sequence[str] = sys.path) -> list[str]:
-    """Return the names of the installed packages that bring cupy; more than one get in one another's way.
+    """Return the names of the installed packages that bring cupy; more than one get in one
+    another's way.
 
-    (Python's own importlib.metadata would tell too, but takes a tenth of the time that nnmpi takes to start.)
+    (Python's own importlib.metadata would tell too, but takes a tenth of the time that nnmpi takes
+    to start.)
     """
     found = {folder.name for path in paths for folder in Path(path or ".").glob("cupy*.dist-info")}
     names = {name.partition("-")[0].lower().replace("_", "-") for name in found}
-    return sorted(name for name in names if name == "cupy" or name.startswith(("cupy-cuda", "cupy-rocm")))
+    return sorted(
+        name for name in names if name == "cupy" or name.startswith(("cupy-cuda", "cupy-rocm"))
+    )
 
 
 def expects_device() -> bool:
-    """Return whether a device could be meant to be used here: cupy is installed, or NVIDIA's driver shows a card."""
-    return bool(installed_wheels()) or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()  # the latter: WSL
+    """Return whether a device could be meant to be used here: cupy is installed, or NVIDIA's driver
+    shows a card.
+    """
+    # the latter: WSL
+    return bool(installed_wheels()) or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
 def explain_import(error: Exception, wheels: Callable[[], list[str]] = installed_wheels) -> str:
@@ -221,9 +251,15 @@ def explain_import(error: Exception, wheels: Callable[[], list[str]] = installed
     installed = wheels()
     if len(installed) > 1:
         both = " and ".join(installed)
-        return f"cupy cannot be imported ({_short(error)}): {both} are both installed; uninstall both, then install one"
+        return (
+            f"cupy cannot be imported ({_short(error)}): {both} are both installed; uninstall both,"
+            " then install one"
+        )
     if _misses_library(error):
-        return f"{_short(error)}; install CUDA's libraries with `pip install '{(*installed, 'cupy')[0]}[ctk]'`"
+        return (
+            f"{_short(error)}; install CUDA's libraries with `pip install"
+            f" '{(*installed, 'cupy')[0]}[ctk]'`"
+        )
     which = "'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'"
     return f"cupy cannot be imported ({_short(error)}); pip install {which}, as the driver needs it"
 
@@ -233,29 +269,44 @@ def explain_start(error: Exception | None, driver: int, runtime: int) -> str:
 
     Args:
         error: of the question how many devices there are; None if the answer was 0.
-        driver, runtime: the CUDA versions of the driver (0 without one) and of cupy, as 13020 for 13.2.
+        driver, runtime: the CUDA versions of the driver (0 without one) and of cupy, as 13020 for
+            13.2.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     status = getattr(error, "status", _NO_DEVICE if error is None else None)
     if status == _INSUFFICIENT_DRIVER and driver == 0:
-        return "cupy finds no CUDA driver on this machine; install NVIDIA's driver, or use the backend numpy"
+        return (
+            "cupy finds no CUDA driver on this machine; install NVIDIA's driver, or use the backend"
+            " numpy"
+        )
     if status == _INSUFFICIENT_DRIVER:
         return (
-            f"cupy is built for CUDA {_version(runtime)}, but the driver knows CUDA up to {_version(driver)}; install "
-            "nnmpi's extra for that, or a newer driver, or use the backend numpy"
+            f"cupy is built for CUDA {_version(runtime)}, but the driver knows CUDA up to"
+            f" {_version(driver)}; install nnmpi's extra for that, or a newer driver, or use the"
+            " backend numpy"
         )
     if status == _NO_DEVICE:
         hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-        return f"cupy finds no CUDA device{hidden}: nvidia-smi lists those that are there; use the backend numpy"
+        return (
+            f"cupy finds no CUDA device{hidden}: nvidia-smi lists those that are there; use the"
+            " backend numpy"
+        )
     if status == _OUT_OF_MEMORY or isinstance(error, MemoryError):
-        return "the device's memory is taken by other processes, which nvidia-smi lists; use another device"
+        return (
+            "the device's memory is taken by other processes, which nvidia-smi lists; use another"
+            " device"
+        )
     if error is not None and (_misses_library(error) or type(error).__name__ in _COMPILER_ERRORS):
-        return f"cupy cannot compile a kernel for the device ({_short(error)}); install CUDA's libraries: cupy's [ctk]"
+        return (
+            f"cupy cannot compile a kernel for the device ({_short(error)}); install CUDA's"
+            " libraries: cupy's [ctk]"
+        )
     return f"cupy cannot start CUDA ({_short(error)}); try nvidia-smi, or use the backend numpy"
 
 
 def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError | None:
-    """Return a library's error in a sentence that says what would help; None if it is no error of the device.
+    """Return a library's error in a sentence that says what would help; None if it is no error of
+    the device.
 
     Args:
         backend: the device, which may answer no more when it is asked what its memory looks like.
@@ -272,8 +323,9 @@ def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError |
         return _out_of_memory(None, error, backend)
     if name in ("CUDARuntimeError", "CUDADriverError") and status in _FATAL:
         return DeviceError(
-            f"a kernel failed on the device ({_short(error)}), some time before the call that says so, and this "
-            "process can use the device no more; CUDA_LAUNCH_BLOCKING=1 shows the call that is to blame"
+            f"a kernel failed on the device ({_short(error)}), some time before the call that says"
+            " so, and this process can use the device no more; CUDA_LAUNCH_BLOCKING=1 shows the"
+            " call that is to blame"
         )
     return DeviceError(f"{name} on the device: {_short(error)}")
 
@@ -285,11 +337,16 @@ def _out_of_memory(asked: int | None, error: BaseException, backend: DeviceBacke
     except Exception:  # CUDA may answer to nothing any more
         return DeviceError(f"the device has no room for {wanted} more ({_short(error)}); {REMEDY}")
     others = max(total - free - use.pool_bytes, 0)
-    limit = "" if use.limit_bytes is None else f" of the {format_bytes(use.limit_bytes)} that it may ({use.note})"
+    limit = (
+        ""
+        if use.limit_bytes is None
+        else f" of the {format_bytes(use.limit_bytes)} that it may ({use.note})"
+    )
     return DeviceError(
-        f"{backend.device} has no room for {wanted} more: arrays of this process use {format_bytes(use.used_bytes)}, "
-        f"its pool holds {format_bytes(use.pool_bytes)}{limit}, other processes and CUDA itself use "
-        f"{format_bytes(others)} and {format_bytes(free)} of {format_bytes(total)} are free; {REMEDY}"
+        f"{backend.device} has no room for {wanted} more: arrays of this process use"
+        f" {format_bytes(use.used_bytes)}, its pool holds {format_bytes(use.pool_bytes)}{limit},"
+        f" other processes and CUDA itself use {format_bytes(others)} and {format_bytes(free)} of"
+        f" {format_bytes(total)} are free; {REMEDY}"
     )
 
 
@@ -299,8 +356,13 @@ def _misses_library(error: BaseException) -> bool:
     while error.__cause__ is not None:
         error = error.__cause__
         texts.append(str(error))
-    lacking, ours = ("cannot open shared object", "Failure finding", "failed to load"), ("libcu", "libnv")
-    return any(any(map(text.__contains__, lacking)) and any(map(text.__contains__, ours)) for text in texts)
+    lacking, ours = (
+        ("cannot open shared object", "Failure finding", "failed to load"),
+        ("libcu", "libnv"),
+    )
+    return any(
+        any(map(text.__contains__, lacking)) and any(map(text.__contains__, ours)) for text in texts
+    )
 
 
 def _version(number: int) -> str:
@@ -308,6 +370,8 @@ def _version(number: int) -> str:
 
 
 def _short(error: BaseException | None) -> str:
-    """Return the last line with words of the error's text: CuPy puts what happened there, below much advice."""
+    """Return the last line with words of the error's text: CuPy puts what happened there, below
+    much advice.
+    """
     lines = [line.strip() for line in str(error).splitlines() if any(c.isalnum() for c in line)]
     return lines[-1] if lines else type(error).__name__

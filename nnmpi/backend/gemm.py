@@ -1,4 +1,5 @@
-"""Products of matrices, in the mode of `precision` and with the library that is there for the arrays.
+"""Products of matrices, in the mode of `precision` and with the library that is there for the
+arrays.
 
 arrays          float32, float64                  float16, bfloat16                     whole numbers
 NumPy           its BLAS; MKL, where it is        none: operations compute in float32   its own loops
@@ -21,20 +22,23 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 
 
-def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = False, dtype: Any = None) -> Array:
+def gemm(
+    xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = False, dtype: Any = None
+) -> Array:
     """Return a @ b for matrices, or for stacks of as many matrices; also for a vector a of NumPy's.
 
     Args:
         xp: the module whose functions are called, or a recorder's stand-in for it.
-        a: (..., n, k), b: (..., k, m): of one dtype. Transposed views are read as they lie. Leading axes are matched
-            as NumPy does: an axis of length 1 serves all.
+        a: (..., n, k), b: (..., k, m): of one dtype. Transposed views are read as they lie. Leading
+            axes are matched as NumPy does: an axis of length 1 serves all.
         out: (..., n, m), where the result goes; of a's dtype, or float32 for float16 and bfloat16.
         add: whether the product is added to what `out` holds.
         dtype: of the result without `out`; by default a's.
 
     Raises:
         DtypeError: for two dtypes of a device's arrays, or a result that these cannot have.
-        ShapeError: where a device's arrays do not fit one another. (NumPy says so itself of its own.)
+        ShapeError: where a device's arrays do not fit one another. (NumPy says so itself of its
+            own.)
         UsageError: for `add` without `out`.
         DeviceError: for arrays of the host among those of a device.
     """
@@ -51,7 +55,8 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
             raise DtypeError(f"the product of {a.dtype} arrays cannot be written to {out.dtype}")
         if out.shape != shape:
             raise ShapeError(
-                f"the product of shapes {a.shape} and {b.shape} is {shape}, but the place for it {out.shape}"
+                f"the product of shapes {a.shape} and {b.shape} is {shape}, but the place for it"
+                f" {out.shape}"
             )
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
         perform(products.multiply, a, b, out, add, precision() == "tf32")
@@ -62,8 +67,11 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
             out = xp.empty((a.shape[0], b.shape[1]), a.dtype)
         perform(mkl.multiply, a, b, out, add)
         return out
-    # NumPy's dot is quicker than its matmul, which also warns of what OpenBLAS computes in lanes that nobody reads.
-    multiply = xp.dot if a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous) else xp.matmul
+    # NumPy's dot is quicker than its matmul, which also warns of what OpenBLAS computes in lanes
+    # that nobody reads.
+    multiply = (
+        xp.dot if a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous) else xp.matmul
+    )
     if add:
         return xp.add(out, multiply(a, b), out=out)
     return multiply(a, b) if out is None else multiply(a, b, out=out)
@@ -77,9 +85,13 @@ def product_shape(a: Shape, b: Shape) -> Shape:
         ShapeError: when they do not fit.
     """
     if min(len(a), len(b)) < 2 or a[-1] != b[-2]:
-        raise ShapeError(f"no product of arrays of shapes {a} and {b}: it needs (..., n, k) and (..., k, m)")
+        raise ShapeError(
+            f"no product of arrays of shapes {a} and {b}: it needs (..., n, k) and (..., k, m)"
+        )
     try:
         leading = np.broadcast_shapes(a[:-2], b[:-2])
     except ValueError:
-        raise ShapeError(f"no product of arrays of shapes {a} and {b}: the leading axes do not fit") from None
+        raise ShapeError(
+            f"no product of arrays of shapes {a} and {b}: the leading axes do not fit"
+        ) from None
     return (*leading, a[-2], b[-1])

@@ -1,19 +1,21 @@
-"""What is compiled, for operations whose arrays it computes with: the one place where that is decided.
+"""What is compiled, for operations whose arrays it computes with: the one place where that is
+decided.
 
 arrays                                          kernels                                   switched by
 NumPy's                                         none: the operation's own arithmetic
 NumPy's, float32, inside `with jit():`          `jit.kernels`, numba's                    jit(), jit(False)
 a device's, floating point                      `cuda.kernels`, CUDA C++                  always on, but for jit(False)
 
-An operation's arithmetic stands in its Function, through the array library's functions, which compute anywhere. Before
-it, the Function asks here for something faster:
+An operation's arithmetic stands in its Function, through the array library's functions, which
+compute anywhere. Before it, the Function asks here for something faster:
 
     kernels = kernels_for(x, "layer_norm")      what has a function of that name, or None
     if kernels is not None:
         y, residuals = kernels.layer_norm(...)
 
-To add a compiled kernel: a function in `jit/kernels.py` or `cuda/kernels.py`, with the kernel itself beside it, and
-these lines in the Function. Compiled functions go through `recording.perform`, which notes each as one call.
+To add a compiled kernel: a function in `jit/kernels.py` or `cuda/kernels.py`, with the kernel
+itself beside it, and these lines in the Function. Compiled functions go through
+`recording.perform`, which notes each as one call.
 """
 
 from collections.abc import Iterator
@@ -36,7 +38,9 @@ _enabled: ContextVar[bool | None] = ContextVar("nnmpi_kernels", default=None)
 
 
 def kernels_for(array: Array, name: str) -> Any:
-    """Return the compiled kernels that have this function, for arrays like this one in this context; None for none."""
+    """Return the compiled kernels that have this function, for arrays like this one in this
+    context; None for none.
+    """
     found: Any = None
     if type(array) is np.ndarray:
         if not _enabled.get() or array.dtype != FLOAT32:
@@ -48,7 +52,9 @@ def kernels_for(array: Array, name: str) -> Any:
 
 
 def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
-    """Write the sum over the rows of the result's gradient (rows, n), in float32 where that is lower."""
+    """Write the sum over the rows of the result's gradient (rows, n), in float32 where that is
+    lower.
+    """
     kernels = kernels_for(grad, "bias_grad")
     if kernels is not None:
         kernels.bias_grad(xp, xp.ascontiguousarray(grad), to_bias)  # that of a sum has gaps
@@ -72,13 +78,15 @@ def setting() -> bool | None:
 
 @contextmanager
 def jit(enabled: bool = True) -> Iterator[None]:
-    """Compute with compiled kernels inside the block (or without them, within such a block: `jit(False)`).
+    """Compute with compiled kernels inside the block (or without them, within such a block:
+    `jit(False)`).
 
-    Results differ from the plain ones in the last bits. float32 on the CPU is compiled, all else there stays as it is.
-    On a device kernels are in use anyway, and `jit(False)` does without them.
-    A kernel is compiled when it is first used, which takes up to some seconds, and then kept on disk: beside the
-    package, in the user's cache folder where that cannot be written to, or in NUMBA_CACHE_DIR. Of several processes
-    on a node one compiles, and the others wait and load what it has made.
+    Results differ from the plain ones in the last bits. float32 on the CPU is compiled, all else
+    there stays as it is. On a device kernels are in use anyway, and `jit(False)` does without them.
+    A kernel is compiled when it is first used, which takes up to some seconds, and then kept on
+    disk: beside the package, in the user's cache folder where that cannot be written to, or in
+    NUMBA_CACHE_DIR. Of several processes on a node one compiles, and the others wait and load what
+    it has made.
 
     Raises:
         UsageError: when numba is not installed or does not work.
@@ -103,6 +111,7 @@ def load() -> ModuleType:
         import nnmpi.backend.jit.kernels as kernels
     except ImportError as error:
         raise UsageError(
-            f"compiled kernels need numba, which cannot be imported ({error}); pip install numba, or leave jit out"
+            f"compiled kernels need numba, which cannot be imported ({error}); pip install numba,"
+            " or leave jit out"
         ) from error
     return kernels

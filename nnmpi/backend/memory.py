@@ -1,8 +1,9 @@
-"""How much memory a backend uses and how much it may; and how the process keeps what it frees on the host.
+"""How much memory a backend uses and how much it may; and how the process keeps what it frees on
+the host.
 
-A training step frees arrays of megabytes and asks for them again a moment later. glibc by default maps each such array
-afresh, and the kernel then zeroes it page by page: a quarter of a convolutional network's step. `keep_freed_memory`
-changes that.
+A training step frees arrays of megabytes and asks for them again a moment later. glibc by default
+maps each such array afresh, and the kernel then zeroes it page by page: a quarter of a
+convolutional network's step. `keep_freed_memory` changes that.
 """
 
 import ctypes
@@ -21,13 +22,15 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory in bytes: a device's as this process's arrays use it; on the host, that of the whole process.
+    """Memory in bytes: a device's as this process's arrays use it; on the host, that of the whole
+    process.
 
     Attributes:
         used_bytes: in arrays that are alive.
         peak_bytes: the most that the pool (on the host: the process) has held at once.
         limit_bytes: what the pool may take from the device; None without a limit.
-        pool_bytes: what the pool has taken from the device, in use or kept for later; 0 on the host, which has none.
+        pool_bytes: what the pool has taken from the device, in use or kept for later; 0 on the
+            host, which has none.
         note: where the limit comes from, in words.
     """
 
@@ -38,7 +41,9 @@ class MemoryUse:
     note: str
 
     def __str__(self) -> str:
-        limit = "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
+        limit = (
+            "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
+        )
         used, peak = format_bytes(self.used_bytes), format_bytes(self.peak_bytes)
         return f"{used} in use, {peak} at the peak, {limit} ({self.note})"
 
@@ -46,21 +51,28 @@ class MemoryUse:
 def host_memory() -> MemoryUse:
     """Return what this process has of the host's memory; zeros where the system does not tell."""
     used = _read("VmRSS")
-    return MemoryUse(used, max(used, _read("VmHWM")), None, 0, "of the host's memory, the whole process")
+    return MemoryUse(
+        used, max(used, _read("VmHWM")), None, 0, "of the host's memory, the whole process"
+    )
 
 
 def keep_freed_memory() -> bool:
-    """Tell malloc to keep what is freed, for arrays of up to 32 MiB; return whether it listens (glibc alone does).
+    """Tell malloc to keep what is freed, for arrays of up to 32 MiB; return whether it listens
+    (glibc alone does).
 
     The process then holds on to the most memory that it ever used.
     """
-    return _set_malloc((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 * 2**20), (_MMAP_THRESHOLD, 32 * 2**20))
+    return _set_malloc(
+        (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 * 2**20), (_MMAP_THRESHOLD, 32 * 2**20)
+    )
 
 
 def share_freed_memory() -> bool:
-    """Tell malloc to give all threads that begin from now on memory from one arena; return whether it listens.
+    """Tell malloc to give all threads that begin from now on memory from one arena; return whether
+    it listens.
 
-    Else a thread keeps what it has freed for itself: some MiB for each, where only one of many computes at a time.
+    Else a thread keeps what it has freed for itself: some MiB for each, where only one of many
+    computes at a time.
     """
     return _set_malloc((_ARENA_MAX, 1))
 
@@ -74,7 +86,9 @@ def return_freed_memory() -> None:
 
 def _set_malloc(*settings: tuple[int, int]) -> bool:
     mallopt = _find("mallopt")
-    return mallopt is not None and all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings)
+    return mallopt is not None and all(
+        mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings
+    )
 
 
 def _find(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""The precision in which products are computed: a mode of the context, float32 unless said otherwise.
+"""The precision in which products are computed: a mode of the context, float32 unless said
+otherwise.
 
     mode       what a GEMM or a convolution reads     adds up in    what it gives     parameters, gradients, optimizer
     float32    float32                                float32       float32           float32
@@ -6,9 +7,10 @@
     bf16       bfloat16: range of float32, 7 bits     float32       bfloat16          float32
     fp16       float16: 6e-8 to 65504, 10 bits        float32       float16           float32
 
-Parameters stay float32 ("master weights", Micikevicius et al., "Mixed precision training", 2018) and are rounded where
-an operation reads them; what flows between the layers is of the lower precision, and a parameter's gradient is added up
-in float32 where it belongs, so that optimizers and exchanges never see the lower one.
+Parameters stay float32 ("master weights", Micikevicius et al., "Mixed precision training", 2018)
+and are rounded where an operation reads them; what flows between the layers is of the lower
+precision, and a parameter's gradient is added up in float32 where it belongs, so that optimizers
+and exchanges never see the lower one.
 """
 
 from collections.abc import Iterator
@@ -51,7 +53,8 @@ def use_precision(mode: str) -> Iterator[None]:
 
 
 def low_dtype(mode: str) -> Dtype | None:
-    """Return the dtype of what flows between layers in this mode, None where that is the parameters' own.
+    """Return the dtype of what flows between layers in this mode, None where that is the
+    parameters' own.
 
     Raises:
         UsageError: when bfloat16 is needed and ml_dtypes is not installed.
@@ -72,13 +75,16 @@ def bfloat16() -> Dtype:
         import ml_dtypes
     except ImportError as error:
         raise UsageError(
-            f"bfloat16 needs ml_dtypes, which cannot be imported ({error}); pip install ml_dtypes, or use float32"
+            f"bfloat16 needs ml_dtypes, which cannot be imported ({error}); pip install ml_dtypes,"
+            " or use float32"
         ) from error
     return np.dtype(ml_dtypes.bfloat16)
 
 
 def is_floating(dtype: Dtype) -> bool:
-    """Return whether the dtype is floating point; bfloat16 is, though NumPy counts it among the unknown."""
+    """Return whether the dtype is floating point; bfloat16 is, though NumPy counts it among the
+    unknown.
+    """
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
@@ -88,7 +94,8 @@ def is_low(dtype: Dtype) -> bool:
 
 
 def dtype_named(name: str) -> Dtype:
-    """Return the dtype of that name, such as "float32"; NumPy knows "bfloat16" only once ml_dtypes is there.
+    """Return the dtype of that name, such as "float32"; NumPy knows "bfloat16" only once ml_dtypes
+    is there.
 
     Raises:
         UsageError: when bfloat16 is meant and ml_dtypes is not installed.

@@ -1,7 +1,7 @@
 """Sums over many rows that keep their digits.
 
-One long sum in float32 loses what is small beside it: the sum of 100,000 equal numbers is off by 5e-4. So rows are
-added up in blocks, and the blocks' sums in float64.
+One long sum in float32 loses what is small beside it: the sum of 100,000 equal numbers is off by
+5e-4. So rows are added up in blocks, and the blocks' sums in float64.
 
     rows     | 512 | 512 | 512 | rest |
     float32    sum   sum   sum   sum
@@ -10,9 +10,9 @@ added up in blocks, and the blocks' sums in float64.
 
 On a device, whose threads add up parts anyway, it is one call.
 
-`row_blocks` cuts rows into blocks that stay in a cache while several passes run over them. A pass over megabytes costs
-what memory costs, a pass over a block that lies in the cache a quarter of that. On a device, where each call costs more
-than it computes, everything is one block.
+`row_blocks` cuts rows into blocks that stay in a cache while several passes run over them. A pass
+over megabytes costs what memory costs, a pass over a block that lies in the cache a quarter of
+that. On a device, where each call costs more than it computes, everything is one block.
 """
 
 from collections.abc import Sequence
@@ -63,14 +63,22 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
     axes = tuple(axes)
     leading, kept = len(axes), x.shape[len(axes) :]
     over_rows = axes == tuple(range(leading)) and 0 < leading < x.ndim and x.size > 0
-    wide = type(x) is np.ndarray and x.dtype.kind == "f" and x.dtype.itemsize >= np.dtype("float32").itemsize
-    if wide and over_rows and x.flags.c_contiguous:  # NumPy adds up rows one by one, what lies side by side pairwise
+    wide = (
+        type(x) is np.ndarray
+        and x.dtype.kind == "f"
+        and x.dtype.itemsize >= np.dtype("float32").itemsize
+    )
+    if wide and over_rows and x.flags.c_contiguous:
+        # NumPy adds up rows one by one, what lies side by side pairwise
         total = row_sum(xp, x.reshape(-1, prod(kept)))
         return total.reshape((1,) * leading + kept if keepdims else kept)
-    return xp.add.reduce(x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims)
+    return xp.add.reduce(
+        x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims
+    )
 
 
-# A block of that many float32, its results and its scratch fit into 1 MiB, the smallest L2 cache of server processors.
+# A block of that many float32, its results and its scratch fit into 1 MiB, the smallest L2 cache of
+# server processors.
 ELEMENTS = 2**16
 
 

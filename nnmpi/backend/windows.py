@@ -1,12 +1,15 @@
-"""Views of images for convolution and pooling: a zero-copy array of all windows, their corners, borders around images.
+"""Views of images for convolution and pooling: a zero-copy array of all windows, their corners,
+borders around images.
 
-Images are (batch, height, width, channels). `windows` of a 3x3 kernel over one row of pixels a b c d e:
+Images are (batch, height, width, channels). `windows` of a 3x3 kernel over one row of pixels a b c
+d e:
 
     window 0   a b c            the same memory, seen as (batch, out_height, out_width, kernel_height,
     window 1     b c d          kernel_width, channels); copying it is im2col
     window 2       c d e
 
-`corners` of a 2x2 pooling over four rows of four pixels gives one plane per place in the pooling's windows:
+`corners` of a 2x2 pooling over four rows of four pixels gives one plane per place in the pooling's
+windows:
 
     a b | c d
     e f | g h          planes   a c   b d   e g   f h
@@ -47,7 +50,8 @@ def pair(name: str, value: int | Pair, least: int) -> Pair:
 
 
 def bordered(x: Array, padding: Pair, value: float = 0.0, xp: Any = None) -> Array:
-    """Return x (n, h, w, c) with `padding` rows and columns of `value` on each side; x itself when there are none.
+    """Return x (n, h, w, c) with `padding` rows and columns of `value` on each side; x itself when
+    there are none.
 
     Args:
         x: (n, h, w, c).
@@ -87,18 +91,27 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
     n, h, w, c = x.shape
     batch, row, column, channel = x.strides
     shape = (n, *map(out_size, (h, w), kernel, stride, (0, 0), dilation), *kernel, c)
-    strides = (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], channel)
+    strides = (
+        batch,
+        row * stride[0],
+        column * stride[1],
+        row * dilation[0],
+        column * dilation[1],
+        channel,
+    )
     if prod(shape) == 0:
         return namespace(x).zeros(shape, dtype=x.dtype)
     return namespace(x).lib.stride_tricks.as_strided(x, shape=shape, strides=strides)
 
 
 def corners(x: Array, pool: Pair) -> Array:
-    """Return a view (pool_h, pool_w, n, h // pool_h, w // pool_w, ...) of x (n, h, w, ...): the windows' places first.
+    """Return a view (pool_h, pool_w, n, h // pool_h, w // pool_w, ...) of x (n, h, w, ...): the
+    windows' places first.
 
     Rows and columns that no window covers are left out.
     """
     (p, q), (n, h, w) = pool, x.shape[:3]
     rows, columns = h // p, w // q
-    covered = x[:, : rows * p, : columns * q].reshape(n, rows, p, columns, q, *x.shape[3:])  # splits axes: a view
+    # splits axes: a view
+    covered = x[:, : rows * p, : columns * q].reshape(n, rows, p, columns, q, *x.shape[3:])
     return covered.transpose(2, 4, 0, 1, 3, *range(5, covered.ndim))

@@ -1,4 +1,5 @@
-"""`python -m nnmpi.comm`: look at a collective without MPI (prove it, draw it, simulate it), fit a machine.
+"""`python -m nnmpi.comm`: look at a collective without MPI (prove it, draw it, simulate it), fit a
+machine.
 
 python -m nnmpi.comm list --ranks 16 --bytes 64k
 python -m nnmpi.comm render ring --ranks 4
@@ -51,22 +52,31 @@ def main(words: Sequence[str]) -> str:
     if getattr(arguments, "ranks", 0) is None:
         fit = find_network_fit(arguments.network, None)
         arguments.ranks = DEFAULT_RANKS if fit is None else fit.ranks
-    if arguments.command in ("prove", "render"):  # as many chunks as ranks, which some algorithms send one by one
+    if arguments.command in ("prove", "render"):
+        # as many chunks as ranks, which some algorithms send one by one
         foretell(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
     return _COMMANDS[arguments.command](arguments)
 
 
 def _list(arguments: argparse.Namespace) -> str:
-    """List all collectives with the latencies, and the bytes in buffers, that the last rank waits for."""
+    """List all collectives with the latencies, and the bytes in buffers, that the last rank waits
+    for.
+    """
     ranks = arguments.ranks
     machine = parse_network(arguments.network, ranks, ranks)
     network = describe_network(arguments.network)
-    lines = [f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer", f"messages by {network}", ""]
+    lines = [
+        f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer",
+        f"messages by {network}",
+        "",
+    ]
     for (operation, name), collective in COLLECTIVES.items():
         latencies, buffers = coefficients(collective, ranks)
         found = find_collective(operation, name, machine.nodes)
         seconds = format_seconds(price(found, ranks, arguments.bytes, machine))
-        lines.append(f"{operation:18} {name:17} {latencies:5} alpha + {buffers:8.3f} M beta {seconds:>12}")
+        lines.append(
+            f"{operation:18} {name:17} {latencies:5} alpha + {buffers:8.3f} M beta {seconds:>12}"
+        )
     return "\n".join(lines)
 
 
@@ -87,22 +97,36 @@ def _render(arguments: argparse.Namespace) -> str:
         picture(collective, arguments.ranks).save(arguments.svg)
     if arguments.html is None:
         return drawn
-    beside = {name: found for (operation, name), found in COLLECTIVES.items() if operation == arguments.operation}
+    beside = {
+        name: found
+        for (operation, name), found in COLLECTIVES.items()
+        if operation == arguments.operation
+    }
     machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
-    animation = compare(beside | {collective.name: collective}, collective.name, arguments.ranks, machine)
-    write_page(arguments.html, "collective", f"{arguments.operation} by {collective.name}", animation)
+    animation = compare(
+        beside | {collective.name: collective}, collective.name, arguments.ranks, machine
+    )
+    write_page(
+        arguments.html, "collective", f"{arguments.operation} by {collective.name}", animation
+    )
     return f"{drawn}\n\n{arguments.html} runs it in a browser"
 
 
 def _simulate(arguments: argparse.Namespace) -> str:
     """Simulate a collective for up to thousands of ranks: how long it takes on a machine."""
     machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
-    found = simulate_collective(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
-    title = f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {format_bytes(arguments.bytes)}"
+    found = simulate_collective(
+        _collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine
+    )
+    title = (
+        f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks,"
+        f" {format_bytes(arguments.bytes)}"
+    )
     first = min(range(len(found)), key=found.__getitem__)
     first_to_finish = f"the first to finish is rank {first} after {format_seconds(found[first])}"
     return (
-        f"{title}: {format_seconds(max(found))}, messages by {describe_network(arguments.network)}\n{first_to_finish}"
+        f"{title}: {format_seconds(max(found))}, messages by"
+        f" {describe_network(arguments.network)}\n{first_to_finish}"
     )
 
 
@@ -135,7 +159,9 @@ DEFAULT_RANKS = 4
 
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.comm", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, parser_class=Parser, metavar="COMMAND"
+    )
     operations = ", ".join(dict.fromkeys(operation for operation, _ in COLLECTIVES))
     for name, command in _COMMANDS.items():
         one = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
@@ -143,17 +169,35 @@ def _parser() -> Parser:
             one.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
             one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
         if name == "render":
-            one.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs, for a browser")
-            one.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf")
+            one.add_argument(
+                "--html", type=Path, metavar="FILE", help="write a page that runs, for a browser"
+            )
+            one.add_argument(
+                "--svg",
+                type=Path,
+                metavar="FILE",
+                help="write a picture for slides: .svg, .png, .pdf",
+            )
         if name == "fit":
-            one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")
+            one.add_argument(
+                "--out", type=Path, help="file (default: one for these ranks in the user's cache)"
+            )
             continue
-        one.add_argument("--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})")
+        one.add_argument(
+            "--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})"
+        )
         one.set_defaults(network=NETWORK)
         if name in _ON_MACHINE:
             if name != "render":
-                one.add_argument("--bytes", type=parse_bytes, default=2**20, help="such as 4, 64k, 1MB (default 1MB)")
-            one.add_argument("--network", default=NETWORK, help=f"{NETWORK_HELP} (default {NETWORK})")
+                one.add_argument(
+                    "--bytes",
+                    type=parse_bytes,
+                    default=2**20,
+                    help="such as 4, 64k, 1MB (default 1MB)",
+                )
+            one.add_argument(
+                "--network", default=NETWORK, help=f"{NETWORK_HELP} (default {NETWORK})"
+            )
     return parser
 
 
@@ -162,7 +206,9 @@ def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = Non
     operation, name = arguments.operation, arguments.algorithm
     if is_custom(name):
         arguments.operation = operation or ALL_REDUCE.name
-        return find_collective(arguments.operation, load_custom(name, "the algorithm", "(rank, size)"))
+        return find_collective(
+            arguments.operation, load_custom(name, "the algorithm", "(rank, size)")
+        )
     if operation is None:
         having = [what for what, how in COLLECTIVES if how == name]
         operation = having[0] if len(having) == 1 else ALL_REDUCE.name

@@ -1,13 +1,15 @@
-"""Agreement among ranks: all raise if one has failed, all have the same values, all check at the same step.
+"""Agreement among ranks: all raise if one has failed, all have the same values, all check at the
+same step.
 
-Used where a rank can fail or differ alone: reading files, checking options, building models, saving. Without it the
-others would wait for ever in their next collective. Nothing here is called in the training step itself; there an
-exception ends the job (see `nnmpi.comm.mpi.shutdown`).
+Used where a rank can fail or differ alone: reading files, checking options, building models,
+saving. Without it the others would wait for ever in their next collective. Nothing here is called
+in the training step itself; there an exception ends the job (see `nnmpi.comm.mpi.shutdown`).
 
     one rank fails, all raise     `agreed` around work that every rank does
                                   `on_root` for work that rank 0 does for all
                                   `CollectivePhase` for work in several steps with messages in between
-    the same on every rank        `require_equal`, and `refuse_different` for values that were gathered already
+    the same on every rank        `require_equal`, and `refuse_different` for values that were
+                                  gathered already
     a check every few steps       `PeriodicCheck`
 """
 
@@ -26,7 +28,8 @@ import nnmpi.errors as errors
 from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
 
-# Ranks that exchange small values: the part of a group that everything else in this package builds on.
+# Ranks that exchange small values: the part of a group that everything else in this package builds
+# on.
 #
 # Nothing here sums or moves arrays; `group.Group` does.
 
@@ -38,8 +41,8 @@ class Communicator:
 
     Args:
         comm: a communicator of these ranks.
-        private: whether nobody else uses `comm`. If not, this works on a duplicate, so that its messages never meet
-            others'.
+        private: whether nobody else uses `comm`. If not, this works on a duplicate, so that its
+            messages never meet others'.
 
     Attributes:
         rank: this process's number among them.
@@ -58,8 +61,8 @@ class Communicator:
 
     def __reduce__(self) -> NoReturn:
         raise CommError(
-            "a group of ranks is not copied or pickled, nor is a model that a Worker or a strategy works on; call its "
-            "release() first, or build the model again and use load_state"
+            "a group of ranks is not copied or pickled, nor is a model that a Worker or a strategy"
+            " works on; call its release() first, or build the model again and use load_state"
         )
 
     @property
@@ -68,7 +71,8 @@ class Communicator:
         return self.rank == 0
 
     def split(self, color: int, key: int = 0) -> Self:
-        """Return the group of the ranks that gave the same color, ordered by key, then by rank here.
+        """Return the group of the ranks that gave the same color, ordered by key, then by rank
+        here.
 
         Raises:
             UsageError: for a negative color.
@@ -78,11 +82,15 @@ class Communicator:
         return type(self)(self.comm.split(color, key), private=True)
 
     def node(self) -> Self:
-        """Return the group of the ranks that share this node's memory, in the order they have here."""
+        """Return the group of the ranks that share this node's memory, in the order they have
+        here.
+        """
         return type(self)(self.comm.split_by_node(self.rank), private=True)
 
     def nodes(self) -> list[int]:
-        """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective the first time."""
+        """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective
+        the first time.
+        """
         if self._nodes is None:
             node = self.node()
             firsts = self.gather(node.share(self.rank))  # the lowest rank on each one's node
@@ -116,7 +124,10 @@ class Communicator:
         texts = np.empty(int(lengths.sum()), np.uint8)
         self.comm.allgatherv(text, texts, lengths.tolist())
         whole, ends = texts.tobytes(), np.cumsum(lengths).tolist()
-        return [decode_json(whole[begin:end], rank) for rank, (begin, end) in enumerate(pairwise([0, *ends]))]
+        return [
+            decode_json(whole[begin:end], rank)
+            for rank, (begin, end) in enumerate(pairwise([0, *ends]))
+        ]
 
     def share(self, value: Any, root: int = 0) -> Any:
         """Return root's JSON value on every rank; what the others pass is not looked at.
@@ -131,10 +142,12 @@ class Communicator:
         self.comm.barrier()
 
     def sum_floats(self, values: Sequence[float], asleep: bool = False) -> list[float]:
-        """Return the sums over the ranks of a few numbers, in float64 and in rank order: the same bits with any MPI.
+        """Return the sums over the ranks of a few numbers, in float64 and in rank order: the same
+        bits with any MPI.
 
         Args:
-            asleep: whether to leave the core to others until the last rank comes, which may be late.
+            asleep: whether to leave the core to others until the last rank comes, which may be
+                late.
         """
         if self.size == 1:
             return [float(value) for value in values]
@@ -142,7 +155,8 @@ class Communicator:
 
     def max_floats(self, values: Sequence[float]) -> list[float]:
         """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
-        return list(self._gather_floats(values).max(axis=0).tolist())  # MPI does not say what it does with NaN
+        # MPI does not say what it does with NaN
+        return list(self._gather_floats(values).max(axis=0).tolist())
 
     def _gather_floats(self, values: Sequence[float], asleep: bool = False) -> NDArray[np.float64]:
         own = np.array(values, np.float64)
@@ -158,8 +172,8 @@ class Communicator:
 def encode_json(value: Any) -> bytes:
     """Return the value as JSON text: no pickle, so that a message can hold nothing but data.
 
-    What JSON cannot hold becomes a complaint that `decode_json` raises at the other end. The sender must not raise:
-    the other ranks are on their way into the exchange and would wait for it.
+    What JSON cannot hold becomes a complaint that `decode_json` raises at the other end. The sender
+    must not raise: the other ranks are on their way into the exchange and would wait for it.
     """
     try:
         return json.dumps({"value": value}).encode()
@@ -168,7 +182,8 @@ def encode_json(value: Any) -> bytes:
 
 
 def decode_json(text: bytes, rank: int) -> Any:
-    """Return the value that `rank` encoded: lists for tuples, text for the keys of dictionaries, as JSON has it.
+    """Return the value that `rank` encoded: lists for tuples, text for the keys of dictionaries, as
+    JSON has it.
 
     Raises:
         CommError: when the value was none that JSON can hold; names the rank.
@@ -192,8 +207,9 @@ T = TypeVar("T")
 def agreed(group: Communicator) -> Iterator[None]:
     """Run the body, and raise on every rank if it raised on any. Collective: all ranks enter it.
 
-    The body must not use the group itself after a point where one rank can fail alone: the others would wait there.
-    KeyboardInterrupt and SystemExit are not for agreement; they pass through and end the job.
+    The body must not use the group itself after a point where one rank can fail alone: the others
+    would wait there. KeyboardInterrupt and SystemExit are not for agreement; they pass through and
+    end the job.
 
         with agreed(group):
             train = load(path)          # a file that is damaged on one node stops all
@@ -212,19 +228,23 @@ def agreed(group: Communicator) -> Iterator[None]:
 def agree(group: Communicator, error: Exception | None, speaker: int | None = None) -> None:
     """Return if no rank has an error; otherwise raise on every rank. Collective.
 
-    An error of nnmpi's own keeps its kind, and with it the exit status; of several, the lowest rank's counts. Any
-    other exception becomes a CommError that ends with that rank's traceback. The text begins with the ranks that
-    failed, unless all of them failed with the same text.
+    An error of nnmpi's own keeps its kind, and with it the exit status; of several, the lowest
+    rank's counts. Any other exception becomes a CommError that ends with that rank's traceback. The
+    text begins with the ranks that failed, unless all of them failed with the same text.
 
     Args:
         group: the ranks that must agree.
         error: this rank's exception, None if all went well.
-        speaker: a rank that worked for all, if there is one: where it fails alone it is not named either.
+        speaker: a rank that worked for all, if there is one: where it fails alone it is not named
+            either.
 
     Raises:
-        NnmpiError: the error that all ranks raise; on a rank that failed, caused by its own exception.
+        NnmpiError: the error that all ranks raise; on a rank that failed, caused by its own
+            exception.
     """
-    everyones: list[dict[str, Any] | None] = group.gather(None if error is None else _describe(error))
+    everyones: list[dict[str, Any] | None] = group.gather(
+        None if error is None else _describe(error)
+    )
     failed = {rank: found for rank, found in enumerate(everyones) if found is not None}
     if failed:
         raise _rebuild(failed, len(everyones), speaker) from error
@@ -233,7 +253,8 @@ def agree(group: Communicator, error: Exception | None, speaker: int | None = No
 def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
     """Return what `work` returns on rank 0, a JSON value, on every rank. Collective.
 
-    The text of an error does not name rank 0: the user need not know which rank did the work for all.
+    The text of an error does not name rank 0: the user need not know which rank did the work for
+    all.
 
     Raises:
         NnmpiError: on all ranks, when `work` raises; of what kind and with what text, see `agree`.
@@ -245,18 +266,22 @@ def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
 
 
 class CollectivePhase:
-    """Work in several steps, with messages between the ranks, that all go through to the end whoever fails.
+    """Work in several steps, with messages between the ranks, that all go through to the end
+    whoever fails.
 
-    A rank that has failed does no more work but still takes part in the messages, in which it says that it has nothing
-    (see `point_to_point.Rendezvous`): so nobody waits for it. At the end all ranks agree.
+    A rank that has failed does no more work but still takes part in the messages, in which it says
+    that it has nothing (see `point_to_point.Rendezvous`): so nobody waits for it. At the end all
+    ranks agree.
 
         phase = CollectivePhase(group)
-        part = phase.attempt(read, name)            # None if it fails, or anything has failed before
+        part = phase.attempt(read, name)            # None if it fails, or anything has failed
+                                                    before
         phase.require(channel.send(part, to=1))     # no more work here if the other rank has failed
         phase.agree()                               # raises on all ranks if any has failed
 
     Attributes:
-        stopped: whether this rank's work failed, or it noticed that another's has: then it does no more work.
+        stopped: whether this rank's work failed, or it noticed that another's has: then it does no
+            more work.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -292,12 +317,23 @@ class CollectivePhase:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """Return the error as a JSON value: its kind (nnmpi's nearest base), its text, its traceback if it is foreign."""
+    """Return the error as a JSON value: its kind (nnmpi's nearest base), its text, its traceback if
+    it is foreign.
+    """
     if isinstance(error := errors.told(error), NnmpiError):
-        kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind]
+        kinds = [
+            kind.__name__
+            for kind in type(error).__mro__
+            if getattr(errors, kind.__name__, None) is kind
+        ]
         return {"kind": kinds[0], "status": error.exit_status, "text": str(error), "trace": ""}
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return {"kind": CommError.__name__, "status": 1, "text": text, "trace": "".join(traceback.format_exception(error))}
+    return {
+        "kind": CommError.__name__,
+        "status": 1,
+        "text": text,
+        "trace": "".join(traceback.format_exception(error)),
+    }
 
 
 def _rebuild(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | None) -> NnmpiError:
@@ -350,16 +386,17 @@ def refuse_different(
 ) -> None:
     """Raise unless all ranks have the same items in the same order.
 
-    The text is "PROBLEM: rank 0 has A; ranks 1-3 have B; REMEDY", about the first item that differs.
+    The text is "PROBLEM: rank 0 has A; ranks 1-3 have B; REMEDY", about the first item that
+    differs.
 
     Args:
         everyones: the items of each rank, in rank order.
-        problem: what is wrong then, without the ranks; or a function that returns it for the number of the first item
-            that differs.
+        problem: what is wrong then, without the ranks; or a function that returns it for the number
+            of the first item that differs.
         remedy: what the user can do; nothing by default.
         kind: the error to raise.
-        show: returns an item in words; None for items that mean nothing to the user, such as hashes: then the ranks
-            alone are named.
+        show: returns an item in words; None for items that mean nothing to the user, such as
+            hashes: then the ranks alone are named.
 
     Raises:
         NnmpiError: of that kind.
@@ -369,12 +406,18 @@ def refuse_different(
         if any(item != of_ranks[0] for item in of_ranks):
             if show is None:
                 others = [rank for rank, item in enumerate(of_ranks) if item != of_ranks[0]]
-                found = f"{name_ranks(others)} of {len(of_ranks)} {_have(others)} not what rank 0 has"
+                found = (
+                    f"{name_ranks(others)} of {len(of_ranks)} {_have(others)} not what rank 0 has"
+                )
             else:
                 holders: dict[str, list[int]] = {}
                 for rank, item in enumerate(of_ranks):
-                    holders.setdefault("nothing" if item is missing else show(item), []).append(rank)
-                found = "; ".join(f"{name_ranks(ranks)} {_have(ranks)} {text}" for text, ranks in holders.items())
+                    holders.setdefault("nothing" if item is missing else show(item), []).append(
+                        rank
+                    )
+                found = "; ".join(
+                    f"{name_ranks(ranks)} {_have(ranks)} {text}" for text, ranks in holders.items()
+                )
             what = problem if isinstance(problem, str) else problem(number)
             raise kind(f"{what}: {found}" + (f"; {remedy}" if remedy else ""))
 
@@ -389,11 +432,13 @@ def _have(ranks: Sequence[int]) -> str:
 UNTIMED_STEPS = 10  # between two checks where steps take no reproducible time
 
 
-SIGNALS_S = 0.1  # between two questions for signals: Open MPI leaves half a second from the first one to the end
+# between two questions for signals: Open MPI leaves half a second from the first one to the end
+SIGNALS_S = 0.1
 
 
 class PeriodicCheck:
-    """Gathers a value of every rank about every SIGNALS_S seconds, at steps that are the same on all ranks.
+    """Gathers a value of every rank about every SIGNALS_S seconds, at steps that are the same on
+    all ranks.
 
         rank 0   step step step [check] step step step step [check]     rank 0 chooses the next step of a check from its
         rank 1   step step step [check] step step step step [check]     own step time, and tells the others in this one
@@ -406,7 +451,8 @@ class PeriodicCheck:
         self._steps_left = 1
 
     def gather(self, value: Any, step_s: float) -> list[Any] | None:
-        """Return every rank's JSON value if there is a check at this step, else None; call it once per step.
+        """Return every rank's JSON value if there is a check at this step, else None; call it once
+        per step.
 
         Collective at some steps, the same on all ranks.
         """
@@ -415,7 +461,8 @@ class PeriodicCheck:
         self._steps_left -= 1
         if self._steps_left > 0:
             return None
-        reproducible_s = clock.reproducible(step_s)  # a simulated run must not hang on what steps take here
+        # a simulated run must not hang on what steps take here
+        reproducible_s = clock.reproducible(step_s)
         steps = max(1, int(SIGNALS_S / reproducible_s)) if reproducible_s else UNTIMED_STEPS
         answers = self._group.gather([value, steps])
         self._steps_left = int(answers[0][1])

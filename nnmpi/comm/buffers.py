@@ -18,20 +18,34 @@ from nnmpi.errors import DtypeError, ShapeError, UsageError
 
 Buffer: TypeAlias = NDArray[Any]
 
-# What both MPI and NumPy can add. MPI has no dependable sum of half-precision numbers; and where a sum of integers does
-# not fit, NumPy wraps around while Open MPI's own all-reduce may stop at the largest number (seen with int8).
+# What both MPI and NumPy can add. MPI has no dependable sum of half-precision numbers; and where a
+# sum of integers does not fit, NumPy wraps around while Open MPI's own all-reduce may stop at the
+# largest number (seen with int8).
 DTYPES = frozenset(
     np.dtype(name)
-    for name in ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+    for name in (
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+    )
 )
 
 
-# Floating-point numbers of 16 bits, by name as NumPy knows bfloat16 only through a package. Sums take them as float32.
+# Floating-point numbers of 16 bits, by name as NumPy knows bfloat16 only through a package. Sums
+# take them as float32.
 LOW = ("float16", "bfloat16")
 
 
 def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
-    """Return a NumPy array of any values, (elements,), in page-locked memory, which copies need to be quick.
+    """Return a NumPy array of any values, (elements,), in page-locked memory, which copies need to
+    be quick.
 
     Args:
         cuda: the device library's module of that name.
@@ -39,7 +53,9 @@ def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
         dtype: of them.
     """
     kind = np.dtype(dtype)
-    found: Array = np.frombuffer(cuda.alloc_pinned_memory(elements * kind.itemsize), np.uint8, elements * kind.itemsize)
+    found: Array = np.frombuffer(
+        cuda.alloc_pinned_memory(elements * kind.itemsize), np.uint8, elements * kind.itemsize
+    )
     return found.view(kind)
 
 
@@ -52,8 +68,8 @@ def check_buffer(array: object, low: bool = False) -> Buffer:
     """Return the array if its sum over ranks can be taken in place.
 
     Args:
-        array: 1-D C-contiguous writeable array, NumPy's or of a device, of a dtype in `DTYPES`, in the machine's byte
-            order.
+        array: 1-D C-contiguous writeable array, NumPy's or of a device, of a dtype in `DTYPES`, in
+            the machine's byte order.
         low: whether it may be of 16-bit floating point.
 
     Raises:
@@ -61,13 +77,18 @@ def check_buffer(array: object, low: bool = False) -> Buffer:
         DtypeError: for something that is no such array, or another dtype.
     """
     if not isinstance(array, np.ndarray) and not is_device(array):
-        raise DtypeError(f"a collective works on NumPy or device arrays, not {type(array).__name__}; pass one of these")
+        raise DtypeError(
+            f"a collective works on NumPy or device arrays, not {type(array).__name__}; pass one of"
+            " these"
+        )
     found = cast(Buffer, array)
     if not (found.dtype in DTYPES and found.dtype.isnative) and not (low and is_low(found.dtype)):
         names = ", ".join(sorted([*(dtype.name for dtype in DTYPES), *(LOW if low else ())]))
         raise DtypeError(f"a collective cannot add {found.dtype} arrays; convert to one of {names}")
     if found.ndim != 1:
-        raise ShapeError(f"a collective works on 1-D arrays, not shape {found.shape}; pass array.reshape(-1)")
+        raise ShapeError(
+            f"a collective works on 1-D arrays, not shape {found.shape}; pass array.reshape(-1)"
+        )
     return check_contiguous(found)
 
 
@@ -79,11 +100,19 @@ def check_contiguous(array: Buffer) -> Buffer:
         DtypeError: for an object array, whose elements are addresses.
     """
     if array.dtype.hasobject:
-        raise DtypeError("an array of Python objects cannot be sent; send numbers, or JSON values by gather or share")
+        raise DtypeError(
+            "an array of Python objects cannot be sent; send numbers, or JSON values by gather or"
+            " share"
+        )
     if not array.flags.c_contiguous:
-        raise ShapeError(f"the {array.shape} array with strides {array.strides} has gaps; copy it: ascontiguousarray")
+        raise ShapeError(
+            f"the {array.shape} array with strides {array.strides} has gaps; copy it:"
+            " ascontiguousarray"
+        )
     if not getattr(array.flags, "writeable", True):  # a device's arrays all are
-        raise ShapeError(f"the {array.shape} array is read-only, but the result is written into it; pass a copy")
+        raise ShapeError(
+            f"the {array.shape} array is read-only, but the result is written into it; pass a copy"
+        )
     return array
 
 
@@ -91,21 +120,28 @@ def as_bytes(array: Buffer) -> NDArray[np.uint8]:
     """Return the bytes of a C-contiguous array, any shape, as a view: (array.nbytes,) uint8.
 
     Raises:
-        ShapeError: for an array whose elements lie apart at even distances; of other ones the bytes are copied.
+        ShapeError: for an array whose elements lie apart at even distances; of other ones the bytes
+            are copied.
     """
     try:
         return array.reshape(-1).view(np.uint8)
     except ValueError as error:
-        words = f"the {array.shape} array with strides {array.strides} has gaps; copy it: ascontiguousarray"
+        words = (
+            f"the {array.shape} array with strides {array.strides} has gaps; copy it:"
+            " ascontiguousarray"
+        )
         raise ShapeError(words) from error
 
 
-# Counts in MPI messages are 32-bit in most libraries; half of that leaves room, and nobody can tell the difference.
+# Counts in MPI messages are 32-bit in most libraries; half of that leaves room, and nobody can tell
+# the difference.
 MAX_MESSAGE_BYTES = 2**30
 
 
 def pieces(array: Buffer) -> Iterator[Buffer]:
-    """Cut a 1-D array into views of whole elements, each short enough for a message (but at least one element)."""
+    """Cut a 1-D array into views of whole elements, each short enough for a message (but at least
+    one element).
+    """
     length = max(1, MAX_MESSAGE_BYTES // array.itemsize)
     for start in range(0, array.size, length):
         yield array[start : start + length]
@@ -122,19 +158,24 @@ VARIABLE = "NNMPI_CUDA_AWARE"
 
 @cache
 def cuda_aware() -> bool:
-    """Return whether the user says, by NNMPI_CUDA_AWARE=1, that MPI takes device pointers: others die of one.
+    """Return whether the user says, by NNMPI_CUDA_AWARE=1, that MPI takes device pointers: others
+    die of one.
 
     Raises:
         UsageError: for another word than 0 or 1.
     """
     word = os.environ.get(VARIABLE, "0")
     if word not in ("0", "1"):
-        raise UsageError(f"{VARIABLE} is {word!r}; give 1 if MPI is built for CUDA and takes device pointers, else 0")
+        raise UsageError(
+            f"{VARIABLE} is {word!r}; give 1 if MPI is built for CUDA and takes device pointers,"
+            " else 0"
+        )
     return word == "1"
 
 
 def to_hosts(arrays: Sequence[Array]) -> list[Array]:
-    """Return the values as C-contiguous NumPy arrays, all of one library; the same arrays where they are such already.
+    """Return the values as C-contiguous NumPy arrays, all of one library; the same arrays where
+    they are such already.
 
     Waits until a device has computed and copied them.
     """
@@ -151,13 +192,17 @@ def to_host(array: Array) -> Array:
 
 
 def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
-    """Copy device arrays into host memory from `room_for`: (array, host), of the same shape. Waits once for all."""
+    """Copy device arrays into host memory from `room_for`: (array, host), of the same shape. Waits
+    once for all.
+    """
     if not pairs:
         return
     xp = namespace(pairs[0][0])
     stream = xp.cuda.get_current_stream()
     # (it would make one axis of none)
-    gapless: list[Any] = [array if array.flags.c_contiguous else xp.ascontiguousarray(array) for array, _ in pairs]
+    gapless: list[Any] = [
+        array if array.flags.c_contiguous else xp.ascontiguousarray(array) for array, _ in pairs
+    ]
     for array, (_, host) in zip(gapless, pairs, strict=True):
         if array.size:
             array.get(stream=stream, out=host, blocking=False)
@@ -165,7 +210,9 @@ def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
 
 
 def put(host: Array, array: Array) -> None:
-    """Copy host memory from `room_for` into an array, C-contiguous on a device, and wait until it is there."""
+    """Copy host memory from `room_for` into an array, C-contiguous on a device, and wait until it
+    is there.
+    """
     if is_device(array):
         if array.size:
             stream = namespace(array).cuda.get_current_stream()
@@ -184,7 +231,11 @@ def room_for(xp: ModuleType, shape: int | tuple[int, ...], dtype: DTypeLike) -> 
         dtype: of the memory.
     """
     elements = math.prod((shape,) if isinstance(shape, int) else shape)
-    return np.empty(shape, dtype) if xp is np or not elements else pinned(xp.cuda, elements, dtype).reshape(shape)
+    return (
+        np.empty(shape, dtype)
+        if xp is np or not elements
+        else pinned(xp.cuda, elements, dtype).reshape(shape)
+    )
 
 
 def room_like(array: Array, shape: int | tuple[int, ...]) -> Array:

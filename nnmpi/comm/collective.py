@@ -1,16 +1,17 @@
 """What one rank does in a collective, as values: no MPI and no arrays here.
 
-A collective over `size` ranks cuts the buffer into `size` chunks (`shard.split`), numbered 0..size-1. One rank's part
-of it is a tuple of steps, done in order. In a step the rank sends some of its chunks to one rank and receives
-chunks from one rank, both at once; the step is over when both have happened, and the next one begins.
+A collective over `size` ranks cuts the buffer into `size` chunks (`shard.split`), numbered
+0..size-1. One rank's part of it is a tuple of steps, done in order. In a step the rank sends some
+of its chunks to one rank and receives chunks from one rank, both at once; the step is over when
+both have happened, and the next one begins.
 
     Step(to=1, send=(0,), from_=3, recv=(3,), reduce=True)
 
         chunk 0 ----> rank 1
         chunk 3 <---- rank 3, added to what this rank has in chunk 3
 
-The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and simulated (`comm.duration`)
-and drawn (`comm.render`).
+The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and simulated
+(`comm.duration`) and drawn (`comm.render`).
 """
 
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.pages.page import preformat
 
 Chunks: TypeAlias = tuple[int, ...] | range
-"""Chunk numbers in the order in which they travel; a range where there are thousands of neighbours."""
+"""Chunk numbers in the order in which they travel; a range where there are thousands of
+neighbours.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class Step:
         reduce: whether what arrives is added to the chunks (True) or replaces them (False).
 
     Raises:
-        ScheduleError: for a partner without chunks, chunks without a partner, or a chunk named twice.
+        ScheduleError: for a partner without chunks, chunks without a partner, or a chunk named
+            twice.
     """
 
     to: int | None = None
@@ -49,22 +53,30 @@ class Step:
 
     def __post_init__(self) -> None:
         """Refuse a step that means nothing."""
-        for name, partner, chunks in (("send", self.to, self.send), ("recv", self.from_, self.recv)):
+        for name, partner, chunks in (
+            ("send", self.to, self.send),
+            ("recv", self.from_, self.recv),
+        ):
             try:
-                _ = None if partner is None else index(partner), isinstance(chunks, range) or [*map(index, chunks)]
+                _ = (
+                    None if partner is None else index(partner),
+                    isinstance(chunks, range) or [*map(index, chunks)],
+                )
             except TypeError:
                 raise ScheduleError(
                     f"{name} has {partner!r} and {chunks!r}; ranks and chunks are whole numbers"
                 ) from None
             if (partner is None) != (not chunks):
                 raise ScheduleError(
-                    f"a step needs a partner and chunks together, but {name} has {partner} and {chunks}"
+                    f"a step needs a partner and chunks together, but {name} has {partner} and"
+                    f" {chunks}"
                 )
             if isinstance(chunks, list):
                 object.__setattr__(self, name, tuple(chunks))
             if not isinstance(chunks, range) and len(set(chunks)) != len(chunks):
                 raise ScheduleError(
-                    f"a step names a chunk twice in {name}={chunks}; every chunk may travel once a step"
+                    f"a step names a chunk twice in {name}={chunks}; every chunk may travel once a"
+                    " step"
                 )
 
 
@@ -73,7 +85,8 @@ Algorithm: TypeAlias = Callable[[int, int], tuple[Step, ...]]
 
 
 def runs(chunks: Chunks) -> tuple[range, ...]:
-    """Join neighbouring chunk numbers into ranges: each range lies together in the buffer and is one message.
+    """Join neighbouring chunk numbers into ranges: each range lies together in the buffer and is
+    one message.
 
     runs((3, 0, 1))  ->  (range(3, 4), range(0, 2))
     """
@@ -90,8 +103,8 @@ def runs(chunks: Chunks) -> tuple[range, ...]:
 
 # A collective as a value: what every rank has before and after it, and the steps that lead there.
 #
-# The contract says for each rank and chunk which ranks' parts are in it. With three ranks, a row per rank and a column
-# per chunk (. is what nobody asks for):
+# The contract says for each rank and chunk which ranks' parts are in it. With three ranks, a row
+# per rank and a column per chunk (. is what nobody asks for):
 #
 #                    before            after
 #     all-reduce     0   0   0         012 012 012        everybody has the sum of all parts
@@ -114,7 +127,8 @@ def runs(chunks: Chunks) -> tuple[range, ...]:
 #                    . . . 1 1 1 . . .     . 0 . . 1 . . 2 .
 #                    . . . . . . 2 2 2     . . 0 . . 1 . . 2
 #
-# Who has contributed to a chunk is one integer: its hexadecimal digit r counts rank r's contributions.
+# Who has contributed to a chunk is one integer: its hexadecimal digit r counts rank r's
+# contributions.
 
 DIGIT_BITS = 4
 ROOT = 0  # the rank whose values a broadcast spreads
@@ -143,7 +157,9 @@ class Contract:
 
 
 Cost: TypeAlias = Callable[[int], tuple[float, float, float]]
-"""N ranks -> what the last one waits for: latencies, and how often the whole buffer's bytes are sent, and are added."""
+"""N ranks -> what the last one waits for: latencies, and how often the whole buffer's bytes are
+sent, and are added.
+"""
 
 
 def _refuse_closed_form(N: int) -> tuple[float, float, float]:
@@ -152,7 +168,8 @@ def _refuse_closed_form(N: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """An algorithm by name with its contract: `collective(rank, size)` returns that rank's steps, phase after phase.
+    """An algorithm by name with its contract: `collective(rank, size)` returns that rank's steps,
+    phase after phase.
 
     Attributes:
         name: such as "ring".
@@ -184,7 +201,8 @@ class Collective:
         return [sum(len(step.send) for step in self(rank, size)) / size for rank in range(size)]
 
     def seconds(self, N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        """Return the closed form's seconds: N ranks, M bytes in a buffer, seconds a message, a byte sent, a byte added.
+        """Return the closed form's seconds: N ranks, M bytes in a buffer, seconds a message, a byte
+        sent, a byte added.
 
         Raises:
             UsageError: where there is none.
@@ -193,7 +211,9 @@ class Collective:
         return latencies * alpha + sent * M * beta + added * M * gamma
 
 
-def as_collective(algorithm: Collective | Algorithm, contract: Contract | None = None) -> Collective:
+def as_collective(
+    algorithm: Collective | Algorithm, contract: Contract | None = None
+) -> Collective:
     """Return an algorithm as a collective with its name.
 
     Args:
@@ -221,7 +241,9 @@ def count(parts: int, rank: int) -> int:
 
 
 def _neighbours(rank: int, size: int) -> int:
-    """Return one part of each neighbour on the ring and two of its own; with two ranks, one of each."""
+    """Return one part of each neighbour on the ring and two of its own; with two ranks, one of
+    each.
+    """
     if size <= 2:
         return everyone(size)
     return part((rank - 1) % size) + part(rank, 2) + part((rank + 1) % size)
@@ -252,4 +274,6 @@ ALL_TO_ALL = Contract(
     lambda rank, chunk, size: part(chunk // size) if chunk % size == rank else None,
     chunks=lambda size: size * size,
 )
-NEIGHBOUR_AVERAGE = Contract("neighbour-average", own_part, lambda rank, chunk, size: _neighbours(rank, size), most=2)
+NEIGHBOUR_AVERAGE = Contract(
+    "neighbour-average", own_part, lambda rank, chunk, size: _neighbours(rank, size), most=2
+)

@@ -9,23 +9,24 @@
                .  the message begins             (here the one from rank 0)
                rank 0 waits for rank 1
 
-- A message begins when both ends have come to its step (as MPI sends long ones), and, between nodes, when the links of
-  both nodes are free (`machine.Links`). What it costs is said by the link's curve for one way or both, by where its
-  ends are and what they do.
+- A message begins when both ends have come to its step (as MPI sends long ones), and, between
+  nodes, when the links of both nodes are free (`machine.Links`). What it costs is said by the
+  link's curve for one way or both, by where its ends are and what they do.
 - Chunks have the exact bytes that `shard.split` gives them.
-- The messages of one step between two ranks are posted together, so they pay the latency once, and their bytes follow
-  one another:
+- The messages of one step between two ranks are posted together, so they pay the latency once, and
+  their bytes follow one another:
 
       seconds  =  alpha  +  the sum over messages of (curve(bytes) - alpha)
                   -----     -----------------------------------------------
                  latency    wire
 
-  (Two short messages instead of one of the same bytes took half an alpha more between two ranks of one node, under Open
-  MPI and MPICH alike, because there alpha is the processor's work; on a network alpha is the distance.)
-- Where every rank does what rank 0 does, with its own number added to all ranks and chunks, and all are alike, all
-  clocks are equal: rank 0's steps are enough (`_steps_of_all`). 4096 ranks take 8190 steps of a ring, which are 33
-  million messages. With more than `EXACT_RANKS` this is done on several nodes, too: there a step takes as long as its
-  slowest link.
+  (Two short messages instead of one of the same bytes took half an alpha more between two ranks of
+  one node, under Open MPI and MPICH alike, because there alpha is the processor's work; on a
+  network alpha is the distance.)
+- Where every rank does what rank 0 does, with its own number added to all ranks and chunks, and all
+  are alike, all clocks are equal: rank 0's steps are enough (`_steps_of_all`). 4096 ranks take 8190
+  steps of a ring, which are 33 million messages. With more than `EXACT_RANKS` this is done on
+  several nodes, too: there a step takes as long as its slowest link.
 """
 
 from collections.abc import Sequence
@@ -41,15 +42,20 @@ from nnmpi.custom import ask
 from nnmpi.errors import ScheduleError, UsageError
 
 ITEM_BYTES = 4  # of an element
-EXACT_RANKS = 64  # up to which ranks that are not alike are simulated message by message, whatever they do
+# up to which ranks that are not alike are simulated message by message, whatever they do
+EXACT_RANKS = 64
 
 
 def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine) -> float:
-    """Return the seconds until the last rank has finished a collective; see `simulate_collective`."""
+    """Return the seconds until the last rank has finished a collective; see
+    `simulate_collective`.
+    """
     return max(simulate_collective(collective, size, nbytes, machine))
 
 
-def simulate_collective(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine) -> list[float]:
+def simulate_collective(
+    collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine
+) -> list[float]:
     """Return when each of `size` ranks finishes a collective over a buffer of `nbytes`, in seconds.
 
     Args:
@@ -74,28 +80,40 @@ def simulate_collective(collective: Collective | Algorithm, size: int, nbytes: i
         states = seconds.run([ask(phase, Step, rank, size) for rank in range(size)], clocks)
         for rank, state in enumerate(states):
             if not state.is_over:
-                raise ScheduleError(f"rank {rank} waits for ever in its step {state.at}; prove the algorithm first")
+                raise ScheduleError(
+                    f"rank {rank} waits for ever in its step {state.at}; prove the algorithm first"
+                )
         clocks = [state.clock for state in states]
     return clocks
 
 
 @lru_cache(maxsize=32)  # the planner asks for the same ones with other lengths
 def _steps_of_all(phase: Algorithm, size: int) -> Sequence[Step] | None:
-    """Return rank 0's steps where every rank's are those with its number added; else None. Some ranks are looked at."""
+    """Return rank 0's steps where every rank's are those with its number added; else None. Some
+    ranks are looked at.
+    """
     steps = ask(phase, Step, 0, size)
     if any(step.to is None or step.from_ is None for step in steps):
         return None
     for rank in {1 % size, size // 2, size - 1}:
         own = ask(phase, Step, rank, size)
-        if [_seen_from(rank, step, size) for step in own] != [_seen_from(0, step, size) for step in steps]:
+        if [_seen_from(rank, step, size) for step in own] != [
+            _seen_from(0, step, size) for step in steps
+        ]:
             return None
     return steps
 
 
 def _seen_from(rank: int, step: Step, size: int) -> tuple[object, ...]:
     """Return what a step does, with a rank's number taken off all ranks and chunks."""
-    partners = [None if partner is None else (partner - rank) % size for partner in (step.to, step.from_)]
-    return *partners, *([(chunk - rank) % size for chunk in some] for some in (step.send, step.recv)), step.reduce
+    partners = [
+        None if partner is None else (partner - rank) % size for partner in (step.to, step.from_)
+    ]
+    return (
+        *partners,
+        *([(chunk - rank) % size for chunk in some] for some in (step.send, step.recv)),
+        step.reduce,
+    )
 
 
 class _Seconds(Engine):
@@ -109,7 +127,8 @@ class _Seconds(Engine):
 
     def __init__(self, machine: Machine, nodes: tuple[int, ...], elements: int) -> None:
         self._machine, self._nodes = machine, nodes
-        self._short, self._longer = divmod(elements, len(nodes))  # elements of a chunk; the first chunks have one more
+        # elements of a chunk; the first chunks have one more
+        self._short, self._longer = divmod(elements, len(nodes))
         self._links = Links(nodes)
         size, places = len(nodes), len(set(nodes))
         # Whether ranks that do the same have equal clocks, or nearly.
@@ -136,7 +155,9 @@ class _Seconds(Engine):
     def _find_sent(self, chunks: Chunks) -> tuple[int, ...]:
         """Return the bytes of the messages in which these chunks travel."""
         short, longer = self._short, self._longer
-        ends = [[short * at + min(at, longer) for at in (run.start, run.stop)] for run in runs(chunks)]
+        ends = [
+            [short * at + min(at, longer) for at in (run.start, run.stop)] for run in runs(chunks)
+        ]
         return tuple((stop - start) * ITEM_BYTES for start, stop in ends if stop > start)
 
     # ---- all ranks at once ----
@@ -157,7 +178,8 @@ class _Seconds(Engine):
         if crossing.any():
             latency_s, wire_s = self._message(True, (True,), messages)
             busiest = max(np.bincount(ends[crossing]).max() for ends in (source, target))
-            seconds = max(seconds, latency_s + wire_s, wire_s * busiest)  # a latency passes under the bytes of others
+            # a latency passes under the bytes of others
+            seconds = max(seconds, latency_s + wire_s, wire_s * busiest)
         return float(seconds + sum(self._machine.add(longest * chunks) for chunks in received))
 
 
@@ -166,6 +188,8 @@ def _is_both(step: Step) -> bool:
 
 
 def _lengths(step: Step) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return where a step of rank 0 sends, and the chunks of each message that is sent, and that is added."""
+    """Return where a step of rank 0 sends, and the chunks of each message that is sent, and that is
+    added.
+    """
     sent, received = (tuple(map(len, runs(chunks))) for chunks in (step.send, step.recv))
     return cast(int, step.to), sent, received if step.reduce else ()

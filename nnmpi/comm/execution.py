@@ -1,10 +1,12 @@
-"""Running collectives: by their steps, or by the communicator's own calls, without ever waiting unless asked to.
+"""Running collectives: by their steps, or by the communicator's own calls, without ever waiting
+unless asked to.
 
     Execution          the steps of an algorithm of nnmpi's
     NativeExecution    the communicator's own collective (MPI's), to work with and to compare with
 
-Each is bound to one array and may be started again and again: which bytes go where is worked out once. It moves on when
-it is polled, so that it can run while something else is computed, and several can be in flight at once.
+Each is bound to one array and may be started again and again: which bytes go where is worked out
+once. It moves on when it is polled, so that it can run while something else is computed, and
+several can be in flight at once.
 
     started:  for each step   post its receives, post its sends      (receives first: a message finds its place)
                               all done?  no: come back at the next poll
@@ -19,15 +21,35 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, fetch, is_device, pieces, put, room_like
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT, Chunks, Step, runs
+from nnmpi.comm.buffers import (
+    Buffer,
+    as_bytes,
+    check_buffer,
+    fetch,
+    is_device,
+    pieces,
+    put,
+    room_like,
+)
+from nnmpi.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER,
+    ROOT,
+    Chunks,
+    Step,
+    runs,
+)
 from nnmpi.comm.world import Comm, Request
 from nnmpi.errors import CommError, UsageError, name_ranks
 from nnmpi.shard import split
 
 
 class Pending(Protocol):
-    """What is started, polled or waited for, and may be started again: a collective bound to one array, a barrier."""
+    """What is started, polled or waited for, and may be started again: a collective bound to one
+    array, a barrier.
+    """
 
     def start(self) -> None:
         """Start it. Leave its array alone until it is finished."""
@@ -43,24 +65,32 @@ class Pending(Protocol):
 
 
 class MessageRequest:
-    """Messages that were started: out of an array, to be changed when they have left, or into one, to be read then.
+    """Messages that were started: out of an array, to be changed when they have left, or into one,
+    to be read then.
 
     Args:
         comm: that they go through.
         requests: theirs.
         array: that they are in, which stays until they are through.
-        filled: (host, array) what is copied then, to a device for which the messages go through host memory.
+        filled: (host, array) what is copied then, to a device for which the messages go through
+            host memory.
     """
 
     __slots__ = ("_comm", "_filled", "_requests", "array")
 
     def __init__(
-        self, comm: Comm, requests: list[Request], array: Any, filled: Sequence[tuple[Buffer, Buffer]] = ()
+        self,
+        comm: Comm,
+        requests: list[Request],
+        array: Any,
+        filled: Sequence[tuple[Buffer, Buffer]] = (),
     ) -> None:
         self._comm, self._requests, self.array, self._filled = comm, requests, array, filled
 
     def poll(self) -> bool:
-        """Return whether they are through, without waiting; messages move on while they are asked for."""
+        """Return whether they are through, without waiting; messages move on while they are asked
+        for.
+        """
         if self._requests and self._comm.test_all(self._requests):
             self._requests = []
         return not self._requests
@@ -134,7 +164,8 @@ class Stages:
         self._at = len(stages)
 
     def start(self) -> None:
-        """Start it, with what the array holds now. Leave the array alone until `poll` returns True or `wait` returns.
+        """Start it, with what the array holds now. Leave the array alone until `poll` returns True
+        or `wait` returns.
 
         Raises:
             CommError: when it is running already.
@@ -159,14 +190,18 @@ class Stages:
             self._next()
 
     def run(self) -> None:
-        """Start and wait, by the stages' blocking calls: MPI's take half the time of a start and a wait."""
+        """Start and wait, by the stages' blocking calls: MPI's take half the time of a start and a
+        wait.
+        """
         if self._at < len(self._stages):
             self.start()  # raises
         for run in self._runs:
             run()
 
     def _next(self) -> None:
-        """Begin the next stage in which there is something to wait for; compute what comes before it."""
+        """Begin the next stage in which there is something to wait for; compute what comes before
+        it.
+        """
         self._at += 1
         while self._at < len(self._stages):
             stage = self._stages[self._at]
@@ -178,15 +213,19 @@ class Stages:
 
 
 def staged(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
-    """Return a collective of a device array, (n,), by the one of a page-locked host array that `bind` returns."""
+    """Return a collective of a device array, (n,), by the one of a page-locked host array that
+    `bind` returns.
+    """
     room = room_like(array, array.shape)
     return Stages([lambda: fetch([(array, room)]), bind(room), lambda: put(room, array)])
 
 
 def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
-    """Return a sum of an array of 16-bit floating point, (n,), by that of a float32 one, rounded once at the end.
+    """Return a sum of an array of 16-bit floating point, (n,), by that of a float32 one, rounded
+    once at the end.
 
-    MPI has no dependable sum of such numbers, and adding them two by two would round at every rank on the way.
+    MPI has no dependable sum of such numbers, and adding them two by two would round at every rank
+    on the way.
     """
     wide: Array = namespace(array).empty(array.shape, dtype=np.float32)
     return Stages([partial(_copy, array, wide), bind(wide), partial(_copy, wide, array)])
@@ -200,14 +239,16 @@ def _copy(source: Buffer, target: Buffer) -> None:
 
 
 class Execution(Stages):
-    """One rank's part of a collective: step after step its messages, then the sum of what has arrived.
+    """One rank's part of a collective: step after step its messages, then the sum of what has
+    arrived.
 
     Args:
         steps: this rank's steps over comm.size chunks.
-        array: (n,) the buffer, worked on in place; n may be 0 or less than the number of ranks. One of a device is
-            given to MPI as it is, when it was computed.
+        array: (n,) the buffer, worked on in place; n may be 0 or less than the number of ranks. One
+            of a device is given to MPI as it is, when it was computed.
         comm: the communicator; its ranks are those in the steps.
-        tag: tells the messages of this execution from those of others in flight between the same ranks.
+        tag: tells the messages of this execution from those of others in flight between the same
+            ranks.
 
     Raises:
         ShapeError: see `check_buffer`.
@@ -217,30 +258,46 @@ class Execution(Stages):
     def __init__(self, steps: Sequence[Step], array: Buffer, comm: Comm, tag: int = 0) -> None:
         computed = _check(array)
         chunks, xp = split(array.size, comm.size), namespace(array)
-        longest = max((sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0)
-        scratch = xp.empty(longest, dtype=array.dtype)  # one for all steps: only one step is under way
+        longest = max(
+            (sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0
+        )
+        # one for all steps: only one step is under way
+        scratch = xp.empty(longest, dtype=array.dtype)
         stages: list[Stage] = []
         for step in steps:
             targets = list(_slices(step.recv, array, chunks))
             landing = targets
             if step.reduce:  # one behind the other
                 stops = accumulate(target.size for target in targets)
-                landing = [scratch[stop - target.size : stop] for target, stop in zip(targets, stops, strict=True)]
+                landing = [
+                    scratch[stop - target.size : stop]
+                    for target, stop in zip(targets, stops, strict=True)
+                ]
             calls = []
             sent = _slices(step.send, array, chunks)
-            for call, parts, partner in ((comm.irecv, landing, step.from_), (comm.isend, sent, step.to)):
+            for call, parts, partner in (
+                (comm.irecv, landing, step.from_),
+                (comm.isend, sent, step.to),
+            ):
                 # As bytes: the dtype is nobody else's business.
                 messages = (as_bytes(piece) for part in parts for piece in pieces(part))
                 calls += [partial(call, message, cast(int, partner), tag) for message in messages]
             if calls:
-                stages += [*computed, Calls(comm, calls, waits_for=partial(_describe, step, len(steps), tag))]
+                stages += [
+                    *computed,
+                    Calls(comm, calls, waits_for=partial(_describe, step, len(steps), tag)),
+                ]
             if step.reduce:
-                stages += [partial(xp.add, *pair, pair[0]) for pair in zip(targets, landing, strict=True)]
+                stages += [
+                    partial(xp.add, *pair, pair[0]) for pair in zip(targets, landing, strict=True)
+                ]
         super().__init__(stages, f"the collective with tag {tag}")
 
 
 def _check(array: Buffer) -> list[Stage]:
-    """Refuse an array that cannot be summed; return what waits until one of a device was computed."""
+    """Refuse an array that cannot be summed; return what waits until one of a device was
+    computed.
+    """
     check_buffer(array, low=is_device(array))
     current = namespace(array).cuda.get_current_stream if is_device(array) else None
     return [] if current is None else [lambda: current().synchronize()]
@@ -268,10 +325,11 @@ NATIVE_OPERATIONS = tuple(each.name for each in (ALL_REDUCE, BROADCAST, ALL_GATH
 class NativeExecution(Stages):
     """One of MPI's own collectives on one array, again and again.
 
-    It works in place on the same layout as those made of steps: rank r's chunk is part r of `shard.split(n, size)`.
-    Unlike there, there is no tag: MPI pairs these by the order of their starts, so all ranks must start them in the
-    same order. A device's array is done with when it was started: Open MPI takes device pointers in its blocking
-    collectives, but not in those that are only started (https://www.open-mpi.org/faq/?category=runcuda).
+    It works in place on the same layout as those made of steps: rank r's chunk is part r of
+    `shard.split(n, size)`. Unlike there, there is no tag: MPI pairs these by the order of their
+    starts, so all ranks must start them in the same order. A device's array is done with when it
+    was started: Open MPI takes device pointers in its blocking collectives, but not in those that
+    are only started (https://www.open-mpi.org/faq/?category=runcuda).
 
     Args:
         array: (n,) the buffer, worked on in place; one of a device as in `Execution`.
@@ -284,11 +342,15 @@ class NativeExecution(Stages):
 
     def __init__(self, array: Buffer, comm: Comm, operation: str = ALL_REDUCE.name) -> None:
         if operation not in NATIVE_OPERATIONS:
-            raise UsageError(f"MPI has no {operation} of its own here; it has {', '.join(NATIVE_OPERATIONS)}")
+            raise UsageError(
+                f"MPI has no {operation} of its own here; it has {', '.join(NATIVE_OPERATIONS)}"
+            )
         stages = _check(array)
         calls = _find_calls(array, comm, operation)
         # What is written may not overlap what is read.
-        stages += [partial(_copy, array, given[0]) for name, given in calls if name == "reduce_scatter"]
+        stages += [
+            partial(_copy, array, given[0]) for name, given in calls if name == "reduce_scatter"
+        ]
         blocks = [partial(getattr(comm, name), *given) for name, given in calls]
         starts = [partial(getattr(comm, f"i{name}"), *given) for name, given in calls]
         stages += blocks if is_device(array) else [Calls(comm, starts, blocks)]
@@ -308,4 +370,5 @@ def _find_calls(array: Buffer, comm: Comm, operation: str) -> list[tuple[str, tu
         return [("broadcast", (piece, owner)) for owner, piece in owned]
     if operation == REDUCE_SCATTER.name and at_once:
         return [("reduce_scatter", (array.copy(), parts[comm.rank], counts))]
-    return [("allreduce", (piece,)) for piece in pieces(array)]  # a long reduce-scatter sums for all
+    # a long reduce-scatter sums for all
+    return [("allreduce", (piece,)) for piece in pieces(array)]

@@ -1,10 +1,12 @@
-"""The cost model's numbers for the machine at hand: measured once, kept in a file, used to predict and to choose.
+"""The cost model's numbers for the machine at hand: measured once, kept in a file, used to predict
+and to choose.
 
     mpirun -n 4 python -m nnmpi.comm fit        ->  ~/.cache/nnmpi/fit-HOST-open-mpi-5.0.11-4-ranks.json
 
-A fit holds for the ranks, nodes and MPI that it was made with. What is made of messages is predicted by simulating its
-steps on the fitted machine. What is not made of messages that could be looked at (MPI's own all-reduce, the one through
-shared memory) was measured as it is, at several lengths.
+A fit holds for the ranks, nodes and MPI that it was made with. What is made of messages is
+predicted by simulating its steps on the fitted machine. What is not made of messages that could be
+looked at (MPI's own all-reduce, the one through shared memory) was measured as it is, at several
+lengths.
 """
 
 import json
@@ -15,7 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, How, find_collective
+from nnmpi.comm.algorithms.registry import (
+    ALGORITHMS,
+    HIERARCHICAL,
+    NATIVE,
+    SHARED,
+    How,
+    find_collective,
+)
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
@@ -50,12 +59,14 @@ class Fit:
         """The number of ranks that it holds for."""
         return int(self.facts["ranks"])
 
-    def predict(self, algorithm: How, nbytes: int, started: bool = False, operation: str = ALL_REDUCE.name) -> float:
+    def predict(
+        self, algorithm: How, nbytes: int, started: bool = False, operation: str = ALL_REDUCE.name
+    ) -> float:
         """Return the seconds that a collective of float32 will take, by default an all-reduce.
 
         Args:
-            algorithm: one of `registry.COLLECTIVES`; or "native" or "shared", of the operation that they were measured
-                of: an all-reduce, in a fit of `comm.measure`.
+            algorithm: one of `registry.COLLECTIVES`; or "native" or "shared", of the operation that
+                they were measured of: an all-reduce, in a fit of `comm.measure`.
             nbytes: of the whole array.
             started: whether it is started and polled, under computation, and not a blocking call.
             operation: such as "broadcast".
@@ -67,7 +78,10 @@ class Fit:
             return self.native_started(nbytes) if started else self.native(nbytes)
         if algorithm == SHARED:
             if self.shared is None:
-                raise UsageError("this fit was made without shared memory and cannot predict the shared all-reduce")
+                raise UsageError(
+                    "this fit was made without shared memory and cannot predict the shared"
+                    " all-reduce"
+                )
             return self.shared(nbytes)
         collective = find_collective(operation, algorithm, self.machine.nodes)
         return price(collective, self.ranks, nbytes, self.machine)
@@ -118,7 +132,9 @@ def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
         UsageError: as `cache_folder`.
     """
     nodes = len(set(facts["nodes"]))
-    words = f"{name}-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (f"-{nodes}-nodes" if nodes > 1 else "")
+    words = f"{name}-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (
+        f"-{nodes}-nodes" if nodes > 1 else ""
+    )
     return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
 
 
@@ -130,13 +146,16 @@ byte), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as measure
 
 
 def find_network_fit(text: str, ranks: int | None) -> Fit | None:
-    """Return the fit that a network means: one of a file, or with "fit" the last one kept of so many ranks; else None.
+    """Return the fit that a network means: one of a file, or with "fit" the last one kept of so
+    many ranks; else None.
 
     Raises:
         UsageError: for a file that is no fit.
     """
     if text == "fit":
-        files = sorted(cache_folder().glob(f"fit-*-{ranks}-ranks*.json"), key=lambda file: file.stat().st_mtime)
+        files = sorted(
+            cache_folder().glob(f"fit-*-{ranks}-ranks*.json"), key=lambda file: file.stat().st_mtime
+        )
         return load_fit(files[-1]) if files else None
     return load_fit(Path(text)) if text.endswith(".json") or Path(text).is_file() else None
 
@@ -144,16 +163,19 @@ def find_network_fit(text: str, ranks: int | None) -> Fit | None:
 def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
     """Return what says that there is no fit of so many ranks, and what to do."""
     return UsageError(
-        f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with mpirun -n {ranks} "
-        f"python -m nnmpi.comm fit, or say what messages cost, such as {NETWORK}"
+        f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with"
+        f" mpirun -n {ranks} python -m nnmpi.comm fit, or say what messages cost, such as {NETWORK}"
     )
 
 
 def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
-    """Return the machine that a network in words describes; see `NETWORK_HELP`. What is left out costs nothing.
+    """Return the machine that a network in words describes; see `NETWORK_HELP`. What is left out
+    costs nothing.
 
-        alpha_us=50,gbit=10                      links between nodes, and inside one where nothing else is said
-        alpha=5e-5,beta=8e-10,gamma=1e-10        the same in seconds: a message, a byte sent, a byte added
+        alpha_us=50,gbit=10                      links between nodes, and inside one where nothing
+                                                 else is said
+        alpha=5e-5,beta=8e-10,gamma=1e-10        the same in seconds: a message, a byte sent, a byte
+                                                 added
         gbit=10,per_node=8,inside_gbit=80        nodes of 8 ranks each, which share the node's link
         fit, nodes.json                          as `python -m nnmpi.comm fit` has measured it
 
@@ -171,14 +193,24 @@ def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
     if fit is not None or text == "fit":
         raise missing_fit(ranks)
     values = parse_settings(text)
-    wrong = not re.search("alpha|beta|gbit", " ".join(values)) or not all(0 <= x < math.inf for x in values.values())
+    wrong = not re.search("alpha|beta|gbit", " ".join(values)) or not all(
+        0 <= x < math.inf for x in values.values()
+    )
     if not wrong and 0 not in (values.get(name) for name in ("gbit", "inside_gbit", "per_node")):
         each, gamma_s = values.pop("per_node", per_node), values.pop("gamma", 0.0)
         across = _take_link(values, "")
-        inside = _take_link(values, "inside_") if any(name.startswith("inside_") for name in values) else across
+        inside = (
+            _take_link(values, "inside_")
+            if any(name.startswith("inside_") for name in values)
+            else across
+        )
         if not values and each % 1 == 0:
             machine = Machine(inside, add=Curve.line(0.0, gamma_s))
-            return machine if each >= ranks else replace(machine, across=across, nodes=blocks(ranks, int(each)))
+            return (
+                machine
+                if each >= ranks
+                else replace(machine, across=across, nodes=blocks(ranks, int(each)))
+            )
     raise UsageError(f"network {text!r} is not understood; give {' '.join(NETWORK_HELP.split())}")
 
 
@@ -188,10 +220,14 @@ def describe_network(text: str) -> str:
 
 
 def _take_link(values: dict[str, float], prefix: str) -> Link:
-    """Return the link that numbers describe; those that do are taken out, so that what is said twice is left."""
+    """Return the link that numbers describe; those that do are taken out, so that what is said
+    twice is left.
+    """
     alpha, beta = prefix + "alpha", prefix + "beta"
     alpha_s = values.pop(alpha) if alpha in values else values.pop(f"{alpha}_us", 0.0) / 1e6
-    beta_s = values.pop(beta) if beta in values else 8 / (1e9 * values.pop(f"{prefix}gbit", math.inf))
+    beta_s = (
+        values.pop(beta) if beta in values else 8 / (1e9 * values.pop(f"{prefix}gbit", math.inf))
+    )
     return Link.line(alpha_s, beta_s)
 
 
@@ -202,13 +238,23 @@ LONG_BYTES = 2**20
 
 
 def describe_fit(fit: Fit) -> Iterator[str]:
-    """Yield lines: latency and bandwidth of each link, and what each all-reduce is predicted to take."""
+    """Yield lines: latency and bandwidth of each link, and what each all-reduce is predicted to
+    take.
+    """
     machine = fit.machine
-    yield f"{fit.ranks} ranks on {counted(len(set(fit.facts['nodes'])), 'node')} under {fit.facts['mpi']}"
+    yield (
+        f"{fit.ranks} ranks on {counted(len(set(fit.facts['nodes'])), 'node')} under"
+        f" {fit.facts['mpi']}"
+    )
     for name, link in (("inside a node", machine.inside), ("between nodes", machine.across)):
-        for way, curve in () if link is None else (("one way", link.one_way), ("both ways", link.both_ways)):
+        for way, curve in (
+            () if link is None else (("one way", link.one_way), ("both ways", link.both_ways))
+        ):
             alpha_s, beta_s = curve.alpha_s, curve.beta(LONG_BYTES)
-            yield f"messages {name}, {way}: latency {format_seconds(alpha_s)}, {1e9 * beta_s:.3f} ns/B at 1 MiB"
+            yield (
+                f"messages {name}, {way}: latency {format_seconds(alpha_s)}, {1e9 * beta_s:.3f}"
+                " ns/B at 1 MiB"
+            )
     yield f"adding: {1e9 * machine.add(LONG_BYTES) / LONG_BYTES:.3f} ns/B at 1 MiB"
     yield ""
     yield f"{'predicted':17}" + "".join(f"{format_bytes(nbytes):>11}" for nbytes in EXAMPLES)
@@ -217,17 +263,20 @@ def describe_fit(fit: Fit) -> Iterator[str]:
         yield f"{how:17}" + "".join(f"{each:>11}" for each in seconds)
 
 
-# Which all-reduce "auto" means: the one that the fitted model predicts to be the fastest, or a rule without a fit.
+# Which all-reduce "auto" means: the one that the fitted model predicts to be the fastest, or a rule
+# without a fit.
 #
-# Every rank must come to the same answer, so nothing is measured here; and a resumed run to the answer of the run
-# before (another algorithm adds in another order, and the last bits differ), so a run keeps its choices in checkpoints.
+# Every rank must come to the same answer, so nothing is measured here; and a resumed run to the
+# answer of the run before (another algorithm adds in another order, and the last bits differ), so a
+# run keeps its choices in checkpoints.
 #
 #     bytes of a bucket --> predicted seconds of each candidate --> the least, and what it was compared with
 
-# Without a fit. A ring moves the fewest bytes but takes 2(N-1) steps, so what counts is the length of a step's message,
-# one N-th of the whole. Measured on one node, 2 cores of an AMD Zen 5, Open MPI 5.0.11 | MPICH 5.0.2, float32, buffers
-# refilled, calls interleaved: how many times faster the ring is than the blocking native call (and than the
-# non-blocking one, which is what runs under a backward pass).
+# Without a fit. A ring moves the fewest bytes but takes 2(N-1) steps, so what counts is the length
+# of a step's message, one N-th of the whole. Measured on one node, 2 cores of an AMD Zen 5, Open
+# MPI 5.0.11 | MPICH 5.0.2, float32, buffers refilled, calls interleaved: how many times faster the
+# ring is than the blocking native call (and than the non-blocking one, which is what runs under a
+# backward pass).
 #
 #     whole       2 ranks                        4 ranks, two to a core
 #     256 KB      1.3 | 1.0   (1.4 | 1.0)        0.7 | 0.5   (1.1 | 0.4)
@@ -237,8 +286,9 @@ def describe_fit(fit: Fit) -> Iterator[str]:
 #     16 MB       0.9 | 1.0   (2.1 | 1.0)        1.0 | 1.2   (1.3 | 1.2)
 #     64 MB       3.3 | 3.0   (7.8 | 3.1)        2.4 | 2.3   (3.5 | 2.4)
 #
-# From messages of 512 KB on (1 MB with 2 ranks, 2 MB with 4) the ring is at least level but for one column, where ranks
-# share cores and wait for one another's turn at each step. On links of 100 Mbit/s Open MPI's native took twice as long.
+# From messages of 512 KB on (1 MB with 2 ranks, 2 MB with 4) the ring is at least level but for one
+# column, where ranks share cores and wait for one another's turn at each step. On links of 100
+# Mbit/s Open MPI's native took twice as long.
 RING_CHUNK_BYTES = 2**19
 SHARED_BYTES = 2**12  # through shared memory native is overtaken at 1 to 4 KB
 
@@ -251,20 +301,26 @@ MOST_RANKS = 1024  # beyond, simulating all candidates would take longer than it
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm by name, why it was chosen, in words, and the seconds that were predicted (None without a fit)."""
+    """An algorithm by name, why it was chosen, in words, and the seconds that were predicted (None
+    without a fit).
+    """
 
     algorithm: str
     reason: str
     predicted_s: float | None = None
 
 
-def choose(nbytes: int, size: int, fit: Fit | None = None, shared: bool = False, started: bool = False) -> Choice:
-    """Return the algorithm for summing nbytes over size ranks; the same for the same arguments, always.
+def choose(
+    nbytes: int, size: int, fit: Fit | None = None, shared: bool = False, started: bool = False
+) -> Choice:
+    """Return the algorithm for summing nbytes over size ranks; the same for the same arguments,
+    always.
 
     Args:
         fit: of this machine with these ranks.
         shared: whether the array lies in memory that the ranks of a node share.
-        started: whether it will be started and polled under computation, and not be a blocking call.
+        started: whether it will be started and polled under computation, and not be a blocking
+            call.
     """
     if size == 1:
         return Choice(NATIVE, "one rank has nothing to add", 0.0)
@@ -275,28 +331,40 @@ def choose(nbytes: int, size: int, fit: Fit | None = None, shared: bool = False,
     told = {name: format_seconds(seconds[name], DIGITS) for name in order}
     best, *others = order
     against = ", against " * bool(others) + ", ".join(f"{name} {told[name]}" for name in others)
-    return Choice(best, f"predicted {told[best]} for {format_bytes(nbytes)}{against}", seconds[best])
+    return Choice(
+        best, f"predicted {told[best]} for {format_bytes(nbytes)}{against}", seconds[best]
+    )
 
 
 def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:
     """Return what is right on most machines."""
     if shared:
         if nbytes < SHARED_BYTES:
-            return Choice(NATIVE, f"{format_bytes(nbytes)} are too few for shared memory (below {SHARED_BYTES} B)")
+            return Choice(
+                NATIVE,
+                f"{format_bytes(nbytes)} are too few for shared memory (below {SHARED_BYTES} B)",
+            )
         return Choice(SHARED, f"shared memory is the fastest from {format_bytes(SHARED_BYTES)} on")
     chunk = nbytes // size
     if chunk < RING_CHUNK_BYTES:
-        return Choice(NATIVE, f"a ring's messages would be {chunk} bytes, too short (below {RING_CHUNK_BYTES}) to pay")
+        return Choice(
+            NATIVE,
+            f"a ring's messages would be {chunk} bytes, too short (below {RING_CHUNK_BYTES})"
+            " to pay",
+        )
     return Choice(
-        "ring", f"a ring moves the fewest bytes, in messages of {chunk} (long enough from {RING_CHUNK_BYTES})"
+        "ring",
+        f"a ring moves the fewest bytes, in messages of {chunk} (long enough from"
+        f" {RING_CHUNK_BYTES})",
     )
 
 
 def _candidates(fit: Fit, shared: bool) -> list[str]:
     """Return what can be used, MPI's own first: of equals the first is taken.
 
-    On one node nothing that is made of messages comes near shared memory, and messages from there take longer than the
-    fit says (it was made with ordinary memory, which has larger pages), so they are not even looked at.
+    On one node nothing that is made of messages comes near shared memory, and messages from there
+    take longer than the fit says (it was made with ordinary memory, which has larger pages), so
+    they are not even looked at.
     """
     nodes = fit.machine.nodes
     levels = nodes is not None and len(set(nodes)) < fit.ranks

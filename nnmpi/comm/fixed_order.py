@@ -1,23 +1,28 @@
-"""Sums in a fixed order: the same bits on any number of ranks, however the summands are dealt to them.
+"""Sums in a fixed order: the same bits on any number of ranks, however the summands are dealt to
+them.
 
-The summands, called leaves, are numbered 0..n-1 (in training: the microbatches of a step). They are added in a binary
-tree in which block (level, i) covers the leaves from i * 2^level up to (i + 1) * 2^level, as far as there are any:
+The summands, called leaves, are numbered 0..n-1 (in training: the microbatches of a step). They are
+added in a binary tree in which block (level, i) covers the leaves from i * 2^level up to (i + 1) *
+2^level, as far as there are any:
 
     level 3    [0      1      2      3      4]      (0-3) + 4
     level 2    [0      1      2      3]    [4]      (0-1) + (2-3)
     level 1    [0      1]    [2      3]    [4]      0 + 1      2 + 3
     level 0    [0]    [1]    [2]    [3]    [4]      nothing is added to 4 below level 3: its neighbour is missing
 
-Floating-point sums depend on their order, but this order depends on n alone. A rank adds what it can on its own: with
-leaves 0-2 it keeps blocks (0-1) and (2). The rest is added where the other blocks come: as in a reduce-scatter, rank r
-gets chunk r of every rank's blocks, adds them, and gives the finished chunk to all.
+Floating-point sums depend on their order, but this order depends on n alone. A rank adds what it
+can on its own: with leaves 0-2 it keeps blocks (0-1) and (2). The rest is added where the other
+blocks come: as in a reduce-scatter, rank r gets chunk r of every rank's blocks, adds them, and
+gives the finished chunk to all.
 
-Cost with N ranks, B blocks on the rank that has most, M bytes, latency alpha, time per byte beta, per added byte gamma:
+Cost with N ranks, B blocks on the rank that has most, M bytes, latency alpha, time per byte beta,
+per added byte gamma:
 
     2 N alpha  +  (B + 1) (N-1)/N M beta  +  B M gamma
 
-With each rank's leaves in one run B is at most 2 log2 n, and 1 where the runs are blocks. The sum is a tree rather than
-a row since then a rank with a run of leaves can add most of them before it hears of the others.
+With each rank's leaves in one run B is at most 2 log2 n, and 1 where the runs are blocks. The sum
+is a tree rather than a row since then a rank with a run of leaves can add most of them before it
+hears of the others.
 """
 
 from __future__ import annotations
@@ -35,12 +40,15 @@ from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import CommError, UsageError, name_ranks
 from nnmpi.shard import split
 
-# What one round of the exchange packs at most: enough to make latency small, little enough to stay in a cache.
+# What one round of the exchange packs at most: enough to make latency small, little enough to stay
+# in a cache.
 ROUND_BYTES = 4 * 2**20
 
 
 TreeBlock: TypeAlias = tuple[int, int]
-"""A node of the tree, (level, index): 2^level leaves from index * 2^level on, or as many of them as there are."""
+"""A node of the tree, (level, index): 2^level leaves from index * 2^level on, or as many of them as
+there are.
+"""
 
 
 def covered(block: TreeBlock, leaves: int) -> range:
@@ -50,7 +58,8 @@ def covered(block: TreeBlock, leaves: int) -> range:
 
 
 class SumTree:
-    """One rank's part of a sum: of the leaves pushed so far, those blocks that no other leaf is missing from.
+    """One rank's part of a sum: of the leaves pushed so far, those blocks that no other leaf is
+    missing from.
 
     Leaves may come in any order. In their own order at most log2(leaves) + 1 arrays are kept.
 
@@ -73,15 +82,17 @@ class SumTree:
     @property
     def blocks(self) -> dict[TreeBlock, Buffer]:
         """The sums so far, in the order of their leaves; only to be read, until the next push."""
-        return dict(sorted(self._blocks.items(), key=lambda item: covered(item[0], self.leaves).start))
+        return dict(
+            sorted(self._blocks.items(), key=lambda item: covered(item[0], self.leaves).start)
+        )
 
     def push(self, leaf: int, array: Buffer) -> None:
         """Add a leaf.
 
         Args:
             leaf: its number, 0..leaves-1.
-            array: (n,) of the same length and dtype for all leaves. It may be read-only or have gaps; it is copied or
-                added, and not kept.
+            array: (n,) of the same length and dtype for all leaves. It may be read-only or have
+                gaps; it is copied or added, and not kept.
 
         Raises:
             UsageError: for a leaf that is not in the tree, or was pushed before.
@@ -89,12 +100,16 @@ class SumTree:
         if not 0 <= leaf < self.leaves:
             raise UsageError(f"leaf {leaf} is not one of 0..{self.leaves - 1}")
         if any(leaf in covered(block, self.leaves) for block in self._blocks):
-            raise UsageError(f"leaf {leaf} was pushed before; push each leaf once, and make a tree for another sum")
+            raise UsageError(
+                f"leaf {leaf} was pushed before; push each leaf once, and make a tree for"
+                " another sum"
+            )
         _settle(self._blocks, self.leaves, (0, leaf), array, is_own=False)
 
 
 def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
-    """Write the sum of all leaves into `out`: on every rank the bits of a tree into which one rank pushed them all.
+    """Write the sum of all leaves into `out`: on every rank the bits of a tree into which one rank
+    pushed them all.
 
     Collective. The trees stay as they are.
 
@@ -104,7 +119,8 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
         out: (n,) of the leaves' length and dtype.
 
     Raises:
-        CommError: on all ranks, when a leaf is missing or on two ranks, or the ranks' trees or arrays differ.
+        CommError: on all ranks, when a leaf is missing or on two ranks, or the ranks' trees or
+            arrays differ.
         ShapeError: for an array that is not 1-D, contiguous and writeable.
     """
     check_buffer(out)
@@ -114,11 +130,21 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
     length = max(ROUND_BYTES // (most * out.itemsize), group.size)
     for start in range(0, out.size, length):
         whole = slice(start, min(start + length, out.size))
-        _sum_round(group, {block: array[whole] for block, array in mine.items()}, everyones, tree.leaves, out[whole])
+        _sum_round(
+            group,
+            {block: array[whole] for block, array in mine.items()},
+            everyones,
+            tree.leaves,
+            out[whole],
+        )
 
 
 def _sum_round(
-    group: Group, mine: Mapping[TreeBlock, Buffer], everyones: list[list[TreeBlock]], leaves: int, out: Buffer
+    group: Group,
+    mine: Mapping[TreeBlock, Buffer],
+    everyones: list[list[TreeBlock]],
+    leaves: int,
+    out: Buffer,
 ) -> None:
     """Sum one piece of the arrays, short enough for one message."""
     chunks = split(out.size, group.size)
@@ -127,8 +153,16 @@ def _sum_round(
     for array, place in zip(mine.values(), came[group.rank], strict=True):
         place[...] = array[own.start : own.stop]
     others = [(rank, chunk) for rank, chunk in enumerate(chunks) if rank != group.rank]
-    sent = [(r, np.stack([array[chunk.start : chunk.stop] for array in mine.values()])) for r, chunk in others if mine]
-    send_and_receive(group, [each for each in sent if each[1].size], [(r, came[r]) for r, _ in others if came[r].size])
+    sent = [
+        (r, np.stack([array[chunk.start : chunk.stop] for array in mine.values()]))
+        for r, chunk in others
+        if mine
+    ]
+    send_and_receive(
+        group,
+        [each for each in sent if each[1].size],
+        [(r, came[r]) for r, _ in others if came[r].size],
+    )
     sums: dict[TreeBlock, Buffer] = {}
     for block, array in zip(chain(*everyones), chain(*came), strict=True):
         _settle(sums, leaves, block, array, is_own=True)
@@ -136,11 +170,13 @@ def _sum_round(
     group.comm.allgatherv(finished, out, [len(chunk) for chunk in chunks])
 
 
-def _settle(blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, is_own: bool) -> None:
+def _settle(
+    blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, is_own: bool
+) -> None:
     """Put a block among the others and join it with its sibling as long as that is there.
 
-    The sum of two is written into the one that was there, whichever of the two is the left one: a + b and b + a have
-    the same bits. An array that is not the tree's own is copied before it is kept.
+    The sum of two is written into the one that was there, whichever of the two is the left one: a +
+    b and b + a have the same bits. An array that is not the tree's own is copied before it is kept.
     """
     level, index = block
     while level < (leaves - 1).bit_length():
@@ -155,14 +191,24 @@ def _settle(blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, arra
     blocks[level, index] = array if is_own else array.copy()
 
 
-def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out: Buffer) -> list[list[TreeBlock]]:
-    """Return every rank's blocks, after a look whether they make up one tree of arrays like `out`; collective."""
+def _compare(
+    group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out: Buffer
+) -> list[list[TreeBlock]]:
+    """Return every rank's blocks, after a look whether they make up one tree of arrays like `out`;
+    collective.
+    """
     about = f"{tree.leaves} leaves and a result of {out.size} {out.dtype}"
-    gathered = group.gather([about, list(mine)])  # one exchange for both, as this is done for every sum
-    remedy = "give leaves and result of one length and dtype, and the same number of leaves, on all ranks"
+    # one exchange for both, as this is done for every sum
+    gathered = group.gather([about, list(mine)])
+    remedy = (
+        "give leaves and result of one length and dtype, and the same number of leaves, on all"
+        " ranks"
+    )
     refuse_different([[text] for text, _ in gathered], "the ranks' sums differ", remedy)
     everyones = [[(level, index) for level, index in blocks] for _, blocks in gathered]
-    leaves = [{leaf for block in blocks for leaf in covered(block, tree.leaves)} for blocks in everyones]
+    leaves = [
+        {leaf for block in blocks for leaf in covered(block, tree.leaves)} for blocks in everyones
+    ]
     for leaf in range(tree.leaves):
         ranks = [rank for rank, theirs in enumerate(leaves) if leaf in theirs]
         if len(ranks) != 1:

@@ -1,14 +1,16 @@
-"""Sums gradients over a group in buckets, while the backward pass still runs or when it is over (`overlap`).
+"""Sums gradients over a group in buckets, while the backward pass still runs or when it is over
+(`overlap`).
 
-The gradients lie in flat buffers, in the order in which the parameters were registered; a backward pass finishes them
-from the end. A bucket is a contiguous range of one buffer, so that nothing is copied together (`plan_buckets`):
+The gradients lie in flat buffers, in the order in which the parameters were registered; a backward
+pass finishes them from the end. A bucket is a contiguous range of one buffer, so that nothing is
+copied together (`plan_buckets`):
 
     buffer      | w0  b0 | w1  b1      | w2  b2 |
     buckets     | third  | second      | first  |         in this order on every rank
 
-A bucket is launched once its gradients are final *and* all buckets before it have been launched. The order is the same
-on every rank whatever the timing, so ranks cannot disagree. A launched bucket moves on whenever another gradient is
-reported (`BucketExchange`).
+A bucket is launched once its gradients are final *and* all buckets before it have been launched.
+The order is the same on every rank whatever the timing, so ranks cannot disagree. A launched bucket
+moves on whenever another gradient is reported (`BucketExchange`).
 
     backward     | layer 3 | layer 2    | layer 1  |
     bucket 0                 launch . . . poll . . . |
@@ -40,17 +42,18 @@ from nnmpi.comm.prove import proved_steps
 from nnmpi.custom import name_of
 from nnmpi.errors import CommError, DeviceError, UsageError
 
-# Measured with a chain of ten 512 x 512 layers, batch 128, 10.6 MB of gradients, on one node with 2 cores of an AMD Zen
-# 5: a step with buckets of 1 | 4 | 25 MB, native, lower decile in ms, summed at the end (and while backward runs).
+# Measured with a chain of ten 512 x 512 layers, batch 128, 10.6 MB of gradients, on one node with 2
+# cores of an AMD Zen 5: a step with buckets of 1 | 4 | 25 MB, native, lower decile in ms, summed at
+# the end (and while backward runs).
 #
 #     2 ranks     Open MPI 5.0.11    26.6 | 25.8 | 25.3    (26.5 | 27.0 | 28.3)     without any exchange 23.5
 #                 MPICH 5.0.2        25.5 | 25.2 | 25.5    (26.5 | 26.1 | 25.6)                          23.2
 #     4 ranks     Open MPI           57.0 | 54.6 | 56.1    (60.7 | 60.4 | 60.1)                          48.4
 #                 MPICH               114 | 60.5 | 56.0    (59.5 | 56.5 | 57.2)                          46.7
 #
-# Small buckets suffer where ranks share cores; from 4 MB on the size makes no difference that can be told from noise,
-# and 4 MB leaves several buckets to send early on a real network. Inside a node nothing is gained by sending early: a
-# core that computes has no time to copy.
+# Small buckets suffer where ranks share cores; from 4 MB on the size makes no difference that can
+# be told from noise, and 4 MB leaves several buckets to send early on a real network. Inside a node
+# nothing is gained by sending early: a core that computes has no time to copy.
 BUCKET_BYTES = 4 * 2**20
 
 UNLIMITED_BYTES = 2**62  # one bucket for each flat buffer
@@ -81,10 +84,12 @@ class Traffic(NamedTuple):
     """What the communication of a step, or of several, was.
 
     Attributes:
-        hidden_s: seconds in which it computed while messages were under way, as far as it knew when it looked.
+        hidden_s: seconds in which it computed while messages were under way, as far as it knew when
+            it looked.
         bytes: bytes of arrays that were summed (what goes over a link depends on the algorithm).
         calls: collectives that were run.
-        predicted_s: seconds that the fitted model gives them, one after another, with nobody late; NaN without a fit.
+        predicted_s: seconds that the fitted model gives them, one after another, with nobody late;
+            NaN without a fit.
     """
 
     hidden_s: float = 0.0
@@ -104,16 +109,20 @@ class BucketExchange:
     """The sum of gradients over a group, step after step. Making one is collective.
 
     Args:
-        group: the ranks whose gradients are summed. The exchange works on a duplicate of it, so that its messages
-            never meet those of others (say, of a batch norm in the same backward pass).
-        buffers: flat gradient buffers, 1-D NumPy or device arrays; the same lengths and dtypes on all ranks.
+        group: the ranks whose gradients are summed. The exchange works on a duplicate of it, so
+            that its messages never meet those of others (say, of a batch norm in the same backward
+            pass).
+        buffers: flat gradient buffers, 1-D NumPy or device arrays; the same lengths and dtypes on
+            all ranks.
         spans: where each parameter's gradient lies, in order of registration.
-        algorithm: for every bucket, or one name for each bucket in order; "auto" asks `choose`. Where "shared" is asked
-            for and there is no shared memory, MPI's own takes its place, and the choice says why.
-        bucket_bytes: the longest bucket, unless a single gradient is longer; None for 4 MiB with `overlap`, and without
-            it for one bucket for each buffer.
-        overlap: whether buckets are launched as they become complete; otherwise all are summed in `finish`. None for
-            what pays: with ranks on several nodes, or gradients on a device, and not on one node's processors.
+        algorithm: for every bucket, or one name for each bucket in order; "auto" asks `choose`.
+            Where "shared" is asked for and there is no shared memory, MPI's own takes its place,
+            and the choice says why.
+        bucket_bytes: the longest bucket, unless a single gradient is longer; None for 4 MiB with
+            `overlap`, and without it for one bucket for each buffer.
+        overlap: whether buckets are launched as they become complete; otherwise all are summed in
+            `finish`. None for what pays: with ranks on several nodes, or gradients on a device, and
+            not on one node's processors.
 
     Attributes:
         overlap: whether buckets are launched as they become complete.
@@ -122,7 +131,8 @@ class BucketExchange:
         traffic: what the last finished step was.
 
     Raises:
-        UsageError: on all ranks, for an unknown algorithm, a bucket size below 1, spans out of order.
+        UsageError: on all ranks, for an unknown algorithm, a bucket size below 1, spans out of
+            order.
         CommError: on all ranks, when their buckets differ.
     """
 
@@ -135,7 +145,8 @@ class BucketExchange:
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
     ) -> None:
-        if overlap is None:  # a device computes without this rank's core, which within a node would have to copy
+        if overlap is None:
+            # a device computes without this rank's core, which within a node would have to copy
             on_device = any(is_device(buffer) for buffer in buffers)
             overlap = group.size > 1 and (on_device or len(set(group.nodes())) > 1)
         self.overlap = overlap
@@ -144,7 +155,9 @@ class BucketExchange:
         with agreed(group):
             itemsizes = [check_buffer(buffer, low=True).itemsize for buffer in buffers]
             self.buckets = plan_buckets(spans, itemsizes, bucket_bytes)
-            given = [algorithm] if isinstance(algorithm, str) or callable(algorithm) else [*algorithm]
+            given = (
+                [algorithm] if isinstance(algorithm, str) or callable(algorithm) else [*algorithm]
+            )
             for name in {*given} - {AUTO, NATIVE, SHARED}:
                 found = find_collective(ALL_REDUCE.name, name)
                 if not isinstance(name, str):
@@ -153,7 +166,8 @@ class BucketExchange:
             names = given * count if len(given) == 1 else given
             if len(names) != count:
                 raise UsageError(
-                    f"{len(names)} all-reduce algorithms are given for {count} buckets; give one, or one for each"
+                    f"{len(names)} all-reduce algorithms are given for {count} buckets; give one,"
+                    " or one for each"
                 )
         require_equal(
             group,
@@ -168,13 +182,18 @@ class BucketExchange:
         self._outer, self._group = group, group.duplicate()
         parts = [buffers[bucket.buffer][bucket.start : bucket.stop] for bucket in self.buckets]
         self._lengths = [part.nbytes for part in parts]
-        bound = [self._bind(part, name, tag) for tag, (part, name) in enumerate(zip(parts, names, strict=True))]
+        bound = [
+            self._bind(part, name, tag)
+            for tag, (part, name) in enumerate(zip(parts, names, strict=True))
+        ]
         self._sums = [pending for pending, _ in bound]
         self.choices = tuple(choice for _, choice in bound)
         self._bytes = sum(part.nbytes for part in parts)
         predicted = [choice.predicted_s for choice in self.choices]
         self._predicted_s = sum(nan if seconds is None else seconds for seconds in predicted)
-        self._home = {span: number for number, bucket in enumerate(self.buckets) for span in bucket.spans}
+        self._home = {
+            span: number for number, bucket in enumerate(self.buckets) for span in bucket.spans
+        }
         self.traffic = Traffic()
         self._reset()
 
@@ -192,7 +211,8 @@ class BucketExchange:
         return bool(self._reported)
 
     def ready(self, span: int) -> None:
-        """Report that a gradient is final in this step; launch the buckets that are complete now, and poll the others.
+        """Report that a gradient is final in this step; launch the buckets that are complete now,
+        and poll the others.
 
         Args:
             span: the gradient's number in order of registration.
@@ -201,7 +221,10 @@ class BucketExchange:
             CommError: when it was reported in this step before.
         """
         if span in self._reported:
-            raise CommError(f"gradient {span} was reported final twice in one step; report it once, then call finish()")
+            raise CommError(
+                f"gradient {span} was reported final twice in one step; report it once, then call"
+                " finish()"
+            )
         self._reported.add(span)
         self._missing[self._home[span]] -= 1
         if self.overlap and not self._alone:
@@ -211,17 +234,26 @@ class BucketExchange:
             self._move_on(begin)
 
     def volume(self) -> tuple[float, float] | None:
-        """Return the bytes of a step that the busiest rank sends, and all; None where sums are not made of steps."""
+        """Return the bytes of a step that the busiest rank sends, and all; None where sums are not
+        made of steps.
+        """
         size, names = self._group.size, {choice.algorithm for choice in self.choices}
         if size > COUNTED_RANKS or not names <= ALGORITHMS.keys():
             return None
-        shares = {name: np.array(find_collective(ALL_REDUCE.name, name).sent(size)) for name in names}
-        sent = [n * shares[choice.algorithm] for n, choice in zip(self._lengths, self.choices, strict=True)]
+        shares = {
+            name: np.array(find_collective(ALL_REDUCE.name, name).sent(size)) for name in names
+        }
+        sent = [
+            n * shares[choice.algorithm]
+            for n, choice in zip(self._lengths, self.choices, strict=True)
+        ]
         total = sum(sent, np.zeros(size))
         return float(total.max()), float(total.sum())
 
     def progress(self) -> None:
-        """Move on what is launched, if anything is; for callers with work to do between gradients."""
+        """Move on what is launched, if anything is; for callers with work to do between
+        gradients.
+        """
         if self._flying:
             self._move_on(self._come_back())
 
@@ -240,7 +272,9 @@ class BucketExchange:
         self._left = now if self._flying else None
 
     def finish(self) -> None:
-        """End the step: return when all gradients are summed, also those never reported. One call per step."""
+        """End the step: return when all gradients are summed, also those never reported. One call
+        per step.
+        """
         if self._alone:
             self._reset()
             return
@@ -257,9 +291,10 @@ class BucketExchange:
     def free(self) -> None:
         """Give the exchange's communicator back to MPI. Collective.
 
-        After a step that broke off, some ranks may have launched more buckets than others: MPI would go on to write
-        into their arrays, so the others launch as many, and all wait; nobody uses these sums. How many, they agree
-        outside: where sums are on their way, no rank may call a collective before those that others have called.
+        After a step that broke off, some ranks may have launched more buckets than others: MPI
+        would go on to write into their arrays, so the others launch as many, and all wait; nobody
+        uses these sums. How many, they agree outside: where sums are on their way, no rank may call
+        a collective before those that others have called.
         """
         if self.overlap and not self._alone:
             self._launch_up_to(int(self._outer.max_floats([self._launched])[0]))
@@ -267,7 +302,9 @@ class BucketExchange:
         self._group.free()
 
     def _come_back(self) -> float:
-        """Return the time, after counting how long messages were under way while this rank computed."""
+        """Return the time, after counting how long messages were under way while this rank
+        computed.
+        """
         now = clock.now()
         if self._left is not None:
             self._hidden_s += now - self._left
@@ -280,9 +317,14 @@ class BucketExchange:
         if name == AUTO:
             choice = group.choose(part, started=self.overlap)
         else:
-            choice = Choice(name_of(name), "asked for", predict(group, name, part.nbytes, self.overlap))
+            choice = Choice(
+                name_of(name), "asked for", predict(group, name, part.nbytes, self.overlap)
+            )
         try:
-            return group.bind(part, choice.algorithm if isinstance(name, str) else name, tag), choice
+            return (
+                group.bind(part, choice.algorithm if isinstance(name, str) else name, tag),
+                choice,
+            )
         except DeviceError as error:
             if choice.algorithm != SHARED:
                 raise
@@ -291,7 +333,9 @@ class BucketExchange:
             return group.bind(part, NATIVE, tag), instead
 
     def _launch_up_to(self, count: int) -> None:
-        """Launch so many of the buckets, and wait for one after the other: who waits is served by those further on."""
+        """Launch so many of the buckets, and wait for one after the other: who waits is served by
+        those further on.
+        """
         begin = clock.now()
         while self._launched < count:
             self._launch()
@@ -315,7 +359,9 @@ class BucketExchange:
             trace.add(f"bucket {number}", "bucket", timeline.BUCKETS, begin, trace.clock())
 
 
-def plan_buckets(spans: Sequence[Span], itemsizes: Sequence[int], limit_bytes: int) -> tuple[Bucket, ...]:
+def plan_buckets(
+    spans: Sequence[Span], itemsizes: Sequence[int], limit_bytes: int
+) -> tuple[Bucket, ...]:
     """Group the spans of each buffer, from its end backwards, into buckets of at most limit_bytes.
 
     A span that is longer stands alone. A gap between two spans of a bucket belongs to the bucket.
@@ -326,16 +372,23 @@ def plan_buckets(spans: Sequence[Span], itemsizes: Sequence[int], limit_bytes: i
         limit_bytes: at least 1.
 
     Returns:
-        The buckets in the order in which a backward pass over the parameters, last one first, completes them.
+        The buckets in the order in which a backward pass over the parameters, last one first,
+        completes them.
 
     Raises:
         UsageError: for spans that overlap or are out of order, and for a limit below 1.
     """
     if limit_bytes < 1:
         raise UsageError(f"a bucket of {limit_bytes} bytes holds nothing; give at least 1 byte")
-    ranges = [found for buffer, item in enumerate(itemsizes) for found in _ranges(spans, buffer, item, limit_bytes)]
+    ranges = [
+        found
+        for buffer, item in enumerate(itemsizes)
+        for found in _ranges(spans, buffer, item, limit_bytes)
+    ]
     ranges.sort(key=lambda members: -members[0])
-    return tuple(Bucket(*spans[members[0]][:2], spans[members[-1]][2], tuple(members)) for members in ranges)
+    return tuple(
+        Bucket(*spans[members[0]][:2], spans[members[-1]][2], tuple(members)) for members in ranges
+    )
 
 
 def _ranges(spans: Sequence[Span], buffer: int, itemsize: int, limit_bytes: int) -> list[list[int]]:
@@ -346,7 +399,8 @@ def _ranges(spans: Sequence[Span], buffer: int, itemsize: int, limit_bytes: int)
         _, start, stop = spans[i]
         if not end <= start <= stop:
             raise UsageError(
-                f"gradient {i} lies at {start}..{stop} of buffer {buffer}, but it must begin at or after {end}"
+                f"gradient {i} lies at {start}..{stop} of buffer {buffer}, but it must begin at or"
+                f" after {end}"
             )
         end = stop
     numbers.reverse()
@@ -355,7 +409,8 @@ def _ranges(spans: Sequence[Span], buffer: int, itemsize: int, limit_bytes: int)
 
 
 def predict(group: Group, algorithm: How, nbytes: int, started: bool = False) -> float | None:
-    """Return the seconds that the group's fit gives an all-reduce; None without a fit, or where it does not know.
+    """Return the seconds that the group's fit gives an all-reduce; None without a fit, or where it
+    does not know.
 
     Args:
         group: the ranks.

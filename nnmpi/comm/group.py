@@ -1,7 +1,7 @@
 """The ranks that work together on something, and what they can do together.
 
-A strategy gets the group of its own axis and cannot see other ranks. Everything here is collective unless it says
-otherwise: all ranks of the group call it, in the same order.
+A strategy gets the group of its own axis and cannot see other ranks. Everything here is collective
+unless it says otherwise: all ranks of the group call it, in the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,8 +65,8 @@ class Group(Communicator):
 
     Args:
         comm: a communicator of these ranks, of this package's or of mpi4py's.
-        private: whether nobody else uses `comm`. If not, the group works on a duplicate, so that its messages never
-            meet others'.
+        private: whether nobody else uses `comm`. If not, the group works on a duplicate, so that
+            its messages never meet others'.
 
     Attributes:
         fit: what "auto" chooses by, made for these ranks (see `fit.Fit`); None for a rule of thumb.
@@ -79,16 +79,20 @@ class Group(Communicator):
         self._compared: set[Collective] = set()  # users', of which all ranks have the same steps
 
     def duplicate(self) -> "Group":
-        """Return a group of the same ranks whose messages, and waiting in shared memory, never meet this one's."""
+        """Return a group of the same ranks whose messages, and waiting in shared memory, never meet
+        this one's.
+        """
         twin = Group(self.comm)
         twin.fit, twin._nodes = self.fit, self._nodes
         if self._memory is not None and not self._memory.closed:
-            with suppress(DeviceError):  # no room for its barriers: who asks for shared sums gets the error then
+            with suppress(DeviceError):
+                # no room for its barriers: who asks for shared sums gets the error then
                 twin._memory = self._memory.twin(twin)
         return twin
 
     def memory(self) -> SharedMemory:
-        """Return the memory that the ranks of each node share, the same until it is freed. Collective when it is new.
+        """Return the memory that the ranks of each node share, the same until it is freed.
+        Collective when it is new.
 
         Raises:
             DeviceError: on all ranks, when there is none on one of their nodes.
@@ -109,29 +113,33 @@ class Group(Communicator):
         """Replace the array on every rank by its sum over the ranks; the same bits everywhere.
 
         Args:
-            array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all ranks. Where a sum of
-                8-bit integers does not fit, MPI's own may stop at the largest number and the others wrap around.
-                float16 and bfloat16 are added up in float32. It may be a device's: the result is there for what is
-                given to the current stream afterwards.
-            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring";
-                or a function of one's own, (rank, size) -> steps, which is proved before it runs first.
-            check: make sure first that n and dtype agree, by an exchange of a few bytes; without it ranks whose arrays
-                differ may wait for ever.
+            array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all
+                ranks. Where a sum of 8-bit integers does not fit, MPI's own may stop at the largest
+                number and the others wrap around. float16 and bfloat16 are added up in float32. It
+                may be a device's: the result is there for what is given to the current stream
+                afterwards.
+            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; or a function
+                of one's own, (rank, size) -> steps, which is proved before it runs first.
+            check: make sure first that n and dtype agree, by an exchange of a few bytes; without it
+                ranks whose arrays differ may wait for ever.
 
         Raises:
             ShapeError: for an array that is not 1-D, contiguous and writeable.
             DtypeError: for another dtype.
             CommError: with `check`, on all ranks, when one of them has another array.
             UsageError: for an unknown algorithm.
-            ScheduleError: on all ranks, for one of one's own that is no all-reduce; it names the fault.
+            ScheduleError: on all ranks, for one of one's own that is no all-reduce; it names the
+                fault.
         """
         self._run(array, algorithm, ALL_REDUCE.name, check)
 
     def reduce_scatter(self, array: Buffer, algorithm: How = NATIVE, check: bool = True) -> None:
-        """Replace this rank's chunk of the array by its sum over the ranks; the other chunks hold anything then.
+        """Replace this rank's chunk of the array by its sum over the ranks; the other chunks hold
+        anything then.
 
         Args:
-            array: as in `all_reduce`; the chunks are those of `shard.split(n, size)`, rank r's is number r.
+            array: as in `all_reduce`; the chunks are those of `shard.split(n, size)`, rank r's is
+                number r.
             algorithm: "native", "ring" or "tree".
             check: as in `all_reduce`.
 
@@ -154,7 +162,8 @@ class Group(Communicator):
         self._run(array, algorithm, ALL_GATHER.name, check)
 
     def average_neighbours(self, array: Buffer) -> None:
-        """Replace the array by half of itself and a quarter of each neighbour's on a ring of the ranks (gossip).
+        """Replace the array by half of itself and a quarter of each neighbour's on a ring of the
+        ranks (gossip).
 
         Between two ranks it is the mean of both. See `algorithms/gossip.py`.
 
@@ -167,19 +176,25 @@ class Group(Communicator):
         """
         self.check_same(array)  # before anybody refuses
         if not is_floating(array.dtype):
-            raise DtypeError(f"an average of {array.dtype} numbers is not whole; convert to float32 or float64")
+            raise DtypeError(
+                f"an average of {array.dtype} numbers is not whole; convert to float32 or float64"
+            )
         self._run(array, "gossip", NEIGHBOUR_AVERAGE.name, check=False)
         array /= {1: 1, 2: 2}.get(self.size, 4)
 
-    def bind(self, array: Buffer, algorithm: How = NATIVE, tag: int = 0, operation: str = ALL_REDUCE.name) -> Pending:
-        """Return a collective that works on this array in place, ready to be started any number of times.
+    def bind(
+        self, array: Buffer, algorithm: How = NATIVE, tag: int = 0, operation: str = ALL_REDUCE.name
+    ) -> Pending:
+        """Return a collective that works on this array in place, ready to be started any number of
+        times.
 
         Args:
             array: as in `all_reduce`.
-            algorithm: as in `all_reduce`; for other operations a name in `registry.COLLECTIVES`, or "native".
+            algorithm: as in `all_reduce`; for other operations a name in `registry.COLLECTIVES`, or
+                "native".
             tag: 0..16383, the same on all ranks, different for all that are in flight at once.
-            operation: "all-reduce", "reduce-scatter", "all-gather", "broadcast" (from rank 0), or "neighbour-average"
-                (which leaves the weighted sum, undivided).
+            operation: "all-reduce", "reduce-scatter", "all-gather", "broadcast" (from rank 0), or
+                "neighbour-average" (which leaves the weighted sum, undivided).
 
         Raises:
             UsageError: for another tag, operation or algorithm.
@@ -203,8 +218,14 @@ class Group(Communicator):
             return NativeExecution(array, self.comm, operation)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
             return SharedSum(array, self.memory(), tag)
-        collective = find_collective(operation, algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
-        steps = collective(self.rank, self.size) if isinstance(algorithm, str) else self._proved(collective)
+        collective = find_collective(
+            operation, algorithm, self.nodes() if algorithm == HIERARCHICAL else None
+        )
+        steps = (
+            collective(self.rank, self.size)
+            if isinstance(algorithm, str)
+            else self._proved(collective)
+        )
         return Execution(steps, array, self.comm, tag)
 
     @property
@@ -214,9 +235,14 @@ class Group(Communicator):
 
     @contextmanager
     def meeting(
-        self, name: str, came_s: float | None = None, category: str = "collective", args: timeline.Args | None = None
+        self,
+        name: str,
+        came_s: float | None = None,
+        category: str = "collective",
+        args: timeline.Args | None = None,
     ) -> Iterator[None]:
-        """Count a collective's seconds, and show it in a trace: waiting until the last rank has come, then exchange.
+        """Count a collective's seconds, and show it in a trace: waiting until the last rank has
+        come, then exchange.
 
         Args:
             name: of what is done; the ranks do what has one name in one order.
@@ -242,7 +268,9 @@ class Group(Communicator):
             self.bind(array, algorithm, BLOCKING_TAG, operation).run()
 
     def _proved(self, collective: Collective) -> Sequence[Step]:
-        """Return this rank's steps of a user's collective. Collective at first, when the ranks compare theirs."""
+        """Return this rank's steps of a user's collective. Collective at first, when the ranks
+        compare theirs.
+        """
         steps = proved_steps(collective, self.size)
         if collective not in self._compared:
             require_equal(
@@ -258,14 +286,19 @@ class Group(Communicator):
     def choose(self, array: Buffer, started: bool = False) -> Choice:
         """Return what "auto" means for this array, and why; the same on all ranks.
 
-        Shared memory is among what is chosen from only if the array was allocated there (on all ranks): see `memory`.
+        Shared memory is among what is chosen from only if the array was allocated there (on all
+        ranks): see `memory`.
 
         Args:
             started: whether it will be started and polled, and not be a blocking call.
         """
         if is_device(array) and cuda_aware():
             return Choice(NATIVE, "MPI takes device arrays")
-        memory = None if self._memory is None or self._memory.closed or is_device(array) else self._memory
+        memory = (
+            None
+            if self._memory is None or self._memory.closed or is_device(array)
+            else self._memory
+        )
         shared = memory is not None and memory.place(array) is not None
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
@@ -289,7 +322,9 @@ class Group(Communicator):
         if (everyones == everyones[0]).all() and everyones[0, 0] >= 0:
             return
         problem = "a collective needs the same array on every rank, but these differ"
-        require_equal(self, [f"{_describe(array)} ({wrong})" if wrong else _describe(array)], problem)
+        require_equal(
+            self, [f"{_describe(array)} ({wrong})" if wrong else _describe(array)], problem
+        )
         check_buffer(array, low=True)
 
     # ---- parts of any lengths; device arrays go through host memory ----
@@ -320,8 +355,8 @@ class Group(Communicator):
         """Return this rank's part of the sum over the ranks. Collective.
 
         Args:
-            parts: (sum of counts,) what this rank adds to every rank's part, in rank order. float16 and bfloat16 are
-                added up in float32.
+            parts: (sum of counts,) what this rank adds to every rank's part, in rank order. float16
+                and bfloat16 are added up in float32.
             counts: every rank's length, the same on all ranks; a part may be empty.
 
         Raises:
@@ -335,11 +370,17 @@ class Group(Communicator):
         return from_host(own, namespace(parts))
 
     def all_to_all_v(
-        self, parts: Sequence[Buffer], shapes: Sequence[Shape], name: str = "all-to-all", category: str = "collective"
+        self,
+        parts: Sequence[Buffer],
+        shapes: Sequence[Shape],
+        name: str = "all-to-all",
+        category: str = "collective",
     ) -> list[Buffer]:
-        """Send each rank its part; return what comes from each, of the shapes given. All are of one dtype. Collective.
+        """Send each rank its part; return what comes from each, of the shapes given. All are of one
+        dtype. Collective.
 
-        The messages are those of `algorithms.pairwise`, posted at once in the order of its rounds; none is empty.
+        The messages are those of `algorithms.pairwise`, posted at once in the order of its rounds;
+        none is empty.
 
         Args:
             parts: what goes to each rank, of any shape; this rank's own is returned as it is.
@@ -347,15 +388,23 @@ class Group(Communicator):
             name, category: of the exchange in a timeline.
         """
         xp, steps = namespace(parts[0]), pairwise(self.rank, self.size)
-        sends = [(step.to, xp.ascontiguousarray(parts[step.to])) for step in steps if step.to is not None]
-        came = [parts[r] if r == self.rank else xp.empty(shape, parts[0].dtype) for r, shape in enumerate(shapes)]
+        sends = [
+            (step.to, xp.ascontiguousarray(parts[step.to])) for step in steps if step.to is not None
+        ]
+        came = [
+            parts[r] if r == self.rank else xp.empty(shape, parts[0].dtype)
+            for r, shape in enumerate(shapes)
+        ]
         receives = [(step.from_, came[step.from_]) for step in steps if step.from_ is not None]
         with self.meeting(name, None, category, {"bytes": sum(each.nbytes for _, each in sends)}):
-            send_and_receive(self, *([(r, each) for r, each in some if each.size] for some in (sends, receives)))
+            send_and_receive(
+                self, *([(r, each) for r, each in some if each.size] for some in (sends, receives))
+            )
         return came
 
     def all_reduce_max(self, array: Buffer) -> None:
-        """Replace the array on every rank by its elementwise largest value over the ranks. Collective.
+        """Replace the array on every rank by its elementwise largest value over the ranks.
+        Collective.
 
         Args:
             array: (n,) not of 16-bit floating point. NaN where any rank has NaN.
@@ -372,8 +421,8 @@ class Group(Communicator):
     def _check_length(self, array: Buffer, length: int) -> None:
         if check_buffer(array, low=True).size != length:
             raise ShapeError(
-                f"rank {self.rank} of {self.size} has {array.size} elements, but {length} are agreed; give the array "
-                "the length that its counts say"
+                f"rank {self.rank} of {self.size} has {array.size} elements, but {length} are"
+                " agreed; give the array the length that its counts say"
             )
 
     # ---- values ----
@@ -382,7 +431,8 @@ class Group(Communicator):
         """Replace the array on every rank by what `root` has.
 
         Args:
-            array: any shape, C-contiguous, any dtype but object; shape and dtype the same on all ranks.
+            array: any shape, C-contiguous, any dtype but object; shape and dtype the same on all
+                ranks.
             root: the rank whose values all get.
 
         Raises:
@@ -395,7 +445,10 @@ class Group(Communicator):
             self.broadcast(host, root)
             return put(host, flat)
         if not is_array(array):
-            raise DtypeError(f"broadcast works on arrays, not {type(array).__name__}; group.share(value) sends others")
+            raise DtypeError(
+                f"broadcast works on arrays, not {type(array).__name__}; group.share(value) sends"
+                " others"
+            )
         for piece in pieces(as_bytes(check_contiguous(array))):
             self.comm.broadcast(piece, root)
         return None
@@ -407,9 +460,12 @@ def _describe(array: Any) -> str:
 
 
 def _find_world(comm: Any) -> Comm:
-    """Return a communicator with the calls of `comm.world`: itself, or for one of mpi4py's what has them."""
+    """Return a communicator with the calls of `comm.world`: itself, or for one of mpi4py's what has
+    them.
+    """
     if hasattr(comm, "world"):
         return cast(Comm, comm)
-    from nnmpi.comm.mpi.mpi_world import wrap  # needs an MPI library, which whoever has such a communicator has
+    # needs an MPI library, which whoever has such a communicator has
+    from nnmpi.comm.mpi.mpi_world import wrap
 
     return wrap(comm)

@@ -1,8 +1,9 @@
-"""Makes a fit: measures links, adding, and the all-reduces that are not made of steps, in under a minute.
+"""Makes a fit: measures links, adding, and the all-reduces that are not made of steps, in under a
+minute.
 
-Three parts, from the top: `measure` goes through what is to be measured, and `find_fit` and `facts` know about fits
-that were kept; curves of links and of adding are measured by the code that collectives run on; `time_calls` times
-calls.
+Three parts, from the top: `measure` goes through what is to be measured, and `find_fit` and `facts`
+know about fits that were kept; curves of links and of adding are measured by the code that
+collectives run on; `time_calls` times calls.
 """
 
 import platform
@@ -26,8 +27,16 @@ from nnmpi.comm.node_sum import SharedSum
 from nnmpi.errors import DeviceError, UsageError
 
 BUDGET_S = 24.0
-# Lengths of whole all-reduces: close together where one overtakes another, and where MPI changes its ways.
-WHOLE_SIZES = (4, 16, 64, 256, *(2**bit for bit in range(10, 15)), *(2**bit for bit in range(16, 27, 2)))
+# Lengths of whole all-reduces: close together where one overtakes another, and where MPI changes
+# its ways.
+WHOLE_SIZES = (
+    4,
+    16,
+    64,
+    256,
+    *(2**bit for bit in range(10, 15)),
+    *(2**bit for bit in range(16, 27, 2)),
+)
 
 Refilled: TypeAlias = tuple[Callable[[], Any], Callable[[], Any]]
 """A call and what refills its buffers: fresh data, as in training."""
@@ -38,13 +47,17 @@ def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] 
 
     Args:
         budget_s: seconds to spend in measuring, about.
-        say: called on all ranks with a line about what comes next; by default nothing is made of it.
+        say: called on all ranks with a line about what comes next; by default nothing is made of
+            it.
 
     Raises:
         UsageError: for a single rank.
     """
     if group.size == 1:
-        raise UsageError("one rank has nobody to send to, so there is nothing to fit; start at least 2 (mpirun -n 2)")
+        raise UsageError(
+            "one rank has nobody to send to, so there is nothing to fit; start at least 2 (mpirun"
+            " -n 2)"
+        )
     share = budget_s / 6
     local = group.node()
     leaders = group.split(min(local.rank, 1))
@@ -62,21 +75,28 @@ def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] 
     local.free()
     link = inside or across
     assert link is not None  # two ranks are on one node or on two
-    machine = Machine(inside=link, across=across, nodes=tuple(group.nodes()) if several else None, add=add)
+    machine = Machine(
+        inside=link, across=across, nodes=tuple(group.nodes()) if several else None, add=add
+    )
     return Fit(machine, native, started, shared, group.share(facts(group)))
 
 
 def find_fit(group: Group, otherwise: str = "fit") -> Fit | None:
-    """Return the fit that was kept for these ranks, nodes and MPI, or under another name; None if none was. Collective.
+    """Return the fit that was kept for these ranks, nodes and MPI, or under another name; None if
+    none was. Collective.
 
     Rank 0 reads; so the ranks agree, and need no common file system.
     """
     known, kept = facts(group), None
     if group.is_root:
         with suppress(UsageError, OSError):
-            files = [file for name in ("fit", otherwise) if (file := default_file(known, name)).exists()]
+            files = [
+                file for name in ("fit", otherwise) if (file := default_file(known, name)).exists()
+            ]
             fit = load_fit(files[0]) if files else None
-            if fit is not None and all(fit.facts[name] == known[name] for name in ("ranks", "nodes", "mpi")):
+            if fit is not None and all(
+                fit.facts[name] == known[name] for name in ("ranks", "nodes", "mpi")
+            ):
                 kept = fit.to_json()
     answer = group.share(kept)
     return None if answer is None else Fit.from_json(answer)
@@ -94,20 +114,29 @@ def facts(group: Group) -> dict[str, Any]:
 
 
 def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> Link | None:
-    """Return what the first of the ranks that take part have measured among their members; None if there are none."""
+    """Return what the first of the ranks that take part have measured among their members; None if
+    there are none.
+    """
     own = None
     if taking_part:
-        own = [curve.points for curve in measure_curves(members, partial(_messages, members), SIZES, budget_s)]
+        own = [
+            curve.points
+            for curve in measure_curves(members, partial(_messages, members), SIZES, budget_s)
+        ]
     group.sum_floats([0.0], asleep=True)  # those who measure have the cores for themselves
     found = next((each for each in group.gather(own) if each is not None), None)
     if found is None:
         return None
     there_and_back, around = found
-    return Link(Curve(tuple((nbytes, seconds / 2) for nbytes, seconds in there_and_back)), Curve(around))
+    return Link(
+        Curve(tuple((nbytes, seconds / 2) for nbytes, seconds in there_and_back)), Curve(around)
+    )
 
 
 def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
-    """Return what MPI's own all-reduce takes, blocking and started, and the shared one, if there is one."""
+    """Return what MPI's own all-reduce takes, blocking and started, and the shared one, if there is
+    one.
+    """
     longest = WHOLE_SIZES[-1] // 4
     own, fresh = np.ones(longest, np.float32), np.ones(longest, np.float32)
     memory, common = None, None
@@ -117,7 +146,10 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
 
     def prepare(nbytes: int) -> list[Refilled]:
         n = max(1, nbytes // 4)
-        native, refill = NativeExecution(own[:n], group.comm), partial(np.copyto, own[:n], fresh[:n])
+        native, refill = (
+            NativeExecution(own[:n], group.comm),
+            partial(np.copyto, own[:n], fresh[:n]),
+        )
 
         def start_and_wait() -> None:
             native.start()
@@ -125,7 +157,9 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
 
         calls: list[Refilled] = [(native.run, refill), (start_and_wait, refill)]
         if memory is not None and common is not None:
-            calls.append((SharedSum(common[:n], memory).run, partial(np.copyto, common[:n], fresh[:n])))
+            calls.append(
+                (SharedSum(common[:n], memory).run, partial(np.copyto, common[:n], fresh[:n]))
+            )
         return calls
 
     curves = measure_curves(group, prepare, WHOLE_SIZES, budget_s)
@@ -141,9 +175,9 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
 #                  0 <--- 1   2 <--- 3
 #     both ways    0 ---> 1 ---> 2 ---> 3 ---> (0)        everybody sends to the right and receives from the left
 #
-# A message that is sent before anybody waits for it ("eager") costs less than one that needs a handshake first
-# ("rendezvous"): there is a step between the two. MPI does not say where, so lengths lie close together where it may
-# be.
+# A message that is sent before anybody waits for it ("eager") costs less than one that needs a
+# handshake first ("rendezvous"): there is a step between the two. MPI does not say where, so
+# lengths lie close together where it may be.
 
 K = 1024
 SHORT_SIZES = (8, 256, K, 2 * K, 3 * K, 4 * K, 6 * K, 8 * K, 12 * K, 16 * K)
@@ -153,7 +187,8 @@ PASSES = 2
 LONGEST_ARRAY_BYTES = 2**27
 LONGEST_S = 0.3  # beyond messages that take longer than that the last slope is good enough
 LEAST_BYTES = K**2  # so far it is measured, however long that takes
-SLACK = 1.5  # how much more than the budget may be spent: a few calls of each length are made whatever they take
+# how much more than the budget may be spent: a few calls of each length are made whatever they take
+SLACK = 1.5
 
 
 def _adding(nbytes: int) -> list[Refilled]:
@@ -176,7 +211,8 @@ def measure_curves(
     """
     best: dict[int, NDArray[np.float64]] = {}
     begin = clock.now()
-    for number in range(PASSES):  # a disturbance that lasts spoils some sizes in one pass, and others in the next
+    for number in range(PASSES):
+        # a disturbance that lasts spoils some sizes in one pass, and others in the next
         for nbytes in sizes:
             times = time_calls(group, prepare(nbytes), budget_s / len(sizes) / PASSES)
             medians = np.median(times, axis=1)
@@ -185,11 +221,16 @@ def measure_curves(
             slow = medians.max() > LONGEST_S or spent_s > SLACK * budget_s * (number + 1) / PASSES
             if slow and nbytes >= LEAST_BYTES:
                 break  # the curve's last slope stands for what is longer
-    return [_curve({nbytes: float(each[i]) for nbytes, each in best.items()}) for i in range(len(medians))]
+    return [
+        _curve({nbytes: float(each[i]) for nbytes, each in best.items()})
+        for i in range(len(medians))
+    ]
 
 
 def _curve(seconds: Mapping[int, float]) -> Curve:
-    """Return the curve through these points, lowered where something longer took less: that was a disturbance."""
+    """Return the curve through these points, lowered where something longer took less: that was a
+    disturbance.
+    """
     least, points = float("inf"), []
     for nbytes in sorted(seconds, reverse=True):
         least = min(least, seconds[nbytes])
@@ -198,19 +239,26 @@ def _curve(seconds: Mapping[int, float]) -> Curve:
 
 
 def _messages(group: Group, nbytes: int) -> list[Refilled]:
-    """Prepare messages of so many bytes: in pairs of ranks, there and back; and around the ring, all at once.
+    """Prepare messages of so many bytes: in pairs of ranks, there and back; and around the ring,
+    all at once.
 
-    With many ranks a long message is made of many chunks, so that the array is no longer than it has to be.
+    With many ranks a long message is made of many chunks, so that the array is no longer than it
+    has to be.
     """
     rank, size = group.rank, group.size
     half = 1 if nbytes * size <= LONGEST_ARRAY_BYTES else size // 2
     sent, received = range(half), range(half, 2 * half)
     array = np.ones(max(1, -(-nbytes // (4 * half))) * size, np.float32)
     fresh, partner = array.copy(), rank ^ 1
-    there_and_back = (Step(to=partner, send=sent), Step(from_=partner, recv=received))[:: -1 if rank % 2 else 1]
+    there_and_back = (Step(to=partner, send=sent), Step(from_=partner, recv=received))[
+        :: -1 if rank % 2 else 1
+    ]
     around = (Step(to=(rank + 1) % size, send=sent, from_=(rank - 1) % size, recv=received),)
     ways = there_and_back if partner < size else (), around
-    return [(Execution(steps, array, group.comm, TAG).run, lambda: np.copyto(array, fresh)) for steps in ways]
+    return [
+        (Execution(steps, array, group.comm, TAG).run, lambda: np.copyto(array, fresh))
+        for steps in ways
+    ]
 
 
 # ---- timing: what the slowest rank needs, once all are there ----
@@ -219,8 +267,8 @@ def _messages(group: Group, nbytes: int) -> list[Refilled]:
 #     rank 1   refill | barrier |     call         |
 #                                  |<- seconds ->|         from the last start to the last end
 #
-# The ranks of one node read one clock, so starts and ends can be compared; across nodes the longest call counts, which
-# holds the wait for the last to start as well.
+# The ranks of one node read one clock, so starts and ends can be compared; across nodes the longest
+# call counts, which holds the wait for the last to start as well.
 
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 300
@@ -228,13 +276,15 @@ WARM_UP_ROUNDS = 1
 
 
 def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDArray[np.float64]:
-    """Return the seconds that each of some calls took, in rounds, the same on all ranks: (calls, rounds). Collective.
+    """Return the seconds that each of some calls took, in rounds, the same on all ranks: (calls,
+    rounds). Collective.
 
-    In a round each call is made once, so that what else the machine does meets all alike, and each finds the caches as
-    the others have left them. Another one is the first in every round.
+    In a round each call is made once, so that what else the machine does meets all alike, and each
+    finds the caches as the others have left them. Another one is the first in every round.
 
     Args:
-        calls: what is timed, and what is called before it, outside of the time; all ranks take part.
+        calls: what is timed, and what is called before it, outside of the time; all ranks take
+            part.
         budget_s: seconds to spend, about; at least 3 rounds are made.
     """
     trial = _time_rounds(group, calls, WARM_UP_ROUNDS)
@@ -251,7 +301,9 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
 
 
 def _time_rounds(group: Group, calls: Sequence[Refilled], rounds: int) -> NDArray[np.float64]:
-    """Return when this rank began and ended each call, in seconds of its node's clock: (calls, rounds, 2)."""
+    """Return when this rank began and ended each call, in seconds of its node's clock: (calls,
+    rounds, 2).
+    """
     stamps = np.empty((len(calls), rounds, 2))
     read, barrier = clock.now, group.barrier
     for number in range(rounds):

@@ -1,4 +1,5 @@
-"""Arrays that all ranks of a node see: where gradients lie that are to be summed without being sent.
+"""Arrays that all ranks of a node see: where gradients lie that are to be summed without being
+sent.
 
     allocate   | rank 0's array | rank 1's array | rank 2's array |      each rank gets its own, and views of all
     common     | one array                       |                       all ranks get the same one
@@ -23,21 +24,23 @@ from nnmpi.comm.execution import Calls, Stages
 from nnmpi.comm.world import PAGE_BYTES, SharedPages
 from nnmpi.errors import DeviceError, ShapeError, UsageError, name_ranks
 
-# Barriers among the ranks of a node that cost a tenth of MPI's: each rank counts on a flag that the others watch.
+# Barriers among the ranks of a node that cost a tenth of MPI's: each rank counts on a flag that the
+# others watch.
 #
 #     rank 0's page   [ 7 | 3 | 0 ...       one counter per barrier, 8 bytes each; only rank 0 writes here
 #     rank 1's page   [ 6 | 3 | 0 ...       rank 1 has not come to the first barrier's 7th crossing yet
 #                       |   |
 #                barrier 0  barrier 1
 #
-# A rank that arrives raises its own counter, and is through when everybody's counter is as high. That what was written
-# before a flag is seen by those who see the flag holds on x86, whose processors keep stores, and loads, in order. In
-# any other world the ranks meet in a collective between two synchronizations of the memory instead.
+# A rank that arrives raises its own counter, and is through when everybody's counter is as high.
+# That what was written before a flag is seen by those who see the flag holds on x86, whose
+# processors keep stores, and loads, in order. In any other world the ranks meet in a collective
+# between two synchronizations of the memory instead.
 
 FLAGS_PER_PAGE = PAGE_BYTES // 8
 
-# A rank looks this often before it offers its core to others; with fewer cores than ranks, the one it waits for may be
-# waiting for this very core.
+# A rank looks this often before it offers its core to others; with fewer cores than ranks, the one
+# it waits for may be waiting for this very core.
 PATIENT_POLLS = 2000
 CROWDED_POLLS = 20
 # Until messages move on once, which takes about as long as a yield.
@@ -45,7 +48,8 @@ POLLS_PER_POKE = 64
 
 
 class FlagBarrier:
-    """A barrier by counters in shared memory, for worlds that keep the order of what is written there.
+    """A barrier by counters in shared memory, for worlds that keep the order of what is written
+    there.
 
     Args:
         counters: every rank's counter, in rank order, as memoryviews of one int64.
@@ -92,7 +96,9 @@ class FlagBarrier:
 
     def waits_for(self) -> str:
         """Return what it waits for, in words."""
-        return f"crossing {self._goal} of a barrier in shared memory, for {name_ranks(self.missing())}"
+        return (
+            f"crossing {self._goal} of a barrier in shared memory, for {name_ranks(self.missing())}"
+        )
 
     def missing(self) -> list[int]:
         """Return which ranks of the group have not arrived."""
@@ -101,7 +107,8 @@ class FlagBarrier:
 
 
 class CollectiveBarrier(Stages):
-    """A barrier by a sum that nobody needs, between two synchronizations of the memory: right in any world.
+    """A barrier by a sum that nobody needs, between two synchronizations of the memory: right in
+    any world.
 
     It has a communicator of its own, so that several barriers can be under way in any order.
     """
@@ -136,8 +143,8 @@ class SharedMemory:
         node_of: the number of each group rank's node.
         members: the group's numbers of this node's ranks, in their order here.
         polls: how often a rank looks before it offers its core to others.
-        across: the communicator between nodes, of the ranks that have the same number on theirs; `rank` 0 are leaders.
-            None where there is one node.
+        across: the communicator between nodes, of the ranks that have the same number on theirs;
+            `rank` 0 are leaders. None where there is one node.
         closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.
 
     Raises:
@@ -151,13 +158,20 @@ class SharedMemory:
         self._owns_node = (
             several or not self._ordered
         )  # and gives it back; whether it is the group's is not to be seen later
-        self.node = group.comm  # where nothing is sent on it; and communicators are scarce: MPICH has 2048
+        # where nothing is sent on it; and communicators are scarce: MPICH has 2048
+        self.node = group.comm
         if self._owns_node:
             self.node = group.comm.split(self.node_of[group.rank], group.rank)
         self.rank, self.size = self.node.rank, self.node.size
         self.across = group.comm.split(self.rank, group.rank) if several else None
-        self.members = tuple(each for each, node in enumerate(self.node_of) if node == self.node_of[group.rank])
-        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        self.members = tuple(
+            each for each, node in enumerate(self.node_of) if node == self.node_of[group.rank]
+        )
+        usable = (
+            os.sched_getaffinity(0)
+            if hasattr(os, "sched_getaffinity")
+            else range(os.cpu_count() or 1)
+        )
         everyones = group.gather(sorted(usable))  # the cores that each rank may run on
         cores = {core for rank in self.members for core in everyones[rank]}
         self.polls = CROWDED_POLLS if self.size > len(cores) else PATIENT_POLLS
@@ -185,7 +199,8 @@ class SharedMemory:
     # ---- arrays ----
 
     def allocate(self, elements: int, dtype: DTypeLike) -> Buffer:
-        """Return (elements,) zeros: this rank's own array, which the others of its node see as one of their `parts`.
+        """Return (elements,) zeros: this rank's own array, which the others of its node see as one
+        of their `parts`.
 
         Ranks may ask for different lengths.
 
@@ -197,7 +212,8 @@ class SharedMemory:
         return self._make(elements * kind.itemsize).parts[self.rank].view(kind)
 
     def common_all(self, arrays: Iterable[tuple[int, DTypeLike]]) -> list[Buffer]:
-        """Return (elements,) zeros that stand once per node, for each of the pairs: what one rank writes, all have.
+        """Return (elements,) zeros that stand once per node, for each of the pairs: what one rank
+        writes, all have.
 
         They are in one allocation, and begin at multiples of 64 bytes.
 
@@ -214,7 +230,9 @@ class SharedMemory:
         ]
 
     def place(self, array: Buffer) -> tuple[int, int] | None:
-        """Return where an array of this rank lies: allocation, first byte there. None if elsewhere (not collective)."""
+        """Return where an array of this rank lies: allocation, first byte there. None if elsewhere
+        (not collective).
+        """
         address = array.ctypes.data
         for number, window in self._windows.items():
             start = address - window.parts[self.rank].ctypes.data
@@ -223,7 +241,8 @@ class SharedMemory:
         return None
 
     def parts(self, array: Buffer) -> list[Buffer]:
-        """Return every rank's array of the same allocation, cut like this one, in rank order (not collective).
+        """Return every rank's array of the same allocation, cut like this one, in rank order (not
+        collective).
 
         Raises:
             ShapeError: for an array that was not allocated here.
@@ -255,7 +274,9 @@ class SharedMemory:
             with agreed(self.group):
                 number = len(self._barriers)
                 self._barriers[tag] = (
-                    FlagBarrier(self._find_counters(number), self) if self._ordered else CollectiveBarrier(self)
+                    FlagBarrier(self._find_counters(number), self)
+                    if self._ordered
+                    else CollectiveBarrier(self)
                 )
         return self._barriers[tag]
 
@@ -285,12 +306,15 @@ class SharedMemory:
             world.waiter = None
 
     def sync(self) -> None:
-        """Order this rank's reads and writes of all shared arrays before against those after (not collective)."""
+        """Order this rank's reads and writes of all shared arrays before against those after (not
+        collective).
+        """
         for window in self._windows.values():
             window.sync()
 
     def drop(self, arrays: Iterable[Buffer]) -> None:
-        """Give back what `allocate` gave, and all slices of it; the arrays must not be touched any more.
+        """Give back what `allocate` gave, and all slices of it; the arrays must not be touched any
+        more.
 
         Raises:
             ShapeError: for an array that was not allocated here.
@@ -299,7 +323,8 @@ class SharedMemory:
             self._windows.pop(number).free()
 
     def free(self) -> None:
-        """Give back all arrays, of its twins too; those that are still held must not be touched any more.
+        """Give back all arrays, of its twins too; those that are still held must not be touched any
+        more.
 
         Done again, it does nothing.
         """
@@ -310,8 +335,9 @@ class SharedMemory:
     def close(self) -> None:
         """Give back the barriers and communicators alone: what a `twin` has for itself.
 
-        MPI's windows that are left to its end are freed there in an order that may differ between ranks of several
-        groups, and then they wait for one another for ever. Done again, it does nothing.
+        MPI's windows that are left to its end are freed there in an order that may differ between
+        ranks of several groups, and then they wait for one another for ever. Done again, it does
+        nothing.
         """
         if self.closed:
             return
@@ -327,14 +353,21 @@ class SharedMemory:
             self.node.free()
 
     def _check_open(self) -> None:
-        """Refuse what needs barriers and communicators when they are gone: on all ranks, as all have closed it."""
+        """Refuse what needs barriers and communicators when they are gone: on all ranks, as all
+        have closed it.
+        """
         if self.closed:
-            raise UsageError("this shared memory was closed or freed; ask the group for its memory() again")
+            raise UsageError(
+                "this shared memory was closed or freed; ask the group for its memory() again"
+            )
 
     def _find(self, array: Buffer) -> tuple[int, int]:
         place = self.place(array)
         if place is None:
-            raise ShapeError(f"the array of {array.size} elements was not allocated in shared memory; use allocate()")
+            raise ShapeError(
+                f"the array of {array.size} elements was not allocated in shared memory; use"
+                " allocate()"
+            )
         return place
 
     def _make(self, own_bytes: int) -> SharedPages:

@@ -1,4 +1,5 @@
-"""The sum of arrays inside a node without messages: every rank adds up its slice of everybody's arrays.
+"""The sum of arrays inside a node without messages: every rank adds up its slice of everybody's
+arrays.
 
                   slice 0     slice 1     slice 2
     rank 0's    | a0        | a1        | a2        |       barrier: all arrays are final
@@ -6,13 +7,13 @@
     rank 2's    | c0        | c1        | c2        |         while it is in its cache
                   by rank 0   by rank 1   by rank 2         barrier: all columns are done
 
-What becomes of a sum is its user's: it is copied to all arrays (`SharedSum`), the slice's owner updates the parameters
-there (`parallel.fused`), or keeps it (`parallel.zero`). The sum is taken in rank order whoever takes it, so all ranks
-have the same bits.
+What becomes of a sum is its user's: it is copied to all arrays (`SharedSum`), the slice's owner
+updates the parameters there (`parallel.fused`), or keeps it (`parallel.zero`). The sum is taken in
+rank order whoever takes it, so all ranks have the same bits.
 
-Each byte of a shared all-reduce is read once and written once: 2 M bytes per rank. A ring touches 4 (N-1)/N M bytes and
-sends 2 (N-1) messages. With several nodes the sum of each goes into its leader's array, the leaders add theirs up with
-the steps of a ring, and the ranks copy:
+Each byte of a shared all-reduce is read once and written once: 2 M bytes per rank. A ring touches 4
+(N-1)/N M bytes and sends 2 (N-1) messages. With several nodes the sum of each goes into its
+leader's array, the leaders add theirs up with the steps of a ring, and the ranks copy:
 
     node sum -> leader   |   leaders: ring   |   every rank copies its leader's array
 
@@ -33,16 +34,17 @@ from nnmpi.comm.execution import Execution, Stage, Stages
 from nnmpi.comm.node import LINE_BYTES, SharedMemory
 from nnmpi.errors import DeviceError
 
-# What is added at a time of all ranks' arrays together should lie in a core's cache, but shorter blocks than this cost
-# more in calls than the cache saves. Measured (Zen 4, 1 MiB L2, Open MPI | MPICH, buffers refilled, microseconds for
-# 4 MB): 2 ranks with blocks of 64, 128, 256 KiB 232, 132, 110 | 340, 251, 231; 4 ranks 1278, 1002, 1227 | 1328, 1061,
-# 1222.
+# What is added at a time of all ranks' arrays together should lie in a core's cache, but shorter
+# blocks than this cost more in calls than the cache saves. Measured (Zen 4, 1 MiB L2, Open MPI |
+# MPICH, buffers refilled, microseconds for 4 MB): 2 ranks with blocks of 64, 128, 256 KiB 232, 132,
+# 110 | 340, 251, 231; 4 ranks 1278, 1002, 1227 | 1328, 1061, 1222.
 CACHED_BYTES = 512 * 1024
 LEAST_BLOCK_BYTES = 128 * 1024
 
 
 class NodeSum:
-    """Adds up this rank's slices of the arrays that the ranks of a node have each for itself. Making one is collective.
+    """Adds up this rank's slices of the arrays that the ranks of a node have each for itself.
+    Making one is collective.
 
     Args:
         arrays: this rank's, each (n,), in the memory.
@@ -69,9 +71,16 @@ class NodeSum:
     ) -> None:
         size = memory.size
         self.memory, self.barrier = memory, memory.barrier_of(tag)
-        self.owns = [own_slice(array, size, memory.rank) for array in arrays] if owns is None else list(owns)
+        self.owns = (
+            [own_slice(array, size, memory.rank) for array in arrays]
+            if owns is None
+            else list(owns)
+        )
         everyones = [memory.parts(array) if size > 1 else [array] for array in arrays]
-        seen = [[whole[own] for whole in wholes] for wholes, own in zip(everyones, self.owns, strict=True)]
+        seen = [
+            [whole[own] for whole in wholes]
+            for wholes, own in zip(everyones, self.owns, strict=True)
+        ]
         self.places = [parts[0] for parts in seen] if places is None else list(places)
         suits = max(CACHED_BYTES // size, LEAST_BLOCK_BYTES) if block_bytes is None else block_bytes
         self._blocks = []
@@ -80,11 +89,13 @@ class NodeSum:
             self._blocks.append(list(_blocks(summands, max(1, suits // place.itemsize))))
 
     def sums(self, i: int, replace: bool = False) -> Iterator[tuple[Buffer, Sequence[Buffer]]]:
-        """Add up array i, onto what is in its place; yield each block's sum, and what was added, in the cache.
+        """Add up array i, onto what is in its place; yield each block's sum, and what was added, in
+        the cache.
 
         Args:
             i: its number.
-            replace: whether the sum takes the place of what is there; not in the first rank's arrays.
+            replace: whether the sum takes the place of what is there; not in the first rank's
+                arrays.
         """
         add = np.add
         for total, parts in self._blocks[i]:
@@ -96,13 +107,15 @@ class NodeSum:
 
 
 class SharedSum(Stages):
-    """The sum of an array over the ranks of a group, through the memory of each node. Making one is collective.
+    """The sum of an array over the ranks of a group, through the memory of each node. Making one is
+    collective.
 
-    It has the methods of `Execution`. Several may be in flight at once if their tags differ, and be started and polled
-    in any order.
+    It has the methods of `Execution`. Several may be in flight at once if their tags differ, and be
+    started and polled in any order.
 
     Args:
-        array: (n,) the buffer, summed in place; it may be a slice of an allocated one, of any length, 0 too.
+        array: (n,) the buffer, summed in place; it may be a slice of an allocated one, of any
+            length, 0 too.
         memory: of the group whose ranks take part.
         tag: 0..32767, the same on all ranks.
 
@@ -145,7 +158,8 @@ def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Ite
 
 
 def own_slice(array: Buffer, size: int, rank: int) -> slice:
-    """Return the part of an array that one rank adds up; it begins and ends at multiples of 64 bytes.
+    """Return the part of an array that one rank adds up; it begins and ends at multiples of 64
+    bytes.
 
     Args:
         array: (n,) of the sum.
@@ -158,25 +172,35 @@ def own_slice(array: Buffer, size: int, rank: int) -> slice:
 
 
 def _blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, tuple[Buffer, ...]]]:
-    """Yield views of the same elements of each array, `limit` at a time: of the first one, and of the others."""
+    """Yield views of the same elements of each array, `limit` at a time: of the first one, and of
+    the others.
+    """
     for start in range(0, parts[0].size, limit):
-        yield parts[0][start : start + limit], tuple(part[start : start + limit] for part in parts[1:])
+        yield (
+            parts[0][start : start + limit],
+            tuple(part[start : start + limit] for part in parts[1:]),
+        )
 
 
 def _is_to_add(array: Buffer, memory: SharedMemory) -> bool:
-    """Return whether there is anything to add; refuse ranks whose arrays differ, or lie at different places."""
+    """Return whether there is anything to add; refuse ranks whose arrays differ, or lie at
+    different places.
+    """
     place = memory.place(array)
     where = place and list(place)
     everyones = memory.group.gather([array.size, array.dtype.name, where])
     described = [[f"{size} elements of {dtype}"] for size, dtype, _ in everyones]
-    refuse_different(described, "the ranks would sum different arrays", "give all the same length and dtype")
+    refuse_different(
+        described, "the ranks would sum different arrays", "give all the same length and dtype"
+    )
     if array.size == 0 or len(everyones) == 1:
         return False
-    if len(set(memory.node_of)) == len(everyones):  # a rank on each node: nobody has to see another's array
+    if len(set(memory.node_of)) == len(everyones):
+        # a rank on each node: nobody has to see another's array
         return True
     if any(other != where or other is None for _, _, other in everyones):
         raise DeviceError(
-            "an array to be summed through shared memory does not lie there, at one place on all ranks; "
-            "make it with group.memory().allocate(), or sum it with native"
+            "an array to be summed through shared memory does not lie there, at one place on all"
+            " ranks; make it with group.memory().allocate(), or sum it with native"
         )
     return True

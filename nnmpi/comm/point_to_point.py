@@ -1,11 +1,15 @@
 """Messages between two ranks, in the three ways in which they are needed.
 
-    send_and_receive    all that a rank sends and receives at one moment; returns when it is through (halos, all-to-all)
-    Messages            sends on their way and receives posted early, while the rank computes (pipelines, servers)
-    rendezvous          one array at a time, sent only if both ends say that they can: a rank that has failed says no,
-                        and the other does not wait for a message that never comes (saving and loading)
+    send_and_receive    all that a rank sends and receives at one moment; returns when it is through
+                        (halos, all-to-all)
+    Messages            sends on their way and receives posted early, while the rank computes
+                        (pipelines, servers)
+    rendezvous          one array at a time, sent only if both ends say that they can: a rank that
+                        has failed says no, and the other does not wait for a message that never
+                        comes (saving and loading)
 
-Making `Messages` and a `rendezvous` is collective, nothing else is. No call here depends on what MPI buffers.
+Making `Messages` and a `rendezvous` is collective, nothing else is. No call here depends on what
+MPI buffers.
 """
 
 from __future__ import annotations
@@ -16,33 +20,43 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces, room_like, to_hosts
+from nnmpi.comm.buffers import (
+    Buffer,
+    as_bytes,
+    check_contiguous,
+    is_device,
+    pieces,
+    room_like,
+    to_hosts,
+)
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.world import Comm, Request
 
 if TYPE_CHECKING:
     from nnmpi.comm.group import Group
 
-# MPI promises tags up to 32767. The lower half is the caller's; one more is for all blocking sums and exchanges, of
-# which there is only one at a time.
+# MPI promises tags up to 32767. The lower half is the caller's; one more is for all blocking sums
+# and exchanges, of which there is only one at a time.
 BLOCKING_TAG = 2**14
 HANDSHAKE_TAG, DATA_TAG = 0, 1
 
 
-def send_and_receive(group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]) -> None:
+def send_and_receive(
+    group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
+) -> None:
     """Send some arrays and fill others; return when all are sent and filled.
 
         rank 0   receive from 1, send to 1                      every receive is posted before a send begins, so
         rank 1   receive from 0, receive from 2, send to 0 ...  nothing waits for another, whatever MPI buffers
 
-    Not collective: only the ranks that have something to exchange call it. Between two ranks, messages are paired in
-    the order in which both name them.
+    Not collective: only the ranks that have something to exchange call it. Between two ranks,
+    messages are paired in the order in which both name them.
 
     Args:
         group: whose ranks are meant.
         sends: (rank, array) any shape, C-contiguous; what goes to that rank.
-        receives: (rank, array) any shape, C-contiguous and writeable; filled with what comes from that rank, of the
-            same length. Arrays of a device go through host memory.
+        receives: (rank, array) any shape, C-contiguous and writeable; filled with what comes from
+            that rank, of the same length. Arrays of a device go through host memory.
 
     Raises:
         ShapeError: for an array with gaps, or a read-only one.
@@ -54,13 +68,17 @@ def send_and_receive(group: Group, sends: Sequence[tuple[int, Buffer]], receives
 def start_exchange(
     group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
 ) -> MessageRequest:
-    """Begin what `send_and_receive` does; its `wait` ends it. Meanwhile what is sent may be read, and nothing else.
+    """Begin what `send_and_receive` does; its `wait` ends it. Meanwhile what is sent may be read,
+    and nothing else.
 
     Args:
         group, sends, receives: see `send_and_receive`; it raises the same.
     """
     hosts = to_hosts([array if is_device(array) else check_contiguous(array) for _, array in sends])
-    filled = [(room_like(array, array.shape) if is_device(array) else array, array) for _, array in receives]
+    filled = [
+        (room_like(array, array.shape) if is_device(array) else array, array)
+        for _, array in receives
+    ]
     requests: list[Request] = []
     for (rank, _), (room, _) in zip(receives, filled, strict=True):
         requests += _post(group.comm.irecv, check_contiguous(room), rank, BLOCKING_TAG)
@@ -70,23 +88,26 @@ def start_exchange(
 
 
 class Messages:
-    """Messages that nobody waits for where it can be avoided, on a communicator of their own. Making one is collective.
+    """Messages that nobody waits for where it can be avoided, on a communicator of their own.
+    Making one is collective.
 
         sender    send --------- goes on -------- progress ------ drain
                       \\
         receiver   receive (posted) --- goes on --- wait
 
-    A send returns at once and keeps its array until the message has left; a receive is posted before the message is
-    needed, into an array of its own. So no order of calls on the two sides can lock them. Messages with one tag from
-    one rank to another arrive in the order in which they were sent.
+    A send returns at once and keeps its array until the message has left; a receive is posted
+    before the message is needed, into an array of its own. So no order of calls on the two sides
+    can lock them. Messages with one tag from one rank to another arrive in the order in which they
+    were sent.
 
     Args:
         group: the ranks.
-        synchronous_sends: whether a message leaves only when its receive has been posted: MPI then buffers nothing,
-            which tests use to show that nothing depends on it.
+        synchronous_sends: whether a message leaves only when its receive has been posted: MPI then
+            buffers nothing, which tests use to show that nothing depends on it.
 
     Attributes:
-        sent, sent_bytes: the messages that were sent so far, and their bytes; one that was cut counts once.
+        sent, sent_bytes: the messages that were sent so far, and their bytes; one that was cut
+            counts once.
     """
 
     def __init__(self, group: Group, synchronous_sends: bool = False) -> None:
@@ -101,7 +122,8 @@ class Messages:
         return len(self._leaving)
 
     def send(self, array: Buffer, to: int, tag: int) -> MessageRequest:
-        """Send an array; it must not be changed until `drain`, or the `wait` of what is returned, has come back.
+        """Send an array; it must not be changed until `drain`, or the `wait` of what is returned,
+        has come back.
 
         Args:
             array: any shape, numbers, C-contiguous, on the host.
@@ -117,12 +139,14 @@ class Messages:
         """Post the receive of a message.
 
         Args:
-            array: of the message's shape and dtype, C-contiguous, on the host; written from now until it is there.
+            array: of the message's shape and dtype, C-contiguous, on the host; written from now
+                until it is there.
             source: the rank that sends it.
             tag: the tag that it sends with.
 
         Raises:
-            ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python objects.
+            ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python
+                objects.
         """
         array = check_contiguous(array)
         return MessageRequest(self._comm, _post(self._comm.irecv, array, source, tag), array)
@@ -149,8 +173,8 @@ class Rendezvous:
         I have it  <->  I have room         a byte each way
         array       ->  array               only if both said yes
 
-    Each call returns when the other end has come. So two ranks must not send to one another at the same time; ranks
-    that all go through the same list of transfers in the same order are safe.
+    Each call returns when the other end has come. So two ranks must not send to one another at the
+    same time; ranks that all go through the same list of transfers in the same order are safe.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -173,7 +197,8 @@ class Rendezvous:
             source: the rank that calls `send`.
 
         Raises:
-            ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python objects.
+            ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python
+                objects.
         """
         if array is not None:
             check_contiguous(array)
@@ -191,7 +216,9 @@ class Rendezvous:
 
 @contextmanager
 def rendezvous(group: Group) -> Iterator[Rendezvous]:
-    """Give a rendezvous between the ranks of the group, on a duplicate of its communicator. Collective."""
+    """Give a rendezvous between the ranks of the group, on a duplicate of its communicator.
+    Collective.
+    """
     comm = group.comm.duplicate()
     try:
         yield Rendezvous(comm)

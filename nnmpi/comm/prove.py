@@ -1,16 +1,18 @@
-"""The engine that goes through all ranks' steps without MPI; and the proof, with it, that a collective is right.
+"""The engine that goes through all ranks' steps without MPI; and the proof, with it, that a
+collective is right.
 
     rank 0   |--- message to 1 ---|            a message begins when both its ends have come to it (rendezvous)
     rank 1   ..|-- from 0 --------|+++|        its step is over when its messages are, and the sum is added (+)
     rank 2   |------- to 3 -------------|      then the rank comes to its next step
 
-MPI treats long messages so; what gets through here cannot deadlock when MPI buffers short ones. Messages are taken in
-the order in which they become ready, which is the order in which they queue for a link. A subclass says what a message
-does and how long it takes: `PartialSums` works with values, in rounds; `simulate` in seconds.
+MPI treats long messages so; what gets through here cannot deadlock when MPI buffers short ones.
+Messages are taken in the order in which they become ready, which is the order in which they queue
+for a link. A subclass says what a message does and how long it takes: `PartialSums` works with
+values, in rounds; `simulate` in seconds.
 
-In a proof a message carries, for each chunk, the set of ranks whose parts have been added up in it. At the end each
-chunk on each rank must hold what the contract promises (in an all-reduce every rank's part exactly once), with no
-message left over.
+In a proof a message carries, for each chunk, the set of ranks whose parts have been added up in it.
+At the end each chunk on each rank must hold what the contract promises (in an all-reduce every
+rank's part exactly once), with no message left over.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,8 @@ class RankState:
 
     Attributes:
         steps: all that it does.
-        clock: when it came to the step in which it is; any measure of which earlier and later are told apart.
+        clock: when it came to the step in which it is; any measure of which earlier and later are
+            told apart.
         over: when the last message of that step so far had arrived.
         at: the number of that step; the number of steps at the end.
         sending: the rank to which the step's messages still have to go, None when they have.
@@ -79,11 +82,15 @@ class Engine:
         raise NotImplementedError
 
     def turn(self, ready: Any) -> Any:
-        """Return what orders messages by when they are ready; of equals the lower sender is first."""
+        """Return what orders messages by when they are ready; of equals the lower sender is
+        first.
+        """
         return ready
 
     def add(self, rank: int, step: Step, over: Any) -> Any:
-        """Return when a rank has added what came in this step, whose messages had arrived at `over`."""
+        """Return when a rank has added what came in this step, whose messages had arrived at
+        `over`.
+        """
         return over
 
     def run(self, steps: Sequence[Sequence[Step]], clocks: Sequence[Any]) -> list[RankState]:
@@ -101,7 +108,9 @@ class Engine:
                 for partner in (step.to, step.from_):
                     if partner is not None and (partner == rank or not 0 <= partner < len(steps)):
                         there = f"which is not another one of the {len(steps)} ranks"
-                        raise ScheduleError(f"rank {rank}, step {index} talks to rank {partner}, {there}")
+                        raise ScheduleError(
+                            f"rank {rank}, step {index} talks to rank {partner}, {there}"
+                        )
         states = [RankState(own, clock, clock) for own, clock in zip(steps, clocks, strict=True)]
         queue: list[tuple[Any, int, int, Any]] = []  # (turn, sender, receiver, ready)
 
@@ -115,25 +124,31 @@ class Engine:
                 heappush(queue, (self.turn(ready), sender, receiver, ready))
 
         def close(rank: int) -> None:
-            """Leave the step in which a rank is if its messages are through; come to the next one that has any."""
+            """Leave the step in which a rank is if its messages are through; come to the next one
+            that has any.
+            """
             state = states[rank]
             while not state.is_over and state.sending is None and state.receiving is None:
                 state.clock = self.add(rank, state.steps[state.at], state.over)
                 state.open()
-                # The last of two to come queues their message. This rank may be the last as sender and as receiver.
+                # The last of two to come queues their message. This rank may be the last as sender
+                # and as receiver.
                 meet(rank, state.sending)
                 meet(state.receiving, rank)
 
         for state in states:
             state.open()
         for rank, state in enumerate(states):
-            meet(rank, state.sending)  # all are in their first step, so each message is found by its sender, once
+            # all are in their first step, so each message is found by its sender, once
+            meet(rank, state.sending)
         for rank in range(len(states)):
             close(rank)  # a step without messages
         while queue:
             _, sender, receiver, ready = heappop(queue)
             source, target = states[sender], states[receiver]
-            end = self.carry(sender, receiver, source.steps[source.at], target.steps[target.at], ready)
+            end = self.carry(
+                sender, receiver, source.steps[source.at], target.steps[target.at], ready
+            )
             source.sending = target.receiving = None
             for rank, state in ((sender, source), (receiver, target)):
                 state.over = max(state.over, end)
@@ -170,7 +185,8 @@ class Proof:
 
     Attributes:
         size: number of ranks.
-        rounds: time until the last rank is done, when every message takes one round and none is in another's way.
+        rounds: time until the last rank is done, when every message takes one round and none is in
+            another's way.
         sent: by all ranks together, in the order in which it begins.
     """
 
@@ -195,12 +211,13 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
     Args:
         algorithm: gives the steps of each rank.
         size: number of ranks, at least 1.
-        contract: of a bare function of (rank, size), which is an all-reduce by default; a `Collective` has its own.
+        contract: of a bare function of (rank, size), which is an all-reduce by default; a
+            `Collective` has its own.
 
     Raises:
-        ScheduleError: names rank, step and chunk of a fault: a part that is missing or counted twice, a message that
-            nobody receives or sends, chunks that differ at its two ends, a deadlock, a chunk overwritten while it is
-            sent.
+        ScheduleError: names rank, step and chunk of a fault: a part that is missing or counted
+            twice, a message that nobody receives or sends, chunks that differ at its two ends, a
+            deadlock, a chunk overwritten while it is sent.
     """
     if size < 1:
         raise ScheduleError(f"there is nothing to prove for {size} ranks; give at least 1")
@@ -212,8 +229,8 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
 def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], ...]:
     """Return a collective's steps by rank after proving them, once for each number of ranks.
 
-    What is to run on real ranks must not hang there, and must be what was proved: a function that is asked twice may
-    give something else.
+    What is to run on real ranks must not hang there, and must be what was proved: a function that
+    is asked twice may give something else.
 
     Raises:
         ScheduleError: see `prove`.
@@ -222,7 +239,9 @@ def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], .
     try:
         prove_steps(steps, collective.contract)
     except ScheduleError as error:
-        raise ScheduleError(f"{collective.name} with {size} ranks is no {collective.contract.name}: {error}") from None
+        raise ScheduleError(
+            f"{collective.name} with {size} ranks is no {collective.contract.name}: {error}"
+        ) from None
     return steps
 
 
@@ -239,11 +258,12 @@ def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE
 
 
 class PartialSums(Engine):
-    """Messages as values, one round each: for every chunk on every rank, the ranks whose parts are in it.
+    """Messages as values, one round each: for every chunk on every rank, the ranks whose parts are
+    in it.
 
-    The sets of ranks are integers with a digit per rank (see `collective`), so that adding up chunks is adding
-    integers. What is wrong on the spot raises at once; `check` judges what is left at the end. The clock counts
-    (rounds, chunks): adding takes no time.
+    The sets of ranks are integers with a digit per rank (see `collective`), so that adding up
+    chunks is adding integers. What is wrong on the spot raises at once; `check` judges what is left
+    at the end. The clock counts (rounds, chunks): adding takes no time.
 
     Attributes:
         held: by rank and chunk, the parts that are in it; 0 where nothing is.
@@ -257,22 +277,29 @@ class PartialSums(Engine):
         self.contract, self.size = contract, size
         self.sent: list[ProvedMessage] = []
         chunks = range(contract.chunks(size))
-        self.held = [[contract.begins(rank, chunk, size) or 0 for chunk in chunks] for rank in range(size)]
+        self.held = [
+            [contract.begins(rank, chunk, size) or 0 for chunk in chunks] for rank in range(size)
+        ]
         self.written: list[dict[int, int]] = [{} for _ in range(size)]
         self.at = [0] * size
         self.arrived: dict[int, tuple[ProvedMessage, tuple[int, ...]]] = {}
 
-    def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: tuple[int, int]) -> tuple[int, int]:
+    def carry(
+        self, sender: int, receiver: int, out: Step, into: Step, ready: tuple[int, int]
+    ) -> tuple[int, int]:
         """Take a message along if it is what the receiver expects."""
         if tuple(out.send) != tuple(into.recv):
             raise ScheduleError(
-                f"{self._name(sender)} sends chunks {list(out.send)} to {self._name(receiver)}, which expects chunks "
-                f"{list(into.recv)}"
+                f"{self._name(sender)} sends chunks {list(out.send)} to {self._name(receiver)},"
+                f" which expects chunks {list(into.recv)}"
             )
         parts = tuple(self.held[sender][chunk] for chunk in out.send)
         if 0 in parts:
             empty = out.send[parts.index(0)]
-            raise ScheduleError(f"{self._name(sender)} sends chunk {empty} to rank {receiver} before anything is in it")
+            raise ScheduleError(
+                f"{self._name(sender)} sends chunk {empty} to rank {receiver} before anything is"
+                " in it"
+            )
         clock = ready[0] + 1, ready[1] + len(out.send)
         message = ProvedMessage(sender, receiver, out.send, into.reduce, clock)
         self.arrived[receiver] = message, parts
@@ -288,7 +315,8 @@ class PartialSums(Engine):
         if rank in self.arrived:
             message, everything = self.arrived.pop(rank)
             message.after = tuple(
-                self._store(rank, step, chunk, parts) for chunk, parts in zip(step.recv, everything, strict=True)
+                self._store(rank, step, chunk, parts)
+                for chunk, parts in zip(step.recv, everything, strict=True)
             )
         self.at[rank] += 1
         return over
@@ -332,21 +360,31 @@ def _difference(parts: int, wanted: int, size: int) -> str:
     missing = [rank for rank in range(size) if count(parts, rank) < count(wanted, rank)]
     if missing:
         return f"without the part of {name_ranks(missing)}"
-    return f"with the part of {name_ranks([r for r in range(size) if count(parts, r) > count(wanted, r)])} too often"
+    return (
+        "with the part of"
+        f" {name_ranks([r for r in range(size) if count(parts, r) > count(wanted, r)])} too often"
+    )
 
 
 def _check_step(where: str, step: Step, size: int, chunks: int) -> None:
     """Refuse a step that is wrong whatever the other ranks do."""
     for chunk in (*step.send, *step.recv):
         if not 0 <= chunk < chunks:
-            raise ScheduleError(f"{where} names chunk {chunk}, but {size} ranks have the chunks 0..{chunks - 1}")
+            raise ScheduleError(
+                f"{where} names chunk {chunk}, but {size} ranks have the chunks 0..{chunks - 1}"
+            )
     torn = sorted(set(step.send) & set(step.recv))
-    if torn and not step.reduce:  # what is added waits in scratch until the send is over; what replaces does not
-        raise ScheduleError(f"{where} sends chunk {torn[0]} to rank {step.to} while rank {step.from_} overwrites it")
+    if torn and not step.reduce:
+        # what is added waits in scratch until the send is over; what replaces does not
+        raise ScheduleError(
+            f"{where} sends chunk {torn[0]} to rank {step.to} while rank {step.from_} overwrites it"
+        )
 
 
 def _check_finished(states: Sequence[RankState]) -> None:
-    """Refuse ranks that wait for ever: first for a message that can never come, else for one another."""
+    """Refuse ranks that wait for ever: first for a message that can never come, else for one
+    another.
+    """
     stuck = [rank for rank, state in enumerate(states) if not state.is_over]
     for rank in stuck:
         state = states[rank]
@@ -355,16 +393,22 @@ def _check_finished(states: Sequence[RankState]) -> None:
             if partner is not None and all(getattr(step, asks) != rank for step in later):
                 none = "receives from" if asks == "from_" else "sends to"
                 words = _wait(rank, state, asks == "from_")
-                raise ScheduleError(f"unmatched message: {words}, which has no step left that {none} rank {rank}")
+                raise ScheduleError(
+                    f"unmatched message: {words}, which has no step left that {none} rank {rank}"
+                )
     if stuck:
         path, rank = [], stuck[0]
         while rank not in path:  # who waits for whom, until a rank comes twice
             path.append(rank)
-            awaited = states[rank].receiving if states[rank].sending is None else states[rank].sending
+            awaited = (
+                states[rank].receiving if states[rank].sending is None else states[rank].sending
+            )
             assert awaited is not None
             rank = awaited
         circle = path[path.index(rank) :]
-        waits = ", ".join(_wait(each, states[each], states[each].sending is not None) for each in circle)
+        waits = ", ".join(
+            _wait(each, states[each], states[each].sending is not None) for each in circle
+        )
         raise ScheduleError(f"deadlock: {waits}")
 
 

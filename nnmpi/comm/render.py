@@ -1,14 +1,17 @@
-"""Pictures of collectives: in text, rounds down and ranks across, in each cell what goes where and what comes.
+"""Pictures of collectives: in text, rounds down and ranks across, in each cell what goes where and
+what comes.
 
 For a page, an animation, round by round: what travels, and what is in every chunk when it has come.
 
-    {"begins": [["1", "1"], ["10", "10"]],                    by rank and chunk: rank 0's part, rank 1's part
+    {"begins": [["1", "1"], ["10", "10"]],                    by rank and chunk: rank 0's part, rank
+                                                              1's part
      "rounds": 2,
      "messages": [{"round": 0, "from": 0, "to": 1, "chunks": [1], "reduce": True, "after": ["11"], "clock": [1, 0.5]},
                   ...]}
 
-What is in a chunk is a hexadecimal number with a digit for each rank (see `collective`). The clock at a message's end
-is [latencies, buffers] along the path that led to it: latencies x alpha + buffers x bytes x beta seconds.
+What is in a chunk is a hexadecimal number with a digit for each rank (see `collective`). The clock
+at a message's end is [latencies, buffers] along the path that led to it: latencies x alpha +
+buffers x bytes x beta seconds.
 """
 
 from collections import defaultdict
@@ -34,7 +37,8 @@ SHOWN_BYTES = 2**20  # of the buffer with which a page begins
 
 
 def render(algorithm: Collective | Algorithm, size: int) -> str:
-    """Return a picture of a collective that is right, on `size` ranks, when every message takes one round.
+    """Return a picture of a collective that is right, on `size` ranks, when every message takes one
+    round.
 
         all-reduce by tree, 4 ranks
 
@@ -65,7 +69,9 @@ def render(algorithm: Collective | Algorithm, size: int) -> str:
 def render_steps(steps: Sequence[Sequence[Step]]) -> str:
     """Return a picture of all ranks' steps, right or wrong: steps down, ranks across."""
     size = len(steps)
-    rows: list[list[list[str]]] = [[[] for _ in steps] for _ in range(max(map(len, steps), default=0))]
+    rows: list[list[list[str]]] = [
+        [[] for _ in steps] for _ in range(max(map(len, steps), default=0))
+    ]
     for rank, own in enumerate(steps):
         for cells, step in zip(rows, own, strict=False):
             cells[rank] += [f"{_name(step.send, size)} -> {step.to}"] if step.send else []
@@ -78,9 +84,17 @@ def _table(what: str, rows: Sequence[Sequence[list[str]]]) -> str:
     lines = [["", *(f"rank {rank}" for rank in range(len(rows[0])))]]
     for number, cells in enumerate(rows):
         for index, line in enumerate(zip_longest(*cells, fillvalue="")):
-            lines.append(["" if index else f"{what} {number}", *(text or "." * (index == 0) for text in line)])
+            lines.append(
+                [
+                    "" if index else f"{what} {number}",
+                    *(text or "." * (index == 0) for text in line),
+                ]
+            )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     return "\n".join([*table, "", _LEGEND])
 
 
@@ -123,7 +137,14 @@ def picture(collective: Collective, size: int) -> Picture:
     found = animation(collective, size)
     ranks = [Bar(f"rank {rank}", 0, found["rounds"]) for rank in range(size)]
     arrows = [
-        Arrow(f"rank {each['from']}", at, f"rank {each['to']}", at + 1, kind, _name(each["chunks"], size))
+        Arrow(
+            f"rank {each['from']}",
+            at,
+            f"rank {each['to']}",
+            at + 1,
+            kind,
+            _name(each["chunks"], size),
+        )
         for each in found["messages"]
         for at, kind in [(each["round"], "added" if each["reduce"] else "copied")]
     ]
@@ -132,23 +153,32 @@ def picture(collective: Collective, size: int) -> Picture:
 
 
 def coefficients(collective: Collective, size: int) -> tuple[int, float]:
-    """Return (latencies, buffers): the seconds on a uniform link are latencies x alpha + buffers x bytes x beta."""
+    """Return (latencies, buffers): the seconds on a uniform link are latencies x alpha + buffers x
+    bytes x beta.
+    """
     nbytes = 4 * _ITEMS * size
-    latencies, buffers = (price(collective, size, nbytes, Machine.uniform(*cost)) for cost in ((1, 0), (0, 1 / nbytes)))
+    latencies, buffers = (
+        price(collective, size, nbytes, Machine.uniform(*cost))
+        for cost in ((1, 0), (0, 1 / nbytes))
+    )
     return round(latencies), buffers
 
 
-def compare(collectives: Mapping[str, Collective], first: str, ranks: int, machine: Machine) -> dict[str, Any]:
+def compare(
+    collectives: Mapping[str, Collective], first: str, ranks: int, machine: Machine
+) -> dict[str, Any]:
     """Return what a page needs to show one collective beside the others of its kind.
 
     Args:
         collectives: those with one contract, by name.
         first: the one that is shown first; the next one stands beside it.
-        ranks, machine: with which the page begins; of the machine one message between nodes, or inside the only one.
+        ranks, machine: with which the page begins; of the machine one message between nodes, or
+            inside the only one.
 
     Raises:
         UsageError: for ranks that do not fit a page.
-        ScheduleError: for a collective that is not right on these ranks; others are left out where it is not.
+        ScheduleError: for a collective that is not right on these ranks; others are left out where
+            it is not.
     """
     if not 2 <= ranks <= MOST:
         raise UsageError(f"a page draws 2 to {MOST} ranks, not {ranks}; draw it as text")
@@ -173,7 +203,9 @@ def compare(collectives: Mapping[str, Collective], first: str, ranks: int, machi
 
 
 def _is_right(collective: Collective, size: int) -> bool:
-    """Return whether it can be proved for so many ranks: one of the user's may want a power of two."""
+    """Return whether it can be proved for so many ranks: one of the user's may want a power of
+    two.
+    """
     try:
         prove(collective, size)
     except ScheduleError:

@@ -1,16 +1,20 @@
-"""What nnmpi asks of the machinery that carries its messages: the one place at which it meets a world.
+"""What nnmpi asks of the machinery that carries its messages: the one place at which it meets a
+world.
 
-    everything else in nnmpi      groups, collectives as steps, pipelines, servers, shared memory, training
+    everything else in nnmpi      groups, collectives as steps, pipelines, servers, shared memory,
+                                  training
     Comm, World                   the calls below, about thirty                  <- this module
     two worlds behind them        MPI          processes, by mpi4py
                                   simulated    threads of one process, one of which runs at a time
 
-Nobody above knows which of the two it is in. The calls are those of MPI, by its names in small letters, cut down to
-what is used: messages are bytes, sums are in place, the ranks' parts lie one behind the other.
+Nobody above knows which of the two it is in. The calls are those of MPI, by its names in small
+letters, cut down to what is used: messages are bytes, sums are in place, the ranks' parts lie one
+behind the other.
 
-A request stands for something that was started. What it is, is the world's own business: it is given to the calls
-below and to nothing else, and may be given to them again when it is complete: it stays complete. Until then, a buffer
-that it reads must not be changed, and one that it writes must not be touched.
+A request stands for something that was started. What it is, is the world's own business: it is
+given to the calls below and to nothing else, and may be given to them again when it is complete: it
+stays complete. Until then, a buffer that it reads must not be changed, and one that it writes must
+not be touched.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ class SharedPages(Protocol):
     """Some bytes of each rank of a node, which all of them see; zeros at first.
 
     Attributes:
-        parts: (bytes,) uint8, every rank's part, in rank order; each begins at a multiple of `PAGE_BYTES`.
+        parts: (bytes,) uint8, every rank's part, in rank order; each begins at a multiple of
+            `PAGE_BYTES`.
     """
 
     parts: tuple[NDArray[Any], ...]
@@ -68,12 +73,14 @@ class World(Protocol):
         comm: of all ranks.
         library: the name and version of what carries the messages, such as "Open MPI 5.0.11".
         simulated: whether clocks and messages are simulated; for reports, which say so.
-        keeps_order: whether what a rank writes to shared memory is seen by others in the order of writing, so that a
-            counter there may guard what was written before.
-        step: the step of training that this rank is in, which whoever trains sets; for reports of what it waits for.
+        keeps_order: whether what a rank writes to shared memory is seen by others in the order of
+            writing, so that a counter there may guard what was written before.
+        step: the step of training that this rank is in, which whoever trains sets; for reports of
+            what it waits for.
         met_s: the seconds for which this rank has stood in collectives so far.
         machine: what messages cost, where that is known because they are simulated; else None.
-        waiter: what waits for other ranks now, whose `waits_for()` says for what; it sets and clears this itself.
+        waiter: what waits for other ranks now, whose `waits_for()` says for what; it sets and
+            clears this itself.
     """
 
     comm: Comm
@@ -86,27 +93,31 @@ class World(Protocol):
     waiter: object
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
-        """Return True when `ready()` is true, leaving the core to others between looks. `ready` may test requests.
+        """Return True when `ready()` is true, leaving the core to others between looks. `ready` may
+        test requests.
 
         Args:
             until_s: return False at this time of `nnmpi.clock`.
         """
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make()` returns; for ranks that share a process, one object for all that give the same key.
+        """Return what `make()` returns; for ranks that share a process, one object for all that
+        give the same key.
 
         Nobody may change it. `make` must not communicate; what it raises is raised by every rank.
         """
 
     def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
-        """Start some work that waits for a disk, say, and go on; one after the other is done, and all before the end.
+        """Start some work that waits for a disk, say, and go on; one after the other is done, and
+        all before the end.
 
-        It must not communicate, nor touch what the rank itself changes meanwhile. A simulated world, in which one
-        thread runs at a time, does it when somebody asks for its end.
+        It must not communicate, nor touch what the rank itself changes meanwhile. A simulated
+        world, in which one thread runs at a time, does it when somebody asks for its end.
         """
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
-        """Say for how long a wait for other ranks may last. A simulated world notices by itself when nobody goes on.
+        """Say for how long a wait for other ranks may last. A simulated world notices by itself
+        when nobody goes on.
 
         Args:
             warning_s: then it is told which rank is missing, and in what every other one waits.
@@ -132,9 +143,10 @@ class Comm(Protocol):
     def members(self) -> tuple[int, ...]:
         """These ranks' numbers in the world, in order; no rank has to wait for it."""
 
-    # ---- messages between two ranks: C-contiguous arrays on the host, or on a device if the world takes such ----
-    # Both ends give arrays of one dtype, of those that NumPy itself knows (bytes for others). Messages with one tag
-    # from one rank to another are received in the order in which they were sent.
+    # ---- messages between two ranks: C-contiguous arrays on the host, or on a device if the world
+    # takes such ---- Both ends give arrays of one dtype, of those that NumPy itself knows (bytes
+    # for others). Messages with one tag from one rank to another are received in the order in which
+    # they were sent.
 
     def isend(self, data: Buffer, to: int, tag: int, /) -> Request:
         """Start sending an array."""
@@ -148,7 +160,9 @@ class Comm(Protocol):
     # ---- what was started ----
 
     def test_all(self, requests: Sequence[Request], /) -> bool:
-        """Return whether all are complete, without waiting; messages move on meanwhile. Of none, True."""
+        """Return whether all are complete, without waiting; messages move on meanwhile. Of none,
+        True.
+        """
 
     def wait_all(self, requests: Sequence[Request], /) -> Any:
         """Return when all are complete."""
@@ -206,16 +220,21 @@ class Comm(Protocol):
         """Return another one of the same ranks. Collective."""
 
     def split(self, color: int, key: int) -> Self:
-        """Return one of the ranks that gave the same color (0 or more), ordered by key, then by rank. Collective."""
+        """Return one of the ranks that gave the same color (0 or more), ordered by key, then by
+        rank. Collective.
+        """
 
     def split_by_node(self, key: int) -> Self:
-        """Return one of the ranks that share this one's memory, ordered by key, then by rank. Collective."""
+        """Return one of the ranks that share this one's memory, ordered by key, then by rank.
+        Collective.
+        """
 
     def free(self) -> None:
         """Give it back. Collective."""
 
     def share_pages(self, own_bytes: int) -> SharedPages:
-        """Return memory that all ranks of this communicator see; they must be of one node. Collective.
+        """Return memory that all ranks of this communicator see; they must be of one node.
+        Collective.
 
         Args:
             own_bytes: the length of this rank's part; the ranks' lengths may differ, and be 0.

@@ -1,4 +1,5 @@
-"""Spreading a model over ranks, in one written order: mesh, tensor (replace layers), pipeline (cut), limits.
+"""Spreading a model over ranks, in one written order: mesh, tensor (replace layers), pipeline
+(cut), limits.
 
 model (no values yet)
   1 mesh        world = dp x pp x tp x sp, this rank's place in it
@@ -6,8 +7,8 @@ model (no values yet)
     experts     each rank keeps some of a mixture's                parallel.experts
   3 pipeline    the chain is cut, this rank keeps its stages       nn.chain, schedule.partition
   4 limits      what does not fit is refused, with what would
-then the caller initializes `arrangement.model` in `arrangement.storage` and makes an optimizer, and a Worker attaches
-the rest:
+then the caller initializes `arrangement.model` in `arrangement.storage` and makes an optimizer, and
+a Worker attaches the rest:
   5 data        gradients summed over dp x sp                      parallel.data, zero, fixed_reduction
   6 schedule    the pipeline's program                             parallel.pipeline
   7 sequence    each batch's positions are shared out              parallel.sequence
@@ -56,7 +57,8 @@ MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO for the parts of a pipeline
 
 @dataclass(frozen=True, eq=False)
 class Tie:
-    """A parameter that stands in stages of several ranks: each has a copy, and their gradients are added.
+    """A parameter that stands in stages of several ranks: each has a copy, and their gradients are
+    added.
 
     Attributes:
         name: the parameter's.
@@ -82,7 +84,8 @@ class Arrangement:
         cuts: which of them each stage of the pipeline has.
         costs: what was measured for the cuts; empty if nothing was.
         ties: this rank's parameters that other ranks of its pipeline have, too.
-        classes: how many there are when the logits are shared out over tp (a last layer with `Sharding.VOCAB`); else 0.
+        classes: how many there are when the logits are shared out over tp (a last layer with
+            `Sharding.VOCAB`); else 0.
     """
 
     layout: Layout
@@ -106,10 +109,14 @@ class Arrangement:
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
         """This rank's stages, by number; empty where there is no pipeline."""
         own = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
-        return {number: self.layers[self.cuts[number].start : self.cuts[number].stop] for number in own}
+        return {
+            number: self.layers[self.cuts[number].start : self.cuts[number].stop] for number in own
+        }
 
     def free(self) -> None:
-        """Give the groups back to MPI, after the worker's `release`; for programs that make many. Collective."""
+        """Give the groups back to MPI, after the worker's `release`; for programs that make many.
+        Collective.
+        """
         for tie in {id(tie.group): tie for tie in self.ties}.values():
             tie.group.free()
         self.mesh.free()
@@ -119,7 +126,11 @@ class Arrangement:
         layout, store = self.layout, None
         if layout.offload_state is not None:
             assert layout.offload is not None
-            what = "optimizer states" if layout.offload_state == OPTIMIZER else "weights and optimizer states"
+            what = (
+                "optimizer states"
+                if layout.offload_state == OPTIMIZER
+                else "weights and optimizer states"
+            )
             store = Store(layout.offload, self.backend, what)
         weights = store if layout.offload_state == ALL else None
         make = (
@@ -134,7 +145,9 @@ class Arrangement:
     @property
     def is_plain(self) -> bool:
         """Whether every rank has all of the model, and sums are taken as they come."""
-        return self.mesh.model.size == 1 and not (self.layout.fixed or self.layout.zero or self.layout.expert_parallel)
+        return self.mesh.model.size == 1 and not (
+            self.layout.fixed or self.layout.zero or self.layout.expert_parallel
+        )
 
     @property
     def data_rank(self) -> int:
@@ -144,7 +157,9 @@ class Arrangement:
     @cached_property
     def sequence(self) -> SequenceGroup | None:
         """The ranks that share this rank's sequences; None where it has whole ones."""
-        return SequenceGroup(self.mesh.sp, self.layout.sp_attention) if self.mesh.sp.size > 1 else None
+        return (
+            SequenceGroup(self.mesh.sp, self.layout.sp_attention) if self.mesh.sp.size > 1 else None
+        )
 
     @property
     def data_ranks(self) -> int:
@@ -152,16 +167,22 @@ class Arrangement:
         return self.mesh.dp.size
 
     def counts(self, name: str, entry: Parameter | Buffer) -> bool:
-        """Whether this rank, of all in its replica that have an array (or this part of it), is the one that counts.
+        """Whether this rank, of all in its replica that have an array (or this part of it), is the
+        one that counts.
 
-        It adds its gradient to the norm. Of the ranks whose stages share a parameter the first one counts it.
+        It adds its gradient to the norm. Of the ranks whose stages share a parameter the first one
+        counts it.
         """
         first = all(tie.group.rank == 0 for tie in self.ties if tie.name == name)
         return first and (entry.region is not None or self.mesh.place.t == 0)
 
     def writes(self, name: str, entry: Parameter | Buffer) -> bool:
-        """Whether this rank, of all that have an array (or this part of it), writes it into checkpoints."""
-        return (self.mesh.replicas.rank == 0 or getattr(entry, "apart", False)) and self.counts(name, entry)
+        """Whether this rank, of all that have an array (or this part of it), writes it into
+        checkpoints.
+        """
+        return (self.mesh.replicas.rank == 0 or getattr(entry, "apart", False)) and self.counts(
+            name, entry
+        )
 
 
 def replicate(model: Module, group: Group, backend: Backend) -> Arrangement:
@@ -178,7 +199,8 @@ def arrange(
     dtype: str = "float32",
     backend: Backend | None = None,
 ) -> Arrangement:
-    """Spread a model over the ranks of a group; collective. The model is taken apart: go on with `.model`.
+    """Spread a model over the ranks of a group; collective. The model is taken apart: go on with
+    `.model`.
 
     Args:
         model: built, not initialized, the same on all ranks.
@@ -186,7 +208,8 @@ def arrange(
         dtype: of the values that it will have.
 
     Raises:
-        LayoutError: on all ranks, when the layout does not fit the world or the model; it says what would.
+        LayoutError: on all ranks, when the layout does not fit the world or the model; it says what
+            would.
         DeviceError: on all ranks, when a rank's part is larger than the limit.
         UsageError: for a model that cannot be cut, or shards that make no sense.
     """
@@ -200,10 +223,15 @@ def arrange(
                 if isinstance(module, CausalSelfAttention):
                     check_heads(module.heads // mesh.tp, mesh.sp, mesh.tp)
         shape = None if sample is None else tuple(sample.shape[1:])
-        result = shard(model, bound.tp, layout.table, shape, classes_apart=True) if mesh.tp > 1 else REPLICATED
+        result = (
+            shard(model, bound.tp, layout.table, shape, classes_apart=True)
+            if mesh.tp > 1
+            else REPLICATED
+        )
         if layout.expert_parallel:
             share_experts(model, bound.replicas)
-    # `result` is where the logits lie. If they are cut, it is by classes, and units are classes; 0 if they are whole.
+    # `result` is where the logits lie. If they are cut, it is by classes, and units are classes; 0
+    # if they are whole.
     arrangement = replace(arrangement, classes=result.units)
     if mesh.pp > 1:
         arrangement = _cut(arrangement, sample, dtype)
@@ -214,21 +242,25 @@ def arrange(
 def _whole(model: Module, layout: Layout, mesh: BoundMesh, backend: Backend) -> Arrangement:
     """Return the arrangement of a model that is neither sharded nor cut yet."""
     parameters = {name: parameter.size for name, parameter in model.named_parameters()}
-    return Arrangement(layout, mesh, model, parameters, [name for name, _ in model.named_buffers()], backend)
+    return Arrangement(
+        layout, mesh, model, parameters, [name for name, _ in model.named_buffers()], backend
+    )
 
 
 def find_mesh(group: Group, layout: Layout) -> Mesh:
     """Return the mesh that a layout means for a group; collective.
 
     Raises:
-        LayoutError: on all ranks, when the degrees do not make up the world; it names those that would.
+        LayoutError: on all ranks, when the degrees do not make up the world; it names those that
+            would.
         UsageError: likewise, for what does not go with the degrees that were derived.
     """
     nodes = group.nodes()
     with agreed(group):
         on_several = nodes if len(set(nodes)) > 1 else None
         mesh = Mesh.of(group.size, layout.dp, layout.pp, layout.tp, on_several, layout.sp)
-    replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)  # which checks what was derived from the number of ranks, too
+    # which checks what was derived from the number of ranks, too
+    replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)
     return mesh
 
 
@@ -240,9 +272,9 @@ def _cut(whole: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
         layers = open_chain(model)
         if len(layers) < count:
             raise LayoutError(
-                f"the model has {len(layers)} layers to cut between, fewer than {count} stages "
-                f"({ranks} ranks x {layout.virtual_stages}); give at most {len(layers)} stages, or a deeper model"
-                f"{_why_closed(layers)}"
+                f"the model has {len(layers)} layers to cut between, fewer than {count} stages"
+                f" ({ranks} ranks x {layout.virtual_stages}); give at most {len(layers)} stages, or"
+                f" a deeper model{_why_closed(layers)}"
             )
     costs, cuts = _choose(whole, layers, count, sample, dtype)
     stages = cut_chain(layers, cuts)
@@ -255,7 +287,9 @@ def _cut(whole: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
 def _choose(
     whole: Arrangement, layers: Sequence[ChainLayer], count: int, sample: Array | None, dtype: str
 ) -> tuple[tuple[LayerCost, ...], tuple[range, ...]]:
-    """Return the layers' costs, where they were measured, and each stage's range of layers; the same on all ranks."""
+    """Return the layers' costs, where they were measured, and each stage's range of layers; the
+    same on all ranks.
+    """
     mesh, layout, backend = whole.mesh, whole.layout, whole.backend
     if layout.split != AUTO:
         with agreed(mesh.world):
@@ -263,34 +297,47 @@ def _choose(
     with agreed(mesh.world):
         if sample is None:
             raise LayoutError(
-                f"split auto measures the model's layers, for which it needs a sample; give one, or say how many of "
-                f"the {len(layers)} layers each stage has"
+                "split auto measures the model's layers, for which it needs a sample; give one, or"
+                f" say how many of the {len(layers)} layers each stage has"
             )
     with training():
-        measured = measure(of_chain(whole.model, layers, dtype, backend), Tensor(backend.asarray(sample)), backend)
-    costs = [LayerCost(*each) for each in mesh.world.share([list(vars(cost).values()) for cost in measured])]
+        measured = measure(
+            of_chain(whole.model, layers, dtype, backend), Tensor(backend.asarray(sample)), backend
+        )
+    costs = [
+        LayerCost(*each)
+        for each in mesh.world.share([list(vars(cost).values()) for cost in measured])
+    ]
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
         bytes_ = [cost.elements * copies for cost in costs]
         # where ranks hold several stages each, each stage may take its share of the limit
-        limit = None if layout.memory_limit is None else layout.memory_limit // layout.virtual_stages
+        limit = (
+            None if layout.memory_limit is None else layout.memory_limit // layout.virtual_stages
+        )
         return tuple(costs), partition([cost.seconds for cost in costs], count, bytes_, limit)
 
 
 def _why_closed(layers: Sequence[ChainLayer]) -> str:
     """Return what to do about a model that cannot be cut at all."""
     kinds = [type(module).__name__ for layer in layers for _, module in layer.members]
-    return f"; only nn.Sequential and nn.Residual are cut open, not a {kinds[0]}" if len(layers) == 1 and kinds else ""
+    return (
+        f"; only nn.Sequential and nn.Residual are cut open, not a {kinds[0]}"
+        if len(layers) == 1 and kinds
+        else ""
+    )
 
 
 def _by_hand(lengths: Sequence[int], layers: int, count: int) -> tuple[range, ...]:
     if len(lengths) != count or sum(lengths) != layers:
         raise LayoutError(
-            f"split {','.join(map(str, lengths))} has {len(lengths)} stages and {sum(lengths)} layers; this pipeline "
-            f"has {count} stages, and the model {layers} layers"
+            f"split {','.join(map(str, lengths))} has {len(lengths)} stages and {sum(lengths)}"
+            f" layers; this pipeline has {count} stages, and the model {layers} layers"
         )
     starts = [sum(lengths[:i]) for i in range(count)]
-    return tuple(range(start, start + length) for start, length in zip(starts, lengths, strict=True))
+    return tuple(
+        range(start, start + length) for start, length in zip(starts, lengths, strict=True)
+    )
 
 
 def _shared_parameters(
@@ -299,8 +346,8 @@ def _shared_parameters(
     """Return the stages of each parameter that stands in several.
 
     Raises:
-        LayoutError: with pipedream, whose stages have copies of different versions; and for running statistics, which
-            would follow each stage's own microbatches.
+        LayoutError: with pipedream, whose stages have copies of different versions; and for running
+            statistics, which would follow each stage's own microbatches.
     """
     where: dict[int, set[int]] = {}
     for number, layers in enumerate(stages):
@@ -312,22 +359,25 @@ def _shared_parameters(
     for name, leaf, numbers in found:
         if len(numbers) > 1 and isinstance(leaf, Buffer):
             raise LayoutError(
-                f"the layer of {name} stands in the stages {', '.join(map(str, numbers))}, which would update "
-                "its running statistics in another order than the serial run; make a layer for each place, or cut the "
-                "model so that both places share a stage"
+                f"the layer of {name} stands in the stages {', '.join(map(str, numbers))}, which"
+                " would update its running statistics in another order than the serial run; make a"
+                " layer for each place, or cut the model so that both places share a stage"
             )
     shared = {name: numbers for name, _, numbers in found if len(numbers) > 1}
     if shared and layout.asynchronous:
         name, numbers = next(iter(shared.items()))
         asked = f"the pipeline schedule {name_of(layout.schedule)}"
         raise LayoutError(
-            f"{name} stands in the stages {', '.join(map(str, numbers))}, which does not go with {asked}; cut the "
-            f"model so that all layers that have it share a stage, or leave {asked} out"
+            f"{name} stands in the stages {', '.join(map(str, numbers))}, which does not go with"
+            f" {asked}; cut the model so that all layers that have it share a stage, or leave"
+            f" {asked} out"
         )
     return shared
 
 
-def _tie(whole: Arrangement, part: ModelPart, shared: Mapping[str, Sequence[int]]) -> tuple[Tie, ...]:
+def _tie(
+    whole: Arrangement, part: ModelPart, shared: Mapping[str, Sequence[int]]
+) -> tuple[Tie, ...]:
     """Return this rank's ties. Collective over the pipeline."""
     mesh, home = whole.mesh, whole.layout.home
     own = dict(part.named_parameters())
@@ -348,41 +398,71 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     """Refuse a layout whose largest part is above the limit; collective."""
     layout, mesh = arrangement.layout, arrangement.mesh
     itemsize = np.dtype(dtype).itemsize
-    stashed = mesh.pp.size - 1 - mesh.pp.rank if layout.asynchronous else 0  # older versions of the weights
+    # older versions of the weights
+    stashed = mesh.pp.size - 1 - mesh.pp.rank if layout.asynchronous else 0
 
     def need(stage: int, away: str | None = None) -> int:
         ranks = mesh.replicas
         found = predict_bytes(
-            *(arrangement.model, stage, ranks.rank, ranks.size, itemsize, layout.state_arrays, layout.unit_bytes),
+            *(
+                arrangement.model,
+                stage,
+                ranks.rank,
+                ranks.size,
+                itemsize,
+                layout.state_arrays,
+                layout.unit_bytes,
+            ),
             away=layout.offload_state if away is None else away,
         )
         return found.total + found.parameters * stashed
 
     stages = range(layout.zero, 1 + (MOST_WITH_PIPELINE if mesh.pp.size > 1 else STAGES[-1]))
-    everyones = mesh.world.gather([*(need(stage) for stage in stages), need(layout.zero, OPTIMIZER)])
+    everyones = mesh.world.gather(
+        [*(need(stage) for stage in stages), need(layout.zero, OPTIMIZER)]
+    )
     needs = [int(each[0]) for each in everyones]
     limit = layout.memory_limit
     if limit is None or max(needs) <= limit:
         return
     worst = needs.index(max(needs))
-    whole = sum(needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size))
+    whole = sum(
+        needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size)
+    )
     ways = max(-(-whole // limit), mesh.pp.size * mesh.tp.size + 1)
-    even = ", or cut it more evenly, as split auto does" if arrangement.cuts and layout.split != AUTO else ""
+    even = (
+        ", or cut it more evenly, as split auto does"
+        if arrangement.cuts and layout.split != AUTO
+        else ""
+    )
     largest = {stage: max(each[i] for each in everyones) for i, stage in enumerate(stages)}
-    fits = [] if layout.fixed or layout.asynchronous else [stage for stage in stages[1:] if largest[stage] <= limit]
-    advice = [f"share it out with zero {fits[0]}, which needs {format_bytes(largest[fits[0]])}"] if fits else []
+    fits = (
+        []
+        if layout.fixed or layout.asynchronous
+        else [stage for stage in stages[1:] if largest[stage] <= limit]
+    )
+    advice = (
+        [f"share it out with zero {fits[0]}, which needs {format_bytes(largest[fits[0]])}"]
+        if fits
+        else []
+    )
     out = max(each[-1] for each in everyones)
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
-        advice.append(f"let offload-state optimizer keep its state out of memory, which then needs {format_bytes(out)}")
+        advice.append(
+            "let offload-state optimizer keep its state out of memory, which then needs"
+            f" {format_bytes(out)}"
+        )
     layers = len(arrangement.layers or open_chain(arrangement.model))
-    such = f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
+    such = (
+        f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
+    )
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
     if layout.expert_parallel:  # which goes with none of these
         advice = ["let more replicas share out the experts"]
     raise DeviceError(
-        f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer state under "
-        f"{mesh.mesh}{f' with zero {layout.zero}' if layout.zero else ''}, more than the limit of "
-        f"{format_bytes(limit)}; {', or '.join(advice)}"
+        f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer"
+        f" state under {mesh.mesh}{f' with zero {layout.zero}' if layout.zero else ''}, more than"
+        f" the limit of {format_bytes(limit)}; {', or '.join(advice)}"
     )
 
 
@@ -390,7 +470,11 @@ def describe_stages(arrangement: Arrangement) -> list[str]:
     """Return which layers are in which stage, a line each."""
     lines = []
     total = sum(cost.seconds for cost in arrangement.costs)
-    what = "the time" if all(cost.timed for cost in arrangement.costs) else "parameters and activations"
+    what = (
+        "the time"
+        if all(cost.timed for cost in arrangement.costs)
+        else "parameters and activations"
+    )
     for number, cut in enumerate(arrangement.cuts):
         first, last = arrangement.layers[cut.start].name, arrangement.layers[cut.stop - 1].name
         layers = f"layer {first}" if len(cut) == 1 else f"layers {first} to {last} ({len(cut)})"

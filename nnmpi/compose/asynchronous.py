@@ -5,14 +5,16 @@
         segment = worker.run(loader, epoch, 0, loader.batches_per_epoch, step=..., lr=lambda step: 0.1)
         print(worker.evaluate(test_loader.epoch(0)).accuracy, segment.staleness.mean())
 
-Every rank runs the same calls. Between two of them all ranks have the same weights, so that evaluations and checkpoints
-are those of any other run; within `run` each goes on as soon as its coupling lets it: it takes a task, computes its
-gradient, which sends no message, and hands it over.
+Every rank runs the same calls. Between two of them all ranks have the same weights, so that
+evaluations and checkpoints are those of any other run; within `run` each goes on as soon as its
+coupling lets it: it takes a task, computes its gradient, which sends no message, and hands it over.
 
     ServerCoupling       pull weights and a task from rank 0, push the gradient there (asp, ssp)
-    AveragingCoupling    update the own weights by part `rank` of each batch, and average them at times (local, gossip)
+    AveragingCoupling    update the own weights by part `rank` of each batch, and average them at
+                         times (local, gossip)
 
-    rank 0     | its own parts; between layers it takes gradients and gives weights and parts ............|
+    rank 0     | its own parts; between layers it takes gradients and gives weights and parts
+               ............|
     rank 1     | pull |  gradient of batch 0, part 0  | push | pull |  batch 1, part 1 ...
     rank 2     | pull |  gradient of batch 0, part 1         | push | pull | ...
 
@@ -59,17 +61,20 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.synchrony.sync import Sync
 
 SHOWN_WORKERS = 16
-TOLD = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "input_s")  # of a gradient, in its Push
+# of a gradient, in its Push
+TOLD = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "input_s")
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient that was computed; its values are in the model's storage, divided by the whole batch's targets.
+    """A gradient that was computed; its values are in the model's storage, divided by the whole
+    batch's targets.
 
     Attributes:
         task, batch: what it was computed for.
         totals: of the part, a step.
-        norm: the norm of the gradient of the part's mean loss, before clipping; not finite if the loss is not.
+        norm: the norm of the gradient of the part's mean loss, before clipping; not finite if the
+            loss is not.
         lr: the learning rate of the batch.
     """
 
@@ -96,7 +101,8 @@ class Coupling(ABC):
         waited_s: seconds for which this rank waited for others; whoever reads it sets it to 0.
         served_s: seconds spent on others' messages while a gradient was computed, likewise.
         reporters: see `Trainer`.
-        serve: on a rank that serves others, too, looks after their messages while a gradient is computed; else None.
+        serve: on a rank that serves others, too, looks after their messages while a gradient is
+            computed; else None.
         rest: there, the same up to a time of `nnmpi.clock`.
     """
 
@@ -122,7 +128,9 @@ class Coupling(ABC):
 
     @abstractmethod
     def close(self, totals: Totals) -> tuple[SegmentReport, int]:
-        """Give all ranks the same weights; return what this rank did, and, on rank 0, the batches of all."""
+        """Give all ranks the same weights; return what this rank did, and, on rank 0, the batches
+        of all.
+        """
 
     @abstractmethod
     def release(self) -> None:
@@ -132,9 +140,9 @@ class Coupling(ABC):
 class ServerCoupling(Coupling):
     """Gradients go to a server on rank 0, and weights come from there; see `parallel.server`.
 
-    Rank 0 looks after its messages after the forward pass, after each layer of the backward pass, while it waits, and
-    while it is slowed down. What it does for others is in the time of its step, but is not multiplied by a straggler's
-    factor.
+    Rank 0 looks after its messages after the forward pass, after each layer of the backward pass,
+    while it waits, and while it is slowed down. What it does for others is in the time of its step,
+    but is not multiplied by a straggler's factor.
 
     Attributes:
         server: on rank 0; None on the others.
@@ -143,7 +151,9 @@ class ServerCoupling(Coupling):
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
         storage, group = trainer.model.storage, trainer.group
-        self.server = ParameterServer(storage, trainer.optimizer, group.size) if group.is_root else None
+        self.server = (
+            ParameterServer(storage, trainer.optimizer, group.size) if group.is_root else None
+        )
         self._talk = PushPull(group, storage, self.server, self._count, trainer.backend)
         self.reporters = group.size
         if self.server is not None:
@@ -171,7 +181,10 @@ class ServerCoupling(Coupling):
                 return
             epoch, number, part = self.segment.epoch, task.batch, task.part
             if loader.partition != "none":  # of its own, through which it goes again and again
-                epoch, number, part = *divmod(self.trainer.steps, loader.batches_per_epoch), self.group.rank
+                epoch, number, part = (
+                    *divmod(self.trainer.steps, loader.batches_per_epoch),
+                    self.group.rank,
+                )
             if epoch not in orders:
                 orders = {epoch: loader.order(epoch)}
             yield task, loader.part(orders[epoch], epoch, number, part, ranks)
@@ -195,7 +208,10 @@ class ServerCoupling(Coupling):
         """See `Coupling.close`."""
         self._talk.finish()
         report = SegmentReport(
-            totals=totals, signal=self.segment.poll_signal(), messages=self._talk.messages, bytes=self._talk.bytes
+            totals=totals,
+            signal=self.segment.poll_signal(),
+            messages=self._talk.messages,
+            bytes=self._talk.bytes,
         )
         optimizer, server, batches = self.trainer.optimizer, self.server, 0
         if server is not None:
@@ -225,13 +241,17 @@ class ServerCoupling(Coupling):
             before_s, self._told_s = self._told_s, clock.now()
             told = {name: getattr(push, name) for name in TOLD}
             totals = Totals(steps=1, wall_s=self._told_s - before_s, **told)
-            self.segment.progress(Progress(push.batch, worker, totals, push.norm, self._told_s - self._begin_s))
+            self.segment.progress(
+                Progress(push.batch, worker, totals, push.norm, self._told_s - self._begin_s)
+            )
         if self.segment.poll_signal():
             self.server.controller.close()
 
 
 class AveragingCoupling(Coupling):
-    """Each rank updates weights of its own by part `rank` of every batch, and averages them: `parallel.averaging`."""
+    """Each rank updates weights of its own by part `rank` of every batch, and averages them:
+    `parallel.averaging`.
+    """
 
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
@@ -246,8 +266,8 @@ class AveragingCoupling(Coupling):
         loader, group = segment.loader, self.group
         if (loader.rank, loader.world) != (group.rank, group.size):
             raise UsageError(
-                f"the loader gives part {loader.rank} of {loader.world}, but this is rank {group.rank} of "
-                f"{group.size}; give Loader the rank and world of the group"
+                f"the loader gives part {loader.rank} of {loader.world}, but this is rank"
+                f" {group.rank} of {group.size}; give Loader the rank and world of the group"
             )
         super().open(segment)
         self._averaging.begin()
@@ -257,7 +277,9 @@ class AveragingCoupling(Coupling):
     def tasks(self) -> Iterator[tuple[Task, Batch]]:
         """See `Coupling.tasks`."""
         segment = self.segment
-        with segment.loader.epoch(segment.epoch, segment.batches.start, self.trainer.backend) as batches:
+        with segment.loader.epoch(
+            segment.epoch, segment.batches.start, self.trainer.backend
+        ) as batches:
             for number in segment.batches:
                 self._step_s = clock.now()
                 yield Task(number, self.group.rank), next(batches)
@@ -278,15 +300,23 @@ class AveragingCoupling(Coupling):
         else:
             optimizer.steps += 1  # counted alike on all ranks
         if self.group.is_root and not self._broken:
-            segment.progress(Progress(task.batch, 0, totals, gradient.norm, clock.now() - self._begin_s))
+            segment.progress(
+                Progress(task.batch, 0, totals, gradient.norm, clock.now() - self._begin_s)
+            )
         self._staleness.add(self.group.rank, self._averaging.steps_since_average(number))
         begin = clock.now()
         with self.group.meeting("average"):
             self._averaging.after_step(number, gradient.batch.own_targets)
-        # After the last batch all ranks meet anyway, and exchange signals and errors with their reports.
+        # After the last batch all ranks meet anyway, and exchange signals and errors with their
+        # reports.
         if task.batch + 1 < segment.batches.stop:
             with self.group.meeting("signals"):
-                notes = self._check.gather([segment.poll_signal(), self._broken], clock.now() - self._step_s) or []
+                notes = (
+                    self._check.gather(
+                        [segment.poll_signal(), self._broken], clock.now() - self._step_s
+                    )
+                    or []
+                )
             self._signal = max([self._signal, *(int(signal) for signal, _ in notes)])
             self._ends = self._signal > 0 or any(broken for _, broken in notes)
         self.waited_s += clock.now() - begin
@@ -336,11 +366,13 @@ class AsynchronousWorker(Trainer):
         coupling: how ranks share what they learn.
         steps: of this rank in the whole run: its own, after those of a run that is resumed.
 
-    Batch normalization takes the statistics of a worker's own part; the running ones are averaged when the ranks meet.
+    Batch normalization takes the statistics of a worker's own part; the running ones are averaged
+    when the ranks meet.
 
     Raises:
-        UsageError: for an optimizer of other arrays than the model's, a model that has a strategy already, a loss that
-            is a mean, and a way of synchronization that this number of ranks cannot have.
+        UsageError: for an optimizer of other arrays than the model's, a model that has a strategy
+            already, a loss that is a mean, and a way of synchronization that this number of ranks
+            cannot have.
     """
 
     def __init__(
@@ -356,19 +388,22 @@ class AsynchronousWorker(Trainer):
         backend: Backend | None = None,
         slow: Slow = NOT_SLOW,
     ) -> None:
-        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow)
+        super().__init__(
+            model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow
+        )
         self.sync = sync
         if not sync.asynchronous:
             raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
         if self.precision == "fp16":
             raise UsageError(
-                f"with fp16 all ranks leave out an update that overflows on one of them, and with {sync.mode} they do "
-                "not meet in every step; use bf16, which needs no loss scaling, or a synchronous run without servers"
+                "with fp16 all ranks leave out an update that overflows on one of them, and with"
+                f" {sync.mode} they do not meet in every step; use bf16, which needs no loss"
+                " scaling, or a synchronous run without servers"
             )
         if sync.has_server and not optimizer.elementwise:
             raise UsageError(
-                f"with {sync.mode} a server updates flat arrays, and {type(optimizer).__name__} takes whole matrices; "
-                "give sync bsp, local or gossip, or adamw"
+                f"with {sync.mode} a server updates flat arrays, and {type(optimizer).__name__}"
+                " takes whole matrices; give sync bsp, local or gossip, or adamw"
             )
         sync.check(group.size)
         with agreed(group):  # only rank 0 has hooks in a model
@@ -395,7 +430,9 @@ class AsynchronousWorker(Trainer):
             waited_s, coupling.waited_s, coupling.served_s = coupling.waited_s, 0.0, 0.0
             group.comm.world.step = number
             found, norm = self.compute(batch, number)
-            self.slow.wait(clock.now() - started - coupling.served_s, group.rank, self.steps, coupling.rest)
+            self.slow.wait(
+                clock.now() - started - coupling.served_s, group.rank, self.steps, coupling.rest
+            )
             self.steps += 1
             gradient = Gradient(task, batch, found, norm, lr)
             if not gradient.is_finite and not broken:
@@ -417,15 +454,18 @@ class AsynchronousWorker(Trainer):
         return report
 
     def compute(self, batch: Batch, step: int) -> tuple[Totals, float]:
-        """Compute the gradient of a part's losses, divided by the targets of the whole batch, into `storage.grads`.
+        """Compute the gradient of a part's losses, divided by the targets of the whole batch, into
+        `storage.grads`.
 
         The gradients of all parts of a batch add up to that of its mean loss.
 
         Args:
-            step: the number of the batch in the run, which keys dropout: the masks are those of a synchronous run.
+            step: the number of the batch in the run, which keys dropout: the masks are those of a
+                synchronous run.
 
         Returns:
-            The sums of the part, and the norm of the gradient of its mean loss, by which it is clipped.
+            The sums of the part, and the norm of the gradient of its mean loss, by which it is
+            clipped.
         """
         refuse_inside("a worker's step")
         storage = self.model.storage
@@ -438,13 +478,26 @@ class AsynchronousWorker(Trainer):
                 norm = global_norm(storage.grads) * (batch.global_targets / targets)
                 if self.clip is not None:
                     scale(storage.grads, coefficient(norm, self.clip))
-        return Totals(steps=1, samples=len(batch.y), targets=targets, loss_sum=loss_sum, score_sum=score_sum), norm
+        return (
+            Totals(
+                steps=1,
+                samples=len(batch.y),
+                targets=targets,
+                loss_sum=loss_sum,
+                score_sum=score_sum,
+            ),
+            norm,
+        )
 
     def _explain(self, gradient: Gradient, step: int) -> str:
         """Return the sentence about a gradient that is not finite, after computing it again."""
         with use_precision(self.precision):
-            place = locate_nonfinite(self.model, *self._passes.suspect(gradient.batch, step, isfinite))
-            return nonfinite_message(step + 1, gradient.totals.loss, place, f"rank {self.group.rank}")
+            place = locate_nonfinite(
+                self.model, *self._passes.suspect(gradient.batch, step, isfinite)
+            )
+            return nonfinite_message(
+                step + 1, gradient.totals.loss, place, f"rank {self.group.rank}"
+            )
 
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
@@ -462,7 +515,9 @@ class AsynchronousWorker(Trainer):
         super().release()
 
 
-def meet(group: Group, own: SegmentReport, broken: str, batches: int, seconds: float) -> SegmentReport:
+def meet(
+    group: Group, own: SegmentReport, broken: str, batches: int, seconds: float
+) -> SegmentReport:
     """Return what all ranks did in a segment. Collective.
 
     Args:
@@ -473,7 +528,11 @@ def meet(group: Group, own: SegmentReport, broken: str, batches: int, seconds: f
     Raises:
         DivergenceError: on all ranks, when one of them found a value that is not finite.
     """
-    values = {**vars(own), "totals": vars(own.totals), "staleness": own.staleness and own.staleness.to_json()}
+    values = {
+        **vars(own),
+        "totals": vars(own.totals),
+        "staleness": own.staleness and own.staleness.to_json(),
+    }
     gathered = group.gather([values, broken, batches, seconds])
     for _, sentence, *_ in gathered:
         if sentence:
@@ -488,9 +547,11 @@ def meet(group: Group, own: SegmentReport, broken: str, batches: int, seconds: f
 
 
 def average_buffers(model: Module, group: Group, steps: int) -> None:
-    """Let running statistics be the mean of all ranks', each counted by the steps that it did. Collective.
+    """Let running statistics be the mean of all ranks', each counted by the steps that it did.
+    Collective.
 
-    A rank's own statistics have seen its own samples alone; where nobody did a step nothing changes.
+    A rank's own statistics have seen its own samples alone; where nobody did a step nothing
+    changes.
     """
     total = group.sum_floats([steps])[0]
     if group.size == 1 or not total:
@@ -499,7 +560,9 @@ def average_buffers(model: Module, group: Group, steps: int) -> None:
 
 
 def describe_segments(total: SegmentReport) -> list[str]:
-    """Say how stale gradients were, how far apart weights and workers, and how much was sent, over some segments."""
+    """Say how stale gradients were, how far apart weights and workers, and how much was sent, over
+    some segments.
+    """
     steps = total.batches
     if not steps:
         return []
@@ -507,10 +570,19 @@ def describe_segments(total: SegmentReport) -> list[str]:
     words = []
     if stale is not None:
         counts = [stale.count(worker) for worker in range(len(stale.histograms))]
-        shown = ", ".join(map(str, counts[:SHOWN_WORKERS])) + (", ..." if len(counts) > SHOWN_WORKERS else "")
+        shown = ", ".join(map(str, counts[:SHOWN_WORKERS])) + (
+            ", ..." if len(counts) > SHOWN_WORKERS else ""
+        )
         words = [f"staleness {stale.mean():.2f} on average, at most {stale.largest()}"]
         words += [f"at most {lead} {'step' if lead == 1 else 'steps'} ahead"] if lead else []
         words += [f"steps by worker: {shown}"]
-    words += [f"weights differed by {100 * far:.2g} % before they were averaged at the end"] if far else []
-    sent = f"{total.messages / steps:.3g} messages with {total.bytes / steps / 2**20:.3g} MB per step, over all ranks"
+    words += (
+        [f"weights differed by {100 * far:.2g} % before they were averaged at the end"]
+        if far
+        else []
+    )
+    sent = (
+        f"{total.messages / steps:.3g} messages with {total.bytes / steps / 2**20:.3g} MB per step,"
+        " over all ranks"
+    )
     return [*(["; ".join(words)] if words else []), sent]

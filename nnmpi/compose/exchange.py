@@ -2,9 +2,11 @@
 
     begin(batch)                        a step begins
     enter(m), begin_backward(last), end_backward(m)         a microbatch goes forward, and back
-    final(parameters)                   their gradients are complete: the sum may begin, beside the rest of the pass
+    final(parameters)                   their gradients are complete: the sum may begin, beside the
+                                        rest of the pass
     finish()                            the passes are over: wait for sums that are under way
-    meet(numbers) -> sums, norm         the one meeting of all ranks: losses and the gradient's length
+    meet(numbers) -> sums, norm         the one meeting of all ranks: losses and the gradient's
+                                        length
     update(factor)                      new weights, from the gradients times a factor
 
     ZeroExchange        each rank keeps a part of gradients, state and weights     parallel.zero
@@ -12,9 +14,11 @@
     NodeExchange        sums and updates in memory that a node's ranks share       parallel.fused
     Exchange            all-reduces of buckets, under the backward pass or after   parallel.data
 
-To add one: a class here or in a file of its own, and its name in `EXCHANGES`; the first that fits is taken.
+To add one: a class here or in a file of its own, and its name in `EXCHANGES`; the first that fits
+is taken.
 
-The length is that of the whole model's gradient, of which each rank has a part. Every element counts once:
+The length is that of the whole model's gradient, of which each rank has a part. Every element
+counts once:
 
     replicated over dp      the sum over a replica's ranks is the whole already
     replicated over tp      only the first rank of the tensor group counts it
@@ -50,7 +54,8 @@ NUMBERS_BYTES = 3 * 8  # loss, right answers and targets in float64
 
 
 class Exchange:
-    """Sums buckets of gradients over the replicas by all-reduce; other ways derive from it. Everything is collective.
+    """Sums buckets of gradients over the replicas by all-reduce; other ways derive from it.
+    Everything is collective.
 
     Args:
         trainer: whose gradients they are.
@@ -61,8 +66,8 @@ class Exchange:
         weights: what lets weights come before they are computed with; None where they are there.
         keeps_own: whether each rank still has its own gradients when a step has failed.
         is_fused: whether the sum is fused with the update, which uses the gradients up.
-        holders: among how many ranks a node's single copy of parameters and optimizer state is shared out; 1 where
-            each rank has its own.
+        holders: among how many ranks a node's single copy of parameters and optimizer state is
+            shared out; 1 where each rank has its own.
         notice: what is not as it was asked for, and why; else empty.
     """
 
@@ -97,17 +102,21 @@ class Exchange:
 
     def _start(self, options: GradientExchange) -> DataParallel:
         how = (options.allreduce, options.bucket_bytes, options.overlap)
-        return DataParallel(self.model, self.replicas, *how, self.backend, runs_backward=self._is_whole)
+        return DataParallel(
+            self.model, self.replicas, *how, self.backend, runs_backward=self._is_whole
+        )
 
     def begin(self, batch: Batch) -> None:
-        """Begin a step; refuse a batch that was dealt to the replicas in another way than they sum gradients.
+        """Begin a step; refuse a batch that was dealt to the replicas in another way than they sum
+        gradients.
 
-        Layers that communicate would not meet in whole microbatches, which are for a fixed order of sums alone.
+        Layers that communicate would not meet in whole microbatches, which are for a fixed order of
+        sums alone.
         """
         if len(batch.cuts) != batch.microbatches:
             raise UsageError(
-                f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as Loader(whole=True) deals "
-                'them for reduction "fixed"; leave whole out'
+                f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as"
+                ' Loader(whole=True) deals them for reduction "fixed"; leave whole out'
             )
 
     def enter(self, microbatch: int) -> None:
@@ -127,7 +136,9 @@ class Exchange:
         self.parallel.end_pass()
 
     def final(self, numbers: Sequence[int]) -> None:
-        """Begin the sum of gradients that are final in this step, by their parameters' numbers in the storage."""
+        """Begin the sum of gradients that are final in this step, by their parameters' numbers in
+        the storage.
+        """
         self.parallel.reduce(numbers)
 
     def progress(self) -> None:
@@ -135,24 +146,35 @@ class Exchange:
         self.parallel.exchange.progress()
 
     def finish(self) -> Traffic:
-        """End the passes' sums, also those of parameters that stand in several stages; return what they were."""
+        """End the passes' sums, also those of parameters that stand in several stages; return what
+        they were.
+        """
         self.parallel.finish()
         self._add_ties()
         return self.parallel.traffic
 
     def add_up(self, losses: Mapping[int, float]) -> float:
-        """Return what this rank adds to the sum of all losses, of which it has these, by microbatch."""
+        """Return what this rank adds to the sum of all losses, of which it has these, by
+        microbatch.
+        """
         return sum(losses.values())
 
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
-        """Return the sums of some numbers over all ranks, the gradient's length, and what was communicated.
+        """Return the sums of some numbers over all ranks, the gradient's length, and what was
+        communicated.
 
         The length is NaN where weights are updated within a pass.
         """
         with self.group.meeting("numbers"):
             sums = self.group.sum_floats(numbers)
-        traffic = Traffic(0.0, NUMBERS_BYTES, 1, self._predicted_s) if self.group.size > 1 else Traffic()
-        return sums, math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement), traffic
+        traffic = (
+            Traffic(0.0, NUMBERS_BYTES, 1, self._predicted_s) if self.group.size > 1 else Traffic()
+        )
+        return (
+            sums,
+            math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement),
+            traffic,
+        )
 
     def update(self, factor: float) -> None:
         """Update the weights from the gradients times a factor."""
@@ -171,7 +193,8 @@ class Exchange:
         return self.parallel.describe()
 
     def check_equal(self) -> None:
-        """Compare hashes of what several ranks have: replicas, tensor groups, stages that share a parameter.
+        """Compare hashes of what several ranks have: replicas, tensor groups, stages that share a
+        parameter.
 
         Raises:
             CommError: on all ranks of the group in question, naming the parameter.
@@ -195,7 +218,11 @@ class Exchange:
     def _add_ties(self) -> None:
         """Add up the gradients of parameters that stand in stages of several ranks."""
         ties = self.arrangement.ties
-        own = {span.parameter.name: span.parameter for span in self.model.storage.spans} if ties else {}
+        own = (
+            {span.parameter.name: span.parameter for span in self.model.storage.spans}
+            if ties
+            else {}
+        )
         for tie in ties:  # in the same order on all ranks of the pipeline
             own[tie.name].finish_gradient()
             grad = own[tie.name].grad
@@ -229,9 +256,12 @@ class NodeExchange(Exchange):
         self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
         self.holders = self._fused.memory.size
         self._gradient_bytes = sum(grad.nbytes for grad in self.model.storage.grads)
-        self._meeting = SHARED, self._gradient_bytes  # as a shared all-reduce, which writes more, and reads as much
+        # as a shared all-reduce, which writes more, and reads as much
+        self._meeting = SHARED, self._gradient_bytes
         try:
-            return DataParallel(self.model, self.replicas, backend=self.backend, sums_gradients=False)
+            return DataParallel(
+                self.model, self.replicas, backend=self.backend, sums_gradients=False
+            )
         except NnmpiError:  # on all ranks
             self._fused.release()
             raise
@@ -257,7 +287,9 @@ class NodeExchange(Exchange):
 
 
 class ZeroExchange(Exchange):
-    """Scatters the sums of gradients: each rank has its part of them, of the optimizer's state and of the weights."""
+    """Scatters the sums of gradients: each rank has its part of them, of the optimizer's state and
+    of the weights.
+    """
 
     keeps_own = False
 
@@ -269,13 +301,20 @@ class ZeroExchange(Exchange):
     def _start(self, options: GradientExchange) -> DataParallel:
         stage, whole = self.arrangement.layout.zero, self._is_whole
         found = ShardedDataParallel(
-            self.model, self.replicas, stage, options.algorithm, backend=self.backend, runs_backward=whole
+            self.model,
+            self.replicas,
+            stage,
+            options.algorithm,
+            backend=self.backend,
+            runs_backward=whole,
         )
         self.weights = found if stage > 1 else None
         return found
 
     def finish(self) -> Traffic:
-        """See `Exchange.finish`; ties come first, as each rank has the sum of another part afterwards."""
+        """See `Exchange.finish`; ties come first, as each rank has the sum of another part
+        afterwards.
+        """
         self._add_ties()
         self.parallel.finish()
         return self.parallel.traffic
@@ -292,7 +331,8 @@ class FixedExchange(Exchange):
         return trainer.arrangement.layout.fixed
 
     def _start(self, options: GradientExchange) -> DataParallel:
-        self._asks = self.arrangement.layout.activation_memory is not None  # all ranks together, in the first batch
+        # all ranks together, in the first batch
+        self._asks = self.arrangement.layout.activation_memory is not None
         self._sums = FixedReduction(self.model, self.replicas, self.backend)
         return self._sums
 
@@ -300,14 +340,14 @@ class FixedExchange(Exchange):
         """See `Exchange.begin`."""
         if len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
             raise UsageError(
-                f'this rank has a part of each of {batch.microbatches} microbatches, but with reduction "fixed" each '
-                "is one replica's alone; give Loader(whole=True)"
+                f"this rank has a part of each of {batch.microbatches} microbatches, but with"
+                ' reduction "fixed" each is one replica\'s alone; give Loader(whole=True)'
             )
         asks, self._asks = self._asks, False
         if asks and 0 in self.group.gather(len(batch.cuts)):
             raise UsageError(
-                "ranks without samples cannot take part in a plan for the activations of reduction fixed; give a "
-                "larger batch, fewer ranks, or no activation_memory"
+                "ranks without samples cannot take part in a plan for the activations of reduction"
+                " fixed; give a larger batch, fewer ranks, or no activation_memory"
             )
         self._sums.begin(batch.microbatches)
 
@@ -357,7 +397,8 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     """Return the Euclidean length of the global gradient; collective over the replica's ranks."""
     if arrangement.is_plain:
         return global_norm(storage.grads)
-    apart = arrangement.layout.expert_parallel  # then replicas have other parts, and all add what they would write
+    # then replicas have other parts, and all add what they would write
+    apart = arrangement.layout.expert_parallel
     counts = arrangement.writes if apart else arrangement.counts
     squares = [
         sum_of_squares([grad])

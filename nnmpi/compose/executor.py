@@ -1,13 +1,14 @@
-"""The executor: one loop over the instructions of a step's program, whatever the layout and whatever the step is for.
+"""The executor: one loop over the instructions of a step's program, whatever the layout and
+whatever the step is for.
 
     whole model      F0 B0 F1 B1 ...                     a program of one stage; without B where nothing is learned
     rank 0 of 3      F0 F1 F2 .  .  .  .  .  B0--- F3 B1--- ...       what is done when is the schedule's business (see
     rank 1 of 3      .  F0 F1 .  .  B0--- F2 B1--- F3 ...             `schedule`; this is 1F1B)
     rank 2 of 3      .  .  F0 B0--- F1 B1--- F2 B2--- F3 ...
 
-Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Efficient large-scale language model training on
-GPU clusters using Megatron-LM", 2021. Receives are posted one ahead, sends are on their way while the rank computes,
-and every microbatch has buffers of its own.
+Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Efficient large-scale
+language model training on GPU clusters using Megatron-LM", 2021. Receives are posted one ahead,
+sends are on their way while the rank computes, and every microbatch has buffers of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,16 @@ from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoun
 from nnmpi.parallel.pipeline.stage import Run, Stage, run_chain
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, Home, Instruction, Kind, Schedule, parts
+from nnmpi.schedule.schedule import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Home,
+    Instruction,
+    Kind,
+    Schedule,
+    parts,
+)
 from nnmpi.schedule.schedules import Generator, make
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.tensor.cut import whole
@@ -42,16 +52,20 @@ INFERENCE, WHOLE = "inference", "1f1b"  # on one rank: a microbatch forward, and
 
 
 @lru_cache(maxsize=64)  # all simulated ranks, and all replicas there, have the same one
-def _executable(name: Generator, ranks: int, microbatches: int, virtual: int, home: Home) -> Schedule:
+def _executable(
+    name: Generator, ranks: int, microbatches: int, virtual: int, home: Home
+) -> Schedule:
     schedule = lower(make(name, ranks, microbatches, virtual, home))
     check(schedule)
     return schedule
 
 
 class Program(NamedTuple):
-    """What one rank does, in order, what it receives by kind and stage, and how much it computes, a forward being 1.
+    """What one rank does, in order, what it receives by kind and stage, and how much it computes, a
+    forward being 1.
 
-    The one update behind a pass is left out, which is its caller's, and in a whole model the sums: hooks tell of them.
+    The one update behind a pass is left out, which is its caller's, and in a whole model the sums:
+    hooks tell of them.
     """
 
     items: tuple[tuple[Instruction, ...], ...]
@@ -65,17 +79,24 @@ def _program(rank: int, *shape: Any) -> Program:
     schedule = _executable(*shape)
     left_out = {Kind.STEP} if schedule.stages > 1 else {Kind.STEP, Kind.REDUCE}
     found = (parts(item) for item in schedule.programs[rank])
-    items = tuple(item for item in found if any(one.microbatch is not None or one.kind not in left_out for one in item))
+    items = tuple(
+        item
+        for item in found
+        if any(one.microbatch is not None or one.kind not in left_out for one in item)
+    )
     coming: dict[tuple[Kind, int], list[int]] = {}
     for one in schedule.instructions(rank):
         if one.kind in RECEIVES and one.microbatch is not None:
             coming.setdefault((one.kind, one.stage), []).append(one.microbatch)
     weight = sum(_WEIGHTS.get(one.kind, 0.0) for item in items for one in item)
-    return Program(items, {channel: tuple(those) for channel, those in coming.items()}, schedule, weight)
+    return Program(
+        items, {channel: tuple(those) for channel, those in coming.items()}, schedule, weight
+    )
 
 
 class Caller:
-    """Whom an executor works for: asked how it computes, and what becomes of gradients. Here there are none.
+    """Whom an executor works for: asked how it computes, and what becomes of gradients. Here there
+    are none.
 
     Attributes:
         length: of whole sequences, where a microbatch has this rank's positions of them.
@@ -104,19 +125,24 @@ class Caller:
         """A microbatch has gone backward."""
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
-        """The gradients of a stage are final: begin their sum over the replicas, but do not wait for it.
+        """The gradients of a stage are final: begin their sum over the replicas, but do not wait
+        for it.
 
-        Where the schedule updates after every microbatch they are those of this microbatch, else of all.
+        Where the schedule updates after every microbatch they are those of this microbatch, else of
+        all.
         """
 
     def progress(self) -> None:
         """Let sums that are under way move on; called after every item of the program."""
 
     def step(self, stage: int, microbatch: int) -> None:
-        """Update a stage's parameters; called only where the schedule updates after every microbatch."""
+        """Update a stage's parameters; called only where the schedule updates after every
+        microbatch.
+        """
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
-        """Let what was computed, a share of a step, last as `slow` says; return what is to be waited for that.
+        """Let what was computed, a share of a step, last as `slow` says; return what is to be
+        waited for that.
 
         See `Slow.wait`.
         """
@@ -127,14 +153,16 @@ class Caller:
 
 
 class Executor:
-    """Runs this rank's stages of a model, one instruction after the other. Making one is collective.
+    """Runs this rank's stages of a model, one instruction after the other. Making one is
+    collective.
 
     Args:
         caller: whom it works for.
         where: how the model lies on the ranks.
         backend: where the arrays live.
         replay: records and replays passes; None to run each.
-        synchronous_sends: let no message leave before its receive is posted (for tests; see `comm.point_to_point`).
+        synchronous_sends: let no message leave before its receive is posted (for tests; see
+            `comm.point_to_point`).
 
     Attributes:
         stages: this rank's, by number.
@@ -149,7 +177,11 @@ class Executor:
         replay: Replay | None = None,
         synchronous_sends: bool = False,
     ) -> None:
-        self._caller, self._sequence, self._world = caller, where.sequence, where.mesh.world.comm.world
+        self._caller, self._sequence, self._world = (
+            caller,
+            where.sequence,
+            where.mesh.world.comm.world,
+        )
         self._replay, self._cuts_classes = replay, where.classes > 0
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
@@ -158,20 +190,30 @@ class Executor:
             self.rank, self.ranks, self.count = 0, 1, 1
             self._schedule: Generator = WHOLE
             self.stages = {
-                0: Stage(lambda tensors, _, m: ([caller.whole(self._enter(tensors[0]), m)], True), caller.mode)
+                0: Stage(
+                    lambda tensors, _, m: ([caller.whole(self._enter(tensors[0]), m)], True),
+                    caller.mode,
+                )
             }
         else:
             group, place = where.mesh.pp, where.mesh.place
             self.rank, self.ranks, self.count = group.rank, group.size, len(where.cuts)
             self._schedule = where.layout.schedule
             self.stages = {number: self._make_stage(where, number) for number in where.stages}
-            self._label = f"d{place.d}t{place.t}" + (f"s{place.s}" if where.mesh.sp.size > 1 else "")
+            self._label = f"d{place.d}t{place.t}" + (
+                f"s{place.s}" if where.mesh.sp.size > 1 else ""
+            )
             self._messages = Messages(group, synchronous_sends)
-            ends = {s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1}
+            ends = {
+                s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1
+            }
             for s in sorted(ends):
-                for peer in {self._home(s, self.ranks), self._home(s + 1, self.ranks)} - {self.rank}:
+                for peer in {self._home(s, self.ranks), self._home(s + 1, self.ranks)} - {
+                    self.rank
+                }:
                     self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
-        # By microbatch and the stage that takes them, which may be of another rank: then they wait to be sent.
+        # By microbatch and the stage that takes them, which may be of another rank: then they wait
+        # to be sent.
         self._values: dict[tuple[int, int], BoundaryArrays] = {}
         self._grads: dict[tuple[int, int], Sequence[Array]] = {}
         self._timeline: timeline.Timeline | None = None
@@ -196,9 +238,13 @@ class Executor:
         return Stage(run, self._caller.mode, is_last, where.layout.recomputes)
 
     def _shared(self, chain: Run, is_last: bool) -> Run:
-        """Return the same for this rank's positions of sequences, which it has between the ends of a stage."""
+        """Return the same for this rank's positions of sequences, which it has between the ends of
+        a stage.
+        """
 
-        def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> tuple[list[Tensor], bool]:
+        def run(
+            tensors: Sequence[Tensor], single: bool, microbatch: int
+        ) -> tuple[list[Tensor], bool]:
             ends, single = chain(list(map(self._enter, tensors)), single, microbatch)
             return (ends if is_last else list(map(self._leave, ends))), single
 
@@ -215,7 +261,9 @@ class Executor:
         return x if self._sequence is None or length is None else self._sequence.leave(x, length)
 
     def end(self, result: Tensor, microbatch: int) -> Tensor:
-        """Return what the head makes of a whole model's result, of which a layer may have left this rank a part."""
+        """Return what the head makes of a whole model's result, of which a layer may have left this
+        rank a part.
+        """
         result = self._leave(result)
         return self._caller.head(result if self._cuts_classes else whole(result), microbatch)
 
@@ -231,12 +279,18 @@ class Executor:
         return name, self.ranks, microbatches, self.count // self.ranks, self._home
 
     def run(
-        self, inputs: Sequence[Array], seeds: Sequence[Array] = (), kind: tuple[Any, ...] = (), refusal: str = ""
+        self,
+        inputs: Sequence[Array],
+        seeds: Sequence[Array] = (),
+        kind: tuple[Any, ...] = (),
+        refusal: str = "",
     ) -> PassReport:
-        """Take microbatches forward, and back where there are seeds, by this rank's program; collective.
+        """Take microbatches forward, and back where there are seeds, by this rank's program;
+        collective.
 
         Args:
-            inputs: every microbatch's input, on all ranks (only its shape matters beyond the first stage).
+            inputs: every microbatch's input, on all ranks (only its shape matters beyond the first
+                stage).
             seeds: every microbatch's gradient of the last stage's scalar; empty to infer.
             kind, refusal: see `Replay.go`.
         """
@@ -273,8 +327,8 @@ class Executor:
     def _loop(self) -> None:
         """Carry out the instructions in their order.
 
-        It may be recorded: what is no computation on arrays goes through `perform`, and what comes from outside through
-        `feed`; so a replay does the same beside the calls that compute.
+        It may be recorded: what is no computation on arrays goes through `perform`, and what comes
+        from outside through `feed`; so a replay does the same beside the calls that compute.
         """
         paced = self._now.schedule.trains and bool(self._caller.slow)
         watched = paced or self._messages is not None or self._timeline is not None
@@ -290,7 +344,10 @@ class Executor:
                     perform(self.pace)
                 if watched:
                     stages = self.stages.values() if kind is Kind.F else ()  # backwards only let go
-                    live, waiting = (sum(each.live for each in stages), sum(each.waiting_bytes for each in stages))
+                    live, waiting = (
+                        sum(each.live for each in stages),
+                        sum(each.waiting_bytes for each in stages),
+                    )
                     perform(self._end, one, live, waiting)
                 if stage == 0 and kind in _LAST:
                     perform(self._caller.end_backward, microbatch)
@@ -354,16 +411,20 @@ class Executor:
     # ---- messages ----
 
     def _begin_messages(self, program: Program, inputs: Sequence[Array]) -> None:
-        """Post one receive for each kind and stage ahead of its use, so that its message can travel during computation.
+        """Post one receive for each kind and stage ahead of its use, so that its message can travel
+        during computation.
 
-        Not all: each has a buffer of its own. A channel's receives are posted in the program's order, only earlier,
-        and that is the order of its sends: so MPI pairs them as before.
+        Not all: each has a buffer of its own. A channel's receives are posted in the program's
+        order, only earlier, and that is the order of its sends: so MPI pairs them as before.
         """
         self._keys: list[InputKey] = [(tuple(x.shape), program.schedule.trains) for x in inputs]
         self._coming = {channel: deque(found) for channel, found in program.coming.items()}
         self._posted: dict[tuple[Kind, int, int], Callable[[], BoundaryArrays]] = {}
-        # Where a message's receive is posted ahead, the one before it has left or can leave when it is sent.
-        self._waits = all(end.is_agreed(key) for end in self._boundaries.values() for key in self._keys)
+        # Where a message's receive is posted ahead, the one before it has left or can leave when it
+        # is sent.
+        self._waits = all(
+            end.is_agreed(key) for end in self._boundaries.values() for key in self._keys
+        )
         for kind, stage in self._coming:
             self._post_next(kind, stage)
 
@@ -388,8 +449,12 @@ class Executor:
             values = BoundaryArrays(tuple(self._grads.pop((stage, microbatch))), ())
         perform(self._send_over, kind, stage, microbatch, active() is not None, *values)
 
-    def _send_over(self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any) -> None:
-        """Send arrays over a boundary; copies of them where they lie in a recording's memory, which is used again."""
+    def _send_over(
+        self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any
+    ) -> None:
+        """Send arrays over a boundary; copies of them where they lie in a recording's memory, which
+        is used again.
+        """
         found, end = BoundaryArrays(*values), self._boundaries[boundary]
         if copy:
             found = found._replace(arrays=tuple(each.copy(order="K") for each in found.arrays))
@@ -403,7 +468,8 @@ class Executor:
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Make sure that this receive is posted, and the next one between the two stages.
 
-        For the first microbatch of some shape it waits: the message must tell what the next ones look like.
+        For the first microbatch of some shape it waits: the message must tell what the next ones
+        look like.
         """
         if (kind, stage, microbatch) not in self._posted:
             self._coming[kind, stage].popleft()
@@ -443,7 +509,9 @@ class Executor:
         return self._boundaries[stage - 1 if kind is Kind.RECV_ACT else stage]
 
     def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], BoundaryArrays]:
-        return self._boundary(kind, stage).expect(self._keys[microbatch], back=kind is not Kind.RECV_ACT)
+        return self._boundary(kind, stage).expect(
+            self._keys[microbatch], back=kind is not Kind.RECV_ACT
+        )
 
     def _arrow(self, one: Instruction) -> tuple[str, str]:
         """Return the names of the messages that an instruction sends and takes, for the trace."""
@@ -455,7 +523,8 @@ class Executor:
         return (name, "") if is_send else ("", name)
 
 
-# What instructions take where each is to take a share of a step: a backward multiplies twice where a forward does once.
+# What instructions take where each is to take a share of a step: a backward multiplies twice where
+# a forward does once.
 _WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 _LAST = (Kind.B, Kind.I)
 _USES = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}

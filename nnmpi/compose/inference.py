@@ -1,4 +1,5 @@
-"""Results of a model for samples, wherever its parts lie: forward passes alone, without an optimizer; and texts.
+"""Results of a model for samples, wherever its parts lie: forward passes alone, without an
+optimizer; and texts.
 
 x  --> all stages -->  outputs on the last one  --> every rank of the replica has them
 
@@ -30,7 +31,8 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Inference(Caller):
-    """Gives a model's outputs. Making one is collective, and so is every call over the ranks of a replica.
+    """Gives a model's outputs. Making one is collective, and so is every call over the ranks of a
+    replica.
 
     Args:
         where: the arrangement of a model that has its values.
@@ -55,7 +57,8 @@ class Inference(Caller):
         self._where, self._backend, self._precision, self._last = where, backend, precision, last
         self._mode = mode
         self._found: dict[int, Array] = {}  # by microbatch, on the last stage
-        self._looks: dict[tuple[int, ...], list[Any]] = {}  # dtype and shape of the outputs, by the input's shape
+        # dtype and shape of the outputs, by the input's shape
+        self._looks: dict[tuple[int, ...], list[Any]] = {}
         self._executor = Executor(self, where, backend)
 
     def __call__(self, x: Array) -> Array:
@@ -73,7 +76,11 @@ class Inference(Caller):
         cuts = split(len(x), min(len(x), max(len(where.cuts), 1)))
         with use_precision(self._precision), no_grad():
             self._executor.run([batch[cut.start : cut.stop] for cut in cuts])
-        own = np.concatenate([self._found[number] for number in sorted(self._found)]) if self._found else None
+        own = (
+            np.concatenate([self._found[number] for number in sorted(self._found)])
+            if self._found
+            else None
+        )
         return self._shared(self._whole(own), shape)
 
     def release(self) -> None:
@@ -81,7 +88,9 @@ class Inference(Caller):
         self._executor.free()
 
     def _whole(self, own: Array | None) -> Array | None:
-        """Return the outputs of all classes and positions, on the last stage's ranks; None elsewhere."""
+        """Return the outputs of all classes and positions, on the last stage's ranks; None
+        elsewhere.
+        """
         tp, classes, sequence = self._where.mesh.tp, self._where.classes, self._where.sequence
         if own is not None and classes:
             whole = np.zeros((*own.shape[:-1], classes), own.dtype)
@@ -102,7 +111,9 @@ class Inference(Caller):
             return outputs
         root = self._where.layout.home(len(self._where.cuts) - 1, pp.size)
         if shape not in self._looks:
-            self._looks[shape] = pp.gather(None if outputs is None else [str(outputs.dtype), *outputs.shape])[root]
+            self._looks[shape] = pp.gather(
+                None if outputs is None else [str(outputs.dtype), *outputs.shape]
+            )[root]
         dtype, *look = self._looks[shape]
         result = np.empty(look, dtype) if outputs is None else outputs
         pp.broadcast(result.reshape(-1), root)
@@ -139,9 +150,13 @@ class TokenGenerator:
     def __init__(self, where: Arrangement, backend: Backend, precision: str = "float32") -> None:
         self._memory: dict[str, Any] = {}
         self._model = where.model
-        self._inference = Inference(where, backend, precision, lambda: continued(self._memory), last=True)
+        self._inference = Inference(
+            where, backend, precision, lambda: continued(self._memory), last=True
+        )
 
-    def write(self, prompt: Sequence[int], context: int | None, choose: Callable[[Array], int]) -> Iterator[int]:
+    def write(
+        self, prompt: Sequence[int], context: int | None, choose: Callable[[Array], int]
+    ) -> Iterator[int]:
         """Yield one token after another, for ever. Collective.
 
         Args:
@@ -155,16 +170,21 @@ class TokenGenerator:
         if not prompt:
             raise UsageError("the prompt is empty; give at least one token")
         if context is not None and len(prompt) > context:
-            raise UsageError(f"the prompt has {len(prompt)} tokens, but the model sees at most {context}; shorten it")
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, but the model sees at most {context};"
+                " shorten it"
+            )
         seen, read = list(prompt), 0
         while True:
             if context is not None and len(seen) > context:
                 seen, read = seen[-max(1, context // 2) :], 0
             if not read:
                 self._memory.clear()
-                self._inference.model, again = self._model, Compiled(self._model)  # it knows what is remembered
+                # it knows what is remembered
+                self._inference.model, again = self._model, Compiled(self._model)
             logits = self._inference(np.array([seen[read:]], np.int64))[0, -1]
-            self._inference.model, read = again, len(seen)  # one token behind others: the same calls each time
+            # one token behind others: the same calls each time
+            self._inference.model, read = again, len(seen)
             seen.append(choose(logits.astype(np.float64)))
             yield seen[-1]
 
@@ -174,7 +194,11 @@ class TokenGenerator:
 
 
 def choose_token(
-    logits: Array, draw: np.random.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    logits: Array,
+    draw: np.random.Generator,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
 ) -> int:
     """Return a token, drawn by its probability under softmax(logits / temperature).
 
@@ -183,17 +207,23 @@ def choose_token(
         draw: draws one number.
         temperature: below 1 likely tokens become likelier; with 0 it is the likeliest.
         top_k: only so many of the likeliest can be drawn; 0 for all.
-        top_p: only the likeliest ones that together have this probability can be drawn (Holtzman et al., "The curious
-            case of neural text degeneration", 2020); 1 for all.
+        top_p: only the likeliest ones that together have this probability can be drawn (Holtzman et
+            al., "The curious case of neural text degeneration", 2020); 1 for all.
 
     Raises:
         DivergenceError: for logits that are not finite, of which no token is the likeliest.
     """
     if not np.isfinite(logits).all():
-        raise DivergenceError("the model's outputs are not finite, so that no token can be drawn; take other weights")
+        raise DivergenceError(
+            "the model's outputs are not finite, so that no token can be drawn; take other weights"
+        )
     if temperature == 0:
         return int(logits.argmax())
-    places = np.argpartition(-logits, top_k - 1)[:top_k] if 0 < top_k < len(logits) else np.arange(len(logits))
+    places = (
+        np.argpartition(-logits, top_k - 1)[:top_k]
+        if 0 < top_k < len(logits)
+        else np.arange(len(logits))
+    )
     if top_p < 1:  # only then the whole vocabulary is sorted, which takes longer than all else here
         places = places[np.argsort(-logits[places], kind="stable")]
     with np.errstate(over="ignore"):  # of the least temperatures
@@ -202,4 +232,8 @@ def choose_token(
         before = np.cumsum(weights) - weights  # of the likelier ones
         weights[before >= top_p * weights.sum()] = 0
     sums = np.cumsum(weights)
-    return int(places[min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(places) - 1)])
+    return int(
+        places[
+            min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(places) - 1)
+        ]
+    )

@@ -1,4 +1,5 @@
-"""What is taken of a model's outputs: losses, and how good outputs are beside their loss, their score.
+"""What is taken of a model's outputs: losses, and how good outputs are beside their loss, their
+score.
 
     mse, mae, huber     quantities      score: minus the squared error, from which RMSE and R2 come
     bce                 yes or no       score: how many outputs are on the right side of 0
@@ -7,14 +8,15 @@
     DeviceBatch         a part of a batch where the model lives, with its labels checked on the host
     DeferredScalars     losses and scores of a step, read from a device all at once at its end
 
-A score is a sum over targets, the higher the better; `stats.Totals` reads their mean. A target is a sample here,
-with all its elements: its loss and its score are means over them, so that the mean over samples is the mean over all
-elements of the global batch.
+A score is a sum over targets, the higher the better; `stats.Totals` reads their mean. A target is a
+sample here, with all its elements: its loss and its score are means over them, so that the mean
+over samples is the mean over all elements of the global batch.
 
-To read a number from a device is to wait until it has done all that was given to it before, and meanwhile nobody gives
-it anything to do. So a step's losses and right answers are read at its end, in one copy. NumPy's numbers are there at
-once, and are taken as they come. For the same reason labels and indices are checked on the host, before they go to a
-device or while it works: a kernel cannot raise an error.
+To read a number from a device is to wait until it has done all that was given to it before, and
+meanwhile nobody gives it anything to do. So a step's losses and right answers are read at its end,
+in one copy. NumPy's numbers are there at once, and are taken as they come. For the same reason
+labels and indices are checked on the host, before they go to a device or while it works: a kernel
+cannot raise an error.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ ERRORS = {"mse": mse, YES_OR_NO: binary_cross_entropy, "mae": mae, "huber": hube
 
 
 class SumError:
-    """The sum over samples of each one's mean error. Called with outputs and targets, which are floats.
+    """The sum over samples of each one's mean error. Called with outputs and targets, which are
+    floats.
 
     Args:
         name: one of ERRORS; of bce the outputs are logits.
@@ -78,15 +81,17 @@ class SumError:
         if not _fits(outputs, targets):
             wanted = counted(each, "output")
             raise ShapeError(
-                f"the model's outputs have shape {outputs.shape} and the targets {targets.shape}; let it give {wanted} "
-                "for each sample"
+                f"the model's outputs have shape {outputs.shape} and the targets {targets.shape};"
+                f" let it give {wanted} for each sample"
             )
         alike = outputs if outputs.shape == targets.shape else outputs.reshape(targets.shape)
         total = self._function(alike, targets, reduction="sum")
         return total if each == 1 else total / each
 
     def score(self, outputs: Tensor, device_batch: DeviceBatch) -> Array | float:
-        """Return the sum of the samples' scores; on a device an array of one number, for which nobody has waited."""
+        """Return the sum of the samples' scores; on a device an array of one number, for which
+        nobody has waited.
+        """
         targets = device_batch.y
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets)
@@ -99,21 +104,25 @@ class SumError:
 class SumCrossEntropy:
     """The sum of the labels' cross-entropies. Called with logits and labels.
 
-    Where a sample has several labels, those that are `IGNORED` count for nothing. Where it has one, it counts: looking
-    for what does not would take a sixth of a small model's step.
+    Where a sample has several labels, those that are `IGNORED` count for nothing. Where it has one,
+    it counts: looking for what does not would take a sixth of a small model's step.
 
     Args:
         label_smoothing: see `ops.cross_entropy`.
-        group: the ranks over which classes are shared out, so that logits are of this rank's classes alone: no rank
-            gathers them.
+        group: the ranks over which classes are shared out, so that logits are of this rank's
+            classes alone: no rank gathers them.
         classes: of all these ranks; 0 where they are not shared out.
     """
 
-    def __init__(self, label_smoothing: float = 0.0, group: Group | None = None, classes: int = 0) -> None:
+    def __init__(
+        self, label_smoothing: float = 0.0, group: Group | None = None, classes: int = 0
+    ) -> None:
         self.label_smoothing, self.classes, self._group = label_smoothing, classes, group
         shared: dict[str, Any] = {"group": group, "classes": classes} if classes else {}
         function: Callable[..., Tensor] = sharded_cross_entropy if classes else cross_entropy
-        self._function = partial(function, label_smoothing=label_smoothing, reduction="sum", **shared)
+        self._function = partial(
+            function, label_smoothing=label_smoothing, reduction="sum", **shared
+        )
 
     def __repr__(self) -> str:
         return f"{CROSS_ENTROPY} with label_smoothing {self.label_smoothing}"
@@ -125,27 +134,36 @@ class SumCrossEntropy:
         """Return how many labels have their row's largest logit."""
         if self._group is None:
             return count_correct(logits, device_batch)
-        labels = Tensor(device_batch.y).numpy() if device_batch.labels is None else device_batch.labels
+        labels = (
+            Tensor(device_batch.y).numpy() if device_batch.labels is None else device_batch.labels
+        )
         return float((best_classes(logits.data, self._group, self.classes) == labels).sum())
 
 
-def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 0.0) -> SumCrossEntropy:
-    """Return the sum of the labels' cross-entropies for logits as an arrangement's model gives them."""
+def sum_cross_entropy(
+    arrangement: Arrangement | None, label_smoothing: float = 0.0
+) -> SumCrossEntropy:
+    """Return the sum of the labels' cross-entropies for logits as an arrangement's model gives
+    them.
+    """
     if arrangement is None or not arrangement.classes:
         return SumCrossEntropy(label_smoothing)
     return SumCrossEntropy(label_smoothing, arrangement.mesh.tp, arrangement.classes)
 
 
 class LabelLoss:
-    """The sum of what a function of one's own gives for each label, or, of quantities, for each sample.
+    """The sum of what a function of one's own gives for each label, or, of quantities, for each
+    sample.
 
     Args:
-        function: (logits, labels) -> values of the labels' shape. Labels that are floats may have several elements in a
-            sample: its loss is their mean, or the function gives one value for each sample.
+        function: (logits, labels) -> values of the labels' shape. Labels that are floats may have
+            several elements in a sample: its loss is their mean, or the function gives one value
+            for each sample.
 
     Raises:
-        UsageError: when called, for values of other shapes. One number is refused: nobody sees whether it is a sum or
-            a mean. (A function with an argument `reduction="sum"` says so, and is taken as it is.)
+        UsageError: when called, for values of other shapes. One number is refused: nobody sees
+            whether it is a sum or a mean. (A function with an argument `reduction="sum"` says so,
+            and is taken as it is.)
     """
 
     def __init__(self, function: SumLoss) -> None:
@@ -161,15 +179,21 @@ class LabelLoss:
             gave = "one number" if not shape else f"values of shape {shape}"
             gave = gave if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise UsageError(
-                f"the loss gave {gave} for labels of shape {labels.shape}; return one value for each label, as "
-                'reduction="none" does: what they are divided by is the business of the Worker, which alone knows the '
-                'global batch. A function that returns the sum says so: def loss(logits, labels, reduction="sum")'
+                f"the loss gave {gave} for labels of shape {labels.shape}; return one value for"
+                ' each label, as reduction="none" does: what they are divided by is the business'
+                " of the Worker, which alone knows the global batch. A function that returns the"
+                ' sum says so: def loss(logits, labels, reduction="sum")'
             )
-        return found.sum() / max(prod(shape[1:]), 1) if labels.dtype.kind == "f" and shape[1:] else found.sum()
+        return (
+            found.sum() / max(prod(shape[1:]), 1)
+            if labels.dtype.kind == "f" and shape[1:]
+            else found.sum()
+        )
 
 
 def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
-    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None, or a function's.
+    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None, or a
+    function's.
 
     Raises:
         UsageError: for a name that is not known, and a mean.
@@ -178,19 +202,24 @@ def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> S
         reduction = "sum" if is_own_loss(loss) else _reduction(loss)
         if reduction not in ("sum", "none"):
             raise UsageError(
-                f"the loss has reduction={reduction!r}, but a Worker divides all ranks' losses once: give it "
-                'partial(loss, reduction="none"), or a layer made with reduction="none"'
+                f"the loss has reduction={reduction!r}, but a Worker divides all ranks' losses"
+                ' once: give it partial(loss, reduction="none"), or a layer made with'
+                ' reduction="none"'
             )
         return loss if reduction == "sum" else LabelLoss(loss)
     if loss in ERRORS:
         return SumError(loss)
     if loss not in (None, CROSS_ENTROPY):
-        raise UsageError(f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}")
+        raise UsageError(
+            f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}"
+        )
     return sum_cross_entropy(arrangement)
 
 
 def _reduction(loss: SumLoss) -> object:
-    """Return how a loss says by its arguments that it puts labels together; "none" where it says nothing."""
+    """Return how a loss says by its arguments that it puts labels together; "none" where it says
+    nothing.
+    """
     if isinstance(loss, Module):
         return getattr(loss, "options", vars(loss)).get("reduction", "none")
     with suppress(TypeError, ValueError):  # a callable that has no signature
@@ -213,15 +242,21 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
     ignored = getattr(loss, "keywords", {}).get("ignore_index")
     if ignored is not None and ignored >= 0:
         raise UsageError(
-            f"the loss ignores label {ignored}, but it is divided by the number of labels from 0 on; give what does "
-            f"not count the label {IGNORED}, and the loss ignore_index={IGNORED}"
+            f"the loss ignores label {ignored}, but it is divided by the number of labels from 0"
+            f" on; give what does not count the label {IGNORED}, and the loss"
+            f" ignore_index={IGNORED}"
         )
     classes = 0 if arrangement is None else arrangement.classes
-    if arrangement is not None and classes and not (isinstance(loss, SumCrossEntropy) and loss.classes):
+    if (
+        arrangement is not None
+        and classes
+        and not (isinstance(loss, SumCrossEntropy) and loss.classes)
+    ):
         raise UsageError(
-            f"the {classes} classes are shared out over tp {arrangement.mesh.tp.size} (Sharding.VOCAB), so this loss "
-            "would see a part of them alone; take compose.losses.sum_cross_entropy(arrangement), or Sharding.COLUMN, "
-            "after which the logits are whole"
+            f"the {classes} classes are shared out over tp {arrangement.mesh.tp.size}"
+            " (Sharding.VOCAB), so this loss would see a part of them alone; take"
+            " compose.losses.sum_cross_entropy(arrangement), or Sharding.COLUMN, after which the"
+            " logits are whole"
         )
 
 
@@ -236,31 +271,43 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     except (NnmpiError, MemoryError):
         raise
     except Exception as error:
-        raise UsageError(fault(getattr(loss, "function", loss), ("logits", "labels"), error)) from error
+        raise UsageError(
+            fault(getattr(loss, "function", loss), ("logits", "labels"), error)
+        ) from error
     if not isinstance(found, Tensor):
-        raise UsageError(f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor")
+        raise UsageError(
+            f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor"
+        )
     if found.size != 1:
-        raise UsageError(f"the loss gave a Tensor of shape {found.shape}; return the sum of the losses, one number")
+        raise UsageError(
+            f"the loss gave a Tensor of shape {found.shape}; return the sum of the losses, one"
+            " number"
+        )
     return found
 
 
 def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
-    """Return how many labels have their row's largest logit; of quantities the score of their squared errors.
+    """Return how many labels have their row's largest logit; of quantities the score of their
+    squared errors.
 
-    On a device that is an array of one number, for which nobody has waited. Where neither is defined it is NaN.
+    On a device that is an array of one number, for which nobody has waited. Where neither is
+    defined it is NaN.
     """
     y = device_batch.y
     if y.dtype.kind == "f":
         return squared_errors(logits, y)
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
-    values = to_float32(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest
+    # of bfloat16 not every library finds the largest
+    values = to_float32(namespace(logits.data), logits.data)
     equal: Array = values.argmax(axis=-1) == y
     return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()
 
 
 def squared_errors(outputs: Tensor, targets: Array) -> Array | float:
-    """Return minus the sum over samples of each one's mean squared error; NaN for outputs of other sizes."""
+    """Return minus the sum over samples of each one's mean squared error; NaN for outputs of other
+    sizes.
+    """
     if not _fits(outputs, targets):
         return nan
     xp = namespace(outputs.data)
@@ -288,11 +335,17 @@ class DeferredScalars:
         Args:
             value: a Python number, or an array of one element, here or on the device.
         """
-        self._values[name] = self._values[name] + _number(value) if name in self._values else _number(value)
+        self._values[name] = (
+            self._values[name] + _number(value) if name in self._values else _number(value)
+        )
 
     def read(self) -> dict[Hashable, float]:
-        """Return the sums by name. A device is waited for once; without numbers there not at all."""
-        there = {name: value for name, value in self._values.items() if not isinstance(value, float)}
+        """Return the sums by name. A device is waited for once; without numbers there not at
+        all.
+        """
+        there = {
+            name: value for name, value in self._values.items() if not isinstance(value, float)
+        }
         if not there:
             return dict(self._values)
         numbers = to_host(namespace(next(iter(there.values()))).concatenate(list(there.values())))
@@ -330,11 +383,14 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
     """Return a batch where a backend has its arrays.
 
     Raises:
-        ShapeError: for an index, on its way to a device, that no embedding of the model has a row for.
+        ShapeError: for an index, on its way to a device, that no embedding of the model has a row
+            for.
     """
     if backend.is_device and isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
         _check_indices(batch.x, model)
-    return DeviceBatch(backend.asarray(batch.x), backend.asarray(batch.y), batch.labels, batch.length)
+    return DeviceBatch(
+        backend.asarray(batch.x), backend.asarray(batch.y), batch.labels, batch.length
+    )
 
 
 def check_labels(loss: SumLoss, device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
@@ -356,14 +412,21 @@ def check_labels(loss: SumLoss, device_batch: DeviceBatch, first: int, logits: T
     if labels is None or isinstance(device_batch.y, np.ndarray) or not known:
         return
     count = getattr(loss, "classes", 0) or logits.shape[-1]
-    if labels.dtype.kind not in "iu" or not labels.size or (labels.min() >= 0 and labels.max() < count):
+    if (
+        labels.dtype.kind not in "iu"
+        or not labels.size
+        or (labels.min() >= 0 and labels.max() < count)
+    ):
         return
     ignored = _ignored(loss, labels)
-    wrong = ((labels < 0) | (labels >= count)) & (labels != ignored if ignored is not None else True)
+    wrong = ((labels < 0) | (labels >= count)) & (
+        labels != ignored if ignored is not None else True
+    )
     if wrong.any():
         place = np.argwhere(wrong)[0]
         raise ShapeError(
-            f"label {int(labels[tuple(place)])} in row {first + place[0]} of the batch is outside 0..{count - 1}"
+            f"label {int(labels[tuple(place)])} in row {first + place[0]} of the batch is outside"
+            f" 0..{count - 1}"
         )
 
 
@@ -375,9 +438,16 @@ def _ignored(loss: SumLoss, labels: Array) -> int | None:
 
 
 def _check_indices(indices: NDArray[Any], model: Module) -> None:
-    entries = [module.num_embeddings for _, module in model.named_modules() if isinstance(module, Embedding)]
+    entries = [
+        module.num_embeddings
+        for _, module in model.named_modules()
+        if isinstance(module, Embedding)
+    ]
     if not entries or not indices.size or (indices.min() >= 0 and indices.max() < max(entries)):
         return
     row, *_ = np.argwhere((indices < 0) | (indices >= max(entries)))[0]
     wrong = indices[row][(indices[row] < 0) | (indices[row] >= max(entries))]
-    raise ShapeError(f"index {int(np.ravel(wrong)[0])} in row {row} of the batch is outside 0..{max(entries) - 1}")
+    raise ShapeError(
+        f"index {int(np.ravel(wrong)[0])} in row {row} of the batch is outside"
+        f" 0..{max(entries) - 1}"
+    )

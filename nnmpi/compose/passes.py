@@ -1,4 +1,5 @@
-"""Batches through the executor: their losses, scores and gradients, and what becomes of the gradients.
+"""Batches through the executor: their losses, scores and gradients, and what becomes of the
+gradients.
 
     Passes              of a Worker: gradients are summed over the replicas while backward goes on
     evaluate_all        loss and score over many batches, as means over the ranks
@@ -6,9 +7,10 @@
     the last backward of stage s       --> reduce(s)         its sum over the replicas begins, beside the rest
     all done                           --> finish            wait for the sums; add up tied parameters over stages
 
-PipeDream (Narayanan et al., 2019) updates after every microbatch instead, without a flush. Each backward then uses the
-weights that its forward used: an update goes into a new copy of the stage's weights, and the graphs of microbatches on
-their way keep the old ones until they have gone back (weight stashing).
+PipeDream (Narayanan et al., 2019) updates after every microbatch instead, without a flush. Each
+backward then uses the weights that its forward used: an update goes into a new copy of the stage's
+weights, and the graphs of microbatches on their way keep the old ones until they have gone back
+(weight stashing).
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
-PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
+# so many are enough for a mean, and old ones may be of another load of the machine
+PASSES_KEPT = 20
 
 
 def evaluate_all(
@@ -79,12 +82,14 @@ def evaluate_all(
     evaluate: Callable[[Batch, DeferredScalars], bool],
     parts: int = 1,
 ) -> Totals:
-    """Return loss and score over this rank's parts of all batches, put together over the ranks; collective.
+    """Return loss and score over this rank's parts of all batches, put together over the ranks;
+    collective.
 
     On a device the sums are read once, at the end.
 
     Args:
-        evaluate: adds loss and right answers to what is to be read, and returns whether this rank's count.
+        evaluate: adds loss and right answers to what is to be read, and returns whether this rank's
+            count.
         parts: how many ranks' batches have the same samples, each some of their positions.
     """
     begin = clock.now()
@@ -97,7 +102,13 @@ def evaluate_all(
     sums = group.sum_floats([values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets])
     loss, score, samples, targets = sums
     wall_s = clock.now() - begin
-    return Totals(samples=int(samples) // parts, targets=int(targets), loss_sum=loss, score_sum=score, wall_s=wall_s)
+    return Totals(
+        samples=int(samples) // parts,
+        targets=int(targets),
+        loss_sum=loss,
+        score_sum=score,
+        wall_s=wall_s,
+    )
 
 
 @dataclass
@@ -125,7 +136,11 @@ class Running:
     def part(self, microbatch: int) -> DeviceBatch:
         """Return the rows of a microbatch."""
         cut, whole = self.cuts[microbatch], self.device_batch
-        return whole if cut.stop - cut.start == len(whole.y) else whole.rows(slice(cut.start, cut.stop))
+        return (
+            whole
+            if cut.stop - cut.start == len(whole.y)
+            else whole.rows(slice(cut.start, cut.stop))
+        )
 
     @property
     def inputs(self) -> list[Array]:
@@ -136,17 +151,26 @@ class Running:
     def kind(self) -> tuple[Any, ...]:
         """What recordings of batches are told apart by."""
         whole, rows = self.device_batch, tuple(cut.stop - cut.start for cut in self.cuts)
-        return self.trains, whole.length, whole.x.shape[1:], whole.x.dtype, whole.y.shape[1:], whole.y.dtype, rows
+        return (
+            self.trains,
+            whole.length,
+            whole.x.shape[1:],
+            whole.x.dtype,
+            whole.y.shape[1:],
+            whole.y.dtype,
+            rows,
+        )
 
 
 class Passes(Caller):
-    """Takes batches through a trainer's model, forward and backward, wherever it lies. Everything is collective.
+    """Takes batches through a trainer's model, forward and backward, wherever it lies. Everything
+    is collective.
 
     Args:
-        trainer: whose model, losses and seed they are, and which says how the model lies on the ranks; its optimizer is
-            used here only where every microbatch is an update.
-        exchange: what becomes of gradients; None where no other rank computes along: then microbatches without rows
-            are left out.
+        trainer: whose model, losses and seed they are, and which says how the model lies on the
+            ranks; its optimizer is used here only where every microbatch is an update.
+        exchange: what becomes of gradients; None where no other rank computes along: then
+            microbatches without rows are left out.
         synchronous_sends: see `comm.point_to_point.Messages`.
 
     Attributes:
@@ -154,8 +178,10 @@ class Passes(Caller):
         replay: records and replays.
         poll: called before each backward pass on a rank that serves others, too; None elsewhere.
         updates: whether weights are updated on the way, and not once by the Worker.
-        counts: whether this rank's losses count: it has the last stage, and of those that share it, it is the first.
-        planned: the model as it runs by a plan, once it has, where there is a budget for activations.
+        counts: whether this rank's losses count: it has the last stage, and of those that share it,
+            it is the first.
+        planned: the model as it runs by a plan, once it has, where there is a budget for
+            activations.
         paused_s: of the last batch, the seconds for which it was slowed down on purpose.
     """
 
@@ -197,7 +223,8 @@ class Passes(Caller):
         self.is_cut = self.executor.count > 1
         self.counts = self.executor.count - 1 in self.executor.stages and where.mesh.place.t == 0
         self._numbers = _numbers(where)
-        self._left = Counter[int]()  # by parameter: stages of this rank whose part of its gradient is not there yet
+        # by parameter: stages of this rank whose part of its gradient is not there yet
+        self._left = Counter[int]()
         self._last_seed: tuple[float, Array] | None = None
         self._most_rows = 0
         self._watched = _foreign_buffers(model, where)
@@ -206,8 +233,11 @@ class Passes(Caller):
 
     # ---- what a trainer calls ----
 
-    def train(self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True) -> StepReport:
-        """Compute the gradients of the batch's mean loss, summed over the replicas; on a device, do not wait for them.
+    def train(
+        self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True
+    ) -> StepReport:
+        """Compute the gradients of the batch's mean loss, summed over the replicas; on a device, do
+        not wait for them.
 
         What is known of the step by then is returned; `sums` has its numbers.
 
@@ -224,7 +254,9 @@ class Passes(Caller):
         self.scalars.clear()
         self.paused_s = 0.0
         now = self._begin(batch, step, self.scalars, cuts, scale=scale)
-        report = self._report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
+        report = self._report = StepReport(
+            steps=1, samples=batch.global_rows, targets=batch.global_targets
+        )
         self._left = Counter(chain.from_iterable(self._numbers.values()))
         if cuts:
             refusal = "" if may_replay else LOOKED_AT
@@ -239,7 +271,11 @@ class Passes(Caller):
                 if not bool((buffer.data == values).all()):
                     raise UsageError(_BUFFER_MOVES.format(name))
             if self.is_cut:
-                report.passed, report.staleness, report.wait_s = passed, tuple(now.staleness), passed.wait_s
+                report.passed, report.staleness, report.wait_s = (
+                    passed,
+                    tuple(now.staleness),
+                    passed.wait_s,
+                )
                 if sent := passed.sent_bytes:
                     report.count(Traffic(0.0, sum(sent), len(sent), nan))
                 self._passes.append(report)
@@ -248,25 +284,33 @@ class Passes(Caller):
         return report
 
     def sums(self) -> tuple[float, float, int]:
-        """Return what this rank contributes of the last batch: its losses, their score, and the labels that count.
+        """Return what this rank contributes of the last batch: its losses, their score, and the
+        labels that count.
 
-        Of ranks that compute the same, one counts and the others give zeros. On a device it waits for the numbers. It
-        may communicate, so call it on all ranks.
+        Of ranks that compute the same, one counts and the others give zeros. On a device it waits
+        for the numbers. It may communicate, so call it on all ranks.
         """
         values, now = self.scalars.read(), self._now
         numbers = range(len(now.cuts) if self.counts else 0)
         losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
         loss = sum(losses.values()) if self.exchange is None else self.exchange.add_up(losses)
-        return loss, sum(values[SCORE, m] for m in numbers), now.batch.own_targets if self.counts else 0
+        return (
+            loss,
+            sum(values[SCORE, m] for m in numbers),
+            now.batch.own_targets if self.counts else 0,
+        )
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
-        """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether they do.
+        """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether
+        they do.
 
         It is called within `no_grad`.
         """
         cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
         now = self._begin(batch, 0, scalars, cuts, trains=False)
-        self.executor.run(now.inputs, kind=now.kind, refusal=LOOKED_AT if timeline.current() else "")
+        self.executor.run(
+            now.inputs, kind=now.kind, refusal=LOOKED_AT if timeline.current() else ""
+        )
         return self.counts
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
@@ -276,14 +320,19 @@ class Passes(Caller):
             or self._where.layout.expert_parallel
             or (self.exchange is not None and not self.exchange.keeps_own)
         ):
-            return explain_gradients(self.world, self.model, step + 1, value, "microbatches and replicas")
-        x, again = self.suspect(batch, step, lambda loss: all(map(isfinite, self.world.sum_floats([loss]))))
+            return explain_gradients(
+                self.world, self.model, step + 1, value, "microbatches and replicas"
+            )
+        x, again = self.suspect(
+            batch, step, lambda loss: all(map(isfinite, self.world.sum_floats([loss])))
+        )
         return explain(self.world, self.model, x, again, step + 1, value)
 
     def suspect(
         self, batch: Batch, step: int, is_finite: Callable[[float], bool]
     ) -> tuple[Array, Callable[[], Tensor]]:
-        """Return the input of the first microbatch whose loss is not finite, else of the last, and what computes it.
+        """Return the input of the first microbatch whose loss is not finite, else of the last, and
+        what computes it.
 
         Args:
             is_finite: asked of each microbatch's loss, computed again.
@@ -293,30 +342,42 @@ class Passes(Caller):
         def compute(microbatch: int) -> Tensor:
             self._now = now
             with self.mode(microbatch, False):
-                (loss,), _ = self.executor.stages[0].run([Tensor(now.inputs[microbatch])], True, microbatch)
+                (loss,), _ = self.executor.stages[0].run(
+                    [Tensor(now.inputs[microbatch])], True, microbatch
+                )
                 return loss
 
         tries = [(x, partial(compute, microbatch)) for microbatch, x in enumerate(now.inputs)]
         return next((each for each in tries if not is_finite(each[1]().item())), tries[-1])
 
     def summary(self) -> list[str]:
-        """Return lines about the batches since the last call: what a plan takes, and how passes through stages went."""
+        """Return lines about the batches since the last call: what a plan takes, and how passes
+        through stages went.
+        """
         planned = self.planned
         if planned is not None and planned.plan != self._told:
             self._told = planned.plan
             return [planned.describe()]
         if not self._passes:
             return []
-        group, passes = self._where.mesh.pp, [each.passed for each in self._passes if each.passed is not None]
-        most = max(each.microbatches for each in passes)  # those of fewer are an epoch's short last batch
+        group, passes = (
+            self._where.mesh.pp,
+            [each.passed for each in self._passes if each.passed is not None],
+        )
+        # those of fewer are an epoch's short last batch
+        most = max(each.microbatches for each in passes)
         lines = [
             _forecast(
-                self.world, group, self.executor.plan(most), [each for each in passes if each.microbatches == most]
+                self.world,
+                group,
+                self.executor.plan(most),
+                [each for each in passes if each.microbatches == most],
             )
         ]
         old = max((each for report in self._passes for each in report.staleness), default=0)
         self._passes.clear()
-        if self.updates:  # only schedules that update during a pass, such as pipedream, have weights that are old
+        if self.updates:
+            # only schedules that update during a pass, such as pipedream, have weights that are old
             stale = group.gather(old)
             lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
         return lines
@@ -346,19 +407,24 @@ class Passes(Caller):
         return self._now
 
     def _seeds(self, now: Running) -> list[Array]:
-        """Return the gradients of the microbatches' loss sums: the loss scale / the labels in an update's mean.
+        """Return the gradients of the microbatches' loss sums: the loss scale / the labels in an
+        update's mean.
 
-        The division is that of `DataParallel.backward`; with pipedream an update is of one microbatch.
+        The division is that of `DataParallel.backward`; with pipedream an update is of one
+        microbatch.
         """
         return [self._seed_of(self._weight(now, cut)) for cut in now.cuts]
 
     def _weight(self, now: Running, cut: Cut) -> float:
         """Return the loss scale / the labels that a microbatch's sum of losses is divided by."""
         batch = now.batch
-        return now.scale / max(batch.targets[cut.number] if self.updates else batch.global_targets, 1)
+        targets = batch.targets[cut.number] if self.updates else batch.global_targets
+        return now.scale / max(targets, 1)
 
     def _seed_of(self, value: float) -> Array:
-        """Return a number as (), float64, where the model lives; `backward` converts it to the loss's dtype."""
+        """Return a number as (), float64, where the model lives; `backward` converts it to the
+        loss's dtype.
+        """
         if self._last_seed is None or self._last_seed[0] != value:
             self._last_seed = value, self.backend.xp.full((), value, "float64")
         return self._last_seed[1]
@@ -378,7 +444,12 @@ class Passes(Caller):
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)
-        own = {"seed": self._seed, "step": step, "first_row": cut.first_row, "weight": self._weight(now, cut)}
+        own = {
+            "seed": self._seed,
+            "step": step,
+            "first_row": cut.first_row,
+            "weight": self._weight(now, cut),
+        }
         return {"training": True, "again": again, **own}
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
@@ -407,8 +478,12 @@ class Passes(Caller):
             return self.executor.end(self.model(x), microbatch)
         if self.planned is None:
             sharded = None if self.exchange is None else self.exchange.weights
-            self.planned = RecomputedModel(self.model, self._budget, self.backend, self.world, self._store, sharded)
-        return self.planned(x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_rows)
+            self.planned = RecomputedModel(
+                self.model, self._budget, self.backend, self.world, self._store, sharded
+            )
+        return self.planned(
+            x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_rows
+        )
 
     # ---- what the executor calls: see `Caller` ----
 
@@ -431,12 +506,16 @@ class Passes(Caller):
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
         """See `Caller`."""
-        found = self.slow.wait(computed_s, self.world.rank, self._now.step, share=share, waited_s=waited_s)
+        found = self.slow.wait(
+            computed_s, self.world.rank, self._now.step, share=share, waited_s=waited_s
+        )
         self.paused_s += found
         return found
 
     def _pace_layer(self, number: int) -> None:
-        """Let a backward have come as far as this gradient, by its elements, before its sum begins."""
+        """Let a backward have come as far as this gradient, by its elements, before its sum
+        begins.
+        """
         if self.slow:
             self._final += self.model.storage.spans[number].parameter.size
             self.executor.pace(self._final / self.model.storage.size)
@@ -452,7 +531,9 @@ class Passes(Caller):
             return
         assert self.exchange is not None
         self._left.subtract(self._numbers[stage])
-        self.exchange.final([number for number in reversed(self._numbers[stage]) if not self._left[number]])
+        self.exchange.final(
+            [number for number in reversed(self._numbers[stage]) if not self._left[number]]
+        )
 
     def progress(self) -> None:
         """See `Caller`."""
@@ -466,7 +547,8 @@ class Passes(Caller):
         self._report.count(self.exchange.finish())
         storage = self.model.storage
         storage.move(data=[data.copy() for data in storage.data])
-        for span in storage.spans:  # the move has forgotten the gradients, but they are still where they were
+        for span in storage.spans:
+            # the move has forgotten the gradients, but they are still where they were
             span.parameter.grad = span.parameter.buffer
         now.staleness.append(self._optimizer.steps - now.versions.pop(microbatch))
         self._optimizer.step()
@@ -490,25 +572,30 @@ def _refusal(where: Arrangement, backend: Backend, losses: Sequence[SumLoss]) ->
         "ZeRO 2 and 3 let weights and gradients come and go between layers": layout.zero > 1,
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,
         "what is offloaded comes and goes between layers": layout.offload is not None,
-        "a plan for activations keeps to a budget of its own": layout.activation_memory is not None
-        and not where.stages,
-        f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(strangers),
+        "a plan for activations keeps to a budget of its own": (
+            layout.activation_memory is not None and not where.stages
+        ),
+        f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(
+            strangers
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 _BUFFER_MOVES = (
-    "the forward of a module of your own has changed its Buffer {!r}, by this rank's rows or more than once, so that "
-    "it is not the serial run's. Give the class an attribute all_reduce = None; a strategy sets it to what sums a "
-    "float64 array over the ranks that share a batch. Sum with it where it is set, and change nothing where "
-    "nnmpi.nn.current().again"
+    "the forward of a module of your own has changed its Buffer {!r}, by this rank's rows or more"
+    " than once, so that it is not the serial run's. Give the class an attribute all_reduce = None;"
+    " a strategy sets it to what sums a float64 array over the ranks that share a batch. Sum with"
+    " it where it is set, and change nothing where nnmpi.nn.current().again"
 )
 
 
 def _foreign_buffers(model: Module, where: Arrangement) -> list[tuple[str, Buffer]]:
-    """Return buffers, with their names, that the forwards of users' modules must not change in this layout.
+    """Return buffers, with their names, that the forwards of users' modules must not change in this
+    layout.
 
-    That is where replicas have other rows each, or a forward is done again. A class that has `all_reduce` knows both.
+    That is where replicas have other rows each, or a forward is done again. A class that has
+    `all_reduce` knows both.
     """
     layout = where.layout
     if where.mesh.replicas.size == 1 and layout.activation_memory is None and not layout.recomputes:
@@ -517,20 +604,25 @@ def _foreign_buffers(model: Module, where: Arrangement) -> list[tuple[str, Buffe
         (name, buffer)
         for path, module in model.named_modules()
         if not is_own(type(module)) and (layout.fixed or not hasattr(module, "all_reduce"))
-        for name, buffer in ((f"{path}.{each}".strip("."), value) for each, value in vars(module).items())
+        for name, buffer in (
+            (f"{path}.{each}".strip("."), value) for each, value in vars(module).items()
+        )
         if isinstance(buffer, Buffer)
     ]
 
 
 def _warn_of_strangers(model: Module, loss: Tensor) -> None:
-    """Warn of a parameter that gets a gradient, but belongs to no layer of the model: no update will change it."""
+    """Warn of a parameter that gets a gradient, but belongs to no layer of the model: no update
+    will change it.
+    """
     own = {id(parameter) for _, parameter in model.named_parameters()}
     for leaf in leaves_of(loss):
         if isinstance(leaf, Parameter) and id(leaf) not in own:
             warnings.warn(
-                f"a parameter of shape {leaf.shape} gets a gradient, but is not found in the model, and so is not "
-                "trained: a layer must be a module's attribute or an item of a list that is one, not a variable "
-                "of a function around it; if nothing is to train it, set its requires_grad = False",
+                f"a parameter of shape {leaf.shape} gets a gradient, but is not found in the model,"
+                " and so is not trained: a layer must be a module's attribute or an item of a list"
+                " that is one, not a variable of a function around it; if nothing is to train it,"
+                " set its requires_grad = False",
                 stacklevel=2,
             )
             return
@@ -541,16 +633,23 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
     number_of = {id(span.parameter): i for i, span in enumerate(arrangement.model.storage.spans)}
     return {
         stage: sorted(
-            {number_of[id(p)] for layer in layers for _, module in layer.members for p in module.parameters()}
+            {
+                number_of[id(p)]
+                for layer in layers
+                for _, module in layer.members
+                for p in module.parameters()
+            }
         )
         for stage, layers in arrangement.stages.items()
     }
 
 
 def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[PassReport]) -> str:
-    """Return how passes of one schedule went, measured beside simulated. Collective over the pipeline's ranks.
+    """Return how passes of one schedule went, measured beside simulated. Collective over the
+    pipeline's ranks.
 
-    A pass is the longest of the ranks' medians; a bubble is the share of their time in which they did not compute.
+    A pass is the longest of the ranks' medians; a bubble is the share of their time in which they
+    did not compute.
     """
     own = [[one.kind, one.stage, seconds] for report in reports for one, seconds in report.samples]
     machine = world.machine
@@ -560,9 +659,14 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
             other = one.stage + (1 if one.kind is Kind.SEND_ACT else -1)
             across = nodes[ranks[group.rank]] != nodes[ranks[other % group.size]]
             own.append([one.kind, one.stage, sum(machine.message(across, [False], lengths))])
-    totals = [median(report.total_s for report in reports), median(report.compute_s for report in reports)]
+    totals = [
+        median(report.total_s for report in reports),
+        median(report.compute_s for report in reports),
+    ]
     told = group.gather([own, totals, max(report.peak_live for report in reports)])
-    samples = [(Kind(kind).at(stage), seconds) for theirs, _, _ in told for kind, stage, seconds in theirs]
+    samples = [
+        (Kind(kind).at(stage), seconds) for theirs, _, _ in told for kind, stage, seconds in theirs
+    ]
     simulation = simulate_schedule(schedule, measured_costs(schedule.stages, samples))
     measured_s = max(total_s for _, (total_s, _), _ in told)
     busy_s = sum(compute_s for _, (_, compute_s), _ in told)

@@ -13,10 +13,14 @@ FIXED, ZERO, ZERO_2, LIMIT, LEAST, EXPERTS = "fixed", "zero", "zero 2", "limit",
 ACTIVATIONS_OUT, STATE_OUT = "activations out", "state out"
 FUSED, DEVICE, FP16, CLIP, MATRICES = "fused update", "device", "fp16", "clip", "muon"
 
-_PARTS = "ranks that have parts of the model add in parts, whose rounding depends on how many they are"
+_PARTS = (
+    "ranks that have parts of the model add in parts, whose rounding depends on how many they are"
+)
 _WHOLE = "the fused update is for replicas of a whole model, summed as they come"
 _VERSIONS = "a microbatch's forward and backward see different versions of the weights"
-_MEET = "replicas meet in each mixture of experts of every pass, which is to be the whole model's, once"
+_MEET = (
+    "replicas meet in each mixture of experts of every pass, which is to be the whole model's, once"
+)
 _OWN_TIME = "each stage updates when its own gradient is there, and no rank waits for the others"
 
 REFUSED: dict[tuple[str, str], str] = {
@@ -25,7 +29,10 @@ REFUSED: dict[tuple[str, str], str] = {
     (FIXED, SEQUENCE): _PARTS,
     (FIXED, ZERO): "sums are scattered as they come, which is not the fixed order",
     (FIXED, PIPEDREAM): _VERSIONS,
-    (ZERO_2, PIPELINE): "stages hold their gradients over the whole pass; zero 1 goes with a pipeline",
+    (
+        ZERO_2,
+        PIPELINE,
+    ): "stages hold their gradients over the whole pass; zero 1 goes with a pipeline",
     (ZERO, PIPEDREAM): _VERSIONS,
     (LEAST, PIPEDREAM): _VERSIONS,
     (
@@ -39,7 +46,10 @@ REFUSED: dict[tuple[str, str], str] = {
     (EXPERTS, SEQUENCE): _MEET,
     (EXPERTS, LIMIT): _MEET,
     (EXPERTS, LEAST): _MEET,
-    (EXPERTS, FIXED): "an expert adds up the rows of all replicas at once, and no microbatch is one replica's",
+    (
+        EXPERTS,
+        FIXED,
+    ): "an expert adds up the rows of all replicas at once, and no microbatch is one replica's",
     (EXPERTS, ZERO): "each rank has weights and state of its own experts alone already",
     (EXPERTS, STATE_OUT): "each rank has weights and state of its own experts alone already",
     (FUSED, EXPERTS): "the fused update keeps the same parameters once per node",
@@ -49,8 +59,14 @@ REFUSED: dict[tuple[str, str], str] = {
     (FUSED, TENSOR): _WHOLE,
     (FUSED, FIXED): _WHOLE,
     (FUSED, DEVICE): "the fused update works on weights in memory that the ranks of a node share",
-    (FUSED, MATRICES): "the fused update has its own elements of every matrix, and the optimizer takes whole ones",
-    (FP16, PIPEDREAM): f"an update that overflows is left out on all ranks, but {_OWN_TIME}; bf16 goes with it",
+    (
+        FUSED,
+        MATRICES,
+    ): "the fused update has its own elements of every matrix, and the optimizer takes whole ones",
+    (
+        FP16,
+        PIPEDREAM,
+    ): f"an update that overflows is left out on all ranks, but {_OWN_TIME}; bf16 goes with it",
     (CLIP, PIPEDREAM): f"clipping needs the gradient of all stages at once, but {_OWN_TIME}",
 }
 
@@ -66,15 +82,21 @@ def refuse(given: Mapping[str, str]) -> None:
     """
     for (one, other), reason in REFUSED.items():
         if one in given and other in given:
-            raise LayoutError(f"{given[one]} does not go with {given[other]}: {reason}; leave one of them out")
+            raise LayoutError(
+                f"{given[one]} does not go with {given[other]}: {reason}; leave one of them out"
+            )
 
 
 def matrix() -> list[str]:
-    """Return the table as lines of Markdown: a dot where two features go together, else the number of the reason."""
+    """Return the table as lines of Markdown: a dot where two features go together, else the number
+    of the reason.
+    """
     names = list(dict.fromkeys(name for pair in REFUSED for name in pair))
     reasons = list(dict.fromkeys(REFUSED.values()))
     found = {frozenset(pair): str(1 + reasons.index(reason)) for pair, reason in REFUSED.items()}
-    rows = [[name, *(found.get(frozenset((name, other)), "·") for other in names)] for name in names]
+    rows = [
+        [name, *(found.get(frozenset((name, other)), "·") for other in names)] for name in names
+    ]
     lines = [f"| {' | '.join(row)} |" for row in (["", *names], ["---"] * (1 + len(names)), *rows)]
     return [*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))]
 

@@ -1,13 +1,15 @@
-"""Passes that a Worker records and replays, as `nnmpi.compile` does for a loop of one's own; and when it may.
+"""Passes that a Worker records and replays, as `nnmpi.compile` does for a loop of one's own; and
+when it may.
 
     a batch of new shapes      1st time     computed as it stands
-                               2nd time     computed, and every call on arrays noted (see `nn.compiled`)
+                               2nd time     computed, and every call on arrays noted (see
+                                            `nn.compiled`)
                                later        the calls made again: the same bits, no graph, no checks
 
-What Python decides in a forward pass would be decided once for ever. So a model is replayed only where nothing in it
-decides by values: where all of its modules, and the loss, are nnmpi's own, or say so (`Module.replayable`). What it is
-made of is looked at before each replay. With another layer, rate or array in the old one's place it is computed as it
-stands again, and recorded anew.
+What Python decides in a forward pass would be decided once for ever. So a model is replayed only
+where nothing in it decides by values: where all of its modules, and the loss, are nnmpi's own, or
+say so (`Module.replayable`). What it is made of is looked at before each replay. With another
+layer, rate or array in the old one's place it is computed as it stands again, and recorded anew.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,15 +31,18 @@ MOST_CHANGES = 16  # of the model; one that changes all the time is not worth re
 
 
 class Replay(Compiled):
-    """Passes of an executor, replayed from the third time on that inputs of some shapes come, where that is safe.
+    """Passes of an executor, replayed from the third time on that inputs of some shapes come, where
+    that is safe.
 
         recorded    F0 F1 B0 F2 B1 B2       each call on arrays, and between them what else the loop does: sending,
                                             receiving, waiting, sums; what a microbatch has let go of in memory, a later
                                             one takes
-        replayed                            the same calls in the same order: so memory is used again in the recorded
-                                            order, after its old content was last needed
+        replayed                            the same calls in the same order: so memory is used
+                                            again in the recorded order, after its old content was
+                                            last needed
 
-    Arrays that come from outside, inputs, seeds and messages, are copied to their places; what is sent is a copy.
+    Arrays that come from outside, inputs, seeds and messages, are copied to their places; what is
+    sent is a copy.
 
     Args:
         model: that runs.
@@ -107,12 +112,16 @@ class Replay(Compiled):
         self._seen = {key}
         self._changes += 1
         modules = list(self._model.named_modules())
-        strangers = [f"{name} ({type(module).__name__})" for name, module in modules if not _is_replayable(module)]
+        strangers = [
+            f"{name} ({type(module).__name__})"
+            for name, module in modules
+            if not _is_replayable(module)
+        ]
         self._reason = "the model is new, or has changed"
         if strangers:
             self._reason = (
-                f"{strangers[0]} is not nnmpi's own, or calls a function that is not; let the class or the function "
-                "say replayable = True if values decide nothing"
+                f"{strangers[0]} is not nnmpi's own, or calls a function that is not; let the class"
+                " or the function say replayable = True if values decide nothing"
             )
         elif self._changes > MOST_CHANGES:
             self._reason = "the model changes all the time"
@@ -132,16 +141,26 @@ def is_own(thing: Any) -> bool:
 
 
 def _is_replayable(module: Module) -> bool:
-    """Return whether a module decides nothing by values: all that it calls is nnmpi's own, or itself says so."""
+    """Return whether a module decides nothing by values: all that it calls is nnmpi's own, or
+    itself says so.
+    """
     kind, own = type(module), vars(module)
     if not is_own(kind):
         return vars(kind).get("replayable") is True and "forward" not in own
-    called = [getattr(each, "func", each) for each in own.values() if callable(each) and not isinstance(each, Module)]
-    return "forward" not in own and all(is_own(each) or getattr(each, "replayable", False) for each in called)
+    called = [
+        getattr(each, "func", each)
+        for each in own.values()
+        if callable(each) and not isinstance(each, Module)
+    ]
+    return "forward" not in own and all(
+        is_own(each) or getattr(each, "replayable", False) for each in called
+    )
 
 
 def _holders(module: Module) -> Iterator[Iterable[object]]:
-    """Yield what goes through what a module is made of, as it is at that time; where each begins is told, too."""
+    """Yield what goes through what a module is made of, as it is at that time; where each begins is
+    told, too.
+    """
     own = vars(module)
     yield from ((own,), own.values())
     for value in own.values():

@@ -1,4 +1,6 @@
-"""A worker's arrays as those of the whole model, wherever its parts lie: what checkpoints are made of."""
+"""A worker's arrays as those of the whole model, wherever its parts lie: what checkpoints are made
+of.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,10 +19,14 @@ def model_state(model: Module, group: Group, arrangement: Arrangement) -> ModelS
     storage = model.storage
     parts = {} if storage.is_whole else _views(storage, storage.data)
     leaves = {name: parts.get(name, leaf.data) for name, leaf in _leaves(model).items()}
-    return _state(model, group, arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers])
+    return _state(
+        model, group, arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers]
+    )
 
 
-def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement) -> ModelState:
+def optimizer_state(
+    model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement
+) -> ModelState:
     """Return the optimizer's arrays by "slot/full.parameter.name"."""
     slots = {f"{slot}/": _views(model.storage, flats) for slot, flats in optimizer.slots().items()}
     return _state(model, group, arrangement, slots, arrangement.parameters)
@@ -33,7 +39,11 @@ def gradient_state(model: Module, group: Group, arrangement: Arrangement) -> Mod
 
 
 def _state(
-    model: Module, group: Group, arrangement: Arrangement, arrays: Mapping[str, Mapping[str, Any]], order: Iterable[str]
+    model: Module,
+    group: Group,
+    arrangement: Arrangement,
+    arrays: Mapping[str, Mapping[str, Any]],
+    order: Iterable[str],
 ) -> ModelState:
     """Return arrays by the beginning of their names, and the leaf's that they belong to."""
     leaves = _leaves(model)

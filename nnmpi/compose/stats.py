@@ -1,4 +1,6 @@
-"""What is counted of steps; what adds up is in Totals, and what of one update does not in its StepReport."""
+"""What is counted of steps; what adds up is in Totals, and what of one update does not in its
+StepReport.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def perplexity(loss: float) -> float:
 
 
 def r2(score: float, variance: float) -> float:
-    """Return the share of the targets' variance that is explained, 1 - mse / variance; NaN where they do not vary.
+    """Return the share of the targets' variance that is explained, 1 - mse / variance; NaN where
+    they do not vary.
 
     Args:
         score: a mean over samples.
@@ -45,16 +48,20 @@ def r2(score: float, variance: float) -> float:
 class Totals:
     """Sums over a number of steps; all fields add up.
 
-    It is not frozen, since each step makes several, and making a frozen one takes more than four times as long.
+    It is not frozen, since each step makes several, and making a frozen one takes more than four
+    times as long.
 
     Attributes:
         steps, samples: counts.
         targets: the labels that count: the tokens that were to be predicted; elsewhere the samples.
         loss_sum, score_sum: sums over targets; see `compose.losses` for what a score is.
-        compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for batches.
+        compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for
+            batches.
         hidden_s: seconds of computing while messages were under way.
-        comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
-        predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
+        comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that
+            did it.
+        predicted_s: seconds that the fitted model gives that communication, in those of the steps
+            that it knows.
         predicted_steps: the number of those steps.
         wait_s: seconds of waiting for other stages of a pipeline: its bubble.
         wall_s: seconds from the end of the step before to the end of each.
@@ -89,7 +96,9 @@ class Totals:
             own[name] += more[name]
 
     def mean_over(self, workers: int, steps: int) -> Totals:
-        """Return the sums over so many steps, whose times are the means over the workers' times in these."""
+        """Return the sums over so many steps, whose times are the means over the workers' times in
+        these.
+        """
         if workers == 1:
             return self
         return replace(self, steps=steps, **{name: getattr(self, name) / workers for name in PARTS})
@@ -106,7 +115,9 @@ class Totals:
 
     @property
     def accuracy(self) -> float:
-        """The share of right answers, 0 to 1; NaN where quantities are predicted, whose scores are below 0."""
+        """The share of right answers, 0 to 1; NaN where quantities are predicted, whose scores are
+        below 0.
+        """
         return self.score if self.score >= 0 else nan
 
     @property
@@ -139,19 +150,32 @@ class Totals:
         return self.predicted_s / self.predicted_steps if self.predicted_steps else None
 
     def communication(self) -> str:
-        """Return what was communicated in a step, how much of it computing hid, and what the model says."""
+        """Return what was communicated in a step, how much of it computing hid, and what the model
+        says.
+        """
         steps, predicted_s = max(self.steps, 1), self.predicted_step_s
         share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
-        exposed_ms, hidden_ms = (1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s))
-        predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.3g} ms"
-        arrays = f"{self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB of arrays"
+        exposed_ms, hidden_ms = (
+            1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s)
+        )
+        predicted = (
+            "no fit to predict it by"
+            if predicted_s is None
+            else f"predicted {1e3 * predicted_s:.3g} ms"
+        )
+        arrays = (
+            f"{self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB of"
+            " arrays"
+        )
         return (
-            f"communication per step: {arrays}; "
-            f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
+            f"communication per step: {arrays}; exposed {exposed_ms:.2f} ms, hidden by computing"
+            f" {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
         )
 
     def breakdown(self, of: str = "") -> str:
-        """Return where an iteration's time went, in ms and per cent of its wall time, and of whom that is."""
+        """Return where an iteration's time went, in ms and per cent of its wall time, and of whom
+        that is.
+        """
         wall_s = max(self.wall_s, 1e-12)
         found = [(name, getattr(self, key)) for key, name in PARTS.items()]
         parts = [(name, seconds) for name, seconds in found if seconds or name != PARTS["wait_s"]]
@@ -176,7 +200,8 @@ class PassReport:
         microbatches: how many went through.
         samples: what was computed, and how many seconds each took.
         compute_s: seconds in which it computed.
-        wait_s: seconds in which it waited for what other stages send: the bubble, and messages that take their time.
+        wait_s: seconds in which it waited for what other stages send: the bubble, and messages that
+            take their time.
         sent: the bytes of each array of activations and gradients that it sent, by what sent it.
         peak_live: the most microbatches whose activations it held at once.
         peak_waiting: the most bytes that it held of those whose activations are computed again.
@@ -200,14 +225,17 @@ class PassReport:
 
 @dataclass
 class StepReport(Totals):
-    """One update, the same on all ranks but for the times. `loss` and `score` are means over the targets of all ranks.
+    """One update, the same on all ranks but for the times. `loss` and `score` are means over the
+    targets of all ranks.
 
     Attributes:
-        grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
+        grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is
+            an update.
         passed: what the pass through the pipeline was on this rank; None without a pipeline.
-        staleness: by how many updates the weights of each microbatch's forward were older than those that its gradient
-            changed; empty where there is only one update.
-        loss_scale: what the gradients of this step were multiplied by on their way; 1 without loss scaling.
+        staleness: by how many updates the weights of each microbatch's forward were older than
+            those that its gradient changed; empty where there is only one update.
+        loss_scale: what the gradients of this step were multiplied by on their way; 1 without loss
+            scaling.
         skipped: whether there was no update, as a scaled gradient was beyond the range of float16.
     """
 

@@ -1,10 +1,12 @@
-"""What all trainers have in common, however their ranks go on: train up to a point, evaluate, state, report, release.
+"""What all trainers have in common, however their ranks go on: train up to a point, evaluate,
+state, report, release.
 
     segment = trainer.run(loader, epoch, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)
     print(segment.totals.loss, trainer.evaluate(test_loader.epoch(0)).accuracy)
 
-The batches between two such points are a segment. At its ends all ranks have the same weights, so that evaluations and
-checkpoints are those of any other run. Within it the ranks may meet after every step, or each goes on at its own speed:
+The batches between two such points are a segment. At its ends all ranks have the same weights, so
+that evaluations and checkpoints are those of any other run. Within it the ranks may meet after
+every step, or each goes on at its own speed:
 
     in step       rank 0   |--0--|.....|--1--|.....|--2--|.....|--3--|.....|      `compose.worker`
                   rank 1   |----0------|----1------|----2------|----3------|
@@ -12,7 +14,8 @@ checkpoints are those of any other run. Within it the ranks may meet after every
                   worker 1 |----1-----|----3-----|----6-----|     |
 
     Trainer             the interface; TrainingSegment: what it is asked to train on
-    Progress            what it tells on the way; SegmentReport: at the end; the sums in both are in `stats`
+    Progress            what it tells on the way; SegmentReport: at the end; the sums in both are in
+                        `stats`
 """
 
 from __future__ import annotations
@@ -48,12 +51,14 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 
 @dataclass
 class Progress:
-    """A step that all ranks did together, or out of step: a gradient that was used, or a step of a worker's own.
+    """A step that all ranks did together, or out of step: a gradient that was used, or a step of a
+    worker's own.
 
     Attributes:
         batch: the number of its batch in the epoch.
         worker: who computed it; 0 for a step that all did together.
-        totals: over its samples, with the worker's times; one step. Its `wall_s` are the seconds since the one before.
+        totals: over its samples, with the worker's times; one step. Its `wall_s` are the seconds
+            since the one before.
         norm: the length of the gradient of these samples' mean loss, before clipping.
         at_s: the seconds of the segment so far.
     """
@@ -67,11 +72,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """A segment, the same on all ranks; where they are in step, but for its times, which are this rank's.
+    """A segment, the same on all ranks; where they are in step, but for its times, which are this
+    rank's.
 
     Attributes:
-        totals: over the batches that were done (fewer than asked for after a signal), and the samples of the gradients
-            that were used. Out of step the times are means over the workers, and `wall_s` lasts until all are there.
+        totals: over the batches that were done (fewer than asked for after a signal), and the
+            samples of the gradients that were used. Out of step the times are means over the
+            workers, and `wall_s` lasts until all are there.
         signal: the number of the signal that ended it early, else 0.
 
     What only ranks out of step have to tell:
@@ -92,7 +99,9 @@ class SegmentReport:
     disagreement: float = 0.0
 
     def plus(self, other: SegmentReport) -> SegmentReport:
-        """Return the report of both: sums, and the largest signal, updates, lead and disagreement."""
+        """Return the report of both: sums, and the largest signal, updates, lead and
+        disagreement.
+        """
         largest = ("signal", "updates", "lead", "disagreement")
         found = [each.staleness for each in (self, other) if each.staleness is not None]
         return SegmentReport(
@@ -138,7 +147,9 @@ class TrainingSegment:
 
 @dataclass(eq=False, repr=False)
 class Training:
-    """What a checkpoint holds of a training: a model and its optimizer, as they lie on the ranks of a group."""
+    """What a checkpoint holds of a training: a model and its optimizer, as they lie on the ranks of
+    a group.
+    """
 
     model: Module
     optimizer: Optimizer
@@ -146,7 +157,8 @@ class Training:
     arrangement: Arrangement
 
     def state(self) -> tuple[ModelState, ModelState]:
-        """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.
+        """Return the model's and the optimizer's arrays as those of the whole model, over all
+        ranks.
 
         The optimizer's are called "slot/parameter"; for its numbers, see `scalars`.
         """
@@ -155,7 +167,9 @@ class Training:
         )
 
     def scalars(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the arrays, as JSON values; among them the optimizer's "steps"."""
+        """Return what a checkpoint needs besides the arrays, as JSON values; among them the
+        optimizer's "steps".
+        """
         return {"steps": self.optimizer.steps}
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
@@ -173,8 +187,9 @@ class Trainer(Training, ABC):
         precision: of products, see `backend.precision`.
         clip: the largest length of the gradient, or None.
         arrangement: how the model lies on the ranks.
-        in_step: whether the ranks meet after every step. Then `progress` is told of every step on every rank; else on
-            rank 0 alone, of gradients as they come in, and what becomes of a whole segment is in its report.
+        in_step: whether the ranks meet after every step. Then `progress` is told of every step on
+            every rank; else on rank 0 alone, of gradients as they come in, and what becomes of a
+            whole segment is in its report.
         reporters: how many calls of `progress` there are for each batch, one for each worker.
     """
 
@@ -197,13 +212,17 @@ class Trainer(Training, ABC):
         check_optimizer(model, optimizer)
         self.model, self.optimizer, self.group, self.seed = model, optimizer, group, seed
         self.loss = named_loss(loss, arrangement)
-        self.evaluation_loss = self.loss if evaluation_loss is None else named_loss(evaluation_loss, arrangement)
+        self.evaluation_loss = (
+            self.loss if evaluation_loss is None else named_loss(evaluation_loss, arrangement)
+        )
         self.backend = numpy_backend() if backend is None else backend
         self.precision = mode_of() if numerics.precision is None else numerics.precision
         self.clip = numerics.clip
         self.slow = slow
         self._is_own = arrangement is None  # so `release` gives its groups back
-        self.arrangement = replicate(model, group, self.backend) if arrangement is None else arrangement
+        self.arrangement = (
+            replicate(model, group, self.backend) if arrangement is None else arrangement
+        )
         for each in (self.loss, self.evaluation_loss):
             check_loss(each, arrangement)
         slow.check(group.size)
@@ -230,10 +249,12 @@ class Trainer(Training, ABC):
 
         Args:
             loader: of the training data. Through servers, any rank's; else this rank's own part.
-            step: the number of batches before them in the whole run, which keys dropout and the learning rate.
+            step: the number of batches before them in the whole run, which keys dropout and the
+                learning rate.
             lr: the learning rate of a step.
             progress: called for every step, or on rank 0 for every gradient; see `in_step`.
-            poll_signal: whether this rank got a signal, and which; then all end after a whole batch.
+            poll_signal: whether this rank got a signal, and which; then all end after a whole
+                batch.
 
         Returns:
             What was done; its totals may be of fewer steps, after a signal.
@@ -251,14 +272,18 @@ class Trainer(Training, ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
-        """Return loss and score over this rank's parts of all batches, put together over the ranks; collective."""
+        """Return loss and score over this rank's parts of all batches, put together over the ranks;
+        collective.
+        """
 
     def details(self, report: Totals) -> dict[str, Any]:
         """Return what else than sums is to be recorded of the step that was done last, by name."""
         return {}
 
     def describe_exchange(self) -> str:
-        """Return what sums gradients over the ranks, in words; empty where none are summed by an all-reduce."""
+        """Return what sums gradients over the ranks, in words; empty where none are summed by an
+        all-reduce.
+        """
         return ""
 
     @abstractmethod
@@ -270,7 +295,8 @@ class Trainer(Training, ABC):
         return ()
 
     def release(self) -> None:
-        """Take everything off the model again: it is then one that each rank has for itself. Collective.
+        """Take everything off the model again: it is then one that each rank has for itself.
+        Collective.
 
         A second call does nothing.
         """
@@ -287,28 +313,35 @@ def check_optimizer(model: Module, optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         what = type(optimizer).__name__
-        raise UsageError(f"a {what} stands where the optimizer belongs: nnmpi.Worker(model, optimizer, group)")
+        raise UsageError(
+            f"a {what} stands where the optimizer belongs: nnmpi.Worker(model, optimizer, group)"
+        )
     if optimizer.storage is not model.storage:
         raise UsageError(
-            "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
-            "model.initialize()"
+            "the optimizer works on other arrays than the model's; make it over model.storage,"
+            " after the last model.initialize()"
         )
 
 
 def check_numerics(trainer: Trainer) -> None:
-    """Refuse ranks that would compute or update in different ways, and a precision that they cannot have; collective.
+    """Refuse ranks that would compute or update in different ways, and a precision that they cannot
+    have; collective.
 
-    Replicas of different optimizers go apart without a word, or wait for one another for ever; the gradients of
-    different losses would be added up.
+    Replicas of different optimizers go apart without a word, or wait for one another for ever; the
+    gradients of different losses would be added up.
 
     Raises:
-        UsageError: on all ranks, where they ask for different precisions, losses, seeds, clipping or optimizers; for an
-            unknown precision, bf16 without ml_dtypes, tf32 without a device, and any but float32 for one of float64.
+        UsageError: on all ranks, where they ask for different precisions, losses, seeds, clipping
+            or optimizers; for an unknown precision, bf16 without ml_dtypes, tf32 without a device,
+            and any but float32 for one of float64.
     """
     mode, model, backend = trainer.precision, trainer.model, trainer.backend
     told = [
         ("the ranks compute in different precisions", mode),
-        *(("the ranks' losses differ", _described(each)) for each in (trainer.loss, trainer.evaluation_loss)),
+        *(
+            ("the ranks' losses differ", _described(each))
+            for each in (trainer.loss, trainer.evaluation_loss)
+        ),
         ("the ranks' seeds differ", trainer.seed),
         *(("the ranks' updates differ", each) for each in _update(trainer)),
     ]
@@ -324,23 +357,28 @@ def check_numerics(trainer: Trainer) -> None:
     low_dtype(mode)
     if mode == "tf32" and not backend.is_device:
         raise UsageError(
-            f"precision tf32 needs a CUDA device, and backend {backend.name} has none; use float32, bf16 or fp16, "
-            "or backend cupy"
+            f"precision tf32 needs a CUDA device, and backend {backend.name} has none; use float32,"
+            " bf16 or fp16, or backend cupy"
         )
     if mode != "float32" and any(array.dtype == np.float64 for array in model.storage.data):
         raise UsageError(
-            f"precision {mode} is for models of float32, and this one is of float64, which nothing rounds; "
-            "use one of the two"
+            f"precision {mode} is for models of float32, and this one is of float64, which nothing"
+            " rounds; use one of the two"
         )
 
 
 def _update(trainer: Trainer) -> list[str]:
-    """Return how this rank would update, in words: the rule, and its numbers that must be the same on all ranks.
+    """Return how this rank would update, in words: the rule, and its numbers that must be the same
+    on all ranks.
 
     How groups of parameters decay is left out in a pipeline, whose stages have different ones.
     """
     optimizer = trainer.optimizer
-    names = [name for name, each in vars(optimizer).items() if isinstance(each, int | float) and name[0] != "_"]
+    names = [
+        name
+        for name, each in vars(optimizer).items()
+        if isinstance(each, int | float) and name[0] != "_"
+    ]
     names += ["betas"] * hasattr(optimizer, "betas")
     names += ["weight_decay", "rates"] * (not isinstance(trainer.model, ModelPart))
     numbers = [f"{name.replace('_', ' ')} {getattr(optimizer, name)}" for name in names]
@@ -354,4 +392,6 @@ def _described(loss: Any) -> str:
     if isinstance(loss, partial):
         return f"{_described(loss.func)} with {loss.keywords}"
     words = repr(loss)
-    return words if " at 0x" not in words else str(getattr(loss, "__qualname__", type(loss).__name__))
+    return (
+        words if " at 0x" not in words else str(getattr(loss, "__qualname__", type(loss).__name__))
+    )

@@ -6,8 +6,9 @@
 
     worker.run(loader, 0, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)  # as any Trainer does it
 
-Every rank runs the same calls and gets the same reports: global means, not its own share. With an `arrangement` the
-model may be cut and sharded (see `compose.arrange`); without one, every rank has all of it.
+Every rank runs the same calls and gets the same reports: global means, not its own share. With an
+`arrangement` the model may be cut and sharded (see `compose.arrange`); without one, every rank has
+all of it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,19 +73,23 @@ class Worker(Trainer):
     Args:
         model: initialized; `arrangement.model` where there is an arrangement.
         optimizer: made over `model.storage`.
-        group: all ranks; each batch is shared out over them, or over the replicas of the arrangement.
-        loss: "cross-entropy" (the default), "mse", "mae", "huber" or "bce", see `compose.losses`; or a function
-            (logits, labels) -> a loss for each label, or their sum if it has an argument `reduction="sum"`. The sum is
-            divided by the labels of the global batch that count, once: those of whole numbers that are not negative
-            (with labels of another kind, by its samples).
-            Where `arrangement.classes` are shared out, it must be `compose.losses.sum_cross_entropy(arrangement)`.
+        group: all ranks; each batch is shared out over them, or over the replicas of the
+            arrangement.
+        loss: "cross-entropy" (the default), "mse", "mae", "huber" or "bce", see `compose.losses`;
+            or a function (logits, labels) -> a loss for each label, or their sum if it has an
+            argument `reduction="sum"`. The sum is divided by the labels of the global batch that
+            count, once: those of whole numbers that are not negative (with labels of another kind,
+            by its samples). Where `arrangement.classes` are shared out, it must be
+            `compose.losses.sum_cross_entropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
-        exchange: how gradients are summed over the replicas, and whether the update is fused with that.
+        exchange: how gradients are summed over the replicas, and whether the update is fused with
+            that.
         numerics: the precision, and the largest length of the gradient.
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
         arrangement: how the model lies on the ranks; None for all of it on each.
-        synchronous_sends: let no message of a pipeline leave before its receive is posted (for tests).
+        synchronous_sends: let no message of a pipeline leave before its receive is posted (for
+            tests).
         slow: how long steps last at least, and stragglers.
 
     Attributes:
@@ -94,8 +99,8 @@ class Worker(Trainer):
         notice: what is not as it was asked for, and why; else empty.
 
     Raises:
-        UsageError: for an optimizer of other arrays than the model's, a loss that is a mean, and options that do not go
-            together; see also `parallel.DataParallel`.
+        UsageError: for an optimizer of other arrays than the model's, a loss that is a mean, and
+            options that do not go together; see also `parallel.DataParallel`.
     """
 
     in_step = True
@@ -115,7 +120,18 @@ class Worker(Trainer):
         synchronous_sends: bool = False,
         slow: Slow = NOT_SLOW,
     ) -> None:
-        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow, arrangement)
+        super().__init__(
+            model,
+            optimizer,
+            group,
+            loss,
+            evaluation_loss,
+            numerics,
+            seed,
+            backend,
+            slow,
+            arrangement,
+        )
         self.scaling = LossScale() if self.precision == "fp16" else None
         where = self.arrangement
         self._sequence, self._fixed = where.sequence, where.layout.fixed
@@ -130,13 +146,16 @@ class Worker(Trainer):
         self._batch_bytes = -1
         self._at_once = 1  # microbatches whose activations there are
         self._waiting = 0  # bytes of what others wait with
-        self._counted_bytes: int | None = None  # of the largest batch of those whose steps were counted
+        # of the largest batch of those whose steps were counted
+        self._counted_bytes: int | None = None
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
-        return_freed_memory()  # what values were drawn in, between which a step's arrays would leave holes
+        # what values were drawn in, between which a step's arrays would leave holes
+        return_freed_memory()
 
     def release(self) -> None:
-        """Take everything off the model again: it is then one that each rank has for itself. Collective.
+        """Take everything off the model again: it is then one that each rank has for itself.
+        Collective.
 
         A second call does nothing.
         """
@@ -147,27 +166,33 @@ class Worker(Trainer):
         """Do one update with this rank's part of a global batch; collective.
 
             for batch in loader: worker.step(batch)
-            worker.step(x, y)                           rows of this replica's, as many as it likes, and their labels
+            worker.step(x, y)                           rows of this replica's, as many as it likes,
+                                                        and their labels
 
-        On a device the host waits once: when the gradients are summed, it reads loss, right answers and the gradient's
-        length in one copy. So a gradient that is not finite is found before the update, and clipping needs no second
-        wait; the update itself, and the next batch's copy, go on while the host prepares the next step.
+        On a device the host waits once: when the gradients are summed, it reads loss, right answers
+        and the gradient's length in one copy. So a gradient that is not finite is found before the
+        update, and clipping needs no second wait; the update itself, and the next batch's copy, go
+        on while the host prepares the next step.
 
-        A batch of several microbatches (see `data.Loader`) is one update: their gradients are added up. (With schedule
-        pipedream each microbatch is one; the gradient's length is then not known, and reported as NaN.)
+        A batch of several microbatches (see `data.Loader`) is one update: their gradients are added
+        up. (With schedule pipedream each microbatch is one; the gradient's length is then not
+        known, and reported as NaN.)
 
         Args:
-            batch: a loader's; or samples (rows, *sample_shape), arrays or what NumPy reads: floats become the weights'
-                dtype. Replicas' rows together are the global batch; ranks of one replica give the same.
+            batch: a loader's; or samples (rows, *sample_shape), arrays or what NumPy reads: floats
+                become the weights' dtype. Replicas' rows together are the global batch; ranks of
+                one replica give the same.
             y: their labels (rows, ...), where samples are given.
             lr: the learning rate; the optimizer's own by default.
 
         Raises:
-            DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights are unchanged then
-                (running statistics are not, and with pipedream the weights are not either). With fp16, only when the
-                gradient overflows at the smallest loss scale, too.
+            DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights
+                are unchanged then (running statistics are not, and with pipedream the weights are
+                not either). With fp16, only when the gradient overflows at the smallest loss scale,
+                too.
             CommError: with `GradientExchange.check`, on all ranks, when weights differ.
-            UsageError: for a batch not shared out over the replicas as needed; after `release`; in a compiled step.
+            UsageError: for a batch not shared out over the replicas as needed; after `release`; in
+                a compiled step.
         """
         begin = clock.now()
         self.parallel.check_not_released()
@@ -191,12 +216,18 @@ class Worker(Trainer):
         if drawn or nbytes != self._batch_bytes:
             self._batch_bytes = nbytes
             self._note_memory({BATCHES: nbytes})
-        counts = self._is_to_count(nbytes) or drawn  # then each pass is looked at, and none replayed
+        # then each pass is looked at, and none replayed
+        counts = self._is_to_count(nbytes) or drawn
         with self._deterministic():
-            with self._watching() if self._shares else _NOTHING as exchanged, self._counting() if counts else _AS_IT_IS:
+            with (
+                self._watching() if self._shares else _NOTHING as exchanged,
+                self._counting() if counts else _AS_IT_IS,
+            ):
                 report = self.passes.train(batch, step, factor, not counts)
                 if report.passed is not None:
-                    self._at_once = 1 if self.arrangement.layout.recomputes else report.passed.peak_live
+                    self._at_once = (
+                        1 if self.arrangement.layout.recomputes else report.passed.peak_live
+                    )
                     self._waiting = report.passed.peak_waiting
             if self.passes.replay.held_bytes != self._recorded_bytes:  # there are new recordings
                 self._recorded_bytes = self.passes.replay.held_bytes
@@ -204,7 +235,8 @@ class Worker(Trainer):
             numbers = self.passes.sums()  # the update is not waited for
             if exchanged:
                 report.count(_exchanged(exchanged))
-            if self.slow:  # here all ranks meet, so that the others wait for a slow one in the same step
+            if self.slow:
+                # here all ranks meet, so that the others wait for a slow one in the same step
                 paused_s = self.passes.paused_s
                 computed_s = clock.now() - begin - (world.met_s - met_s) - report.wait_s - paused_s
                 self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
@@ -212,21 +244,30 @@ class Worker(Trainer):
         report.count(met)
         norm = report.grad_norm = norm / factor
         if targets != batch.global_targets:
-            names = "group.rank and group.size" if self._is_own else "arrangement.data_rank and arrangement.data_ranks"
-            raise UsageError(
-                f"the ranks' parts of this batch have {targets:.0f} labels that count together, but the global batch "
-                f"{batch.global_targets}; give Loader the rank and world of the replica ({names}), or a "
-                "Batch of your own the targets of each microbatch"
+            names = (
+                "group.rank and group.size"
+                if self._is_own
+                else "arrangement.data_rank and arrangement.data_ranks"
             )
-        # A value that overflowed anywhere makes the norm inf or NaN, so it is the test of the whole gradient. Loss and
-        # norm are of all ranks' sums, so all ranks decide alike here, without a message. PipeDream has no norm.
+            raise UsageError(
+                f"the ranks' parts of this batch have {targets:.0f} labels that count together, but"
+                f" the global batch {batch.global_targets}; give Loader the rank and world of the"
+                f" replica ({names}), or a Batch of your own the targets of each microbatch"
+            )
+        # A value that overflowed anywhere makes the norm inf or NaN, so it is the test of the whole
+        # gradient. Loss and norm are of all ranks' sums, so all ranks decide alike here, without a
+        # message. PipeDream has no norm.
         if not isfinite(report.loss_sum) or not (self.passes.updates or isfinite(norm)):
-            # With fp16 a gradient that overflowed says that the loss scale was too large: leave this update out.
-            report.skipped = isfinite(report.loss_sum) and self.scaling is not None and self.scaling.shrink()
+            # With fp16 a gradient that overflowed says that the loss scale was too large: leave
+            # this update out.
+            report.skipped = (
+                isfinite(report.loss_sum) and self.scaling is not None and self.scaling.shrink()
+            )
             if not report.skipped:  # divergence: the step is computed again, to find where it began
                 with self._deterministic():
                     raise self.passes.explain(batch, step, report.loss)
-        elif not self.passes.updates:  # else it is PipeDream's, which has updated after each microbatch
+        elif not self.passes.updates:
+            # else it is PipeDream's, which has updated after each microbatch
             clipped = 1.0 if self.clip is None else coefficient(norm, self.clip)
             if self.scaling is not None:
                 self.scaling.grow()
@@ -258,10 +299,17 @@ class Worker(Trainer):
         storage, shares = self.model.storage, self.exchange.holders
         parameters, gradients, rest = storage.held_bytes()
         state = self.optimizer.state_bytes // shares
-        return {PARAMETERS: parameters // shares, GRADIENTS: gradients, STATE: state, COMMUNICATION: rest}
+        return {
+            PARAMETERS: parameters // shares,
+            GRADIENTS: gradients,
+            STATE: state,
+            COMMUNICATION: rest,
+        }
 
     def _predict_memory(self) -> dict[str, int]:
-        """Return what formulas say of it; nothing where parameters stand once per node by a fused update."""
+        """Return what formulas say of it; nothing where parameters stand once per node by a fused
+        update.
+        """
         where, storage = self.arrangement, self.model.storage
         if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
@@ -275,7 +323,9 @@ class Worker(Trainer):
         return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
 
     def _is_to_count(self, nbytes: int) -> bool:
-        """Return whether to count what a step allocates, given the bytes of its batch; see `memory.ledger`."""
+        """Return whether to count what a step allocates, given the bytes of its batch; see
+        `memory.ledger`.
+        """
         if self._counted_bytes is None:
             self._counted_bytes = -1
         elif nbytes > self._counted_bytes:
@@ -308,7 +358,8 @@ class Worker(Trainer):
                 input_s = clock.now() - begin
                 with timeline.span(f"step {step}", "step", "steps"):
                     report = self.step(batch, lr=segment.lr(step))
-                before, ended = ended, clock.now()  # a step lasts from the end of the one before to its own
+                # a step lasts from the end of the one before to its own
+                before, ended = ended, clock.now()
                 report.input_s, report.wall_s = input_s, ended - before
                 totals.add(report)
                 segment.progress(Progress(number, 0, report, report.grad_norm, totals.wall_s))
@@ -337,9 +388,12 @@ class Worker(Trainer):
             )
         samples, labels = (np.atleast_1d(read_array(each, "step")) for each in (x, y))
         if len(samples) != len(labels):
-            raise ShapeError(f"{len(samples)} samples have {len(labels)} labels; give one for each sample")
+            raise ShapeError(
+                f"{len(samples)} samples have {len(labels)} labels; give one for each sample"
+            )
         replicas, data = self.arrangement.mesh.replicas, self.model.storage.data
-        dtype = data[0].dtype if data else np.dtype("float32")  # a stage without parameters reads shapes alone
+        # a stage without parameters reads shapes alone
+        dtype = data[0].dtype if data else np.dtype("float32")
         samples = samples.astype(dtype, copy=False) if samples.dtype.kind == "f" else samples
         labels = labels.astype(dtype if labels.dtype.kind == "f" else np.int64, copy=False)
         counts = replicas.gather([len(samples), count_targets(labels)])
@@ -366,7 +420,9 @@ class Worker(Trainer):
 
     def scalars(self) -> dict[str, Any]:
         """See `Trainer.scalars`; with fp16 the loss scale is there, too."""
-        return super().scalars() | ({} if self.scaling is None else {"loss_scale": self.scaling.state()})
+        return super().scalars() | (
+            {} if self.scaling is None else {"loss_scale": self.scaling.state()}
+        )
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """See `Trainer.load_scalars`."""
@@ -375,7 +431,9 @@ class Worker(Trainer):
             self.scaling.load(values["loss_scale"])
 
     def explain_replay(self) -> str:
-        """Return why the last pass was not replayed, as `nnmpi.compile` would do it; nothing if it was."""
+        """Return why the last pass was not replayed, as `nnmpi.compile` would do it; nothing if it
+        was.
+        """
         return self.passes.replay.explain()
 
     def describe_exchange(self) -> str:
@@ -390,16 +448,25 @@ class Worker(Trainer):
         """See `Trainer.memory`: of each kind on rank 0."""
         found = self.ledger.report()
         peaks = [int(peak) for peak in self.group.gather(found.peak)]
-        kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peaks.items() if nbytes)
+        kinds = ", ".join(
+            f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peaks.items() if nbytes
+        )
         wrong = [kind for kind, nbytes in found.predicted.items() if nbytes != found.peaks[kind]]
-        agrees = f"; predicted otherwise: {', '.join(wrong)}" if wrong else ", as predicted" if found.predicted else ""
+        agrees = (
+            f"; predicted otherwise: {', '.join(wrong)}"
+            if wrong
+            else ", as predicted"
+            if found.predicted
+            else ""
+        )
         rank = peaks.index(max(peaks))
         own = f"; {format_bytes(found.peak)} on rank 0" if rank else ""
         most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{own}"
         return [f"{most}{agrees}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
 
     def _deterministic(self) -> AbstractContextManager[object]:
-        """Compute in the worker's precision; with reduction "fixed" also to the same bits on any number of replicas.
+        """Compute in the worker's precision; with reduction "fixed" also to the same bits on any
+        number of replicas.
 
         The bits of a product or a sum of squares may depend on how many threads BLAS has.
         """
@@ -431,24 +498,30 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: b
     model, backend, where = worker.model, worker.backend, worker.arrangement
     mesh = where.mesh.mesh
     given = replace(where.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
-    given |= {refusals.STATE_OUT: "state out of memory"} if model.storage.state_store is not None else {}
+    given |= (
+        {refusals.STATE_OUT: "state out of memory"} if model.storage.state_store is not None else {}
+    )
     given |= {refusals.FUSED: "the fused update"} if fused_update else {}
-    given |= {} if worker.optimizer.elementwise else {refusals.MATRICES: type(worker.optimizer).__name__}
+    given |= (
+        {} if worker.optimizer.elementwise else {refusals.MATRICES: type(worker.optimizer).__name__}
+    )
     given |= {refusals.DEVICE: str(backend.device)} if backend.is_device else {}
     given |= {refusals.FP16: "fp16"} if worker.scaling is not None else {}
     given |= {refusals.CLIP: "clip"} if worker.clip is not None else {}
     refusals.refuse(given)
     if arrangement is None:
-        if isinstance(model, ModelPart) or any(parameter.region is not None for parameter in model.parameters()):
+        if isinstance(model, ModelPart) or any(
+            parameter.region is not None for parameter in model.parameters()
+        ):
             raise UsageError(
-                "this rank has a part of the model alone, which the other ranks do not share; give the Worker the "
-                "arrangement that made it: arrangement=where"
+                "this rank has a part of the model alone, which the other ranks do not share; give"
+                " the Worker the arrangement that made it: arrangement=where"
             )
         return
     if model is not arrangement.model:
         raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
     if arrangement.layout.zero and not isinstance(model.storage, ShardedStorage):
         raise UsageError(
-            f"with zero {arrangement.layout.zero} the model's storage is shared out from the beginning; initialize it "
-            "with storage=arrangement.storage"
+            f"with zero {arrangement.layout.zero} the model's storage is shared out from the"
+            " beginning; initialize it with storage=arrangement.storage"
         )

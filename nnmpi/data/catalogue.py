@@ -5,8 +5,9 @@ downloaded, or data_dir     mnist, fashion-mnist, cifar10     with their own tes
 text                        paradise-lost                     in the package; see `text`
 PATH                        .csv[.gz], .npz                   split by seed, unless the .npz has a test part
                             .txt, .jsonl, .csv                texts, see `text`
-                            folder                            of IDX files, CIFAR batches, or train.csv and test.csv;
-                                                              of images, in a folder for each class
+                            folder                            of IDX files, CIFAR batches, or
+                                                              train.csv and test.csv; of images, in
+                                                              a folder for each class
 """
 
 import difflib
@@ -41,7 +42,11 @@ Pair = tuple[Dataset, Dataset]
 
 BUNDLED = {
     name: Path(__file__).parent / "bundled" / file
-    for name, file in {"iris": "iris.csv.gz", "digits": "digits.npz", "paradise-lost": "paradise-lost.txt"}.items()
+    for name, file in {
+        "iris": "iris.csv.gz",
+        "digits": "digits.npz",
+        "paradise-lost": "paradise-lost.txt",
+    }.items()
 }
 TEXTS = ("paradise-lost",)
 READERS = {".csv": load_csv, ".csv.gz": load_csv, ".npz": load_npz}
@@ -51,9 +56,11 @@ CHUNK_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Source:
-    """One file to download: its name, the folders of its mirrors in the order in which they are tried, size and hash.
+    """One file to download: its name, the folders of its mirrors in the order in which they are
+    tried, size and hash.
 
-    Sizes and hashes are of the files as they are sent, as TensorFlow Datasets lists them (url_checksums).
+    Sizes and hashes are of the files as they are sent, as TensorFlow Datasets lists them
+    (url_checksums).
     """
 
     filename: str
@@ -62,16 +69,24 @@ class Source:
     sha256: str
 
 
-_MNIST = ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist")
+_MNIST = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist",
+    "https://storage.googleapis.com/cvdf-datasets/mnist",
+)
 _FASHION = (
     "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
     "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
 )
-_CIFAR = ("https://www.cs.toronto.edu/~kriz", "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10")
+_CIFAR = (
+    "https://www.cs.toronto.edu/~kriz",
+    "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10",
+)
 IDX_PACKED = [f"{name}.gz" for names in IDX_FILES.values() for name in names]
 
 
-def _sources(mirrors: tuple[str, ...], files: Sequence[str], *sums: tuple[int, str]) -> tuple[Source, ...]:
+def _sources(
+    mirrors: tuple[str, ...], files: Sequence[str], *sums: tuple[int, str]
+) -> tuple[Source, ...]:
     return tuple(Source(file, mirrors, *each) for file, each in zip(files, sums, strict=True))
 
 
@@ -102,7 +117,8 @@ DOWNLOADED = tuple(SOURCES)
 NAMES = ("iris", "digits", *DOWNLOADED, *TEXTS)
 _FASHION_NAMES = "T-shirt/top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
 CLASS_NAMES = {"mnist": tuple("0123456789"), "fashion-mnist": tuple(_FASHION_NAMES.split(","))}
-# Where the files may lie below data_dir, beside the folder itself: a folder of that name, or torchvision's.
+# Where the files may lie below data_dir, beside the folder itself: a folder of that name, or
+# torchvision's.
 BELOW = {
     "mnist": ("", "mnist", "MNIST/raw"),
     "fashion-mnist": ("", "fashion-mnist", "FashionMNIST/raw"),
@@ -121,16 +137,18 @@ def load(
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:
-        name_or_path: one of NAMES that is no text, or the path of a .csv, .csv.gz or .npz file or of a folder.
-        data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or with a folder mnist, ... in it;
-            without it the download folder is read.
-        seed, test_fraction: the split of sets that come without a test part (iris, digits, .csv, .npz).
+        name_or_path: one of NAMES that is no text, or the path of a .csv, .csv.gz or .npz file or
+            of a folder.
+        data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or with a folder
+            mnist, ... in it; without it the download folder is read.
+        seed, test_fraction: the split of sets that come without a test part (iris, digits, .csv,
+            .npz).
         wanted: what the labels in a file are: classes, quantities, or any, as they look.
         target: the column of a table's labels, by name or number; empty for the last.
 
     Raises:
-        UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or a folder that may not be
-            entered.
+        UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or a
+            folder that may not be entered.
         DataError: for a file that is damaged, or not downloaded yet; the message names it.
     """
     name = name_or_path
@@ -138,7 +156,11 @@ def load(
         raise UsageError(f"data set {name!r} knows its labels itself; leave the target out")
     if name in DOWNLOADED:
         place = _place(name, data_dir)
-        pair = load_cifar(place, name) if name == "cifar10" else load_idx(place, name, CLASS_NAMES[name])
+        pair = (
+            load_cifar(place, name)
+            if name == "cifar10"
+            else load_idx(place, name, CLASS_NAMES[name])
+        )
         return check_pair(*pair)
     _refuse_data_dir(name, data_dir)
     if find_text(name) is not None:
@@ -150,11 +172,13 @@ def load(
             train, test = _load_folder(path, wanted, target)
         elif reader is None:
             raise UsageError(
-                f"data set {path}: files of this kind are not read; give {', '.join(READERS)} or a folder; of texts "
-                ".txt, .jsonl or .csv"
+                f"data set {path}: files of this kind are not read; give {', '.join(READERS)} or a"
+                " folder; of texts .txt, .jsonl or .csv"
             )
         else:
-            train, test = reader(path, path.name.split(".")[0], "classes" if name in BUNDLED else wanted, target)
+            train, test = reader(
+                path, path.name.split(".")[0], "classes" if name in BUNDLED else wanted, target
+            )
     if name == "digits":
         train = replace(train, scale=1 / 16)
     return check_pair(*(split(train, test_fraction, seed) if test is None else (train, test)))
@@ -175,18 +199,21 @@ def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
     if name_or_path not in NAMES and is_text(Path(name_or_path), columns):
         return _existing(name_or_path)
     if columns:
-        raise UsageError(f"data set {name_or_path!r} has no columns of text; give a .csv or .jsonl file")
+        raise UsageError(
+            f"data set {name_or_path!r} has no columns of text; give a .csv or .jsonl file"
+        )
     return None
 
 
 def prepare(
     name: str, data_dir: str | Path | None = None, *, report: Callable[[str], None] | None = None
 ) -> Path | None:
-    """Return the folder (or archive) that `load` will read, after downloading what is missing there.
+    """Return the folder (or archive) that `load` will read, after downloading what is missing
+    there.
 
-    One rank per node calls this, before all of them load; several at once wait for one another. With data_dir, or for
-    a bundled set or a path, nothing is downloaded and only the arguments are checked; None is returned where there is
-    no folder.
+    One rank per node calls this, before all of them load; several at once wait for one another.
+    With data_dir, or for a bundled set or a path, nothing is downloaded and only the arguments are
+    checked; None is returned where there is no folder.
 
     Args:
         name: one of NAMES, or a path.
@@ -210,7 +237,9 @@ def prepare(
 
 
 class _Limit:
-    """Ends a transfer that is longer than it should be: stands where pooch expects a progress bar."""
+    """Ends a transfer that is longer than it should be: stands where pooch expects a progress
+    bar.
+    """
 
     def __init__(self, most: int) -> None:
         self.total, self.most, self.done = 0, most, 0
@@ -228,10 +257,12 @@ class _Limit:
 
 
 def download(source: Source, folder: Path, report: Callable[[str], None] | None = None) -> Path:
-    """Return the file in the folder, downloaded by pooch and checked if it is not there yet: whole or not at all.
+    """Return the file in the folder, downloaded by pooch and checked if it is not there yet: whole
+    or not at all.
 
     Raises:
-        DataError: when no mirror gave the file (the message says what each one did) or the folder cannot be written.
+        DataError: when no mirror gave the file (the message says what each one did) or the folder
+            cannot be written.
     """
     import pooch
 
@@ -245,19 +276,26 @@ def download(source: Source, folder: Path, report: Callable[[str], None] | None 
         by = pooch.HTTPDownloader(limit, CHUNK_BYTES, timeout=STALL_S)
         try:
             url = f"{mirror}/{source.filename}"
-            return Path(pooch.retrieve(url, f"sha256:{source.sha256}", source.filename, folder, downloader=by))
+            return Path(
+                pooch.retrieve(
+                    url, f"sha256:{source.sha256}", source.filename, folder, downloader=by
+                )
+            )
         except (OSError, ValueError) as error:  # of requests, too
             problems.append(f"{mirror}: {error}")
     raise DataError(
-        f"{source.filename} ({source.size} bytes) could not be downloaded to {folder} ({'; '.join(problems)}); "
-        "try again later, or get the file by other means and name its folder as data_dir"
+        f"{source.filename} ({source.size} bytes) could not be downloaded to {folder}"
+        f" ({'; '.join(problems)}); try again later, or get the file by other means and name its"
+        " folder as data_dir"
     )
 
 
 def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
     if data_dir is not None:
         kind = "is bundled" if name in BUNDLED else "names its files itself"
-        raise UsageError(f"data set {name!r} {kind}; leave out data_dir, which is for {', '.join(DOWNLOADED)}")
+        raise UsageError(
+            f"data set {name!r} {kind}; leave out data_dir, which is for {', '.join(DOWNLOADED)}"
+        )
 
 
 def _place(name: str, data_dir: str | Path | None) -> Path:
@@ -266,8 +304,8 @@ def _place(name: str, data_dir: str | Path | None) -> Path:
         place = _look(name, folder := cache_folder() / name, "the folder for downloads")
         if place is None:
             raise DataError(
-                f"{name} is not in {folder}; let nnmpi.data.prepare({name!r}) download it, set ${VARIABLE}, or name "
-                "local files as data_dir"
+                f"{name} is not in {folder}; let nnmpi.data.prepare({name!r}) download it, set"
+                f" ${VARIABLE}, or name local files as data_dir"
             )
         return place
     place = _look(name, folder := expand(Path(data_dir), "data_dir"), "data_dir")
@@ -302,8 +340,8 @@ def _existing(text: str) -> Path:
     near = difflib.get_close_matches(text.lower().replace("_", "-"), NAMES, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UsageError(
-        f"data set {text!r} is unknown; {hint}choose one of {', '.join(NAMES)}, or the path of a .csv, .npz or .txt "
-        "file or of a folder"
+        f"data set {text!r} is unknown; {hint}choose one of {', '.join(NAMES)}, or the path of a"
+        " .csv, .npz or .txt file or of a folder"
     )
 
 
@@ -315,7 +353,10 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Da
         kind: Wanted = "classes" if train.predicts == "classes" else "quantities"
         test = to_dataset(read_csv(tables[1], target), name, train.class_names, kind)
         if train.columns and test.columns and test.columns != train.columns:
-            raise DataError(f"{tables[1]} has other columns than {tables[0]}, or in another order; give both the same")
+            raise DataError(
+                f"{tables[1]} has other columns than {tables[0]}, or in another order; give both"
+                " the same"
+            )
         return train, test
     if has_idx(folder):
         return load_idx(folder, name)
@@ -325,9 +366,10 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Da
         return found
     if any(file.suffix.lower() in SUFFIXES for file in folder.iterdir()):
         raise UsageError(
-            f"data set {folder}: images lie in it directly; give the folder above, which has one for each class"
+            f"data set {folder}: images lie in it directly; give the folder above, which has one"
+            " for each class"
         )
     raise UsageError(
-        f"data set {folder}: the folder has neither {IDX_WANTED}, nor {CIFAR_WANTED}, nor train.csv and "
-        "test.csv (plain or .gz), nor a folder of images for each class"
+        f"data set {folder}: the folder has neither {IDX_WANTED}, nor {CIFAR_WANTED}, nor train.csv"
+        " and test.csv (plain or .gz), nor a folder of images for each class"
     )

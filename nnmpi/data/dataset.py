@@ -20,32 +20,41 @@ Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 Wanted: TypeAlias = Literal["classes", "quantities", "any"]  # of what stands in a file
 TOKEN_TYPES = (np.uint16, np.uint32)
 IGNORED = -1  # the label of what is not to be predicted, such as padding
-MISSING = ("", "?", "-", "na", "n/a", "nan", "<na>", "none", "null", "nat")  # as tables write it, in small letters
+# as tables write it, in small letters
+MISSING = ("", "?", "-", "na", "n/a", "nan", "<na>", "none", "null", "nat")
 
 
 def check_index(name: object, columns: Sequence[str]) -> None:
     """Refuse a table whose first column is the index that pandas writes, and reads as a column."""
     if columns and columns[0] in ("", "Unnamed: 0"):
         raise DataError(
-            f"{name}: the first column has no name, as where pandas writes its index; write the table by "
-            "to_csv(path, index=False), read it with index_col=0, or give the column a name if it is a feature"
+            f"{name}: the first column has no name, as where pandas writes its index; write the"
+            " table by to_csv(path, index=False), read it with index_col=0, or give the column a"
+            " name if it is a feature"
         )
 
 
 def no_number(value: object, label: bool = False) -> str:
     """Return what a cell that should be a finite number is, and what to do."""
     if str(value).strip().lower() in MISSING:
-        return "the value is missing; fill it in or leave its row out, as pandas' table.fillna(0) and table.dropna() do"
+        return (
+            "the value is missing; fill it in or leave its row out, as pandas' table.fillna(0) and"
+            " table.dropna() do"
+        )
     does = "scale the column, or leave the row out"
     if isinstance(value, str):
         does = "number classes from 0 on: names, y = numpy.unique(labels, return_inverse=True)"
     if isinstance(value, str) and not label:
-        does = "number categories by pandas.factorize(column), or give each a column by pandas.get_dummies(table)"
+        does = (
+            "number categories by pandas.factorize(column), or give each a column by"
+            " pandas.get_dummies(table)"
+        )
     return f"{shortened(repr(value))} is not a finite float32 number; {does}"
 
 
 def read_array(values: Any, name: str, label: bool = False) -> Array:
-    """Return numbers as an array: of any library as they are; of tables, tensors and lists as NumPy reads them.
+    """Return numbers as an array: of any library as they are; of tables, tensors and lists as NumPy
+    reads them.
 
     Args:
         values: what has `__array__`, or lists of numbers.
@@ -53,7 +62,8 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
         label: whether they are labels.
 
     Raises:
-        DataError: for what is no number; the message says what to do about categories and missing values.
+        DataError: for what is no number; the message says what to do about categories and missing
+            values.
     """
     if is_array(values) and values.dtype.kind in "biuf":
         return values
@@ -65,7 +75,9 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
         found = np.asarray(values, object)
     if found.dtype.kind in "biuf":
         return found
-    wrong = [each for each in found.reshape(-1).tolist() if not isinstance(each, bool | int | float)]
+    wrong = [
+        each for each in found.reshape(-1).tolist() if not isinstance(each, bool | int | float)
+    ]
     raise DataError(f"{name}: {no_number(wrong[0], label)}")
 
 
@@ -85,9 +97,13 @@ def as_float32(name: str, values: Array) -> Array:
 
 
 def count_targets(labels: Array) -> int:
-    """Return how many labels count: whole numbers that are not negative; of labels of another kind, the samples."""
+    """Return how many labels count: whole numbers that are not negative; of labels of another kind,
+    the samples.
+    """
     if labels.dtype.kind == "i":
-        return int(np.count_nonzero(labels >= 0) if isinstance(labels, np.ndarray) else (labels >= 0).sum())
+        return int(
+            np.count_nonzero(labels >= 0) if isinstance(labels, np.ndarray) else (labels >= 0).sum()
+        )
     return int(labels.size) if labels.dtype.kind == "u" else len(labels)
 
 
@@ -141,7 +157,9 @@ class Samples(ABC):
         return None
 
     @abstractmethod
-    def rows(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+    def rows(
+        self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
+    ) -> Array:
         """Return the samples at these indices as model input: (rows, *shape), C-contiguous, new.
 
         Args:
@@ -152,9 +170,13 @@ class Samples(ABC):
 
     @abstractmethod
     def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
-        """Return their labels, (rows,) or (rows, ...): int64, padded with `IGNORED`; or float32 quantities."""
+        """Return their labels, (rows,) or (rows, ...): int64, padded with `IGNORED`; or float32
+        quantities.
+        """
 
-    def pair(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> tuple[Array, Array]:
+    def pair(
+        self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
+    ) -> tuple[Array, Array]:
         """Return `rows` and `labels` of the same samples."""
         return self.rows(indices, dtype, length), self.labels(indices, length)
 
@@ -165,15 +187,17 @@ class Dataset(Samples):
 
     Attributes:
         name: for messages and headers.
-        x: (n, *sample_shape), an array, or what `read_array` reads: a pandas or polars DataFrame, a PyTorch tensor.
-            uint8, and all that becomes float32: quantities. Images are (n, height, width, channels), grayscale with 1
-            channel, and stay uint8 so that memory stays small: `rows` converts one batch at a time. uint16, uint32,
-            and with a label for each of them any whole numbers: tokens, for an embedding.
-        y: (n,) or (n, ...). Whole numbers, which become int64: labels in 0..classes-1; with several for each sample,
-            `IGNORED` may be among them. Floats, which become float32: quantities that are predicted; or with 2 classes,
-            how sure it is that a sample is of class 1.
+        x: (n, *sample_shape), an array, or what `read_array` reads: a pandas or polars DataFrame, a
+            PyTorch tensor. uint8, and all that becomes float32: quantities. Images are (n, height,
+            width, channels), grayscale with 1 channel, and stay uint8 so that memory stays small:
+            `rows` converts one batch at a time. uint16, uint32, and with a label for each of them
+            any whole numbers: tokens, for an embedding.
+        y: (n,) or (n, ...). Whole numbers, which become int64: labels in 0..classes-1; with several
+            for each sample, `IGNORED` may be among them. Floats, which become float32: quantities
+            that are predicted; or with 2 classes, how sure it is that a sample is of class 1.
         classes: number of classes; 0 where quantities are predicted.
-        scale: what x is multiplied by to become model input (1/255 for bytes, 1/16 for the 8x8 digits, 1 for floats).
+        scale: what x is multiplied by to become model input (1/255 for bytes, 1/16 for the 8x8
+            digits, 1 for floats).
         class_names: one name for each class, or empty.
         columns: the names of a table's features, or empty.
 
@@ -191,11 +215,17 @@ class Dataset(Samples):
 
     def __post_init__(self) -> None:
         whole_number("classes", self.classes, 0)
-        x, y = read_array(self.x, f"samples of {self.name}"), read_array(self.y, f"labels of {self.name}", True)
+        x, y = (
+            read_array(self.x, f"samples of {self.name}"),
+            read_array(self.y, f"labels of {self.name}", True),
+        )
         whole = y.dtype.kind in "biu"
         y = y.astype(np.int64, copy=False) if whole else as_float32(f"{self.name}: target", y)
-        if x.dtype not in (np.uint8, *TOKEN_TYPES) and (x.dtype.kind not in "iu" or x.shape != y.shape):
-            x = as_float32(f"{self.name}: sample", x)  # whole numbers may be tokens, but are not without a word
+        if x.dtype not in (np.uint8, *TOKEN_TYPES) and (
+            x.dtype.kind not in "iu" or x.shape != y.shape
+        ):
+            # whole numbers may be tokens, but are not without a word
+            x = as_float32(f"{self.name}: sample", x)
         columns = self.columns or tuple(map(str, getattr(self.x, "columns", ())))
         check_index(self.name, columns)
         for field, value in (("x", x), ("y", y), ("columns", columns)):
@@ -206,19 +236,28 @@ class Dataset(Samples):
                 "give (n, ...) samples and as many labels"
             )
         if self.class_names and len(self.class_names) != self.classes:
-            raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
+            raise DataError(
+                f"{self.name}: {len(self.class_names)} class names for {self.classes} classes"
+            )
         if not whole and (self.classes not in (0, 2) or self.y.size == 0):
             raise DataError(
-                f"{self.name}: quantities are predicted in {self.classes} classes; give classes=0, or whole numbers"
+                f"{self.name}: quantities are predicted in {self.classes} classes; give classes=0,"
+                " or whole numbers"
             )
         if whole:
             fits = (self.y >= (IGNORED if self.y.ndim > 1 else 0)) & (self.y < self.classes)
             what, wanted = "label", f"in 0..{self.classes - 1}"
         else:
-            most, wanted = (np.finfo(np.float32).max, "a finite number") if self.classes == 0 else (1, "from 0 to 1")
+            most, wanted = (
+                (np.finfo(np.float32).max, "a finite number")
+                if self.classes == 0
+                else (1, "from 0 to 1")
+            )
             fits, what = np.abs(self.y) <= most, "target"
         for place in np.argwhere(~fits)[:1].tolist():
-            raise DataError(f"{self.name}: {what} {self.y[tuple(place)]} of sample {place[0]} is not {wanted}")
+            raise DataError(
+                f"{self.name}: {what} {self.y[tuple(place)]} of sample {place[0]} is not {wanted}"
+            )
 
     def __len__(self) -> int:
         return len(self.y)
@@ -226,7 +265,10 @@ class Dataset(Samples):
     def __repr__(self) -> str:
         """Say what is in it, without the numbers."""
         shape = " x ".join(map(str, self.sample_shape))
-        return f"Dataset({self.name}: {len(self):,} samples of {shape}, {self.x.dtype}, {self.describe_targets()})"
+        return (
+            f"Dataset({self.name}: {len(self):,} samples of {shape}, {self.x.dtype},"
+            f" {self.describe_targets()})"
+        )
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -247,18 +289,25 @@ class Dataset(Samples):
 
     @cached_property
     def variance(self) -> float | None:
-        """The mean squared distance of quantities from their mean; each place in `target_shape` has a mean of its own.
+        """The mean squared distance of quantities from their mean; each place in `target_shape` has
+        a mean of its own.
 
         What R2 is measured by; None where classes are predicted.
         """
-        return float(np.var(self.y, axis=0, dtype=np.float64).mean()) if self.predicts == "quantities" else None
+        return (
+            float(np.var(self.y, axis=0, dtype=np.float64).mean())
+            if self.predicts == "quantities"
+            else None
+        )
 
     def describe_targets(self) -> str:
         """Return what is predicted, in words."""
         if self.predicts != "quantities":
             return f"{self.classes} classes"
         count = prod(self.target_shape)
-        return "1 quantity" if count == 1 else f"{' x '.join(map(str, self.target_shape))} quantities"
+        return (
+            "1 quantity" if count == 1 else f"{' x '.join(map(str, self.target_shape))} quantities"
+        )
 
     @property
     def is_tokens(self) -> bool:
@@ -280,14 +329,20 @@ class Dataset(Samples):
     @cached_property
     def identity(self) -> str:
         """A hash of samples and labels, with what they are multiplied by."""
-        found = hashlib.sha256(f"{self.x.dtype} {self.x.shape} {self.y.shape} {self.classes} {self.scale}".encode())
+        found = hashlib.sha256(
+            f"{self.x.dtype} {self.x.shape} {self.y.shape} {self.classes} {self.scale}".encode()
+        )
         for array in (self.x, self.y):
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
 
-    def rows(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+    def rows(
+        self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
+    ) -> Array:
         """Return the samples at these indices as floats, scaled; tokens as int64."""
-        x: Array = np.take(self.x, indices, axis=0).astype(np.int64 if self.is_tokens else dtype, copy=False)
+        x: Array = np.take(self.x, indices, axis=0).astype(
+            np.int64 if self.is_tokens else dtype, copy=False
+        )
         if not self.is_tokens and self.scale != 1.0:
             x *= self.scale
         return x
@@ -302,26 +357,33 @@ class Dataset(Samples):
 
 
 def as_yes_or_no(dataset: Dataset) -> Dataset:
-    """Return a data set of two classes whose labels are how sure it is that a sample is of class 1: 0.0 and 1.0.
+    """Return a data set of two classes whose labels are how sure it is that a sample is of class 1:
+    0.0 and 1.0.
 
     Raises:
         DataError: for other numbers of classes, and quantities that are not from 0 to 1.
     """
     if dataset.predicts == "quantities":
         if dataset.y.min() < 0:
-            raise DataError(f"{dataset.name}: a target is {dataset.y.min()}; for yes or no give numbers from 0 to 1")
+            raise DataError(
+                f"{dataset.name}: a target is {dataset.y.min()}; for yes or no give numbers from 0"
+                " to 1"
+            )
         return replace(dataset, classes=2)
     if dataset.classes > 2 or (dataset.y < 0).any():
-        raise DataError(f"{dataset.name} has {dataset.classes} classes; for yes or no give two, 0 and 1")
+        raise DataError(
+            f"{dataset.name} has {dataset.classes} classes; for yes or no give two, 0 and 1"
+        )
     names = dataset.class_names if len(dataset.class_names) == 2 else ()
     return replace(dataset, y=dataset.y.astype(np.float32), classes=2, class_names=names)
 
 
 def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
-    """Return a training and a test part: the test part is the first round(n * test_fraction) of a permutation.
+    """Return a training and a test part: the test part is the first round(n * test_fraction) of a
+    permutation.
 
-    The permutation is keyed by the seed. The split is not stratified: class shares may differ between the parts.
-    Both parts get at least one sample.
+    The permutation is keyed by the seed. The split is not stratified: class shares may differ
+    between the parts. Both parts get at least one sample.
 
     Args:
         dataset: what is split.
@@ -334,12 +396,16 @@ def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Datase
     """
     if not isinstance(dataset, Dataset):
         what = type(dataset).__name__
-        raise UsageError(f"split takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)")
+        raise UsageError(
+            f"split takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)"
+        )
     if not 0 < test_fraction < 1:
         raise UsageError(f"test fraction {test_fraction} is not between 0 and 1; try 0.2")
     n = len(dataset)
     if n < 2:
-        raise DataError(f"{dataset.name}: {n} samples cannot be split into a training and a test part")
+        raise DataError(
+            f"{dataset.name}: {n} samples cannot be split into a training and a test part"
+        )
     tests = min(max(round(n * test_fraction), 1), n - 1)
     order = stream(seed, "split").permutation(n)
     return dataset.take(order[tests:]), dataset.take(order[:tests])

@@ -1,4 +1,5 @@
-"""Images in the files of MNIST and its followers (IDX), of CIFAR-10, and in folders: bytes, and a label for each.
+"""Images in the files of MNIST and its followers (IDX), of CIFAR-10, and in folders: bytes, and a
+label for each.
 
 IDX: unsigned bytes behind a header of sizes (http://yann.lecun.com/exdb/mnist/).
 
@@ -30,7 +31,8 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.errors import DataError, UsageError
 from nnmpi.files import foreign, read_bytes
 
-# For each part: the images' and the labels' file names, as they are published and as some unpackers write them.
+# For each part: the images' and the labels' file names, as they are published and as some unpackers
+# write them.
 IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -40,33 +42,51 @@ IDX_WANTED = f"{', '.join(name for names in IDX_FILES.values() for name in names
 CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR_FOLDER = "cifar-10-batches-bin"
 CIFAR_WANTED = (
-    f"test_batch.bin and at least one data_batch_N.bin (plain or .gz), also in {CIFAR_FOLDER}, or {CIFAR_ARCHIVE}"
+    f"test_batch.bin and at least one data_batch_N.bin (plain or .gz), also in {CIFAR_FOLDER}, or"
+    f" {CIFAR_ARCHIVE}"
 )
-CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 RECORD = 1 + 3 * 32 * 32
 BATCH = re.compile(r"(data_batch_\d+|test_batch)\.bin(\.gz)?")
 
 
 def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
-    """Return the array of an IDX file, plain or .gz, as read-only uint8 with the sizes of its header.
+    """Return the array of an IDX file, plain or .gz, as read-only uint8 with the sizes of its
+    header.
 
     Args:
         dims: the number of dims the file must have (3 for images, 1 for labels).
     """
     content, header = read_bytes(path), 4 + 4 * dims
     if content[:4] != bytes([0, 0, 8, dims]) or len(content) < header:
-        raise DataError(f"{path}: not an IDX file of bytes in {dims} dims (it begins with {content[:4].hex(' ')})")
+        raise DataError(
+            f"{path}: not an IDX file of bytes in {dims} dims (it begins with"
+            f" {content[:4].hex(' ')})"
+        )
     sizes = np.frombuffer(content, ">u4", dims, offset=4).tolist()
     if len(content) - header != math.prod(sizes):
         raise DataError(
-            f"{path}: the header promises {math.prod(sizes)} bytes of values ({' x '.join(map(str, sizes))}) "
-            f"and {len(content) - header} follow"
+            f"{path}: the header promises {math.prod(sizes)} bytes of values"
+            f" ({' x '.join(map(str, sizes))}) and {len(content) - header} follow"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(sizes)
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """Return the file of this name, plain before .gz, or None; for IDX files also as name.idx3-ubyte."""
+    """Return the file of this name, plain before .gz, or None; for IDX files also as
+    name.idx3-ubyte.
+    """
     other = re.sub(r"-(?=idx\d)", ".", name)
     places = (folder / f"{each}{end}" for each in (name, other) for end in ("", ".gz"))
     return next((path for path in places if path.is_file()), None)
@@ -81,10 +101,14 @@ def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tupl
     """Return the parts of a folder with all four files: x (n, height, width, 1) uint8, scale 1/255.
 
     Args:
-        class_names: one for each class; without them their number is the largest training label plus one.
+        class_names: one for each class; without them their number is the largest training label
+            plus one.
     """
     arrays = {
-        part: [read_idx(find(folder, file) or folder / file, dims) for file, dims in zip(files, (3, 1), strict=True)]
+        part: [
+            read_idx(find(folder, file) or folder / file, dims)
+            for file, dims in zip(files, (3, 1), strict=True)
+        ]
         for part, files in IDX_FILES.items()
     }
     classes = len(class_names) or int(arrays["train"][1].max(initial=0)) + 1
@@ -96,7 +120,8 @@ def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tupl
 
 
 def locate_cifar(folder: Path) -> Path | None:
-    """Return what to read in this folder: the folder itself, the official folder in it, the archive, or None.
+    """Return what to read in this folder: the folder itself, the official folder in it, the
+    archive, or None.
 
     A subset of the training batches will do; at least one and the test batch must be there.
     """
@@ -117,26 +142,37 @@ def load_cifar(place: Path, name: str) -> tuple[Dataset, Dataset]:
                 found[match[1]] = read_bytes(path)
     else:
         packed = io.BytesIO(read_bytes(place))
-        with foreign(place, DataError, "not a whole tar archive"), tarfile.open(fileobj=packed) as archive:
+        with (
+            foreign(place, DataError, "not a whole tar archive"),
+            tarfile.open(fileobj=packed) as archive,
+        ):
             for member in archive:
                 match = BATCH.fullmatch(Path(member.name).name)
                 if match and not member.issparse() and (stream := archive.extractfile(member)):
                     found[match[1]] = stream.read()
     tests = [each for each in found if each == "test_batch"]
-    trains = sorted(found.keys() - tests, key=lambda batch: (len(batch), batch))  # data_batch_10 after data_batch_9
+    # data_batch_10 after data_batch_9
+    trains = sorted(found.keys() - tests, key=lambda batch: (len(batch), batch))
     if not trains or not tests:
         raise DataError(f"{place}: needs {CIFAR_WANTED}, and has {sorted(found)}")
     for batch, content in found.items():
         if len(content) % RECORD:
-            raise DataError(f"{place}, {batch}.bin: {len(content)} bytes are not whole records of {RECORD} bytes")
-    train, test = (_records(name, b"".join(found[batch] for batch in batches)) for batches in (trains, tests))
+            raise DataError(
+                f"{place}, {batch}.bin: {len(content)} bytes are not whole records of {RECORD}"
+                " bytes"
+            )
+    train, test = (
+        _records(name, b"".join(found[batch] for batch in batches)) for batches in (trains, tests)
+    )
     return train, test
 
 
 def _records(name: str, content: bytes) -> Dataset:
     records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
     images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    return Dataset(name, images, records[:, 0].astype(np.int64), len(CIFAR_CLASSES), 1 / 255, CIFAR_CLASSES)
+    return Dataset(
+        name, images, records[:, 0].astype(np.int64), len(CIFAR_CLASSES), 1 / 255, CIFAR_CLASSES
+    )
 
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
@@ -149,12 +185,15 @@ def open_image(file: Path) -> Any:
         UsageError: without Pillow.
     """
     if importlib.util.find_spec("PIL") is None:
-        raise UsageError(f"{file}: images are read by Pillow, which is not installed (pip install pillow)")
+        raise UsageError(
+            f"{file}: images are read by Pillow, which is not installed (pip install pillow)"
+        )
     return importlib.import_module("PIL.Image").open(file)
 
 
 def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
-    """Return an image in this shape, (height, width, channels), with 1 channel or 3; of another size it is resized.
+    """Return an image in this shape, (height, width, channels), with 1 channel or 3; of another
+    size it is resized.
 
     Raises:
         UsageError: without Pillow.
@@ -176,14 +215,17 @@ def find_classes(folder: Path) -> dict[str, list[Path]]:
 
 
 def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
-    """Return the parts of a folder CLASS/*.png, or train/CLASS/*.png with test or val beside it: x uint8, scale 1/255.
+    """Return the parts of a folder CLASS/*.png, or train/CLASS/*.png with test or val beside it: x
+    uint8, scale 1/255.
 
-    None for a folder of other files. Images of several sizes are resized to the median height and width of the
-    training images.
+    None for a folder of other files. Images of several sizes are resized to the median height and
+    width of the training images.
     """
     own = folder / "train"
     train = find_classes(own if own.is_dir() else folder)
-    test = next((find_classes(folder / part) for part in ("test", "val") if (folder / part).is_dir()), None)
+    test = next(
+        (find_classes(folder / part) for part in ("test", "val") if (folder / part).is_dir()), None
+    )
     if not train:
         return None
     sizes, modes = [], set()
@@ -197,9 +239,12 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
     def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
         if strange := classes.keys() - train.keys():
             raise DataError(
-                f"{folder}: class {min(strange)!r} of the test is none of the training's; give both the same"
+                f"{folder}: class {min(strange)!r} of the test is none of the training's; give both"
+                " the same"
             )
-        x: Array = np.stack([read_image(file, shape) for files in classes.values() for file in files])
+        x: Array = np.stack(
+            [read_image(file, shape) for files in classes.values() for file in files]
+        )
         counts = [len(files) for files in classes.values()]
         y = np.repeat([[*train].index(each) for each in classes], counts)
         return Dataset(name, x, y, len(train), 1 / 255, tuple(train))

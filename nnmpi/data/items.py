@@ -1,6 +1,8 @@
-"""Data sets of other libraries, as they are: anything with a length and items, and tables in memory.
+"""Data sets of other libraries, as they are: anything with a length and items, and tables in
+memory.
 
-data.Loader(torchvision.datasets.CIFAR10(...), 64)       items (x, y): PyTorch's map-style data sets, lists of pairs
+data.Loader(torchvision.datasets.CIFAR10(...), 64)       items (x, y): PyTorch's map-style data
+                                                         sets, lists of pairs
 data.Loader(datasets.load_dataset("mnist")["train"], 64) items {"image": x, "label": y}: Hugging Face's
 data.Loader(pandas.read_csv("iris.csv"), 16)             a table, whose last column is the label
 """
@@ -40,27 +42,28 @@ def as_samples(source: Any) -> Samples:
     what = type(source).__name__
     if isinstance(source, Mapping):
         raise UsageError(
-            f"a Loader takes one data set, not a {what} of {shortened(', '.join(map(str, source)))}; give one of its "
-            "values, or columns as a table: pandas.DataFrame(columns)"
+            f"a Loader takes one data set, not a {what} of"
+            f" {shortened(', '.join(map(str, source)))}; give one of its values, or columns as a"
+            " table: pandas.DataFrame(columns)"
         )
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         return Items(source)
     raise UsageError(
-        f"a Loader takes a data set, with a length and items (x, y), not a {what}; of arrays make one: "
-        "data.Dataset(name, x, y, classes=10); batches of your own go to worker.step(x, y)"
+        f"a Loader takes a data set, with a length and items (x, y), not a {what}; of arrays make"
+        " one: data.Dataset(name, x, y, classes=10); batches of your own go to worker.step(x, y)"
     )
 
 
 class Items(Samples):
     """The items of a data set of another library, each read when a batch wants it.
 
-    Floats are quantities, and so are bytes, divided by 255, and whole numbers; uint16, uint32, and whole numbers with
-    a label for each are tokens, as in a `Dataset`.
+    Floats are quantities, and so are bytes, divided by 255, and whole numbers; uint16, uint32, and
+    whole numbers with a label for each are tokens, as in a `Dataset`.
 
     Args:
-        source: `len(source)` items `source[i]`, each (x, y), or a mapping with the label under one of LABELS and x
-            under another name, or numbers under several, which are x in their order. x: an array, a tensor or an image
-            of pillow's, of the same shape in each item.
+        source: `len(source)` items `source[i]`, each (x, y), or a mapping with the label under one
+            of LABELS and x under another name, or numbers under several, which are x in their
+            order. x: an array, a tensor or an image of pillow's, of the same shape in each item.
     """
 
     def __init__(self, source: Any) -> None:
@@ -97,18 +100,27 @@ class Items(Samples):
             found.update(self._read(np.array([i])).identity.encode())
         return found.hexdigest()
 
-    def pair(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> tuple[Array, Array]:
+    def pair(
+        self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
+    ) -> tuple[Array, Array]:
         """Return the samples at these indices and their labels; each item is read once."""
-        made, there = (self._read(indices) if len(indices) else self._first), np.arange(len(indices))
+        made, there = (
+            (self._read(indices) if len(indices) else self._first),
+            np.arange(len(indices)),
+        )
         return made.rows(there, dtype), made.labels(there)
 
-    def rows(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+    def rows(
+        self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
+    ) -> Array:
         """See `Samples`."""
         return self.pair(indices, dtype)[0]
 
     def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
         """See `Samples`; all samples need not fit into memory."""
-        return np.concatenate([self._first.y[:0], *(self._read(each).y for each in indices.reshape(-1, 1))])
+        return np.concatenate(
+            [self._first.y[:0], *(self._read(each).y for each in indices.reshape(-1, 1))]
+        )
 
     def _read(self, indices: Integers) -> Dataset:
         items = [self._item(i) for i in indices.tolist()]
@@ -117,8 +129,8 @@ class Items(Samples):
         except ValueError:
             shapes = sorted({str(x.shape) for x, _ in items} or {"none"})
             raise DataError(
-                f"{self.name}: samples of a batch have the shapes {' and '.join(shapes)}; give all the same, such as "
-                "by cropping them in the data set"
+                f"{self.name}: samples of a batch have the shapes {' and '.join(shapes)}; give all"
+                " the same, such as by cropping them in the data set"
             ) from None
         if x.dtype == np.uint8 and x.ndim == 3:
             x = x[..., None]  # gray
@@ -133,8 +145,9 @@ class Items(Samples):
             item = *([values] if len(values) > 1 else values), *(item[name] for name in labels)
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(
-                f"{self.name}: item {i} is neither (x, y) nor a mapping of samples and a label ({', '.join(LABELS)}); "
-                "give it such items, or read it yourself and call worker.step(x, y)"
+                f"{self.name}: item {i} is neither (x, y) nor a mapping of samples and a label"
+                f" ({', '.join(LABELS)}); give it such items, or read it yourself and call"
+                " worker.step(x, y)"
             )
         x, y = (read_array(each, f"{self.name}, item {i}") for each in item)
         return x, y

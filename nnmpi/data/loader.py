@@ -21,16 +21,28 @@ from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.items import as_samples
-from nnmpi.data.sampler import Cut, by_length, check_partition, cut_batch, order, own_order, own_samples, takers
+from nnmpi.data.sampler import (
+    Cut,
+    by_length,
+    check_partition,
+    cut_batch,
+    order,
+    own_order,
+    own_samples,
+    takers,
+)
 from nnmpi.data.transform import Normalize, Transform, steps_of
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.errors import whole as whole_of
 from nnmpi.shard import split
 
-# A part of a batch that is not larger takes less time to make than to hand over from a thread. Measured on 2 cores, one
-# rank: without the thread training takes 0.57 of the time with an mlp and 512 bytes, 0.86 with a cnn and 8 KiB.
+# A part of a batch that is not larger takes less time to make than to hand over from a thread.
+# Measured on 2 cores, one rank: without the thread training takes 0.57 of the time with an mlp and
+# 512 bytes, 0.86 with a cnn and 8 KiB.
 SMALL_BYTES = 2**16
-AHEAD = 2  # batches that are prepared before they are asked for; one for each thread if there are more of those
+# batches that are prepared before they are asked for; one for each thread if there are more of
+# those
+AHEAD = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,18 +51,19 @@ class Batch:
 
     Attributes:
         x: (rows, *sample_shape), the loader's dtype, C-contiguous. A rank may have 0 rows.
-        y: (rows, ...), int64, one label or several for each sample; a negative one does not count (see
-            `dataset.IGNORED`). Of quantities the loader's dtype.
+        y: (rows, ...), int64, one label or several for each sample; a negative one does not count
+            (see `dataset.IGNORED`). Of quantities the loader's dtype.
         indices: (rows,), int64, the samples' places in the data set.
-        cuts: the microbatches that the rows belong to; one of all rows, if the loader makes no microbatches.
+        cuts: the microbatches that the rows belong to; one of all rows, if the loader makes no
+            microbatches.
         global_rows: rows of the global batch.
         microbatches: how many there are of the global batch, over all ranks.
         epoch, number: which batch of which epoch this is.
-        targets: of each microbatch of the global batch, how many labels count; by default those of full rows. Losses
-            are divided by `global_targets`, their sum.
+        targets: of each microbatch of the global batch, how many labels count; by default those of
+            full rows. Losses are divided by `global_targets`, their sum.
         host_y: the labels on the host, where x and y are on a device; else None.
-        length: how many positions the samples have, where x and y have some of them alone (see `parallel.sequence`);
-            else None.
+        length: how many positions the samples have, where x and y have some of them alone (see
+            `parallel.sequence`); else None.
     """
 
     x: Array
@@ -66,10 +79,14 @@ class Batch:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        """Count the targets of the global batch, if nobody has: all ranks' rows are then taken for full ones."""
+        """Count the targets of the global batch, if nobody has: all ranks' rows are then taken for
+        full ones.
+        """
         if not self.targets:
             each = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
-            object.__setattr__(self, "targets", _full_targets(self.global_rows, self.microbatches, each))
+            object.__setattr__(
+                self, "targets", _full_targets(self.global_rows, self.microbatches, each)
+            )
 
     def __iter__(self) -> Iterator[Array]:
         """Yield x and y, for loops that want nothing else."""
@@ -99,7 +116,9 @@ class Batch:
 
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
 def _full_targets(global_rows: int, microbatches: int, each: int) -> tuple[int, ...]:
-    """Return how many labels count in each microbatch of a global batch whose samples have so many."""
+    """Return how many labels count in each microbatch of a global batch whose samples have so
+    many.
+    """
     return tuple(each * len(part) for part in split(global_rows, microbatches))
 
 
@@ -108,17 +127,19 @@ class Loader:
     """Gives a rank its part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:
-        dataset: a `Dataset` or a text; or what `items` reads: PyTorch's and Hugging Face's data sets, DataFrames.
+        dataset: a `Dataset` or a text; or what `items` reads: PyTorch's and Hugging Face's data
+            sets, DataFrames.
         batch_size: rows of the global batch; n or more makes one batch of everything.
         rank, world: which part of how many.
-        microbatches: the number of parts that each batch is worked on in, one after the other, to save memory.
+        microbatches: the number of parts that each batch is worked on in, one after the other, to
+            save memory.
         whole: give each rank whole microbatches (possibly none), instead of a part of each.
-        partition: "none", or how the samples are divided for good, so that each rank sees its own alone; see
-            `data.sampler`. The batches then depend on the number of ranks.
+        partition: "none", or how the samples are divided for good, so that each rank sees its own
+            alone; see `data.sampler`. The batches then depend on the number of ranks.
         transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
         dtype: of x, a float type.
-        workers: threads that prepare batches; 0 prepares each one when it is asked for. By default one, but for small
-            batches on the host: see `SMALL_BYTES`.
+        workers: threads that prepare batches; 0 prepares each one when it is asked for. By default
+            one, but for small batches on the host: see `SMALL_BYTES`.
 
     Raises:
         UsageError: for sizes and counts that make no sense; the message names the value.
@@ -147,28 +168,38 @@ class Loader:
             raise UsageError(f"rank {self.rank} of {self.world} ranks does not exist")
         if self.whole and partition != "none":
             raise UsageError(
-                f"the partition {partition!r} does not go with whole microbatches, which are dealt to any rank"
+                f"the partition {partition!r} does not go with whole microbatches, which are dealt"
+                " to any rank"
             )
         if self.workers is not None:
             whole_of("workers", self.workers, 0)
         self._kind = np.dtype(self.dtype)
         if self._kind.kind != "f":
             raise UsageError(f"samples cannot be given as {self._kind}; choose float32 or float64")
-        self._steps = [] if self.transform is None or dataset.is_tokens else steps_of(self.transform)
+        self._steps = (
+            [] if self.transform is None or dataset.is_tokens else steps_of(self.transform)
+        )
         self._asked = 0  # how often for the next epoch
         check_partition(len(dataset), partition, self.world)
         if partition != "none":
             rows = [min(size, len(dataset) - first) for first in range(0, len(dataset), size)]
-            self._owners = np.concatenate([takers(each, self.world, self.microbatches) for each in rows])
+            self._owners = np.concatenate(
+                [takers(each, self.world, self.microbatches) for each in rows]
+            )
             self._own = own_samples(self._classes(), partition, self.seed, self._owners)
 
     def __repr__(self) -> str:
         """Say which part of how large batches it gives."""
         whose = f"rank {self.rank} of {self.world}"
-        return f"Loader({self.dataset.name}: {self.batches_per_epoch} batches of {self.batch_size}, part of {whose})"
+        return (
+            f"Loader({self.dataset.name}: {self.batches_per_epoch} batches of {self.batch_size},"
+            f" part of {whose})"
+        )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the batches of the next epoch: of epoch 0 when this is asked first, then of 1, and so on."""
+        """Return the batches of the next epoch: of epoch 0 when this is asked first, then of 1, and
+        so on.
+        """
         self._asked += 1
         return self.epoch(self._asked - 1)
 
@@ -182,22 +213,30 @@ class Loader:
         return -(-len(self.dataset) // self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0, backend: Backend | None = None) -> Prefetch[Batch]:
-        """Return an iterator over this rank's part of each batch of an epoch, from batch number `start` on.
+        """Return an iterator over this rank's part of each batch of an epoch, from batch number
+        `start` on.
 
-        Closing it, leaving its `with` block, or dropping it stops its threads. An exception of the transform is
-        raised at the batch that it belongs to.
+        Closing it, leaving its `with` block, or dropping it stops its threads. An exception of the
+        transform is raised at the batch that it belongs to.
 
         Args:
-            backend: where x and y shall be; None for the host. A copy to a device takes microseconds, and a step waits
-                for it anyway, so copies are not queued beside it.
+            backend: where x and y shall be; None for the host. A copy to a device takes
+                microseconds, and a step waits for it anyway, so copies are not queued beside it.
         """
-        epoch_order, device = self.order(epoch), backend if backend is not None and backend.is_device else None
-        threads = int(device is not None or self._takes_long) if self.workers is None else self.workers
+        epoch_order, device = (
+            self.order(epoch),
+            backend if backend is not None and backend.is_device else None,
+        )
+        threads = (
+            int(device is not None or self._takes_long) if self.workers is None else self.workers
+        )
 
         def upload(batch: Batch) -> Batch:
             if device is None:
                 return batch
-            return replace(batch, x=device.asarray(batch.x), y=device.asarray(batch.y), host_y=batch.y)
+            return replace(
+                batch, x=device.asarray(batch.x), y=device.asarray(batch.y), host_y=batch.y
+            )
 
         return Prefetch(
             lambda number: self.part(epoch_order, epoch, number, self.rank, self.world),
@@ -209,19 +248,31 @@ class Loader:
 
     @cached_property
     def _takes_long(self) -> bool:
-        """Return whether making a part of a batch may take longer than having it made by a thread."""
+        """Return whether making a part of a batch may take longer than having it made by a
+        thread.
+        """
         if self.dataset.is_tokens or not all(isinstance(each, Normalize) for each in self._steps):
             return True
-        return -(-self.batch_size // self.world) * prod(self.dataset.sample_shape) * self._kind.itemsize > SMALL_BYTES
+        return (
+            -(-self.batch_size // self.world)
+            * prod(self.dataset.sample_shape)
+            * self._kind.itemsize
+            > SMALL_BYTES
+        )
 
     def order(self, epoch: int) -> Integers:
-        """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come together.
+        """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come
+        together.
 
-        With a partition it depends on the ranks: each finds its own samples where it takes its rows.
+        With a partition it depends on the ranks: each finds its own samples where it takes its
+        rows.
         """
         if self.partition != "none":
             return own_order(self._own, self._owners, self.seed, epoch)
-        found, lengths = order(len(self.dataset), self.seed, epoch, self.shuffle), self.dataset.lengths
+        found, lengths = (
+            order(len(self.dataset), self.seed, epoch, self.shuffle),
+            self.dataset.lengths,
+        )
         if lengths is None or not self.shuffle:
             return found
         return by_length(found, lengths, self.batch_size, self.seed, epoch)
@@ -255,10 +306,12 @@ class Loader:
         return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
     def _extent(self, batch_order: Integers) -> tuple[tuple[int, ...], int | None]:
-        """Return the targets of each microbatch of a global batch, and the length that its samples are padded to.
+        """Return the targets of each microbatch of a global batch, and the length that its samples
+        are padded to.
 
-        Both are the global batch's, so that no layout changes them, and every rank finds them without a message. The
-        targets are empty where every sample has one, and the length None where all have the same.
+        Both are the global batch's, so that no layout changes them, and every rank finds them
+        without a message. The targets are empty where every sample has one, and the length None
+        where all have the same.
         """
         targets, lengths = self.dataset.targets, self.dataset.lengths
         counts: tuple[int, ...] = ()
@@ -272,19 +325,25 @@ class Loader:
             x = step(x, indices, epoch, self.seed)
             if len(x) != len(indices) or x.dtype != self._kind:
                 raise ShapeError(
-                    f"the transform made {len(x)} rows of {x.dtype} out of {len(indices)} rows of {self._kind}"
+                    f"the transform made {len(x)} rows of {x.dtype} out of {len(indices)} rows of"
+                    f" {self._kind}"
                 )
         return np.ascontiguousarray(x)
 
     def _classes(self) -> Integers:
         """Return each sample's class; without one each, zeros."""
-        labels = self.dataset.labels(np.arange(len(self.dataset))) if self.dataset.targets is None else None
+        labels = (
+            self.dataset.labels(np.arange(len(self.dataset)))
+            if self.dataset.targets is None
+            else None
+        )
         if labels is not None and labels.dtype.kind != "f":
             return labels
         if self.partition == "label":
             have = "several labels each" if labels is None else "quantities"
             raise UsageError(
-                f"the partition 'label' sorts samples by class, but those of {self.dataset.name} have {have}; take iid"
+                f"the partition 'label' sorts samples by class, but those of {self.dataset.name}"
+                f" have {have}; take iid"
             )
         return np.zeros(len(self.dataset), np.int64)
 
@@ -293,11 +352,13 @@ T = TypeVar("T")
 
 
 class Prefetch(Iterator[T], Generic[T]):
-    """Iterates over make(i) for i in numbers, computed by `workers` threads at most `ahead` items in advance.
+    """Iterates over make(i) for i in numbers, computed by `workers` threads at most `ahead` items
+    in advance.
 
-    Items come in the order of `numbers`, whoever makes them. An exception in make reaches the consumer at that item.
-    The threads end when the items are used up, at close(), when the `with` block is left, or when the iterator is
-    garbage. With workers=0 the items are made when they are asked for.
+    Items come in the order of `numbers`, whoever makes them. An exception in make reaches the
+    consumer at that item. The threads end when the items are used up, at close(), when the `with`
+    block is left, or when the iterator is garbage. With workers=0 the items are made when they are
+    asked for.
 
     Args:
         finish: applied to each item by the thread that asks for it; None for nothing.
@@ -338,7 +399,9 @@ class Prefetch(Iterator[T], Generic[T]):
             raise
 
     def close(self) -> None:
-        """Drop what was made, and let the threads end; an item that hangs is not waited for. May be called again."""
+        """Drop what was made, and let the threads end; an item that hangs is not waited for. May be
+        called again.
+        """
         self._numbers = iter(())
         self._coming.clear()
         if self._pool is not None:

@@ -1,10 +1,12 @@
-"""Who sees which sample when: pure functions of (seed, epoch, rank, world), so that every layout sees the same batches.
+"""Who sees which sample when: pure functions of (seed, epoch, rank, world), so that every layout
+sees the same batches.
 
     order     7 2 9 0 | 4 8 1 5 | 3 6      a permutation of the samples, cut into global batches (the last is short)
     rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
     rank 1        9 0 |     1 5 |   6
 
-With microbatches each of these is cut first, and its pieces are shared out, or (`whole`) given out whole:
+With microbatches each of these is cut first, and its pieces are shared out, or (`whole`) given out
+whole:
 
     2 microbatches      7 2 | 9 0        rank 0    7   | 9        whole    rank 0    7 2
                                          rank 1      2 |   0               rank 1        | 9 0
@@ -15,10 +17,11 @@ Samples may also stay where they are: every worker has a part of its own, and se
     iid      a random part each, for the whole run                worker 0: 7 2 9    worker 1: 4 0 8    worker 2: 1 5 3
     label    the samples sorted by class, cut into parts          worker 0: 0 0 1    worker 1: 1 2 2    worker 2: 3 3 4
 
-With iid, a worker's gradient estimates the gradient of the full set. With label it does not: it is biased towards that
-worker's classes. Where workers do not wait for one another, a slow one contributes fewer updates, so its classes are
-learned less (Zhao et al., "Federated learning with non-IID data", 2018; Koloskova et al., "Sharper convergence
-guarantees for asynchronous SGD for distributed and federated learning", 2022).
+With iid, a worker's gradient estimates the gradient of the full set. With label it does not: it is
+biased towards that worker's classes. Where workers do not wait for one another, a slow one
+contributes fewer updates, so its classes are learned less (Zhao et al., "Federated learning with
+non-IID data", 2018; Koloskova et al., "Sharper convergence guarantees for asynchronous SGD for
+distributed and federated learning", 2022).
 """
 
 from collections.abc import Sequence
@@ -36,7 +39,8 @@ POOL = 50  # batches that are sorted together: more are more alike, and less ran
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Integers:
-    """Return the order of the samples in an epoch: (n,), a permutation of 0..n-1, or 0..n-1 without shuffling.
+    """Return the order of the samples in an epoch: (n,), a permutation of 0..n-1, or 0..n-1 without
+    shuffling.
 
     Args:
         n: samples of the training set.
@@ -49,7 +53,9 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Integers:
     return stream(seed, "order", epoch).permutation(n)
 
 
-def by_length(epoch_order: Integers, lengths: Integers, batch_size: int, seed: int, epoch: int) -> Integers:
+def by_length(
+    epoch_order: Integers, lengths: Integers, batch_size: int, seed: int, epoch: int
+) -> Integers:
     """Return an epoch's order in which the samples of a batch have about the same length.
 
     Each POOL batches are sorted by length, and all batches but a short last one are shuffled again:
@@ -74,7 +80,8 @@ def by_length(epoch_order: Integers, lengths: Integers, batch_size: int, seed: i
 
 @dataclass(frozen=True)
 class Cut:
-    """One microbatch: rows start..stop-1 of the rank's part; the first is row `first_row` of the global batch.
+    """One microbatch: rows start..stop-1 of the rank's part; the first is row `first_row` of the
+    global batch.
 
     Attributes:
         number: which of the global batch's microbatches it is.
@@ -90,17 +97,20 @@ class Cut:
 def cut_batch(
     global_rows: int, rank: int = 0, world: int = 1, microbatches: int = 1, whole: bool = False
 ) -> tuple[Cut, ...]:
-    """Return where each microbatch's rows stand among a rank's, and in a global batch of so many rows.
+    """Return where each microbatch's rows stand among a rank's, and in a global batch of so many
+    rows.
 
-    The global batch is cut into microbatches first, each of which is shared out over the ranks, so that microbatches
-    hold the same samples under every layout. A microbatch has at least one row, so a short batch may have fewer of
-    them; some ranks have none of its rows when there are more ranks than rows.
+    The global batch is cut into microbatches first, each of which is shared out over the ranks, so
+    that microbatches hold the same samples under every layout. A microbatch has at least one row,
+    so a short batch may have fewer of them; some ranks have none of its rows when there are more
+    ranks than rows.
 
     Args:
         global_rows: of the batch.
         rank, world: which of how many data-parallel ranks.
         microbatches: into how many a batch is cut.
-        whole: give each rank whole microbatches instead, possibly none; their shapes then do not depend on the layout.
+        whole: give each rank whole microbatches instead, possibly none; their shapes then do not
+            depend on the layout.
     """
     micros = split(global_rows, min(microbatches, global_rows))
     cuts: list[Cut] = []
@@ -127,11 +137,13 @@ def check_partition(samples: int, partition: str, workers: int) -> None:
         UsageError: if there is none, or more workers than samples.
     """
     if partition not in PARTITIONS:
-        raise UsageError(f"partition {partition} does not exist; choose from: {', '.join(PARTITIONS)}")
+        raise UsageError(
+            f"partition {partition} does not exist; choose from: {', '.join(PARTITIONS)}"
+        )
     if partition != "none" and samples < workers:
         raise UsageError(
-            f"partition {partition} shares {samples} training samples out over {workers} workers, so that some would "
-            "have none; take fewer workers, or leave it out"
+            f"partition {partition} shares {samples} training samples out over {workers} workers,"
+            " so that some would have none; take fewer workers, or leave it out"
         )
 
 
@@ -146,13 +158,15 @@ def takers(global_rows: int, world: int, microbatches: int) -> Integers:
 
 
 def own_samples(labels: Integers, partition: str, seed: int, owners: Integers) -> list[Integers]:
-    """Return the places in the training set of the samples that each worker has; every sample is one worker's.
+    """Return the places in the training set of the samples that each worker has; every sample is
+    one worker's.
 
     Args:
         labels: (n,), of the whole training set.
         partition: "iid" or "label".
         seed: of the run.
-        owners: (n,), which worker takes each row of an epoch: it has as many samples as it takes rows.
+        owners: (n,), which worker takes each row of an epoch: it has as many samples as it takes
+            rows.
     """
     shuffled = stream(seed, "partition").permutation(len(labels))
     if partition == "label":
@@ -161,7 +175,8 @@ def own_samples(labels: Integers, partition: str, seed: int, owners: Integers) -
 
 
 def own_order(own: Sequence[Integers], owners: Integers, seed: int, epoch: int) -> Integers:
-    """Return an order in which each row of an epoch has a sample of the worker that takes it, in an order of its own.
+    """Return an order in which each row of an epoch has a sample of the worker that takes it, in an
+    order of its own.
 
     Args:
         own, owners: see `own_samples`.
@@ -169,5 +184,7 @@ def own_order(own: Sequence[Integers], owners: Integers, seed: int, epoch: int) 
     """
     found = np.empty(len(owners), np.int64)
     for worker, mine in enumerate(own):
-        found[owners == worker] = mine[stream(seed, "own order", epoch, worker).permutation(len(mine))]
+        found[owners == worker] = mine[
+            stream(seed, "own order", epoch, worker).permutation(len(mine))
+        ]
     return found

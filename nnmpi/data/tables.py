@@ -1,18 +1,22 @@
 """Tables and arrays: CSV files and NumPy archives.
 
-    sepal_length_cm,petal_length_cm,species        a header: no feature cell of the first row is a number
-    5.1,1.4,setosa                                 features, and the label in the last column or one that is named
+    sepal_length_cm,petal_length_cm,species        a header: no feature cell of the first row is a
+                                                   number
+    5.1,1.4,setosa                                 features, and the label in the last column or one
+                                                   that is named
     7.0,4.7,versicolor
 
-Labels of a table may be text or whole numbers. Either way the classes are the labels that occur in the training table,
-sorted, so numbers need not begin at 0 nor be consecutive; `class_names` says which class stands for which label. Where
-quantities are wanted, the label is a number that is predicted.
+Labels of a table may be text or whole numbers. Either way the classes are the labels that occur in
+the training table, sorted, so numbers need not begin at 0 nor be consecutive; `class_names` says
+which class stands for which label. Where quantities are wanted, the label is a number that is
+predicted.
 
-An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test. x: (n, ...), any real dtype; uint8 stays uint8
-with scale 1/255, everything else becomes float32. A 3-D x is grayscale images and gets its channel. y: (n,) or (n, 1),
-whole numbers from 0 on; or (n, ...), several labels for each sample, where -1 is what is not to be predicted; or, where
-quantities are wanted, of any real dtype. x holds tokens, which stay whole numbers, if it is uint16 or uint32, or of
-whole numbers (n, time) with several labels for each sample.
+An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test. x: (n, ...), any real
+dtype; uint8 stays uint8 with scale 1/255, everything else becomes float32. A 3-D x is grayscale
+images and gets its channel. y: (n,) or (n, 1), whole numbers from 0 on; or (n, ...), several labels
+for each sample, where -1 is what is not to be predicted; or, where quantities are wanted, of any
+real dtype. x holds tokens, which stay whole numbers, if it is uint16 or uint32, or of whole numbers
+(n, time) with several labels for each sample.
 """
 
 import csv
@@ -35,12 +39,16 @@ from nnmpi.files import check_unpacked, foreign, opened
 SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
 MOST_LOST = 0.01  # of a column's deviation, by rounding to float32
 BOOLS = {"True": "1", "False": "0"}  # of features, as pandas writes them
-HINT = "give classes, or predict numbers: by the loss mse, mae or huber (in a call of load by wanted='quantities')"
+HINT = (
+    "give classes, or predict numbers: by the loss mse, mae or huber (in a call of load by"
+    " wanted='quantities')"
+)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A parsed file: features (rows, columns) float32, and the label cells as text, each with its line.
+    """A parsed file: features (rows, columns) float32, and the label cells as text, each with its
+    line.
 
     Attributes:
         columns: the features' names, where there is a header.
@@ -63,13 +71,18 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the line and the cells of each row of a table; blank lines separate nothing."""
+    """Yield the number of the line and the cells of each row of a table; blank lines separate
+    nothing.
+    """
     reader, width = csv.reader(read_lines(path), strict=True), 0
     try:
         for cells in reader:
             width = width or len(cells)
             if len(cells) not in (0, width):
-                raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line has {width}")
+                raise DataError(
+                    f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line has"
+                    f" {width}"
+                )
             if cells:
                 yield reader.line_num, cells
     except csv.Error as error:
@@ -81,15 +94,27 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
 
     Args:
         path: of the file.
-        target: the column of the label, by its name in the header or its number from 1; empty for the last one.
-        features: how many there are, of a table that may have no labels; None for all columns but the label's.
+        target: the column of the label, by its name in the header or its number from 1; empty for
+            the last one.
+        features: how many there are, of a table that may have no labels; None for all columns but
+            the label's.
     """
-    values, labels, lines, names, place, width = array("d"), list[str](), list[int](), list[str](), -1, 0
+    values, labels, lines, names, place, width = (
+        array("d"),
+        list[str](),
+        list[int](),
+        list[str](),
+        -1,
+        0,
+    )
     for line, cells in read_cells(path):
         is_first, width = not width, len(cells)
         if is_first:
             if features not in (None, width, width - 1):
-                raise DataError(f"{path}, line {line}: {width} cells; needs {features} features, and maybe a label")
+                raise DataError(
+                    f"{path}, line {line}: {width} cells; needs {features} features, and maybe a"
+                    " label"
+                )
             place = width if width == features else _target_column(path, cells, target)
         label = cells.pop(place).strip() if place < width else ""
         numbers = [_number(BOOLS.get(each.strip(), each)) for each in cells]
@@ -113,22 +138,29 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
     for column in np.flatnonzero(lost & (exact != exact[0]).any(axis=0))[:1].tolist():
         least, most = exact[:, column].min(), exact[:, column].max()
         raise DataError(
-            f"{path}, column {column + 1 + (column >= place)}: float32 cannot tell its values apart, from {least:.10g} "
-            f"to {most:.10g}; subtract what they have in common"
+            f"{path}, column {column + 1 + (column >= place)}: float32 cannot tell its values"
+            f" apart, from {least:.10g} to {most:.10g}; subtract what they have in common"
         )
     if place < width and "" in labels:
-        raise DataError(f"{path}, line {lines[labels.index('')]}, column {place + 1}: the label is missing")
+        raise DataError(
+            f"{path}, line {lines[labels.index('')]}, column {place + 1}: the label is missing"
+        )
     return Table(path, found, tuple(labels), tuple(lines), tuple(names))
 
 
 def _wrong_cell(path: Path, line: int, feature: int, place: int, value: object) -> DataError:
-    return DataError(f"{path}, line {line}, column {feature + 1 + (feature >= place)}: {no_number(value)}")
+    return DataError(
+        f"{path}, line {line}, column {feature + 1 + (feature >= place)}: {no_number(value)}"
+    )
 
 
 def _target_column(path: Path, first: list[str], target: str) -> int:
     """Return the column of the label in a table that begins with these cells."""
     if len(first) < 2:
-        raise DataError(f"{path}, line 1: {len(first)} cell; needs at least one feature, then the label, with commas")
+        raise DataError(
+            f"{path}, line 1: {len(first)} cell; needs at least one feature, then the label, with"
+            " commas"
+        )
     names = [cell.strip() for cell in first]
     if not target:
         return len(first) - 1
@@ -141,48 +173,68 @@ def _target_column(path: Path, first: list[str], target: str) -> int:
 
 def _number(cell: str) -> float | None:
     try:
-        return None if "_" in cell else float(cell)  # Python reads 1_0 as 10, and a table never means that
+        # Python reads 1_0 as 10, and a table never means that
+        return None if "_" in cell else float(cell)
     except ValueError:
         return None
 
 
-def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = (), wanted: Wanted = "classes") -> Dataset:
+def to_dataset(
+    table: Table, name: str, class_names: tuple[str, ...] = (), wanted: Wanted = "classes"
+) -> Dataset:
     """Return the table as a data set.
 
     Args:
         table: what `read_csv` gave.
         name: of the data set.
         class_names: those of the training table, for a test table; empty for the labels that occur.
-        wanted: what the labels are to be; "any" takes numbers for quantities if there is one that is not whole.
+        wanted: what the labels are to be; "any" takes numbers for quantities if there is one that
+            is not whole.
     """
     numbers = {label: _number(label) for label in table.labels}
     is_numeric = all(_number(label) is not None for label in class_names or table.labels)
-    fraction = next((label for label, number in numbers.items() if number is not None and number % 1), None)  # or NaN
+    # or NaN
+    fraction = next(
+        (label for label, number in numbers.items() if number is not None and number % 1), None
+    )
     if wanted == "quantities" or (wanted == "any" and is_numeric and fraction is not None):
         quantities = np.array([numbers[label] for label in table.labels], np.float32)  # of None NaN
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label = shortened(table.labels[row])
-            raise DataError(f"{table.path}, line {table.lines[row]}: the target {label!r} is not a finite number")
+            raise DataError(
+                f"{table.path}, line {table.lines[row]}: the target {label!r} is not a finite"
+                " number"
+            )
         return Dataset(name, table.features, quantities, 0, columns=table.columns)
     if is_numeric and fraction is not None:
-        raise DataError(f"{table.path}: label {shortened(fraction)!r} is not a whole number; {HINT}")
+        raise DataError(
+            f"{table.path}: label {shortened(fraction)!r} is not a whole number; {HINT}"
+        )
     spelled = {
-        label: label if number is None or not is_numeric else str(int(number)) for label, number in numbers.items()
+        label: label if number is None or not is_numeric else str(int(number))
+        for label, number in numbers.items()
     }
     names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
     place = {each: number for number, each in enumerate(names)}
     if unknown := [label for label in table.labels if spelled[label] not in place]:
-        raise DataError(f"{table.path}: label {shortened(unknown[0])!r} is not among the training labels {list(names)}")
+        raise DataError(
+            f"{table.path}: label {shortened(unknown[0])!r} is not among the training labels"
+            f" {list(names)}"
+        )
     y = np.array([place[spelled[label]] for label in table.labels])
     return Dataset(name, table.features, y, len(names), 1.0, names, table.columns)
 
 
-def load_csv(path: Path, name: str, wanted: Wanted = "classes", target: str = "") -> tuple[Dataset, None]:
+def load_csv(
+    path: Path, name: str, wanted: Wanted = "classes", target: str = ""
+) -> tuple[Dataset, None]:
     """Return the data set of a table, which has no test part."""
     return to_dataset(read_csv(path, target), name, wanted=wanted), None
 
 
-def load_npz(path: Path, name: str, wanted: Wanted = "classes", target: str = "") -> tuple[Dataset, Dataset | None]:
+def load_npz(
+    path: Path, name: str, wanted: Wanted = "classes", target: str = ""
+) -> tuple[Dataset, Dataset | None]:
     """Return the training part of an .npz file, and the test part if it has one; see the module.
 
     Args:
@@ -192,18 +244,25 @@ def load_npz(path: Path, name: str, wanted: Wanted = "classes", target: str = ""
         target: has to be empty.
     """
     if target:
-        raise UsageError(f"data set {path} has no columns of labels to choose from; leave the target out")
+        raise UsageError(
+            f"data set {path} has no columns of labels to choose from; leave the target out"
+        )
     arrays = _read(path, ("x", "y", "x_train", "y_train", "x_test", "y_test"))
     names = ("x_train", "y_train") if "x_train" in arrays else ("x", "y")
     if not {*names} <= {*arrays} or ("x_test" in arrays) != ("y_test" in arrays):
-        raise DataError(f"{path}: holds {sorted(arrays)}; needs x and y, or x_train, y_train, x_test and y_test")
+        raise DataError(
+            f"{path}: holds {sorted(arrays)}; needs x and y, or x_train, y_train, x_test and y_test"
+        )
     train = _part(path, name, arrays, *names, wanted)
     if "x_test" not in arrays:
         return train, None
     test = _part(path, name, arrays, "x_test", "y_test", wanted, train.classes)
     if train.scale != test.scale:
         kinds = f"x_train holds {arrays['x_train'].dtype} and x_test {arrays['x_test'].dtype}"
-        raise DataError(f"{path}: {kinds}; bytes are divided by 255, other numbers are not: save both in one dtype")
+        raise DataError(
+            f"{path}: {kinds}; bytes are divided by 255, other numbers are not: save both in one"
+            " dtype"
+        )
     return train, test
 
 
@@ -226,7 +285,9 @@ def _read(path: Path, wanted: Sequence[str]) -> dict[str, Array]:
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as archive:
             there = [name for name in wanted if name in archive.files]
-            check_unpacked(path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in there))
+            check_unpacked(
+                path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in there)
+            )
             arrays = {name: archive[name] for name in there}
         if other := [name for name, found in arrays.items() if not isinstance(found, np.ndarray)]:
             raise ValueError(f"{other[0]} is no array")
@@ -234,21 +295,32 @@ def _read(path: Path, wanted: Sequence[str]) -> dict[str, Array]:
 
 
 def _part(
-    path: Path, name: str, arrays: dict[str, Array], x_name: str, y_name: str, wanted: Wanted, classes: int = 0
+    path: Path,
+    name: str,
+    arrays: dict[str, Array],
+    x_name: str,
+    y_name: str,
+    wanted: Wanted,
+    classes: int = 0,
 ) -> Dataset:
     x, y = arrays[x_name], arrays[y_name]
     if x.ndim < 2 or y.ndim < 1 or len(y) != len(x) or 0 in (x.size, y.size):
         raise DataError(
-            f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) or (n, ...) labels"
+            f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) or"
+            " (n, ...) labels"
         )
     y = y.reshape(-1) if y.size == len(x) else y
     if wanted == "quantities" or (wanted == "any" and y.dtype.kind == "f"):
         y = _finite(path, y_name, y)
     elif y.dtype.kind not in "iu":
-        raise DataError(f"{path}: {y_name} is {y.dtype}; save labels as whole numbers (an integer dtype); {HINT}")
+        raise DataError(
+            f"{path}: {y_name} is {y.dtype}; save labels as whole numbers (an integer dtype);"
+            f" {HINT}"
+        )
     elif (largest := int(y.max())) >= max(y.size, SURE_CLASSES, classes):
         raise DataError(
-            f"{path}: {y_name} has {y.size} labels, and one of them is {largest}; number the classes from 0 on"
+            f"{path}: {y_name} has {y.size} labels, and one of them is {largest}; number the"
+            " classes from 0 on"
         )
     else:
         classes = classes or largest + 1
@@ -256,10 +328,14 @@ def _part(
     if y.dtype.kind == "f" or not is_tokens:
         x = _samples(path, x_name, x)
     elif x.min() < 0:
-        raise DataError(f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on")
+        raise DataError(
+            f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on"
+        )
     elif x.dtype == np.uint8:
         x = x.astype(np.uint16)
-    return Dataset(name, np.ascontiguousarray(x), y, classes, 1 / 255 if x.dtype == np.uint8 else 1.0)
+    return Dataset(
+        name, np.ascontiguousarray(x), y, classes, 1 / 255 if x.dtype == np.uint8 else 1.0
+    )
 
 
 def _samples(path: Path, name: str, x: Array) -> Array:

@@ -1,22 +1,26 @@
 """Texts as training data: tokens to read, and for each of them the one that comes next.
 
-Blocks, for GPT: the documents one behind the other, cut every T tokens; what is left makes a last block with padding.
+Blocks, for GPT: the documents one behind the other, cut every T tokens; what is left makes a last
+block with padding.
 
     tokens    t h e _ c a t # a _ d o g #         # ends a document
     x         t h e _ c | a t # a _ | d o g p p
     y         h e _ c a | t # a _ d | o g # . .   . is IGNORED, p the padding: #
 
-Sentences, for an LSTM: each document is a sample, one of more than T tokens goes on in the next sample; a batch is as
-long as its longest, and has sentences of about that length (see `sampler.by_length`).
+Sentences, for an LSTM: each document is a sample, one of more than T tokens goes on in the next
+sample; a batch is as long as its longest, and has sentences of about that length (see
+`sampler.by_length`).
 
     x         t h e _ c a t         y     h e _ c a t #
               a _ d o g p p               _ d o g # . .
 
 In x the end of a document stands for padding alone, so that the lengths can be told from it.
 
-A text's tokens are in a file of their own, which is mapped into memory: the corpus need not fit there.
+A text's tokens are in a file of their own, which is mapped into memory: the corpus need not fit
+there.
 
-    ~/.cache/nnmpi/tokens/KEY/tokens.bin       every document's tokens and the one that ends it: uint16, or uint32
+    ~/.cache/nnmpi/tokens/KEY/tokens.bin       every document's tokens and the one that ends it:
+                                               uint16, or uint32
                               ends.npy         where each document ends in it, int64
                               tokenizer.json
 
@@ -60,12 +64,16 @@ TOKENS, ENDS = "tokens.bin", "ends.npy"
 
 
 def is_text(path: Path, columns: Sequence[str]) -> bool:
-    """Return whether a file holds a text: by its ending, and a table if columns of it are asked for."""
+    """Return whether a file holds a text: by its ending, and a table if columns of it are asked
+    for.
+    """
     name = path.name.removesuffix(".gz")
     return name.endswith(ENDINGS) or (bool(columns) and name.endswith(".csv"))
 
 
-def read_documents(path: Path, columns: Sequence[str] = (), lines: bool = False) -> Iterator[tuple[str, bool]]:
+def read_documents(
+    path: Path, columns: Sequence[str] = (), lines: bool = False
+) -> Iterator[tuple[str, bool]]:
     """Yield pieces of a file's documents, and whether the document ends with the piece.
 
     Args:
@@ -75,28 +83,43 @@ def read_documents(path: Path, columns: Sequence[str] = (), lines: bool = False)
 
     Raises:
         UsageError: for a column that is not there.
-        DataError: for a file that cannot be read, is not UTF-8 or no table, and for an empty document.
+        DataError: for a file that cannot be read, is not UTF-8 or no table, and for an empty
+            document.
     """
     name, empty = path.name.removesuffix(".gz"), True
     if name.endswith(".txt"):
         if columns:
-            raise UsageError(f"{path} has no columns, as it is no table; leave {', '.join(columns)} out")
-        rows = ((line.rstrip("\n"), True) for line in read_lines(path) if line.strip()) if lines else _pieces(path)
+            raise UsageError(
+                f"{path} has no columns, as it is no table; leave {', '.join(columns)} out"
+            )
+        rows = (
+            ((line.rstrip("\n"), True) for line in read_lines(path) if line.strip())
+            if lines
+            else _pieces(path)
+        )
         for text, is_whole in rows:
             empty = empty and not text.strip()
             yield text, is_whole and not empty
     else:
-        for line, cells in _json_rows(path, columns or ("text",)) if name.endswith(".jsonl") else _rows(path, columns):
+        for line, cells in (
+            _json_rows(path, columns or ("text",))
+            if name.endswith(".jsonl")
+            else _rows(path, columns)
+        ):
             text, empty = "\n".join(cells), False
             if not text.strip():
-                raise DataError(f"{path}, line {line}: the document is empty; remove the row, or choose other columns")
+                raise DataError(
+                    f"{path}, line {line}: the document is empty; remove the row, or choose other"
+                    " columns"
+                )
             yield text, True
     if empty:
         raise DataError(f"{path}: the document is empty; give a text, in UTF-8")
 
 
 def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield one document in pieces, cut before a line that begins with no space: no tokenizer joins over that.
+    """Yield one document in pieces, cut before a line that begins with no space: no tokenizer joins
+    over that.
 
     Behind an empty line it is not cut: there GPT-2's pattern looks at what comes next.
     """
@@ -124,7 +147,9 @@ def _check_columns(where: str, there: Collection[str], columns: Sequence[str]) -
     """Refuse columns that are not there, or more than once."""
     for column in columns:
         if list(there).count(column) != 1:
-            raise UsageError(f"{where} has no single column {column!r}; its columns are: {', '.join(there)}")
+            raise UsageError(
+                f"{where} has no single column {column!r}; its columns are: {', '.join(there)}"
+            )
 
 
 def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
@@ -188,7 +213,14 @@ class TextSource:
         with raised_as(DataError, f"{self.path}: cannot be read"):
             text = sha256(self.path)
         kind = "".join(self.path.suffixes)
-        parts = [FORMAT, text, kind, self.columns, self.sentences, CHARACTERS if made is None else made.identity]
+        parts = [
+            FORMAT,
+            text,
+            kind,
+            self.columns,
+            self.sentences,
+            CHARACTERS if made is None else made.identity,
+        ]
         return hashed(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -198,8 +230,8 @@ def prepare_tokens(source: TextSource) -> Path:
     One rank per node calls this; several at once wait for one another.
 
     Raises:
-        UsageError, DataError: for a text or a tokenizer that cannot be read, see `read_documents` and `tokenizer`; and
-            for a folder that cannot be written.
+        UsageError, DataError: for a text or a tokenizer that cannot be read, see `read_documents`
+            and `tokenizer`; and for a folder that cannot be written.
     """
     parent = cache_folder() / "tokens"
     folder = parent / source.key
@@ -207,7 +239,10 @@ def prepare_tokens(source: TextSource) -> Path:
         return folder
     with locked(parent):
         if not folder.is_dir():
-            with raised_as(DataError, f"{folder} cannot be written"), folder_atomically(folder) as temporary:
+            with (
+                raised_as(DataError, f"{folder} cannot be written"),
+                folder_atomically(folder) as temporary,
+            ):
                 _fill(source, temporary)
     return folder
 
@@ -217,7 +252,9 @@ def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
 
 
 def _fill(source: TextSource, folder: Path) -> None:
-    tokenizer = source.load_tokenizer() or CharacterTokenizer(letter for text, _ in source.pieces() for letter in text)
+    tokenizer = source.load_tokenizer() or CharacterTokenizer(
+        letter for text, _ in source.pieces() for letter in text
+    )
     ends: list[int] = []
     done = 0
     with (folder / TOKENS).open("wb") as file:
@@ -227,7 +264,9 @@ def _fill(source: TextSource, folder: Path) -> None:
             done += len(ids)
             if is_whole:
                 if done == 1 + (ends[-1] if ends else 0):
-                    raise DataError(f"{source.path}: document {len(ends) + 1} is empty: it has no tokens")
+                    raise DataError(
+                        f"{source.path}: document {len(ends) + 1} is empty: it has no tokens"
+                    )
                 ends.append(done)
     np.save(folder / ENDS, np.array(ends, np.int64))
     tokenizer.save(folder)
@@ -244,8 +283,14 @@ class Text(Samples):
         context: T, the most tokens of a sample.
     """
 
-    def __init__(self, source: TextSource, tokens: Array, tokenizer: Tokenizer, spans: Integers, context: int) -> None:
-        self.name, self._key, self.sentences = source.path.name.split(".")[0], source.key, source.sentences
+    def __init__(
+        self, source: TextSource, tokens: Array, tokenizer: Tokenizer, spans: Integers, context: int
+    ) -> None:
+        self.name, self._key, self.sentences = (
+            source.path.name.split(".")[0],
+            source.key,
+            source.sentences,
+        )
         self.tokenizer, self.classes, self.context = tokenizer, tokenizer.vocabulary_size, context
         self._tokens = tokens
         sizes = spans[:, 1] - spans[:, 0]
@@ -255,7 +300,9 @@ class Text(Samples):
         if source.sentences:
             parts = -(-(sizes - 1) // context)  # of each document
             document = np.repeat(np.arange(len(parts)), parts)
-            within = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * context
+            within = (
+                np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
+            ) * context
             self._firsts = (self._stops - sizes)[document] + within
             left = sizes[document] - 1 - within
         else:
@@ -286,7 +333,9 @@ class Text(Samples):
         """How many tokens each sample has, (n,); None where all have `context`."""
         return self._counts if self.sentences else None
 
-    def rows(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+    def rows(
+        self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
+    ) -> Array:
         """Return the tokens that are read."""
         return self._filled(indices, length, self.tokenizer.end, 0)
 
@@ -295,9 +344,17 @@ class Text(Samples):
         return self._filled(indices, length, IGNORED, 1)
 
     def _filled(self, indices: Integers, length: int | None, padding: int, shift: int) -> Integers:
-        """Return each sample's tokens, `shift` places behind those that are read, in rows of one length."""
+        """Return each sample's tokens, `shift` places behind those that are read, in rows of one
+        length.
+        """
         counts = self._counts[indices]
-        width = self.context if not self.sentences else int(counts.max(initial=0)) if length is None else length
+        width = (
+            self.context
+            if not self.sentences
+            else int(counts.max(initial=0))
+            if length is None
+            else length
+        )
         places = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
         places = np.minimum(places, self._stops[-1] - 1)
         places += self._offsets[np.searchsorted(self._stops, places, side="right")]
@@ -320,18 +377,21 @@ def load_text(
         test_fraction: the share of the test part, between 0 and 1.
 
     Raises:
-        UsageError, DataError: as `prepare_tokens`; for tokens that are damaged; and for a part that is shorter than a
-            block.
+        UsageError, DataError: as `prepare_tokens`; for tokens that are damaged; and for a part that
+            is shorter than a block.
     """
     folder = cache_folder() / "tokens" / source.key
     try:
         ends = np.load(folder / ENDS, allow_pickle=False)
         tokenizer = load_tokenizer(folder)
-        tokens = np.memmap(folder / TOKENS, _kind(tokenizer), "r").view(np.ndarray)  # a part is made 10 times faster
+        # a part is made 10 times faster
+        tokens = np.memmap(folder / TOKENS, _kind(tokenizer), "r").view(np.ndarray)
         if not len(ends) or len(tokens) != ends[-1]:
             raise ValueError(f"{len(tokens)} tokens")
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{folder} is damaged ({error}); remove it, and it is made again") from error
+        raise DataError(
+            f"{folder} is damaged ({error}); remove it, and it is made again"
+        ) from error
     spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     if len(spans) == 1:
         cut = int(ends[0]) - max(1, round(int(ends[0]) * test_fraction))
@@ -344,8 +404,9 @@ def load_text(
     for part, what in zip(parts, ("training", "test"), strict=True):
         if (length := int((part[:, 1] - part[:, 0]).sum())) < least:
             raise DataError(
-                f"{source.path}: the {what} part has {length} tokens, but a block of {context} and the one to be "
-                f"predicted last are {least}; give a smaller context, or a longer text"
+                f"{source.path}: the {what} part has {length} tokens, but a block of {context} and"
+                f" the one to be predicted last are {least}; give a smaller context, or a longer"
+                " text"
             )
     train, test = (Text(source, tokens, tokenizer, part, context) for part in parts)
     return train, test

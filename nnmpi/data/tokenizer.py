@@ -5,10 +5,11 @@
     FOLDER or FILE  GPT-2's byte pairs (vocab.json and merges.txt: Radford et al.,
                     2019), or any tokenizer.json                                      the library `tokenizers`
 
-Every tokenizer has a token that ends a text, `end`. It stands between two documents, and where a short one is padded.
+Every tokenizer has a token that ends a text, `end`. It stands between two documents, and where a
+short one is padded.
 
-All are saved as a tokenizer.json, which that library reads, and a tokenizer_config.json, with which Hugging Face's
-transformers does. Reading those of the two that are built in needs neither.
+All are saved as a tokenizer.json, which that library reads, and a tokenizer_config.json, with which
+Hugging Face's transformers does. Reading those of the two that are built in needs neither.
 """
 
 from __future__ import annotations
@@ -78,13 +79,20 @@ class Tokenizer(ABC):
         """
         size = self.vocabulary_size
         if wrong := [each for each in ids if not 0 <= each < size]:
-            raise UsageError(f"token {wrong[0]} is outside the vocabulary of {size}: give numbers in 0..{size - 1}")
+            raise UsageError(
+                f"token {wrong[0]} is outside the vocabulary of {size}: give numbers in"
+                f" 0..{size - 1}"
+            )
         return self._decode([each for each in ids if each != self.end])
 
     def save(self, folder: Path) -> None:
         """Write LIBRARY_FILE and CONFIG_FILE into a folder, which exists."""
         (folder / LIBRARY_FILE).write_text(self.to_json(), encoding="utf-8")
-        words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_text, "bos_token": self.end_text}
+        words = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.end_text,
+            "bos_token": self.end_text,
+        }
         (folder / CONFIG_FILE).write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
 
 
@@ -92,8 +100,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Return the tokenizer that a folder or a file holds.
 
     Args:
-        path: "bytes"; a folder with what `Tokenizer.save` wrote, a tokenizer.json, or vocab.json and merges.txt; or one
-            of these files.
+        path: "bytes"; a folder with what `Tokenizer.save` wrote, a tokenizer.json, or vocab.json
+            and merges.txt; or one of these files.
 
     Raises:
         UsageError: when there is none, or the library that reads it is not installed.
@@ -104,20 +112,26 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     found = find_tokenizer(path)
     if found is None:
         wanted = f"neither {LIBRARY_FILE} nor {' and '.join(PAIRS_FILES)}"
-        state = f"the folder has {wanted}" if Path(path).is_dir() else "there is no such file or folder"
-        raise UsageError(f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or where a tokenizer was saved")
+        state = (
+            f"the folder has {wanted}" if Path(path).is_dir() else "there is no such file or folder"
+        )
+        raise UsageError(
+            f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or where a tokenizer was saved"
+        )
     if built_in := _read_built_in(found):
         return built_in
     try:
         library: Any = importlib.import_module("tokenizers")
     except ImportError:
         raise UsageError(
-            f"tokenizer {found} is read by the library tokenizers, which is not installed; pip install tokenizers, "
-            f"or take {BYTES} or {CHARACTERS}"
+            f"tokenizer {found} is read by the library tokenizers, which is not installed; pip"
+            f" install tokenizers, or take {BYTES} or {CHARACTERS}"
         ) from None
     with foreign(found, DataError, "not a tokenizer"):
         if found.name in PAIRS_FILES:
-            return LibraryTokenizer(_of_pairs(library, *(str(found.parent / name) for name in PAIRS_FILES)))
+            return LibraryTokenizer(
+                _of_pairs(library, *(str(found.parent / name) for name in PAIRS_FILES))
+            )
         return LibraryTokenizer(library.Tokenizer.from_file(str(found)))
 
 
@@ -141,17 +155,25 @@ class ByteTokenizer(Tokenizer):
         try:
             return list(text.encode())
         except UnicodeEncodeError as error:
-            raise UsageError(f"{text[error.start]!r} is half of a character, and no text in UTF-8 has it") from None
+            raise UsageError(
+                f"{text[error.start]!r} is half of a character, and no text in UTF-8 has it"
+            ) from None
 
     def _decode(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
         """Return it as the library has it: GPT-2's letter for each byte, and no pairs."""
-        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}  # these stand for themselves, others move up
+        # these stand for themselves, others move up
+        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
         others = iter(range(256, 512))
         vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        }
         return _library_form(vocabulary, {"type": "BPE", "merges": []}, level, level)
 
 
@@ -179,8 +201,9 @@ class CharacterTokenizer(Tokenizer):
         unknown = np.flatnonzero(self._codes[places] != codes)
         if unknown.size:
             raise UsageError(
-                f"the character {text[unknown[0]]!r} is not among the {self.end} of the tokenizer, which are those of "
-                "its training text; leave it out, or take another tokenizer, such as bytes"
+                f"the character {text[unknown[0]]!r} is not among the {self.end} of the tokenizer,"
+                " which are those of its training text; leave it out, or take another tokenizer,"
+                " such as bytes"
             )
         return places.tolist()
 
@@ -190,15 +213,23 @@ class CharacterTokenizer(Tokenizer):
     def to_json(self) -> str:
         """Return it as the library has it: words of one character."""
         vocabulary = {character: place for place, character in enumerate(self.characters)}
-        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-        return _library_form(vocabulary, {"type": "WordLevel", "unk_token": ENDS[0]}, split, {"type": "Fuse"})
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        return _library_form(
+            vocabulary, {"type": "WordLevel", "unk_token": ENDS[0]}, split, {"type": "Fuse"}
+        )
 
 
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`.
 
     Args:
-        made: a `tokenizers.Tokenizer`. If it has none of the tokens in ENDS, the first of these is added.
+        made: a `tokenizers.Tokenizer`. If it has none of the tokens in ENDS, the first of these is
+            added.
     """
 
     def __init__(self, made: Any) -> None:
@@ -209,16 +240,21 @@ class LibraryTokenizer(Tokenizer):
         if made.token_to_id(self.end_text) is None:
             made.add_special_tokens([self.end_text])
         self.end = made.token_to_id(self.end_text)
-        self.vocabulary_size = max(made.get_vocab(with_added_tokens=True).values()) + 1  # some may be no text's
+        # some may be no text's
+        self.vocabulary_size = max(made.get_vocab(with_added_tokens=True).values()) + 1
         if self.vocabulary_size > MOST_TOKENS:  # an embedding would have a row for each number
-            raise ValueError(f"a token has the number {self.vocabulary_size - 1}, beyond {MOST_TOKENS}")
+            raise ValueError(
+                f"a token has the number {self.vocabulary_size - 1}, beyond {MOST_TOKENS}"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens that the library finds."""
         try:
             tokens: list[int] = self._made.encode(text, add_special_tokens=False).ids
         except Exception as error:  # see `load_tokenizer`
-            raise UsageError(f"the tokenizer {self.name} has no tokens for the text ({error})") from None
+            raise UsageError(
+                f"the tokenizer {self.name} has no tokens for the text ({error})"
+            ) from None
         return tokens
 
     def _decode(self, ids: list[int]) -> str:
@@ -236,15 +272,21 @@ def _of_pairs(library: Any, vocabulary: str, merges: str) -> Any:
     made.decoder = library.decoders.ByteLevel()
     numbers = made.get_vocab()
     lost = len(set(library.pre_tokenizers.ByteLevel.alphabet()) - numbers.keys())
-    if lost or len(set(numbers.values())) < len(numbers):  # the library would leave out what it does not find
-        raise ValueError(f"{lost} of the 256 bytes have no token" if lost else "two tokens have one number")
+    if lost or len(set(numbers.values())) < len(numbers):
+        # the library would leave out what it does not find
+        raise ValueError(
+            f"{lost} of the 256 bytes have no token" if lost else "two tokens have one number"
+        )
     if made.token_to_id(ENDS[0]) is not None:
         made.add_special_tokens([ENDS[0]])
     return made
 
 
 def _library_form(
-    vocabulary: dict[str, int], model: dict[str, Any], pieces: dict[str, Any], decoder: dict[str, Any]
+    vocabulary: dict[str, int],
+    model: dict[str, Any],
+    pieces: dict[str, Any],
+    decoder: dict[str, Any],
 ) -> str:
     """Return what the library keeps of a tokenizer; the end comes after the vocabulary.
 
@@ -254,7 +296,13 @@ def _library_form(
         pieces: what cuts a text before the model sees it.
         decoder: what puts tokens together.
     """
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     form = {
         "version": "1.0",
         "added_tokens": [{"id": len(vocabulary), "content": ENDS[0], **flags}],
@@ -269,7 +317,10 @@ def _read_built_in(file: Path) -> Tokenizer | None:
     """Return the tokenizer of bytes or of characters that the file holds; None for any other."""
     try:
         values = read_json(file)
-        known: list[Tokenizer] = [ByteTokenizer(), CharacterTokenizer("".join(values["model"]["vocab"]))]
+        known: list[Tokenizer] = [
+            ByteTokenizer(),
+            CharacterTokenizer("".join(values["model"]["vocab"])),
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return next((each for each in known if json.loads(each.to_json()) == values), None)

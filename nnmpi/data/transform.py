@@ -1,8 +1,10 @@
-"""What happens to a batch between storage and model: Normalize, and augmentations, the random changes of images.
+"""What happens to a batch between storage and model: Normalize, and augmentations, the random
+changes of images.
 
-A transform is called with (x, indices, epoch, seed) and returns new rows. What it draws for a sample depends on
-(seed, epoch, index of the sample) alone, so the sample looks the same on whichever rank, in whichever batch, it is.
-Augment before normalizing: what is filled with 0 is black only in images that are not centred yet.
+A transform is called with (x, indices, epoch, seed) and returns new rows. What it draws for a
+sample depends on (seed, epoch, index of the sample) alone, so the sample looks the same on
+whichever rank, in whichever batch, it is. Augment before normalizing: what is filled with 0 is
+black only in images that are not centred yet.
 """
 
 from abc import ABC, abstractmethod
@@ -22,10 +24,12 @@ from nnmpi.errors import ShapeError, UsageError
 
 
 def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> Integers:
-    """Return a number in 0..high-1 for each sample index: (rows,) int64; high at most 2**31 (bias < high / 2**32).
+    """Return a number in 0..high-1 for each sample index: (rows,) int64; high at most 2**31 (bias <
+    high / 2**32).
 
-    It does not depend on the other indices. A hash of 32 bits is multiplied by high, and the upper half of the product
-    is kept (Lemire, 2019): no division. (Generators, as of `backend.random.stream`, cost 20 us for each sample.)
+    It does not depend on the other indices. A hash of 32 bits is multiplied by high, and the upper
+    half of the product is kept (Lemire, 2019): no division. (Generators, as of
+    `backend.random.stream`, cost 20 us for each sample.)
 
     Args:
         seed: of the run.
@@ -33,7 +37,9 @@ def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> 
         indices: (rows,), the samples' places in the data set.
         what: the numbers are for, such as "flip": every purpose has a stream of its own.
     """
-    (bits,) = random_bits(np, 0, 1, indices.astype(np.uint32), key_pair(int(seed), int(epoch), what))
+    (bits,) = random_bits(
+        np, 0, 1, indices.astype(np.uint32), key_pair(int(seed), int(epoch), what)
+    )
     return ((bits.astype(np.uint64) * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
 
 
@@ -45,15 +51,23 @@ class Transform(Protocol):
     """Anything that can be called like the classes of this module."""
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
-        """Return the transformed rows of x (rows, *sample_shape), same dtype; x itself is not changed."""
+        """Return the transformed rows of x (rows, *sample_shape), same dtype; x itself is not
+        changed.
+        """
         ...
 
 
 class Compose:
-    """Transforms one after the other: Compose([Shift(2), Flip(), Normalize.fit(train)]), with or without the list."""
+    """Transforms one after the other: Compose([Shift(2), Flip(), Normalize.fit(train)]), with or
+    without the list.
+    """
 
     def __init__(self, *transforms: Transform | Sequence[Transform]) -> None:
-        self.transforms = [each for given in transforms for each in (given if isinstance(given, Sequence) else [given])]
+        self.transforms = [
+            each
+            for given in transforms
+            for each in (given if isinstance(given, Sequence) else [given])
+        ]
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return x after all transforms, in the order given."""
@@ -79,22 +93,28 @@ class Normalize:
     def __post_init__(self) -> None:
         """Check what is divided by."""
         if not np.all(np.asarray(self.std) > 0):
-            raise UsageError(f"std is {self.std}; it must be more than 0 (1 for what does not vary)")
+            raise UsageError(
+                f"std is {self.std}; it must be more than 0 (1 for what does not vary)"
+            )
 
     @classmethod
     def fit(cls, train: Dataset) -> "Normalize":
         """Return the normalization that gives the training samples mean 0 and standard deviation 1.
 
-        Over all pixels of a channel for images (n, height, width, channels), over the samples for each feature
-        otherwise; computed in float64, in two passes. What does not vary is only centred (std 1).
+        Over all pixels of a channel for images (n, height, width, channels), over the samples for
+        each feature otherwise; computed in float64, in two passes. What does not vary is only
+        centred (std 1).
         """
         axes = (0, 1, 2) if train.x.ndim == 4 else (0,)
-        count = train.x.size // int(np.prod([size for axis, size in enumerate(train.x.shape) if axis not in axes]))
+        count = train.x.size // int(
+            np.prod([size for axis, size in enumerate(train.x.shape) if axis not in axes])
+        )
         cuts = [np.arange(i, min(i + FIT_ROWS, len(train))) for i in range(0, len(train), FIT_ROWS)]
         mean = sum(train.rows(cut, "float64").sum(axes) for cut in cuts) / count
-        variance = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts) / count
-        std = np.sqrt(variance)
-        # Rounding leaves a constant feature a tiny spread, and dividing by that would blow the rounding up.
+        squares = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts)
+        std = np.sqrt(squares / count)
+        # Rounding leaves a constant feature a tiny spread, and dividing by that would blow the
+        # rounding up.
         return cls(mean, np.where(std > 1e-12 * np.maximum(np.abs(mean), 1.0), std, 1.0))
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
@@ -103,11 +123,17 @@ class Normalize:
         Raises:
             ShapeError: when they do not fit.
         """
-        mean, std, shape = np.asarray(self.mean, x.dtype), np.asarray(self.std, x.dtype), x.shape[1:]
+        mean, std, shape = (
+            np.asarray(self.mean, x.dtype),
+            np.asarray(self.std, x.dtype),
+            x.shape[1:],
+        )
         try:  # of whole samples: over a short last axis NumPy takes 4 times as long
             flat_mean, flat_std = (np.broadcast_to(each, shape).reshape(-1) for each in (mean, std))
         except ValueError:
-            raise ShapeError(f"mean {mean.shape} and std {std.shape} do not fit samples of shape {shape}") from None
+            raise ShapeError(
+                f"mean {mean.shape} and std {std.shape} do not fit samples of shape {shape}"
+            ) from None
         result: Array = x.reshape(len(x), flat_mean.size) - flat_mean
         result /= flat_std
         return result.reshape(x.shape)
@@ -124,21 +150,26 @@ class Augmentation(ABC):
         """
         if x.ndim != 4:
             raise ShapeError(
-                f"samples of shape {x.shape[1:]} are not images (height, width, channels); leave this augmentation out"
+                f"samples of shape {x.shape[1:]} are not images (height, width, channels); leave"
+                " this augmentation out"
             )
         return self.change(x, partial(integers, seed, epoch, indices))
 
     @abstractmethod
     def change(self, x: Array, draw: Draw) -> Array:
-        """Return the changed images; `draw` gives what `integers` gives of its last two arguments."""
+        """Return the changed images; `draw` gives what `integers` gives of its last two
+        arguments.
+        """
 
 
 @dataclass(frozen=True)
 class Shift(Augmentation):
-    """Moves each image by up to `pixels` in both directions, filling with 0: a random crop with padding.
+    """Moves each image by up to `pixels` in both directions, filling with 0: a random crop with
+    padding.
 
     Attributes:
-        pixels: the largest shift; every whole shift from -pixels to pixels is equally likely, down and across.
+        pixels: the largest shift; every whole shift from -pixels to pixels is equally likely, down
+            and across.
     """
 
     pixels: int = 2
@@ -153,8 +184,11 @@ class Shift(Augmentation):
         p = self.pixels
         down, across = (draw(f"shift {axis}", 2 * p + 1) for axis in ("down", "across"))
         lines = np.zeros((rows, height + 2 * p, (width + 2 * p) * channels), x.dtype)
-        lines[:, p : p + height, p * channels : (p + width) * channels] = x.reshape(rows, height, width * channels)
-        # Every crop as a view, its rows in one piece: (rows, windows down, windows across, height, width * channels).
+        lines[:, p : p + height, p * channels : (p + width) * channels] = x.reshape(
+            rows, height, width * channels
+        )
+        # Every crop as a view, its rows in one piece: (rows, windows down, windows across, height,
+        # width * channels).
         crops = sliding_window_view(lines, (height, width * channels), (1, 2))
         return crops[np.arange(rows), down, across * channels].reshape(x.shape)
 
@@ -172,7 +206,9 @@ class Flip(Augmentation):
 
 @dataclass(frozen=True)
 class Rotate(Augmentation):
-    """Turns each image about its middle by up to `degrees` either way, by bilinear interpolation, filling with 0."""
+    """Turns each image about its middle by up to `degrees` either way, by bilinear interpolation,
+    filling with 0.
+    """
 
     degrees: float = 10.0
 
@@ -196,7 +232,8 @@ class Rotate(Augmentation):
 
 @dataclass(frozen=True)
 class ColorJitter(Augmentation):
-    """Changes brightness, contrast and saturation of each image, from 0 to 1, by factors of 1 - value to 1 + value.
+    """Changes brightness, contrast and saturation of each image, from 0 to 1, by factors of 1 -
+    value to 1 + value.
 
     Contrast is around the image's mean, saturation around each pixel's mean over the channels.
     """
@@ -216,14 +253,17 @@ class ColorJitter(Augmentation):
 
 @dataclass(frozen=True)
 class Cutout(Augmentation):
-    """Blackens a square of each image, whose middle may be any pixel (DeVries and Taylor, "Cutout", 2017)."""
+    """Blackens a square of each image, whose middle may be any pixel (DeVries and Taylor, "Cutout",
+    2017).
+    """
 
     pixels: int = 8
 
     def change(self, x: Array, draw: Draw) -> Array:
         """Return the images, each with a hole."""
         down, across = (
-            abs(2 * (np.arange(size) - draw(f"cutout {axis}", size)[:, None]) + 1 - self.pixels % 2) < self.pixels
+            abs(2 * (np.arange(size) - draw(f"cutout {axis}", size)[:, None]) + 1 - self.pixels % 2)
+            < self.pixels
             for axis, size in zip(("down", "across"), x.shape[1:3], strict=True)
         )
         return np.where((down[:, :, None] & across[:, None])[..., None], x.dtype.type(0), x)
@@ -234,7 +274,8 @@ def _uniform(draw: Draw, what: str, most: float) -> Array:
     return most * (draw(what, 2**31 - 1) / 2**30 - 1).reshape(-1, 1, 1, 1)
 
 
-AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(  # by an image's shorter side
+# by an image's shorter side
+AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(
     {
         "shift": lambda side: Shift(max(1, side // 12)),
         "flip": lambda side: Flip(),

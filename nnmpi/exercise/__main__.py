@@ -1,4 +1,5 @@
-"""`python -m nnmpi.exercise`: exercises, and a checker that says which chunk, which rank, after which step is wrong.
+"""`python -m nnmpi.exercise`: exercises, and a checker that says which chunk, which rank, after
+which step is wrong.
 
 python -m nnmpi.exercise                               lists them
 python -m nnmpi.exercise ring-all-reduce > my_ring.py  what is wanted, as a file to begin with
@@ -30,7 +31,11 @@ def main(words: Sequence[str]) -> str:
     if given.name is None:
         lines = []
         for kind, found in KINDS.items():
-            lines += [f"{kind}:", *(line for one in found for line in entry(one.name, one.title)), ""]
+            lines += [
+                f"{kind}:",
+                *(line for one in found for line in entry(one.name, one.title)),
+                "",
+            ]
         return "\n".join([*lines, folded(__doc__ or "")])
     exercise = find(given.name)
     if given.file is None:

@@ -1,8 +1,9 @@
 """What runs in a solution's process: it imports the file, and calls the function.
 
-Of nnmpi there is what a solution is written with, no more: when a solution comes, nothing further can be imported but
-files of its own, as source. An audit hook refuses what no solution needs: other files, other processes, the network,
-ctypes, machine code. That is no sandbox: docs/grading.md says what is left.
+Of nnmpi there is what a solution is written with, no more: when a solution comes, nothing further
+can be imported but files of its own, as source. An audit hook refuses what no solution needs: other
+files, other processes, the network, ctypes, machine code. That is no sandbox: docs/grading.md says
+what is left.
 """
 
 import os
@@ -27,14 +28,43 @@ except ImportError:  # Windows: the judge's own time limit is left
 
 LONG = 60  # characters
 REFUSED = (
-    *("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "winreg.", "_posixsubprocess.", "_winapi."),
-    *("signal.", "resource.", "fcntl.", "syslog.", "sqlite3.", "mmap.", "gc.", "marshal.", "code.", "cpython.PyInt"),
+    *(
+        "os.",
+        "subprocess.",
+        "socket.",
+        "ctypes.",
+        "shutil.",
+        "pty.",
+        "winreg.",
+        "_posixsubprocess.",
+        "_winapi.",
+    ),
+    *(
+        "signal.",
+        "resource.",
+        "fcntl.",
+        "syslog.",
+        "sqlite3.",
+        "mmap.",
+        "gc.",
+        "marshal.",
+        "code.",
+        "cpython.PyInt",
+    ),
 )
-UNHEARD = ("mkfifo", "mknod", "setpriority", "sched_setaffinity", "sched_setscheduler", "pidfd_open")  # no events
+# no events
+UNHEARD = (
+    "mkfifo",
+    "mknod",
+    "setpriority",
+    "sched_setaffinity",
+    "sched_setscheduler",
+    "pidfd_open",
+)
 MAY = (
-    "__future__ abc array bisect cmath collections contextlib copy dataclasses decimal enum fractions functools heapq "
-    "itertools json math numbers numpy numpy.fft numpy.linalg numpy.random operator pathlib random re statistics "
-    "string textwrap time types typing warnings"
+    "__future__ abc array bisect cmath collections contextlib copy dataclasses decimal enum"
+    " fractions functools heapq itertools json math numbers numpy numpy.fft numpy.linalg"
+    " numpy.random operator pathlib random re statistics string textwrap time types typing warnings"
 )
 LOOKS = ("open", "os.listdir", "os.scandir")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -83,31 +113,47 @@ def _limit(seconds: int, nbytes: int) -> None:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
-def _guard(roots: Sequence[str], hidden: str, own: Sequence[str]) -> Callable[[str, tuple[Any, ...]], None]:
+def _guard(
+    roots: Sequence[str], hidden: str, own: Sequence[str]
+) -> Callable[[str, tuple[Any, ...]], None]:
     """Return the hook: what a solution may look at lies in `roots` and not in `hidden`.
 
-    What it needs stands in cells, and it calls nothing that is written in Python: all else could be replaced.
+    What it needs stands in cells, and it calls nothing that is written in Python: all else could be
+    replaced.
     """
     sep, up, kind, text, number, forbidden = os.sep, os.pardir, type, str, int, PermissionError
     may = frozenset({*own} - sys.stdlib_module_names | {"encodings", "nnmpi", "numpy"})
     absent, refused, looks, writing = ModuleNotFoundError, REFUSED, LOOKS, WRITES
-    inside, hides, ends = tuple(f"{root}{sep}" for root in roots), f"{hidden}{sep}", frozenset(roots)
+    inside, hides, ends = (
+        tuple(f"{root}{sep}" for root in roots),
+        f"{hidden}{sep}",
+        frozenset(roots),
+    )
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
         if event == "import":
             name = values[0]
             if kind(name) is not text or values[1] or name.partition(".")[0] not in may:
-                raise absent(f"No module named {name!r} for solutions, which have NumPy and some of Python's own")
+                raise absent(
+                    f"No module named {name!r} for solutions, which have NumPy and some of"
+                    " Python's own"
+                )
         elif event in looks:
             path = values[0]
             if kind(path) is number or path is None:
                 return
             writes = event == "open" and kind(values[2]) is number and values[2] & writing
-            plain = kind(path) is text and up not in path.split(sep) and not f"{path}{sep}".startswith(hides)
+            plain = (
+                kind(path) is text
+                and up not in path.split(sep)
+                and not f"{path}{sep}".startswith(hides)
+            )
             here = plain and (path in ends or path.startswith(inside) or not path.startswith(sep))
             if writes or not here:
                 raise forbidden(f"a solution may not {'write' if writes else 'read'} {path!r}")
-        elif event.startswith(refused) or (event == "object.__setattr__" and values[1] == "__code__"):
+        elif event.startswith(refused) or (
+            event == "object.__setattr__" and values[1] == "__code__"
+        ):
             raise forbidden(f"a solution may not use {event}")
 
     return hook

@@ -1,4 +1,6 @@
-"""What an exercise is: a few lines that say what is wanted, a file to begin with, and a check of what was written."""
+"""What an exercise is: a few lines that say what is wanted, a file to begin with, and a check of
+what was written.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from nnmpi.units import Bytes
 Function: TypeAlias = Callable[..., Any]
 
 Measures: TypeAlias = tuple[str, Mapping[str, Sequence[float]], str]
-"""Where, such as "on 2 ranks"; what a solution takes there by name, each rank or all of them; a drawing of it."""
+"""Where, such as "on 2 ranks"; what a solution takes there by name, each rank or all of them; a
+drawing of it.
+"""
 
 SAID = {
     "chunks": "sends {:.10g} chunks",
@@ -36,8 +40,8 @@ class Setting:
 
     Attributes:
         ranks, per_node: how many, and how many of them share a node.
-        network, inside: links between nodes and within one, such as "alpha_us=50,gbit=1"; empty ones
-            cost nothing.
+        network, inside: links between nodes and within one, such as "alpha_us=50,gbit=1"; empty
+            ones cost nothing.
         bytes: of a collective's whole buffer.
         microbatches: of a pipeline.
         forward_s: of a rank's stages for one microbatch; a backward takes twice as long.
@@ -56,7 +60,9 @@ class Setting:
     @property
     def machine(self) -> Machine:
         """What messages cost, and where the ranks are."""
-        across, inside = (parse_network(text or "alpha_us=0", 1).inside for text in (self.network, self.inside))
+        across, inside = (
+            parse_network(text or "alpha_us=0", 1).inside for text in (self.network, self.inside)
+        )
         return Machine(inside, across, blocks(self.ranks, self.per_node))
 
 
@@ -68,13 +74,13 @@ class Exercise:
         name: as it is written on the command line.
         statement: what is wanted, in a few lines.
         arguments: of the function, such as "rank, size".
-        judge: (function, size) -> what it was found to do; it raises `WrongAnswer`. The function may run
-            in processes of its own: see `exercise.solution` for what may be handed over.
+        judge: (function, size) -> what it was found to do; it raises `WrongAnswer`. The function
+            may run in processes of its own: see `exercise.solution` for what may be handed over.
         sizes: numbers of ranks (of pipelines: ranks and microbatches).
         imports: what the file begins with.
         measure: (function, setting) -> what a right solution takes there: "seconds" and "bytes" on
-            simulated clocks, "chunks", "rounds", "activations". It raises `WrongAnswer` for one that is
-            not right. None where there is nothing to measure.
+            simulated clocks, "chunks", "rounds", "activations". It raises `WrongAnswer` for one
+            that is not right. None where there is nothing to measure.
         own: the package's own solutions by name, to which measures can be compared.
     """
 
@@ -116,7 +122,10 @@ class Exercise:
 
 
 def judge_measures(
-    measure: Callable[[Function, Setting], Measures], best: Callable[[Setting], Measures], function: Function, size: Any
+    measure: Callable[[Function, Setting], Measures],
+    best: Callable[[Setting], Measures],
+    function: Function,
+    size: Any,
 ) -> str:
     """Return what a right solution takes, which is no more than is enough.
 
@@ -140,14 +149,18 @@ def judge_measures(
                     who = f"rank {rank}" if len(numbers[what]) > 1 else "it"
                     told = f"{who} {SAID[what].format(found)}, and {most:.10g} are enough"
                     raise WrongAnswer(f"{where}: the result is right, but {told}", drawing)
-    return f"{where}: it {', '.join(SAID[what].format(max(each)) for what, each in numbers.items() if any(each))}"
+    return (
+        f"{where}: it"
+        f" {', '.join(SAID[what].format(max(each)) for what, each in numbers.items() if any(each))}"
+    )
 
 
 def call(function: Function, *values: Any) -> Any:
     """Return what a solution makes of these values.
 
     Raises:
-        WrongAnswer: for any exception in it that is not the package's own: what it was, where, and for which values.
+        WrongAnswer: for any exception in it that is not the package's own: what it was, where, and
+            for which values.
     """
     try:
         return function(*values)
@@ -159,7 +172,8 @@ def call(function: Function, *values: Any) -> Any:
 
 @contextmanager
 def judged(where: str, draw: Callable[[], str], best: Callable[[], str] = str) -> Iterator[None]:
-    """Within this, what is wrong with steps or a schedule is a `WrongAnswer` that says where, with a drawing.
+    """Within this, what is wrong with steps or a schedule is a `WrongAnswer` that says where, with
+    a drawing.
 
     Args:
         where: such as "on 2 ranks".

@@ -1,10 +1,12 @@
-"""The exercises: collectives as steps, what they cost, what ranks share out; pipeline schedules, and who may go on.
+"""The exercises: collectives as steps, what they cost, what ranks share out; pipeline schedules,
+and who may go on.
 
-A collective is a function of (rank, size) that returns that rank's steps. It is proved on several numbers of ranks;
-then its rounds, what a rank sends and with whom it talks are held against what is asked for. What is written against a
-group runs on simulated ranks, and is compared with the serial result. Schedules are checked, then timed and counted
-beside the package's. Costs, for N ranks, M bytes, alpha seconds for a message and beta for a byte, are held against the
-collectives' own closed forms, and rules against `synchrony`, on drawn cases.
+A collective is a function of (rank, size) that returns that rank's steps. It is proved on several
+numbers of ranks; then its rounds, what a rank sends and with whom it talks are held against what is
+asked for. What is written against a group runs on simulated ranks, and is compared with the serial
+result. Schedules are checked, then timed and counted beside the package's. Costs, for N ranks, M
+bytes, alpha seconds for a message and beta for a byte, are held against the collectives' own closed
+forms, and rules against `synchrony`, on drawn cases.
 """
 
 from __future__ import annotations
@@ -22,13 +24,29 @@ from typing import Any, TypeAlias
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.algorithms.tree import tree_reduce
-from nnmpi.comm.collective import ROOT, Collective, Contract, Step, as_collective, everyone, own_part
+from nnmpi.comm.collective import (
+    ROOT,
+    Collective,
+    Contract,
+    Step,
+    as_collective,
+    everyone,
+    own_part,
+)
 from nnmpi.comm.duration import price
 from nnmpi.comm.prove import prove_steps
 from nnmpi.comm.render import render_steps
 from nnmpi.custom import ask
 from nnmpi.errors import ScheduleError, counted
-from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, call, judge_measures, judged
+from nnmpi.exercise.exercise import (
+    Exercise,
+    Function,
+    Measures,
+    Setting,
+    call,
+    judge_measures,
+    judged,
+)
 from nnmpi.exercise.shared import SHARED
 from nnmpi.exercise.wire import WrongAnswer
 from nnmpi.schedule.check import check
@@ -49,7 +67,9 @@ def _line(rank: int, size: int) -> tuple[Step, ...]:
     return first if rank == ROOT else (*first, Step(to=rank - 1, send=range(size)))
 
 
-_REDUCE = Contract("reduce", own_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None)
+_REDUCE = Contract(
+    "reduce", own_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None
+)
 _REDUCES = (Collective("line", _REDUCE, (_line,)), Collective("tree", _REDUCE, (tree_reduce,)))
 OWN = {**COLLECTIVES, **{("reduce", each.name): each for each in _REDUCES}}
 
@@ -66,11 +86,18 @@ def few(found: Any, most: int) -> Any:
 
 
 def _drawing(steps: Sequence[Sequence[Step]]) -> str:
-    return render_steps([own[: 2 * MOST_DRAWN] for own in steps]) if 0 < len(steps) <= MOST_DRAWN else ""
+    return (
+        render_steps([own[: 2 * MOST_DRAWN] for own in steps])
+        if 0 < len(steps) <= MOST_DRAWN
+        else ""
+    )
 
 
-def measure_collective(right: Collective, near: bool, function: Function, setting: Setting) -> Measures:
-    """Return the chunks that each rank sends, rounds, bytes of the busiest rank, and seconds on simulated clocks.
+def measure_collective(
+    right: Collective, near: bool, function: Function, setting: Setting
+) -> Measures:
+    """Return the chunks that each rank sends, rounds, bytes of the busiest rank, and seconds on
+    simulated clocks.
 
     Args:
         right: does it.
@@ -84,15 +111,23 @@ def measure_collective(right: Collective, near: bool, function: Function, settin
     size, steps, contract = setting.ranks, list[tuple[Step, ...]](), right.contract
     where = f"on {counted(size, 'rank')}"
     with judged(where, lambda: _drawing(steps)):
-        steps += [few(ask(function, Step, rank, size), 4 * size * contract.chunks(size)) for rank in range(size)]
+        steps += [
+            few(ask(function, Step, rank, size), 4 * size * contract.chunks(size))
+            for rank in range(size)
+        ]
         proof = prove_steps(steps, contract)
         for rank, own in enumerate(steps if near else ()):
             friends = {partner for step in right(rank, size) for partner in (step.to, step.from_)}
             for at, step in enumerate(own):
                 for partner in {step.to, step.from_} - friends - {None}:
-                    told = f"the result is right, but rank {rank}, step {at} talks to rank {partner}, which it may not"
+                    told = (
+                        f"the result is right, but rank {rank}, step {at} talks to rank {partner},"
+                        " which it may not"
+                    )
                     raise ScheduleError(told)
-    sent, received = ([sum(len(getattr(step, way)) for step in own) for own in steps] for way in ("send", "recv"))
+    sent, received = (
+        [sum(len(getattr(step, way)) for step in own) for own in steps] for way in ("send", "recv")
+    )
     busiest = -(-setting.bytes // contract.chunks(size)) * max(*sent, *received)
     collective = as_collective(lambda rank, size: steps[rank], contract)
     seconds = price(collective, size, setting.bytes, setting.machine)
@@ -112,12 +147,26 @@ A step may also only send, or only receive."""
 
 
 def _collective(
-    name: str, what: str, how: str, statement: str, near: bool = False, sizes: tuple[int, ...] = ANY, form: str = _FORM
+    name: str,
+    what: str,
+    how: str,
+    statement: str,
+    near: bool = False,
+    sizes: tuple[int, ...] = ANY,
+    form: str = _FORM,
 ) -> Exercise:
-    right, own = OWN[what, how], {each.name: each for (operation, _), each in OWN.items() if operation == what}
-    measure, imports = partial(measure_collective, right, near), "from nnmpi.comm.collective import Step"
+    right, own = (
+        OWN[what, how],
+        {each.name: each for (operation, _), each in OWN.items() if operation == what},
+    )
+    measure, imports = (
+        partial(measure_collective, right, near),
+        "from nnmpi.comm.collective import Step",
+    )
     judge = partial(judge_measures, measure, partial(measure, right))
-    return Exercise(name, f"{cleandoc(statement)}\n\n{form}", "rank, size", judge, sizes, imports, measure, own)
+    return Exercise(
+        name, f"{cleandoc(statement)}\n\n{form}", "rank, size", judge, sizes, imports, measure, own
+    )
 
 
 _COLLECTIVES = (
@@ -249,7 +298,10 @@ _COLLECTIVES = (
         """Each rank has a chunk for every rank, and gets one from each.
 
         size - 1 rounds, and a rank sends size - 1 chunks.""",
-        form=f"Chunk s * size + r is what rank s has for rank r; its own ones stay.{_FORM.partition('.')[2]}",
+        form=(
+            "Chunk s * size + r is what rank s has for rank r; its own ones"
+            f" stay.{_FORM.partition('.')[2]}"
+        ),
     ),
 )
 
@@ -285,9 +337,16 @@ def judge_rule(cases: Cases, function: Function, *_: object) -> str:
 def _seconds(collective: Collective, counts: Sequence[int], draw: Random) -> Iterator[Case]:
     """Yield cases of a cost; where `counts` has any, also of so many buckets."""
     for N, buckets in product((1, 2, 3, 4, 5, 8, 16, draw.randint(17, 64)), counts or [1]):
-        for M, alpha, beta in ((4000 * N, 1.0, 0.0), (4000 * N, 0.0, 1.0), (1, 0.0, 1.0), (4000 * N, 1.0, 1.0)):
+        for M, alpha, beta in (
+            (4000 * N, 1.0, 0.0),
+            (4000 * N, 0.0, 1.0),
+            (1, 0.0, 1.0),
+            (4000 * N, 1.0, 1.0),
+        ):
             given = f"with N = {N}, M = {M}, alpha = {alpha:g}, beta = {beta:g}"
-            given += f" and {buckets} buckets" * bool(counts) + " (bytes are divided by /, not by //)" * (M == 1)
+            given += f" and {buckets} buckets" * bool(
+                counts
+            ) + " (bytes are divided by /, not by //)" * (M == 1)
             wanted = buckets * collective.seconds(N, M / buckets, alpha, beta)
             yield given, (N, M, alpha, beta, *[buckets] * bool(counts)), float(wanted)
 
@@ -295,14 +354,22 @@ def _seconds(collective: Collective, counts: Sequence[int], draw: Random) -> Ite
 def _crossover(draw: Random) -> Iterator[Case]:
     for N in (4, 8, 16, 64):
         alpha, beta = draw.uniform(1e-4, 1e-3), draw.uniform(1e-9, 1e-8)
-        (rounds, sent, _), (levels, whole, _) = (ALGORITHMS[name].cost(N) for name in ("ring", "tree"))
+        (rounds, sent, _), (levels, whole, _) = (
+            ALGORITHMS[name].cost(N) for name in ("ring", "tree")
+        )
         wanted = alpha * (rounds - levels) / (beta * (whole - sent))
         yield f"with N = {N}, alpha = {alpha}, beta = {beta}", (N, alpha, beta), wanted
 
 
 def _rows(draw: Random) -> Iterator[Case]:
     for size in (1, 2, 3, 5, 8):
-        for rows in (size, size + 1, size - 1, 7 * size + draw.randrange(size), draw.randrange(100, 1000)):
+        for rows in (
+            size,
+            size + 1,
+            size - 1,
+            7 * size + draw.randrange(size),
+            draw.randrange(100, 1000),
+        ):
             for rank, part in enumerate(split(rows, size)):
                 case = f"{counted(rows, 'row')} on {counted(size, 'rank')}, rank {rank}"
                 yield case, (rows, rank, size), (part.start, part.stop)
@@ -314,7 +381,10 @@ def _ssp(draw: Random) -> Iterator[Case]:
         clocks.steps[:] = [draw.randint(3, 6) for _ in clocks.steps]
         worker, bound = draw.randrange(len(clocks.steps)), draw.randint(0, 3)
         lead = f"it leads the slowest by {clocks.lead(worker)}"
-        case = f"workers have done {clocks.steps} steps, and worker {worker} asks under the bound {bound} ({lead})"
+        case = (
+            f"workers have done {clocks.steps} steps, and worker {worker} asks under the bound"
+            f" {bound} ({lead})"
+        )
         yield case, (clocks.steps, worker, bound), clocks.may_start(worker, bound)
 
 
@@ -337,7 +407,10 @@ def _rule(name: str, arguments: str, cases: Cases, statement: str) -> Exercise:
 
 
 def _cost(name: str, operation: str, algorithm: str, statement: str, *counts: int) -> Exercise:
-    arguments, cases = "N, M, alpha, beta", partial(_seconds, COLLECTIVES[operation, algorithm], counts)
+    arguments, cases = (
+        "N, M, alpha, beta",
+        partial(_seconds, COLLECTIVES[operation, algorithm], counts),
+    )
     return _rule(name, arguments + ", buckets" * bool(counts), cases, statement)
 
 
@@ -434,7 +507,8 @@ FEW = (*SHAPES[:-1], (3, 1), (4, 2), SHAPES[-1])  # also with fewer microbatches
 
 
 def measure_order(name: str, virtual: int, function: Function, setting: Setting) -> Measures:
-    """Return the most activations that each rank keeps, and the seconds of a schedule on simulated clocks.
+    """Return the most activations that each rank keeps, and the seconds of a schedule on simulated
+    clocks.
 
     Args:
         name: of the package's schedule that is wanted; another one that is as good passes, too.
@@ -449,16 +523,25 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
     where = f"with {ranks} ranks and {microbatches} microbatches"
     with judged(where, str):  # the sentence shows the programs
         most = 8 * virtual * (microbatches + 1)  # with the messages, if they are written down
-        programs = tuple(few(ask(function, Instruction, rank, ranks, microbatches), most) for rank in range(ranks))
+        programs = tuple(
+            few(ask(function, Instruction, rank, ranks, microbatches), most)
+            for rank in range(ranks)
+        )
         for one in (one for program in programs for one in program):
             there = one.stage in range(stages) and one.microbatch in range(microbatches)
             if type(one.kind) is not Kind or not there:
-                raise ScheduleError(f"{one} has no place in {stages} stages and {microbatches} microbatches")
+                raise ScheduleError(
+                    f"{one} has no place in {stages} stages and {microbatches} microbatches"
+                )
         schedule = lower(Schedule(name, ranks, stages, microbatches, programs))
         check(schedule)
     costs = even_costs(stages, setting.forward_s / virtual, message_s=setting.message_s)
     found = simulate_schedule(schedule, costs)
-    return where, {"activations": found.peak_activations, "seconds": [found.makespan_s]}, render(schedule)
+    return (
+        where,
+        {"activations": found.peak_activations, "seconds": [found.makespan_s]},
+        render(schedule),
+    )
 
 
 def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
@@ -478,12 +561,16 @@ def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
     try:
         cycles = [[tuple(one) for one in cycle] for cycle in few(found, 4 * len(todo))]
     except TypeError:
-        raise WrongAnswer(f"{where} it gives {found!r}; give a list of lists of (microbatch, stage)") from None
+        raise WrongAnswer(
+            f"{where} it gives {found!r}; give a list of lists of (microbatch, stage)"
+        ) from None
     for number, cycle in enumerate(cycles):
         for place, one in enumerate(cycle):
             told = f"{where}: {one!r} in cycle {number}"
             if one not in todo or any(isinstance(each, float) for each in one):
-                raise WrongAnswer(f"{told} is {'done already' if one in over else 'no (microbatch, stage)'}")
+                raise WrongAnswer(
+                    f"{told} is {'done already' if one in over else 'no (microbatch, stage)'}"
+                )
             m, s = one
             if s > 0 and (m, s - 1) not in over[: len(over) - place]:
                 raise WrongAnswer(f"{told} comes before {(m, s - 1)} is over")
@@ -494,7 +581,9 @@ def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
     if todo:
         raise WrongAnswer(f"{where}: {todo[0]} is missing")
     if len(cycles) > enough:
-        raise WrongAnswer(f"{where}: all is done, but it takes {len(cycles)} cycles, and {enough} are enough")
+        raise WrongAnswer(
+            f"{where}: all is done, but it takes {len(cycles)} cycles, and {enough} are enough"
+        )
     return f"{where} it takes {len(cycles)} cycles"
 
 
@@ -503,9 +592,14 @@ def _order(name: str, schedule: str, statement: str, virtual: int = 1) -> Exerci
         return make(schedule, ranks, microbatches, virtual).programs[rank]
 
     measure = partial(measure_order, schedule, virtual)
-    judge, sizes = partial(judge_measures, measure, partial(measure, own)), FEW if virtual == 1 else SHAPES
+    judge, sizes = (
+        partial(judge_measures, measure, partial(measure, own)),
+        FEW if virtual == 1 else SHAPES,
+    )
     arguments, imports = "rank, ranks, microbatches", "from nnmpi.schedule.schedule import Kind"
-    return Exercise(name, cleandoc(statement), arguments, judge, sizes, imports, measure, {schedule: own})
+    return Exercise(
+        name, cleandoc(statement), arguments, judge, sizes, imports, measure, {schedule: own}
+    )
 
 
 _SCHEDULES = (

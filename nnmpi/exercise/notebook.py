@@ -14,7 +14,9 @@ def find(name: str) -> Exercise:
     """
     if name not in EXERCISES:
         near = suggest(name, EXERCISES)
-        raise UsageError(f"there is no exercise {name!r}{near}; python -m nnmpi.exercise lists them")
+        raise UsageError(
+            f"there is no exercise {name!r}{near}; python -m nnmpi.exercise lists them"
+        )
     return EXERCISES[name]
 
 

@@ -1,9 +1,10 @@
 """Exercises on what ranks share out: batches, layers, gradients, optimizers' states, experts.
 
-Each is a function with the statement for its docstring: it says what one rank gives to a solution, and what must come
-out. A solution gets a group (`Ranks`) and this rank's part of drawn arrays; it runs on simulated ranks, and each rank's
-result is compared with the serial one. Where the bytes of the busiest rank or simulated seconds are limited, they are
-counted as the simulated world counts them.
+Each is a function with the statement for its docstring: it says what one rank gives to a solution,
+and what must come out. A solution gets a group (`Ranks`) and this rank's part of drawn arrays; it
+runs on simulated ranks, and each rank's result is compared with the serial one. Where the bytes of
+the busiest rank or simulated seconds are limited, they are counted as the simulated world counts
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ TOKENS, EXPERTS, WIDTH = 20, 5, 16
 ITEM_BYTES = 8
 UNITS = [(23, 17), (17, 9)]  # layers of ZeRO-3
 UNIT = [i * o for i, o in UNITS]
-NUMBERS, SECONDS = (6_000, 20_000, 12_000, 30_000), (0.002, 0.004, 0.003, 0.005)  # of layers that go back
+# of layers that go back
+NUMBERS, SECONDS = (6_000, 20_000, 12_000, 30_000), (0.002, 0.004, 0.003, 0.005)
 LINK = 50e-6, 8e-9  # alpha_us=50,gbit=1
 
 
@@ -57,7 +59,9 @@ class Ranks(Group):
             WrongAnswer: for another number of parts.
         """
         if len(parts) != self.size:
-            raise WrongAnswer(f"all_to_all takes a part for each of {self.size} ranks, not {len(parts)}")
+            raise WrongAnswer(
+                f"all_to_all takes a part for each of {self.size} ranks, not {len(parts)}"
+            )
         counts = np.empty((self.size, self.size), np.int64)
         self.comm.allgather(np.array([len(part) for part in parts]), counts)
         shapes = [(int(count), *np.shape(parts[0])[1:]) for count in counts[:, self.rank]]
@@ -65,7 +69,8 @@ class Ranks(Group):
 
 
 class Backward:
-    """A backward pass on simulated clocks: layer by layer a gradient, and sums that are under way meanwhile.
+    """A backward pass on simulated clocks: layer by layer a gradient, and sums that are under way
+    meanwhile.
 
     Args:
         group: the ranks.
@@ -77,7 +82,12 @@ class Backward:
 
     def __init__(self, group: Ranks, gradients: Sequence[Array], seconds: Sequence[float]) -> None:
         self.rank, self.size, self.layers = group.rank, group.size, len(gradients)
-        self._group, self._gradients, self._seconds, self._next = group, gradients, seconds, len(gradients) - 1
+        self._group, self._gradients, self._seconds, self._next = (
+            group,
+            gradients,
+            seconds,
+            len(gradients) - 1,
+        )
         self._flying: list[tuple[Array, Any]] = []
 
     def gradient(self, layer: int) -> Array:
@@ -87,7 +97,9 @@ class Backward:
             WrongAnswer: for another layer than the one before the last.
         """
         if layer != self._next:
-            raise WrongAnswer(f"gradient({layer}) is asked for when it is the turn of layer {self._next}")
+            raise WrongAnswer(
+                f"gradient({layer}) is asked for when it is the turn of layer {self._next}"
+            )
         self._next -= 1
         clock.sleep(self._seconds[layer])
         return self._gradients[layer].copy()
@@ -110,16 +122,21 @@ Arrays: TypeAlias = Callable[..., list[Array]]
 """Shapes -> arrays of those shapes; for every rank of a check the same."""
 
 Part: TypeAlias = tuple[Any, ...]
-"""One rank's: the values that the function gets, what must come out, and which of the values it changes to that."""
+"""One rank's: the values that the function gets, what must come out, and which of the values it
+changes to that.
+"""
 
 Trial: TypeAlias = Callable[[Ranks, Arrays], Part]
 
 Most: TypeAlias = Callable[[int], float]
-"""Number of ranks -> bytes that one rank may send or receive; on a network seconds that all may take."""
+"""Number of ranks -> bytes that one rank may send or receive; on a network seconds that all may
+take.
+"""
 
 
 def measure_shared(trial: Trial, network: str, function: Function, setting: Setting) -> Measures:
-    """Return the bytes that the busiest rank sends or receives, and the simulated seconds of messages.
+    """Return the bytes that the busiest rank sends or receives, and the simulated seconds of
+    messages.
 
     Args:
         trial: what one rank does.
@@ -134,7 +151,8 @@ def measure_shared(trial: Trial, network: str, function: Function, setting: Sett
         f"on {counted(setting.ranks, 'rank')}",
         replace(setting, network=setting.network or network).machine,
     )
-    seed = secrets.randbits(64)  # numbers that stand in the package could be written down beforehand
+    # numbers that stand in the package could be written down beforehand
+    seed = secrets.randbits(64)
 
     def arrays(*shapes: tuple[int, ...]) -> list[Array]:
         draw = np.random.default_rng(seed)
@@ -166,7 +184,14 @@ def measure_shared(trial: Trial, network: str, function: Function, setting: Sett
         for number, pair in enumerate(zip(found, wanted, strict=True)):
             _compare(f"{of}, array {number}", *pair)
     busiest, nbytes = run.busiest
-    return where, {"bytes": [nbytes * (rank == busiest) for rank in range(len(run))], "seconds": [run.seconds]}, ""
+    return (
+        where,
+        {
+            "bytes": [nbytes * (rank == busiest) for rank in range(len(run))],
+            "seconds": [run.seconds],
+        },
+        "",
+    )
 
 
 def _compare(what: str, found: Any, wanted: Any) -> None:
@@ -187,7 +212,10 @@ def _compare(what: str, found: Any, wanted: Any) -> None:
 
 # ---- the exercises ----
 
-_GROUP = "group has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on flat arrays, in place."
+_GROUP = (
+    "group has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on flat"
+    " arrays, in place."
+)
 _PARTS = """
 group has rank, size, and on flat arrays: all_reduce(array), reduce_scatter(array), all_gather(array), in place;
 all_gather_v(own, counts), which returns the parts of all ranks, of so many numbers each."""
@@ -213,14 +241,19 @@ def _shared(
 
     def make(trial: Trial) -> Exercise:
         measure, name = partial(measure_shared, trial, network), trial.__name__.replace("_", "-")
-        statement, judge = f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}", partial(judge_measures, measure, best)
+        statement, judge = (
+            f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}",
+            partial(judge_measures, measure, best),
+        )
         return Exercise(name, statement, arguments, judge, sizes, "import numpy as np", measure)
 
     return make
 
 
 def _moved(times: float, *numbers: int) -> Most:
-    """Return the bytes of so many rounds around a ring, with each rank's part of so many numbers; parts are padded."""
+    """Return the bytes of so many rounds around a ring, with each rank's part of so many numbers;
+    parts are padded.
+    """
     return lambda size: times * ITEM_BYTES * (size - 1) * sum(-(-each // size) for each in numbers)
 
 
@@ -231,7 +264,9 @@ def _gridded(size: int) -> float:
 
 
 def _routed(size: int) -> float:
-    """Return what the busiest rank's tokens take there and back, and a third more for numbers of experts."""
+    """Return what the busiest rank's tokens take there and back, and a third more for numbers of
+    experts.
+    """
     own = -(-EXPERTS // size)
     return 4 / 3 * ITEM_BYTES * WIDTH * TOKENS // EXPERTS * (EXPERTS - own + own * (size - 1))
 
@@ -246,7 +281,9 @@ def _mine(n: int, group: Ranks) -> slice:
 
 
 def _part(array: Array, group: Ranks) -> Array:
-    """Return this rank's part of a flat array with zeros at its end, so that all parts are of one length."""
+    """Return this rank's part of a flat array with zeros at its end, so that all parts are of one
+    length.
+    """
     flat = array.ravel()
     return np.pad(flat, (0, -flat.size % group.size)).reshape(group.size, -1)[group.rank]
 
@@ -266,7 +303,8 @@ def global_mean(group: Ranks, arrays: Arrays) -> Part:
 def gradient_mean(group: Ranks, arrays: Arrays) -> Part:
     """The mean gradient over all ranks' rows; some ranks have more rows than others, some none.
 
-    gradient is flat, the sum over this rank's rows. Return the mean over the rows of all ranks, on every rank.
+    gradient is flat, the sum over this rank's rows. Return the mean over the rows of all ranks, on
+    every rank.
     """
     (gradients,), rows = arrays((group.size, WEIGHTS)), np.resize([3, 0, 5, 1], group.size)
     gradients *= np.sign(rows)[:, None]
@@ -277,8 +315,8 @@ def gradient_mean(group: Ranks, arrays: Arrays) -> Part:
 def grid_split(group: Ranks, arrays: Arrays) -> Part:
     """Ranks on a grid: rank d * tp + t is shard t of replica d.
 
-    Return (the sum of x over the ranks of this replica, the x of all ranks with the same shard in one flat array, in
-    the order of replicas). No rank sends more than for these.
+    Return (the sum of x over the ranks of this replica, the x of all ranks with the same shard in
+    one flat array, in the order of replicas). No rank sends more than for these.
     """
     (x,), tp = arrays((group.size, WEIGHTS)), _shards(group.size)
     d, t = divmod(group.rank, tp)
@@ -297,7 +335,8 @@ def row_linear(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, grad, w")
 def column_gradient(group: Ranks, arrays: Arrays) -> Part:
-    """The gradient of x in y = x @ w, where each rank has some columns of w and the same columns of y's gradient.
+    """The gradient of x in y = x @ w, where each rank has some columns of w and the same columns of
+    y's gradient.
 
     Return the whole gradient on every rank.
     """
@@ -337,27 +376,36 @@ def sharded_pair(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, x, a, b, grad", most=_moved(3, BATCH * IN))
 def pair_gradient(group: Ranks, arrays: Arrays) -> Part:
-    """The way back of max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of b.
+    """The way back of max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of
+    b.
 
     grad is that of the result. Return (the whole gradient of x, of a, of b). One sum is enough.
     """
     x, a, b, grad = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT), (BATCH, OUT))
     mine, middle = _mine(MIDDLE, group), np.maximum(x @ a, 0)
     back = grad @ b.T * (middle > 0)
-    return (group, x, a[:, mine], b[mine], grad), (back @ a.T, x.T @ back[:, mine], middle[:, mine].T @ grad)
+    return (group, x, a[:, mine], b[mine], grad), (
+        back @ a.T,
+        x.T @ back[:, mine],
+        middle[:, mine].T @ grad,
+    )
 
 
 @_shared("group, weights, gradient, mine, rate", most=_moved(2.5, WEIGHTS))
 def zero_update(group: Ranks, arrays: Arrays) -> Part:
     """A step of ZeRO: each rank updates its own part of the weights.
 
-    weights and gradient are flat, and mine is this rank's slice. The old weights stand in weights[mine];
-    what is elsewhere in weights is of no use. Change weights in place, so that everywhere they are the old
-    ones less rate times the sum of all ranks' gradients: reduce_scatter, update, all_gather.
-    No more bytes are sent than by these.
+    weights and gradient are flat, and mine is this rank's slice. The old weights stand in
+    weights[mine]; what is elsewhere in weights is of no use. Change weights in place, so that
+    everywhere they are the old ones less rate times the sum of all ranks' gradients:
+    reduce_scatter, update, all_gather. No more bytes are sent than by these.
     """
     (weights, *gradients), mine = arrays(*[(WEIGHTS,)] * (1 + group.size)), _mine(WEIGHTS, group)
-    return (group, _alone(weights, mine), gradients[group.rank], mine, 0.1), (weights - 0.1 * sum(gradients),), 1
+    return (
+        (group, _alone(weights, mine), gradients[group.rank], mine, 0.1),
+        (weights - 0.1 * sum(gradients),),
+        1,
+    )
 
 
 def _alone(weights: Array, mine: slice) -> Array:
@@ -370,8 +418,8 @@ def _alone(weights: Array, mine: slice) -> Array:
 def zero3_partition(group: Ranks, arrays: Arrays) -> Part:
     """ZeRO-3, 1: a rank's part of a layer's weights.
 
-    Return the flat w's part of this rank. All parts are of the same length; at the end of the last ones there are
-    zeros.
+    Return the flat w's part of this rank. All parts are of the same length; at the end of the last
+    ones there are zeros.
     """
     (w,) = arrays((IN, OUT))
     return (group, w), _part(w, group)
@@ -381,38 +429,44 @@ def zero3_partition(group: Ranks, arrays: Arrays) -> Part:
 def zero3_forward(group: Ranks, arrays: Arrays) -> Part:
     """ZeRO-3, 2: forward. max(x @ w0, 0) @ w1 for this rank's rows.
 
-    parts[i] is this rank's part of layer i's flat weights, padded as in zero3-partition; shapes[i] is the layer's
-    shape. Gather a layer when it is needed, and once.
+    parts[i] is this rank's part of layer i's flat weights, padded as in zero3-partition; shapes[i]
+    is the layer's shape. Gather a layer when it is needed, and once.
     """
     xs, *weights = arrays((group.size * BATCH - 1, UNITS[0][0]), *UNITS)
     x = xs[_mine(len(xs), group)]
-    return (group, x, [_part(w, group) for w in weights], UNITS), np.maximum(x @ weights[0], 0) @ weights[1]
+    return (group, x, [_part(w, group) for w in weights], UNITS), np.maximum(
+        x @ weights[0], 0
+    ) @ weights[1]
 
 
 @_shared("group, inputs, grad, parts, shapes", most=_moved(2.5, *UNIT))
 def zero3_backward(group: Ranks, arrays: Arrays) -> Part:
     """ZeRO-3, 3: backward. Weights are gathered once more, gradients are summed to their owners.
 
-    inputs[i] is what came to layer i (to layer 1 behind max), grad the gradient of the result. Return (the gradient of
-    x, this rank's part of the sum of layer 0's gradients over all ranks, the same of layer 1), parts as in
-    zero3-partition.
+    inputs[i] is what came to layer i (to layer 1 behind max), grad the gradient of the result.
+    Return (the gradient of x, this rank's part of the sum of layer 0's gradients over all ranks,
+    the same of layer 1), parts as in zero3-partition.
     """
     rows = group.size * BATCH - 1
     xs, grads, *weights = arrays((rows, UNITS[0][0]), (rows, UNITS[1][1]), *UNITS)
     middles, mine = np.maximum(xs @ weights[0], 0), _mine(rows, group)
     backs = grads @ weights[1].T * (middles > 0)
     given = group, [xs[mine], middles[mine]], grads[mine], [_part(w, group) for w in weights], UNITS
-    return given, ((backs @ weights[0].T)[mine], _part(xs.T @ backs, group), _part(middles.T @ grads, group))
+    return given, (
+        (backs @ weights[0].T)[mine],
+        _part(xs.T @ backs, group),
+        _part(middles.T @ grads, group),
+    )
 
 
 @_shared("group, weights, gradient, m, v, mine, step", most=_moved(2.5, WEIGHTS))
 def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
     """A step of Adam, where each rank has its own part of the weights and of both moments.
 
-    weights and gradient are flat, m, v and weights[mine] this rank's parts; what is elsewhere in weights is of no use.
-    Sum the gradients, change m and v in place, and weights everywhere: rate 0.01, betas 0.9 and 0.999, epsilon 1e-8
-    beside the root, both moments corrected by the number of the step. No more bytes are sent than by reduce_scatter
-    and all_gather.
+    weights and gradient are flat, m, v and weights[mine] this rank's parts; what is elsewhere in
+    weights is of no use. Sum the gradients, change m and v in place, and weights everywhere: rate
+    0.01, betas 0.9 and 0.999, epsilon 1e-8 beside the root, both moments corrected by the number of
+    the step. No more bytes are sent than by reduce_scatter and all_gather.
     """
     weights, m, v, *gradients = arrays(*[(WEIGHTS,)] * (3 + group.size))
     mine, v, total = _mine(WEIGHTS, group), v * v, sum(gradients)
@@ -426,10 +480,13 @@ def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
 def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
     """A mixture of experts: each token goes to its expert, wherever that is, and comes back.
 
-    x is (tokens, width); chosen[i] is the expert of token i, owner[e] the rank of expert e; experts = {e: matrix} has
-    this rank's. Return x[i] @ (matrix of chosen[i]) for each token. Only tokens that must travel do.
+    x is (tokens, width); chosen[i] is the expert of token i, owner[e] the rank of expert e; experts
+    = {e: matrix} has this rank's. Return x[i] @ (matrix of chosen[i]) for each token. Only tokens
+    that must travel do.
     """
-    xs, order, experts = arrays((group.size, TOKENS, WIDTH), (group.size, TOKENS), (EXPERTS, WIDTH, WIDTH))
+    xs, order, experts = arrays(
+        (group.size, TOKENS, WIDTH), (group.size, TOKENS), (EXPERTS, WIDTH, WIDTH)
+    )
     chosen, x = np.argsort(order[group.rank]) % EXPERTS, xs[group.rank]
     owner = [rank for rank, part in enumerate(split(EXPERTS, group.size)) for _ in part]
     own = {e: experts[e] for e in range(EXPERTS) if owner[e] == group.rank}
@@ -439,14 +496,17 @@ def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
 @_shared(
     "backward",
     _BACKWARD,
-    lambda size: 1.05 * (sum(SECONDS) + ALGORITHMS["ring"].seconds(size, ITEM_BYTES * NUMBERS[0], *LINK)),
+    lambda size: (
+        1.05 * (sum(SECONDS) + ALGORITHMS["ring"].seconds(size, ITEM_BYTES * NUMBERS[0], *LINK))
+    ),
     network="alpha_us=50,gbit=1",
 )
 def overlap(group: Ranks, arrays: Arrays) -> Part:
     """Sum gradients while the backward pass goes on.
 
-    Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the first. In simulated
-    time it must take no longer than the backward pass and one sum of layer 0 (and 5 % more).
+    Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the
+    first. In simulated time it must take no longer than the backward pass and one sum of layer 0
+    (and 5 % more).
     """
     gradients = arrays(*((group.size, numbers) for numbers in NUMBERS))
     backward = Backward(group, [each[group.rank] for each in gradients], SECONDS)
@@ -454,7 +514,23 @@ def overlap(group: Ranks, arrays: Arrays) -> Part:
 
 
 SHARED = (
-    *(global_mean, gradient_mean, grid_split, row_linear, column_gradient, gathered_linear, gathered_gradient),
-    *(sharded_pair, pair_gradient, zero_update, zero3_partition, zero3_forward, zero3_backward, sharded_adam),
+    *(
+        global_mean,
+        gradient_mean,
+        grid_split,
+        row_linear,
+        column_gradient,
+        gathered_linear,
+        gathered_gradient,
+    ),
+    *(
+        sharded_pair,
+        pair_gradient,
+        zero_update,
+        zero3_partition,
+        zero3_forward,
+        zero3_backward,
+        sharded_adam,
+    ),
     *(expert_parallel, overlap),
 )

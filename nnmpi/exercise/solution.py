@@ -23,7 +23,8 @@ rely on:
   go to one process. No process sees another's values.
 - Inputs are drawn anew for each check: numbers that stand in the package can be
   written down beforehand.
-- What goes wrong in a process is a `WrongAnswer` with a sentence; `TimedOut` when it takes too long.
+- What goes wrong in a process is a `WrongAnswer` with a sentence; `TimedOut` when it takes too
+  long.
 
 A solution is held to seconds by the clock for the whole check (by a timer, everywhere), and where
 there is `resource`, to processor time, memory, no further processes and no files. What is not
@@ -54,9 +55,12 @@ from nnmpi.exercise.wire import Frames, WireError, WrongAnswer
 
 LIMIT_S = 60.0  # for a whole check, which takes a few seconds at most
 LIMIT_BYTES = 2 << 30
-PACKAGE, SITE, LIBRARY = (Path(each).resolve().parent for each in (__file__, np.__file__, os.__file__))
+PACKAGE, SITE, LIBRARY = (
+    Path(each).resolve().parent for each in (__file__, np.__file__, os.__file__)
+)
 PACKAGE, SITE = PACKAGE.parent, SITE.parent
-# What a process begins with: nnmpi's packages stand there empty, and can be imported from until the child is there.
+# What a process begins with: nnmpi's packages stand there empty, and can be imported from until the
+# child is there.
 BEGIN = """
 import sys, types
 sys.path.append({site!r})
@@ -71,7 +75,15 @@ sys.path.pop()
 sys.path_importer_cache.clear()
 main()
 """
-ANSWERS = ("comm/algorithms", "schedule", "synchrony", "parallel", "exercise", "comm/group.py", "shard.py")
+ANSWERS = (
+    "comm/algorithms",
+    "schedule",
+    "synchrony",
+    "parallel",
+    "exercise",
+    "comm/group.py",
+    "shard.py",
+)
 NAMES = re.compile(r"\b(id|arg|name)='\w*'")  # in a dumped tree
 LEAST = 60  # nodes of a function's body: what is shorter, as GPipe is, anybody may write so
 MOST_BYTES, MOST_FILES = 1 << 20, 200
@@ -111,13 +123,20 @@ class Solution:
 
         Raises:
             UsageError: for a file that cannot be read.
-            WrongAnswer: for links, and where a function is one of nnmpi's own but for names, comments and types.
+            WrongAnswer: for links, and where a function is one of nnmpi's own but for names,
+                comments and types.
         """
         if self.file.suffix != ".py":
             raise WrongAnswer(f"{self.file.name} must be a file whose name ends in .py")
-        files = [self.file] if self.folder is None else [*islice(self.folder.rglob("*"), MOST_FILES + 1)]
+        files = (
+            [self.file]
+            if self.folder is None
+            else [*islice(self.folder.rglob("*"), MOST_FILES + 1)]
+        )
         if len(files) > MOST_FILES:
-            raise WrongAnswer(f"{self.folder} has more than {MOST_FILES} files; hand in what you wrote")
+            raise WrongAnswer(
+                f"{self.folder} has more than {MOST_FILES} files; hand in what you wrote"
+            )
         for file in files:
             if self.folder and file.is_symlink():
                 raise WrongAnswer(f"{file.name} is a link; hand in the file itself")
@@ -132,7 +151,8 @@ class Solution:
         self._kill()
         for process, _ in self._processes.values():
             process.wait()
-            for stream in (process.stdin, process.stdout):  # its end may never come: who has them else?
+            for stream in (process.stdin, process.stdout):
+                # its end may never come: who has them else?
                 with suppress(OSError):
                     stream.close()  # type: ignore[union-attr]
 
@@ -143,7 +163,9 @@ class Solution:
             WrongAnswer: for an exception in it, for what is no value, and for a process that ends.
             TimedOut: when it takes too long.
         """
-        process, wire = self._process(next((each.rank for each in values if hasattr(each, "rank")), None))
+        process, wire = self._process(
+            next((each.rank for each in values if hasattr(each, "rank")), None)
+        )
         try:
             return wire.ask(0, "", values, {}, 0)
         except NnmpiError:
@@ -156,23 +178,37 @@ class Solution:
         if not self._processes:
             self._timer.start()
         if rank not in self._processes:
-            packages = {f"nnmpi.{each.name}": f"{each}" for each in PACKAGE.iterdir() if each.is_dir()}
+            packages = {
+                f"nnmpi.{each.name}": f"{each}" for each in PACKAGE.iterdir() if each.is_dir()
+            }
             begin = BEGIN.format(site=f"{SITE}", packages={"nnmpi": f"{PACKAGE}", **packages})
-            system = {name: os.environ[name] for name in ("SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ}
+            system = {
+                name: os.environ[name]
+                for name in ("SYSTEMROOT", "LD_LIBRARY_PATH")
+                if name in os.environ
+            }
             process = Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", begin],
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=DEVNULL,
                 cwd=LIBRARY,
-                env={**system, **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")},
+                env={
+                    **system,
+                    **dict.fromkeys(
+                        ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+                    ),
+                },
                 start_new_session=True,
             )
             assert process.stdout is not None and process.stdin is not None
             wire = Frames(process.stdout, process.stdin, self._do)
             self._processes[rank] = process, wire
             folder = [str(self.folder.resolve())] if self.folder else []
-            roots = [*map(str, (LIBRARY, SITE / "numpy", SITE / "numpy.libs")), *(folder or [str(self.file)])]
+            roots = [
+                *map(str, (LIBRARY, SITE / "numpy", SITE / "numpy.libs")),
+                *(folder or [str(self.file)]),
+            ]
             word = secrets.token_hex(16)
             limits = int(self.limit_s) + 1, int(self.limit_bytes)
             with suppress(OSError):  # it has ended, as the first answer tells
@@ -180,9 +216,14 @@ class Solution:
             wire.word = word
         return self._processes[rank]
 
-    def _do(self, lent: Any, name: str, values: Sequence[Any], named: dict[str, Any], line: int) -> Any:
-        """Return what a method gives; it seems to be called by the solution's own line, which sentences name."""
-        texts = any(isinstance(each, str) for each in (*values, *named.values()))  # as of algorithms in files
+    def _do(
+        self, lent: Any, name: str, values: Sequence[Any], named: dict[str, Any], line: int
+    ) -> Any:
+        """Return what a method gives; it seems to be called by the solution's own line, which
+        sentences name.
+        """
+        # as of algorithms in files
+        texts = any(isinstance(each, str) for each in (*values, *named.values()))
         if texts or name not in getattr(type(lent), "lent", ()):
             raise WireError(f"{name} is not among what it may call")
         method = getattr(lent, name)
@@ -193,7 +234,9 @@ class Solution:
         except NnmpiError:
             raise
         except Exception as error:
-            raise WrongAnswer(f"{fault(method, map(show, values), error)} (line {line} of {self.file.name})") from error
+            raise WrongAnswer(
+                f"{fault(method, map(show, values), error)} (line {line} of {self.file.name})"
+            ) from error
         return scope["done"]
 
     def _expire(self) -> None:
@@ -214,7 +257,9 @@ class Solution:
         with suppress(TimeoutExpired):
             process.wait(5)
         self._kill()  # it may have closed its streams, and live
-        return WrongAnswer(f"{self.__name__} ends its process (status {process.wait()}) and hands over no value")
+        return WrongAnswer(
+            f"{self.__name__} ends its process (status {process.wait()}) and hands over no value"
+        )
 
 
 # ---- nnmpi's own text ----
@@ -228,12 +273,18 @@ def _refuse_own_text(file: Path) -> None:
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # as its import will say
         for shape, name in _functions(text):
             if shape in _own():
-                raise WrongAnswer(f"{name} is, but for names, nnmpi's own {_own()[shape]}; write one of your own")
+                raise WrongAnswer(
+                    f"{name} is, but for names, nnmpi's own {_own()[shape]}; write one of your own"
+                )
 
 
 @cache
 def _own() -> dict[str, str]:
-    files = [file for name in ANSWERS for file in (PACKAGE / name, *sorted((PACKAGE / name).rglob("*.py")))]
+    files = [
+        file
+        for name in ANSWERS
+        for file in (PACKAGE / name, *sorted((PACKAGE / name).rglob("*.py")))
+    ]
     return {
         shape: f"{name} ({file.relative_to(PACKAGE.parent).as_posix()})"
         for file in files

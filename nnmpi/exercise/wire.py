@@ -1,4 +1,5 @@
-"""Calls between a solution's process and the one that judges it: a line of JSON for each message, and no pickle.
+"""Calls between a solution's process and the one that judges it: a line of JSON for each message,
+and no pickle.
 
     judge                                                       a rank's process
     function(group, x)    -- "ask", None, "", [lent, x] ---->   row_linear(group, x)
@@ -6,12 +7,13 @@
                           -- "result", None, [y] ----------->
                           <- "result", y, [x] ---------------
 
-A result, or with "raised" why there is none, comes with the arrays among the values of the call, as it has left
-them. Before each message stands the word of
-its check. What JSON has stands for itself. All else is an object with one key that names it:
+A result, or with "raised" why there is none, comes with the arrays among the values of the call, as
+it has left them. Before each message stands the word of its check. What JSON has stands for itself.
+All else is an object with one key that names it:
 
     tuple, range, slice, dict       their parts
-    array                           dtype, shape, bytes in base64, whether there are gaps between its elements
+    array                           dtype, shape, bytes in base64, whether there are gaps between
+                                    its elements
     Step, Instruction, Kind         their fields
     lent                            number, methods and attributes of an object that stays there
     other                           the type of what cannot be handed over
@@ -89,14 +91,17 @@ class Frames:
 
     Args:
         reader, writer: the streams.
-        do: (object that was lent, name of its method, values, values by name, line of the caller) -> what it gives.
+        do: (object that was lent, name of its method, values, values by name, line of the caller)
+            -> what it gives.
         borrows: whether this end calls methods of objects that the other one has lent.
 
     Attributes:
         word: with which each message begins: who does not know it is not heard.
     """
 
-    def __init__(self, reader: IO[bytes], writer: IO[bytes], do: Callable[..., Any], borrows: bool = False) -> None:
+    def __init__(
+        self, reader: IO[bytes], writer: IO[bytes], do: Callable[..., Any], borrows: bool = False
+    ) -> None:
         self._reader, self._writer, self._do, self._borrows = reader, writer, do, borrows
         self.word = "begin"
         self._lent: list[Any] = [None]
@@ -163,7 +168,9 @@ class Frames:
         self.send("result", self._do(self._lent[number], *call), came)
 
     def _pack(self, value: Any, arrays: list[Any]) -> Any:
-        """Return a value as JSON has it, iterators as tuples; `arrays` gets the arrays in it, in order."""
+        """Return a value as JSON has it, iterators as tuples; `arrays` gets the arrays in it, in
+        order.
+        """
 
         def parts(some: Iterable[Any]) -> list[Any]:
             return [self._pack(each, arrays) for each in some]
@@ -184,14 +191,24 @@ class Frames:
         self._lent.append(value)
         found = {name: getattr(value, name) for name in kind.lent}
         methods = [name for name, each in found.items() if callable(each)]
-        return {"lent": parts([len(self._lent) - 1, methods, {name: found[name] for name in {*found} - {*methods}}])}
+        return {
+            "lent": parts(
+                [
+                    len(self._lent) - 1,
+                    methods,
+                    {name: found[name] for name in {*found} - {*methods}},
+                ]
+            )
+        }
 
     def _unpack(self, value: dict[str, Any]) -> Any:
         """Return what an object of JSON stands for."""
         ((name, given),) = value.items()
         if name == "lent" and self._borrows:
             number, methods, attributes = given
-            return SimpleNamespace(**attributes, **{each: self._method(number, each) for each in methods})
+            return SimpleNamespace(
+                **attributes, **{each: self._method(number, each) for each in methods}
+            )
         made = MADE[name](*given)
         self._numbers += len(made) if name == "range" else 0
         if self._numbers > MOST_NUMBERS:
@@ -202,4 +219,6 @@ class Frames:
         return made if made.shape else made[()]
 
     def _method(self, number: int, name: str) -> Callable[..., Any]:
-        return lambda *values, **named: self.ask(number, name, [*values], named, sys._getframe(1).f_lineno)
+        return lambda *values, **named: self.ask(
+            number, name, [*values], named, sys._getframe(1).f_lineno
+        )

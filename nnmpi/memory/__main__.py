@@ -1,4 +1,5 @@
-"""`python -m nnmpi.memory`: look at a plan without training: what is kept, what is computed again, what it takes.
+"""`python -m nnmpi.memory`: look at a plan without training: what is kept, what is computed again,
+what it takes.
 
 python -m nnmpi.memory plan --layers 8 --budget 50%
 python -m nnmpi.memory plan --model gpt --batch 4 --budget 16MiB
@@ -40,7 +41,15 @@ MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
     "gpt": (lambda: gpt(256, 128, 128, 8, 4), None),
 }
 TOKENS, CONTEXT = 256, 128
-SIGNS = {"F": "forward", "K": "forward", "B": "backward", "=": "kept", "-": "waits", "O": "moves", "I": "moves"}
+SIGNS = {
+    "F": "forward",
+    "K": "forward",
+    "B": "backward",
+    "=": "kept",
+    "-": "waits",
+    "O": "moves",
+    "I": "moves",
+}
 SIGNS |= {"D": "freed", "A": "freed"}
 LEGEND = """F forward, K forward and kept (small: again), B backward, D what came is dropped
 O begins to go out, A is away, I begins to come in"""
@@ -52,7 +61,8 @@ def main(words: Sequence[str]) -> str:
     """Return the picture and the figures of the plan that the words ask for.
 
     Raises:
-        UsageError: for words that make none, a budget below the least, or a file that cannot be written.
+        UsageError: for words that make none, a budget below the least, or a file that cannot be
+            written.
     """
     given = _parser().parse_args(words)
     if given.model is None:
@@ -67,7 +77,12 @@ def main(words: Sequence[str]) -> str:
     if given.svg is not None:
         picture(price).save(given.svg)
     if given.html is not None:
-        write_page(given.html, "plan", f"memory plans of {len(costs)} layers", compare(plans, budget, bandwidth))
+        write_page(
+            given.html,
+            "plan",
+            f"memory plans of {len(costs)} layers",
+            compare(plans, budget, bandwidth),
+        )
         files.append(f"{given.html} runs it in a browser")
     return "\n".join(
         [
@@ -78,18 +93,31 @@ def main(words: Sequence[str]) -> str:
             " ".join(map(str, plan)),
             "",
             f"least     {format_bytes(plans.least)} ({plans.least} bytes)",
-            f"ordinary  {format_bytes(plans.all)} ({plans.all} bytes), {format_seconds(ordinary.seconds)}",
+            (
+                f"ordinary  {format_bytes(plans.all)} ({plans.all} bytes),"
+                f" {format_seconds(ordinary.seconds)}"
+            ),
             f"budget    {format_bytes(budget)} ({budget} bytes)",
-            f"this plan {format_bytes(price.peak)} ({price.peak} bytes), {format_seconds(price.seconds)}, "
-            f"{price.seconds / ordinary.seconds:.3f} of the ordinary time; layers gone through again: {price.again}",
-            *([f"moved     {format_bytes(price.moved)}, at {format_bytes(int(bandwidth))}/s"] if bandwidth else []),
+            (
+                f"this plan {format_bytes(price.peak)} ({price.peak} bytes),"
+                f" {format_seconds(price.seconds)}, {price.seconds / ordinary.seconds:.3f} of the"
+                f" ordinary time; layers gone through again: {price.again}"
+            ),
+            *(
+                [f"moved     {format_bytes(price.moved)}, at {format_bytes(int(bandwidth))}/s"]
+                if bandwidth
+                else []
+            ),
             *files,
         ]
     )
 
 
 def _equal(count: int) -> list[LayerCost]:
-    return [LayerCost(str(i), 1 << 20, 1 << 20, 4 << 20, True, False, 1.0, 1.0, 2.0, True) for i in range(count)]
+    return [
+        LayerCost(str(i), 1 << 20, 1 << 20, 4 << 20, True, False, 1.0, 1.0, 2.0, True)
+        for i in range(count)
+    ]
 
 
 def _measured(given: argparse.Namespace) -> Costs:
@@ -99,7 +127,10 @@ def _measured(given: argparse.Namespace) -> Costs:
     if shape is None:
         x = y = draw.integers(0, TOKENS, (given.batch, CONTEXT))
     else:
-        x, y = draw.normal(size=(given.batch, *shape)).astype("float32"), draw.integers(0, 10, given.batch)
+        x, y = (
+            draw.normal(size=(given.batch, *shape)).astype("float32"),
+            draw.integers(0, 10, given.batch),
+        )
     forward = RecomputedModel(model, None)
     with training():
         forward(x, lambda logits: cross_entropy(logits, y))
@@ -117,7 +148,9 @@ def picture(price: PlanPrice) -> Picture:
         if (kind := SIGNS.get(sign.upper()))
     ]
     return Picture(
-        f"A plan of {len(price.layers)} layers: at most {format_bytes(price.peak)}", f"actions\n{LEGEND}", spans
+        f"A plan of {len(price.layers)} layers: at most {format_bytes(price.peak)}",
+        f"actions\n{LEGEND}",
+        spans,
     )
 
 
@@ -134,14 +167,23 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
     """
     costs = plans.costs
     if len(costs) > MOST_LAYERS:
-        raise UsageError(f"a page draws up to {MOST_LAYERS} layers, not {len(costs)}; look at the text")
+        raise UsageError(
+            f"a page draws up to {MOST_LAYERS} layers, not {len(costs)}; look at the text"
+        )
 
     def shown(plan: Plan) -> dict[str, Any]:
         price = price_plan(costs, plan, bandwidth or inf)
-        figures = {"peak": price.peak, "seconds": round(price.seconds, DIGITS), "again": price.again}
+        figures = {
+            "peak": price.peak,
+            "seconds": round(price.seconds, DIGITS),
+            "again": price.again,
+        }
         return {"actions": price.rows, **figures, "moved": price.moved}
 
-    kinds: dict[str, Callable[[int], Plan]] = {"computed again": plans.plan, "all kept": lambda limit: keep_all(costs)}
+    kinds: dict[str, Callable[[int], Plan]] = {
+        "computed again": plans.plan,
+        "all kept": lambda limit: keep_all(costs),
+    }
     if bandwidth is not None:
         kinds = {"swapped, too": lambda limit: swapping_plan(plans, limit, bandwidth), **kinds}
     budgets = sorted({*plans.budgets(POINTS), budget})
@@ -154,7 +196,9 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
 
 
 def _budget(text: str, plans: OptimalPlans) -> int:
-    """Return the bytes that a text means: bytes, or a part of the way from the least to an ordinary pass."""
+    """Return the bytes that a text means: bytes, or a part of the way from the least to an ordinary
+    pass.
+    """
     if text.endswith("%") and text[:-1].isdecimal() and int(text[:-1]) <= 100:
         return plans.least + (plans.all - plans.least) * int(text[:-1]) // 100
     return parse_bytes(text)
@@ -162,15 +206,29 @@ def _budget(text: str, plans: OptimalPlans) -> int:
 
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.memory", description=__doc__)
-    plan = parser.add_subparsers(dest="command", required=True).add_parser("plan", help="the quickest plan in a budget")
+    plan = parser.add_subparsers(dest="command", required=True).add_parser(
+        "plan", help="the quickest plan in a budget"
+    )
     chain = plan.add_mutually_exclusive_group()
     chain.add_argument("--layers", type=positive_count, default=8, help="so many equal layers (8)")
     chain.add_argument("--model", choices=sorted(MODELS), help="this model's, which is measured")
-    plan.add_argument("--batch", type=positive_count, default=8, help="samples of a batch, for --model (8)")
-    plan.add_argument("--budget", default="50%", help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)")
-    plan.add_argument("--bandwidth", metavar="BYTES", help="layers may leave memory: so many bytes per second go")
-    plan.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
-    plan.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf")
+    plan.add_argument(
+        "--batch", type=positive_count, default=8, help="samples of a batch, for --model (8)"
+    )
+    plan.add_argument(
+        "--budget",
+        default="50%",
+        help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)",
+    )
+    plan.add_argument(
+        "--bandwidth", metavar="BYTES", help="layers may leave memory: so many bytes per second go"
+    )
+    plan.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser"
+    )
+    plan.add_argument(
+        "--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf"
+    )
     return parser
 
 

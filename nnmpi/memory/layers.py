@@ -4,8 +4,9 @@
 
         0: conv, relu, pool     computed as one      1: Residual      2: c      3: d
 
-A memory plan's layer is a closed run of the chain's (see `nn.chain`): between two of them passes one tensor, in memory
-of its own. Stages of pipelines may begin inside of one. `measure` takes both; nobody else measures layers.
+A memory plan's layer is a closed run of the chain's (see `nn.chain`): between two of them passes
+one tensor, in memory of its own. Stages of pipelines may begin inside of one. `measure` takes both;
+nobody else measures layers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ REPEATS = 3
 
 
 class Value(NamedTuple):
-    """What passes between two layers: an array, and which part of a larger one it is, from the inside out."""
+    """What passes between two layers: an array, and which part of a larger one it is, from the
+    inside out.
+    """
 
     array: Array
     cuts: tuple[TensorCut, ...] = ()
@@ -76,7 +79,9 @@ class _GraphInput(Function):
 
 
 class LayerGraph:
-    """The graph of one layer, without its input and its result, for one backward; `keep` makes it."""
+    """The graph of one layer, without its input and its result, for one backward; `keep` makes
+    it.
+    """
 
     def __init__(self, first: _GraphInput | None, end: Tensor) -> None:
         self._input, self._node, self._tape = first, end.node, end.tape
@@ -120,7 +125,9 @@ def forward(layer: Layer, value: Value) -> Value:
 
 @contextmanager
 def again(mode: Mode | None = None) -> Iterator[None]:
-    """Compute once more what was computed before, in that mode or this one: running statistics are left alone."""
+    """Compute once more what was computed before, in that mode or this one: running statistics are
+    left alone.
+    """
     before = current()
     restore((before if mode is None else mode)._replace(again=True))
     try:
@@ -131,7 +138,9 @@ def again(mode: Mode | None = None) -> Iterator[None]:
 
 
 def gathered(layer: Module, weights: Any | None) -> Layer:
-    """Return what computes a layer: if a strategy has the weights (see `parallel.zero`), it lets them come before."""
+    """Return what computes a layer: if a strategy has the weights (see `parallel.zero`), it lets
+    them come before.
+    """
 
     def run(x: Tensor) -> Any:
         assert weights is not None
@@ -158,11 +167,15 @@ def find_layers(model: Module, value: Value, weights: Any | None = None) -> list
         for run in closed_runs(chain):
             part = ModelPart(model, chain[run.start : run.stop])
             x = gathered(part, weights)(x)
-            if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(before.data, x.data):
+            if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(
+                before.data, x.data
+            ):
                 starts.append(run.stop)
                 before = x
     if not isinstance(x, Tensor):
-        raise UsageError(f"recomputation needs a model that returns one tensor, not a {type(x).__name__}")
+        raise UsageError(
+            f"recomputation needs a model that returns one tensor, not a {type(x).__name__}"
+        )
     starts = [0, *starts[1:-1]]
     return list(map(range, starts, [*starts[1:], len(chain)]))
 
@@ -204,8 +217,11 @@ class Measured(NamedTuple):
     parameters: Sequence[Parameter]
 
 
-def of_chain(model: Module, layers: Sequence[ChainLayer], dtype: str, backend: Backend) -> Iterator[Measured]:
-    """Yield a chain's layers to measure, each with values for so long; leave the model uninitialized.
+def of_chain(
+    model: Module, layers: Sequence[ChainLayer], dtype: str, backend: Backend
+) -> Iterator[Measured]:
+    """Yield a chain's layers to measure, each with values for so long; leave the model
+    uninitialized.
 
     So a model can be measured that does not fit into memory.
     """
@@ -219,7 +235,9 @@ def of_chain(model: Module, layers: Sequence[ChainLayer], dtype: str, backend: B
             each.grad = each.buffer = None
 
 
-def measure(layers: Iterable[Measured], x: Tensor, backend: Backend, store: Store | None = None) -> list[LayerCost]:
+def measure(
+    layers: Iterable[Measured], x: Tensor, backend: Backend, store: Store | None = None
+) -> list[LayerCost]:
     """Return what each layer takes for this input. Collective where layers are.
 
     No more than one layer is kept at a time, and the values around it.
@@ -236,10 +254,13 @@ def measure(layers: Iterable[Measured], x: Tensor, backend: Backend, store: Stor
         for layer in layers:
             with unwatched(layer.parameters), _gradients_apart(layer.parameters):
                 cost, after = _measure_layer(layer, around, backend)
-                cost = replace(cost, keeps_input=cost.keeps_input and bool(found))  # the caller has the chain's input
+                # the caller has the chain's input
+                cost = replace(cost, keeps_input=cost.keeps_input and bool(found))
                 if store is not None:
                     nbytes = moved_bytes([*found, replace(cost, moves=True)], len(found))
-                    cost = replace(cost, moves=_moves(layer, around, nbytes, not found, backend, store))
+                    cost = replace(
+                        cost, moves=_moves(layer, around, nbytes, not found, backend, store)
+                    )
             found.append(cost)
             around = after
     if any(clock.reproducible(cost.keep_s) for cost in found):
@@ -252,7 +273,9 @@ def measure(layers: Iterable[Measured], x: Tensor, backend: Backend, store: Stor
 
 
 class _Around(NamedTuple):
-    """What passes between two layers: arrays, which of them need gradients, and the names of kept ones, the last."""
+    """What passes between two layers: arrays, which of them need gradients, and the names of kept
+    ones, the last.
+    """
 
     values: tuple[Value, ...]
     needs: tuple[bool, ...]
@@ -262,13 +285,18 @@ class _Around(NamedTuple):
     @classmethod
     def of(cls, x: Any, kept: Kept) -> _Around:
         single = not isinstance(x, tuple | list)
-        plains = [(plain(each), each.requires_grad) for each in [*([x] if single else x), *kept.values()]]
+        plains = [
+            (plain(each), each.requires_grad) for each in [*([x] if single else x), *kept.values()]
+        ]
         values = tuple(Value(own.data, cuts) for (own, cuts), _ in plains)
         return cls(values, tuple(needs for _, needs in plains), tuple(kept), single)
 
     def run(self, layer: Measured) -> tuple[list[Tensor], Any, Kept]:
         """Return leaves with these values, and what a layer makes of them."""
-        leaves = [Tensor(each.array, requires_grad=needs) for each, needs in zip(self.values, self.needs, strict=True)]
+        leaves = [
+            Tensor(each.array, requires_grad=needs)
+            for each, needs in zip(self.values, self.needs, strict=True)
+        ]
         given = [each.marked(leaf) for each, leaf in zip(self.values, leaves, strict=True)]
         count = len(given) - len(self.names)
         kept = dict(zip(self.names, given[count:], strict=True))
@@ -286,7 +314,9 @@ class _Around(NamedTuple):
 
 
 def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[LayerCost, _Around]:
-    """Return what a layer takes, the fastest of some times, and what it makes of what comes to it."""
+    """Return what a layer takes, the fastest of some times, and what it makes of what comes to
+    it.
+    """
 
     def time(call: Callable[[], Any]) -> tuple[float, Any]:
         backend.synchronize()
@@ -300,14 +330,19 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
         with no_grad():
             forward_s, _ = time(lambda: before.run(layer))
         keep_s, (leaves, x, kept) = time(lambda: before.run(layer))
-        ends = [plain(each)[0] for each in [*(x if isinstance(x, tuple | list) else [x]), *kept.values()]]
+        ends = [
+            plain(each)[0]
+            for each in [*(x if isinstance(x, tuple | list) else [x]), *kept.values()]
+        ]
         after = _Around.of(x, kept)
         tapes = {id(tape): tape for each in ends if each.tape and (tape := each.tape.find())}
         saved = saved_memory((node for tape in tapes.values() for node in tape.nodes), outside)
         needing = [each for each in ends if each.requires_grad]
         input_s = weights_s = 0.0
         if needing:
-            root = CommonRoot([namespace(each.data).ones_like(each.data, order="C") for each in needing])(*needing)
+            root = CommonRoot(
+                [namespace(each.data).ones_like(each.data, order="C") for each in needing]
+            )(*needing)
             seed, rest = namespace(root.data).ones_like(root.data), Deferred()
             input_s, _ = time(lambda: root.backward(seed, deferred=rest))  # noqa: B023
             weights_s, _ = time(rest.finish)
@@ -331,8 +366,12 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
     ), after
 
 
-def _moves(layer: Measured, before: _Around, nbytes: int, first: bool, backend: Backend, store: Store) -> bool:
-    """Send what a layer keeps away, and bring it back; return whether nobody else holds some of it."""
+def _moves(
+    layer: Measured, before: _Around, nbytes: int, first: bool, backend: Backend, store: Store
+) -> bool:
+    """Send what a layer keeps away, and bring it back; return whether nobody else holds some of
+    it.
+    """
     (value,), (needs,) = before.values, before.needs
     outside = [each.data for each in layer.parameters]
     if first:

@@ -3,13 +3,15 @@
     parameters              the arrays that the model computes with, or this rank's part of them
     gradients               as many, or this rank's part
     optimizer state         the arrays of the optimizer's slots
-    activations             what operations save for their backward, or what a plan takes; what recordings keep
+    activations             what operations save for their backward, or what a plan takes; what
+                            recordings keep
     communication buffers   where arrays are gathered to, or wait to be summed
     batches                 samples and labels of the step
 
-What stays is asked of those who hold it, whenever it may have changed. What operations save is counted when a backward
-begins, of each microbatch that is on its way; what they take for a moment is not. That is done in one step, or where a
-trace is recorded, and holds for the others: in the second step, and after that in each of a larger batch.
+What stays is asked of those who hold it, whenever it may have changed. What operations save is
+counted when a backward begins, of each microbatch that is on its way; what they take for a moment
+is not. That is done in one step, or where a trace is recorded, and holds for the others: in the
+second step, and after that in each of a larger batch.
 
     nnmpi.memory.report().held["gradients"]        bytes, of the worker that was made last
 """
@@ -65,7 +67,9 @@ class MemoryLedger:
 
     def note(self, held: Mapping[str, int]) -> None:
         """Say how many bytes of some kinds there are now."""
-        if all(self._held.get(kind) == nbytes <= self._peaks[kind] for kind, nbytes in held.items()):
+        if all(
+            self._held.get(kind) == nbytes <= self._peaks[kind] for kind, nbytes in held.items()
+        ):
             return  # as in most steps
         self._held |= held
         for kind, nbytes in held.items():
@@ -78,15 +82,21 @@ class MemoryLedger:
         """Count what the block's operations save as activations.
 
         Args:
-            of_all: the most bytes of one microbatch -> those of all that were on their way at once, after the block.
+            of_all: the most bytes of one microbatch -> those of all that were on their way at once,
+                after the block.
         """
         before, most = self._held[ACTIVATIONS], 0  # what recordings keep
 
         def see(operations: Sequence[Function]) -> None:
             nonlocal most
             edges = [edge for each in operations for edge in each.edges or ()]
-            own = [each.data for each in edges if isinstance(each, Variable) and each.buffer is not None]
-            planned = [getattr(each, "planned_bytes", 0) for each in operations]  # of the plan that it is part of
+            own = [
+                each.data
+                for each in edges
+                if isinstance(each, Variable) and each.buffer is not None
+            ]
+            # of the plan that it is part of
+            planned = [getattr(each, "planned_bytes", 0) for each in operations]
             most = max(most, sum(saved_memory(operations, own).values()), *planned)
 
         token = watching.set(see)
@@ -98,9 +108,13 @@ class MemoryLedger:
         self._held[ACTIVATIONS] = before
 
     def peaks_by_name(self) -> Mapping[str, int]:
-        """Return the peaks as metrics: "memory_parameters" ..., and "memory_peak" of all together."""
+        """Return the peaks as metrics: "memory_parameters" ..., and "memory_peak" of all
+        together.
+        """
         if not self._named:
-            self._named = {f"memory_{kind.split()[0]}": nbytes for kind, nbytes in self._peaks.items()}
+            self._named = {
+                f"memory_{kind.split()[0]}": nbytes for kind, nbytes in self._peaks.items()
+            }
             self._named["memory_peak"] = self._peak
         return self._named
 
@@ -117,5 +131,7 @@ def report() -> MemoryReport:
     """
     ledger = _ledger.get()
     if ledger is None:
-        raise UsageError("no worker was made here, so there is no memory to report; make an nnmpi.Worker first")
+        raise UsageError(
+            "no worker was made here, so there is no memory to report; make an nnmpi.Worker first"
+        )
     return ledger.report()

@@ -1,35 +1,40 @@
-"""The plan of least time under a budget of bytes, for layers that differ in everything: dynamic programming.
+"""The plan of least time under a budget of bytes, for layers that differ in everything: dynamic
+programming.
 
-For the layers s..t, given the value before them and the gradient behind them, there are two ways to begin, and a third
-for layers that may leave memory:
+For the layers s..t, given the value before them and the gradient behind them, there are two ways to
+begin, and a third for layers that may leave memory:
 
     keep     K s, then s + 1..t, then B s
-    again    F s .. F m-1, dropping all but the value before s; then m..t; then s..m-1, from that value
+    again    F s .. F m-1, dropping all but the value before s; then m..t; then s..m-1, from that
+             value
     swap     K s, O s, A s, then s + 1..t, with all of the memory, then I s, B s
 
     least time(s, t, bytes) = min over these, and over m
 
-This is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how
-to train deep neural networks with limited memory", 2019).
-A value that is held is held until the layers behind it have gone back (plans are memory-persistent, as there), and no
-layer is kept before those below it; among those plans this one is the quickest. For equal layers with one kept at a
-time it is Revolve's (Griewank and Walther, "Algorithm 799: Revolve", 2000). Where they round bytes to 500 pieces, here
-each (s, t) has its whole curve of least time over bytes: the points at which more bytes save time, exactly, so that no
-byte of the budget is lost.
+This is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
+heterogeneous chains: how to train deep neural networks with limited memory", 2019). A value that is
+held is held until the layers behind it have gone back (plans are memory-persistent, as there), and
+no layer is kept before those below it; among those plans this one is the quickest. For equal layers
+with one kept at a time it is Revolve's (Griewank and Walther, "Algorithm 799: Revolve", 2000).
+Where they round bytes to 500 pieces, here each (s, t) has its whole curve of least time over bytes:
+the points at which more bytes save time, exactly, so that no byte of the budget is lost.
 
-Each (s, t) has two curves. In one the value before s is somebody else's, who holds it; in the other it belongs to these
-layers, which count it and may drop it as soon as nothing needs it: after K s, if what is kept does not contain it.
+Each (s, t) has two curves. In one the value before s is somebody else's, who holds it; in the other
+it belongs to these layers, which count it and may drop it as soon as nothing needs it: after K s,
+if what is kept does not contain it.
 
-What leaves memory and comes back takes time that depends on what is computed beside it. So the programme is run for
-some prices of a layer that leaves, which may be the dearer the later the layer is, as it is needed sooner. Its plans
-move a layer all at once; then out and in are drawn apart, and the quickest of these plans is taken:
+What leaves memory and comes back takes time that depends on what is computed beside it. So the
+programme is run for some prices of a layer that leaves, which may be the dearer the later the layer
+is, as it is needed sooner. Its plans move a layer all at once; then out and in are drawn apart, and
+the quickest of these plans is taken:
 
     the programme's       K0 O0 A0 K1 D1 K2 D2 B2 B1 I0 B0         A  as late as the memory lasts, the first one first
     drawn apart           K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0         I  as early as it allows, the next one first
 
-This is KARMA's mix of swapping and recomputation (Wahib et al., "Scaling distributed deep learning workloads beyond
-the memory capacity with KARMA", 2020). To find the best of all such plans is NP-hard (Beaumont et al., "Efficient
-combination of rematerialization and offloading for training DNNs", 2021).
+This is KARMA's mix of swapping and recomputation (Wahib et al., "Scaling distributed deep learning
+workloads beyond the memory capacity with KARMA", 2020). To find the best of all such plans is
+NP-hard (Beaumont et al., "Efficient combination of rematerialization and offloading for training
+DNNs", 2021).
 """
 
 from __future__ import annotations
@@ -46,7 +51,8 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, price_plan
 from nnmpi.units import format_bytes
 
-POINTS = 2048  # that a curve keeps at most; where it has more, the plan may be a little slower than the best
+# that a curve keeps at most; where it has more, the plan may be a little slower than the best
+POINTS = 2048
 KEEP, SWAP = -1, -2
 TIE_S = 1e-15  # what moving a byte costs at least, so that nothing moves that may as well stay
 # The parts of its transfers that a layer is priced at, and by which power of its place that rises.
@@ -73,7 +79,8 @@ class OptimalPlans:
 
     Args:
         costs: of the layers, the loss the last one.
-        swap_s: the seconds that a byte of each layer is priced at if it leaves memory; none where nothing leaves.
+        swap_s: the seconds that a byte of each layer is priced at if it leaves memory; none where
+            nothing leaves.
 
     Attributes:
         least: the budget below which there is no plan.
@@ -82,7 +89,9 @@ class OptimalPlans:
     def __init__(self, costs: Costs, swap_s: Sequence[float] = ()) -> None:
         self.costs = costs
         sizes = [(moved_bytes(costs, i), each) for i, each in enumerate(swap_s[:-1])]
-        self._moves = {i: (nbytes, nbytes * (TIE_S + each)) for i, (nbytes, each) in enumerate(sizes) if nbytes}
+        self._moves = {
+            i: (nbytes, nbytes * (TIE_S + each)) for i, (nbytes, each) in enumerate(sizes) if nbytes
+        }
         self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to layer i
         self._grads = [*(cost.gradient for cost in costs), 0]
         self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
@@ -113,9 +122,9 @@ class OptimalPlans:
     def too_few(self, budget: int, least: int) -> UsageError:
         """Return the error for a budget below the least."""
         return UsageError(
-            f"{budget} bytes are too few for the activations of this model: even when all is computed again, "
-            f"{least} are needed ({format_bytes(least)}), and {self.all} when nothing is; give at least "
-            f"{least}, or smaller microbatches"
+            f"{budget} bytes are too few for the activations of this model: even when all is"
+            f" computed again, {least} are needed ({format_bytes(least)}), and {self.all} when"
+            f" nothing is; give at least {least}, or smaller microbatches"
         )
 
     def budgets(self, count: int) -> list[int]:
@@ -123,7 +132,9 @@ class OptimalPlans:
         return [self.least + (self.all - self.least) * i // (count - 1) for i in range(count)]
 
     def _kept(self, s: int, owned: bool) -> tuple[int, bool]:
-        """Return the bytes that stay with layer s until its backward, and whether its result is among them."""
+        """Return the bytes that stay with layer s until its backward, and whether its result is
+        among them.
+        """
         cost = self.costs[s]
         kept = cost.kept + (self._values[s] if owned and cost.keeps_input else 0)
         return kept + (self._values[s + 1] if cost.keeps_result else 0), cost.keeps_result
@@ -144,7 +155,9 @@ class OptimalPlans:
             if s in self._moves:
                 (moved, moving_s), inner = self._moves[s], self._curves[s + 1, t, True]
                 floor = max(first, moved + grads[s + 1] + cost.gradient)
-                points.append((np.maximum(inner.bytes, floor), inner.seconds + spent + moving_s, SWAP))
+                points.append(
+                    (np.maximum(inner.bytes, floor), inner.seconds + spent + moving_s, SWAP)
+                )
         floor, seconds = 0, 0.0
         for m in range(s + 1, t + 1):
             layer = self.costs[m - 1]
@@ -158,7 +171,8 @@ class OptimalPlans:
         """Write down the plan for the layers s..t within a budget."""
         while True:
             curve = self._curves[s, t, owned]
-            choice = int(curve.choice[np.searchsorted(curve.bytes, budget, "right") - 1])  # the best within the budget
+            # the best within the budget
+            choice = int(curve.choice[np.searchsorted(curve.bytes, budget, "right") - 1])
             if choice in (KEEP, SWAP):
                 break
             plan.append(Action(Act.FORWARD, s))
@@ -180,7 +194,9 @@ class OptimalPlans:
         plan.append(Action(Act.BACKWARD, s))
 
 
-def _both(right: TimeCurve, own: int, left: TimeCurve, floor: int, seconds: float) -> tuple[Any, Any]:
+def _both(
+    right: TimeCurve, own: int, left: TimeCurve, floor: int, seconds: float
+) -> tuple[Any, Any]:
     """Return the curve of two parts one after the other, in the same bytes."""
     need = np.unique(np.concatenate([right.bytes + own, left.bytes]))
     need = need[np.searchsorted(need, max(right.bytes[0] + own, left.bytes[0])) :]
@@ -190,7 +206,9 @@ def _both(right: TimeCurve, own: int, left: TimeCurve, floor: int, seconds: floa
 
 
 def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
-    """Return the lowest of some curves: of each number of bytes the least time, of equal times the fewest bytes."""
+    """Return the lowest of some curves: of each number of bytes the least time, of equal times the
+    fewest bytes.
+    """
     need = np.concatenate([each for each, _, _ in points])
     seconds = np.concatenate([each for _, each, _ in points])
     choice = np.repeat([each for _, _, each in points], [len(each) for each, _, _ in points])
@@ -206,7 +224,8 @@ def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
 
 
 def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
-    """Return the quickest plan that is found within a budget; without anything moved if that is as quick.
+    """Return the quickest plan that is found within a budget; without anything moved if that is as
+    quick.
 
     Args:
         plans: without anything moved.
@@ -220,10 +239,14 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
     found = [plans.plan(budget)] if budget >= least else []
     for part, power in SWAP_PRICES:
         byte_s = 2 * part / bandwidth
-        swapped = OptimalPlans(costs, [byte_s * ((i + 1) / len(costs)) ** power for i in range(len(costs))])
+        swapped = OptimalPlans(
+            costs, [byte_s * ((i + 1) / len(costs)) ** power for i in range(len(costs))]
+        )
         least = min(least, swapped.least)
         if budget >= swapped.least:
-            found.append(_come_early(costs, _leave_late(costs, swapped.plan(budget), budget), budget))
+            found.append(
+                _come_early(costs, _leave_late(costs, swapped.plan(budget), budget), budget)
+            )
     if not found:
         raise plans.too_few(budget, least)
     return min(found, key=lambda plan: price_plan(costs, plan, bandwidth).seconds)
@@ -235,9 +258,14 @@ def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
     rest = [action for action in plan if action.act is not Act.AWAY]
     while rest:
         # the loss's actions together: nobody can do anything between them
-        count = rest.index(Action(Act.BACKWARD, last)) + 1 if rest[0] == Action(Act.KEEP, last) else 1
+        count = (
+            rest.index(Action(Act.BACKWARD, last)) + 1 if rest[0] == Action(Act.KEEP, last) else 1
+        )
         trial = state.copy()
-        if all(trial.has_for(each) and trial.do(each) <= budget for each in rest[:count]) or not state.leaving:
+        if (
+            all(trial.has_for(each) and trial.do(each) <= budget for each in rest[:count])
+            or not state.leaving
+        ):
             late += rest[:count]
             state, rest = trial, rest[count:]
         else:
@@ -255,7 +283,11 @@ def _come_early(costs: Costs, plan: Plan, budget: int) -> Plan:
         moved, best = moved_bytes(costs, layer), place
         for i in reversed(range(place)):
             before, peak = rows[i]
-            if before.act in (Act.IN, Act.OUT) or before == Action(Act.AWAY, layer) or peak + moved > budget:
+            if (
+                before.act in (Act.IN, Act.OUT)
+                or before == Action(Act.AWAY, layer)
+                or peak + moved > budget
+            ):
                 break
             if before.layer < last or before.act is Act.KEEP:
                 best = i

@@ -1,4 +1,5 @@
-"""A plan for a pass through a chain of layers, forward and back: a list of actions, checked, priced and drawn.
+"""A plan for a pass through a chain of layers, forward and back: a list of actions, checked, priced
+and drawn.
 
     values      x0 --[0]--> x1 --[1]--> x2 --[2]--> x3        x0 is the input, which the caller has; layer 2 is the loss
     gradients      <--[0]-- g1 <--[1]-- g2 <--[2]--
@@ -18,7 +19,8 @@
     computes     | K0 | K1 | K2 B2 | B1 | B0 |        what goes out and comes in goes one by one,
     transfers         |- O0 -|     |- I0 -|           beside what is computed
 
-`price_plan` runs a plan on numbers alone: whether each action has what it needs, the bytes at each moment, the time.
+`price_plan` runs a plan on numbers alone: whether each action has what it needs, the bytes at each
+moment, the time.
 """
 
 from __future__ import annotations
@@ -63,19 +65,23 @@ class Action:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer takes, in bytes and seconds; the last one of a chain is the loss, which is kept and goes back once.
+    """What a layer takes, in bytes and seconds; the last one of a chain is the loss, which is kept
+    and goes back once.
 
     Attributes:
         name: for people.
         value: bytes of the layer's result.
         gradient: bytes of the gradient of what comes to the layer.
         kept: bytes that stay for its backward, besides what comes to it and its result.
-        keeps_input, keeps_result: whether what comes to it, and its result, stay for its backward, too.
+        keeps_input, keeps_result: whether what comes to it, and its result, stay for its backward,
+            too.
         forward_s, keep_s, backward_s: seconds.
         moves: whether all that stays for its backward can be moved elsewhere and back.
-        input_s: of the first half of a backward in halves, which gives the gradient of what came in.
+        input_s: of the first half of a backward in halves, which gives the gradient of what came
+            in.
         elements: of its parameters on this rank.
-        timed: whether its seconds were measured; else they stand for its parameters and activations.
+        timed: whether its seconds were measured; else they stand for its parameters and
+            activations.
     """
 
     name: str
@@ -99,20 +105,30 @@ class LayerCost:
 
     def takes(self, act: Act) -> float:
         """Return the seconds of computing of an action on this layer."""
-        return {Act.FORWARD: self.forward_s, Act.KEEP: self.keep_s, Act.BACKWARD: self.backward_s}.get(act, 0.0)
+        return {
+            Act.FORWARD: self.forward_s,
+            Act.KEEP: self.keep_s,
+            Act.BACKWARD: self.backward_s,
+        }.get(act, 0.0)
 
 
 Costs = Sequence[LayerCost]
 
 
 def kept_bytes(costs: Costs, layers: range) -> int:
-    """Return the bytes that stay for the backward of some layers in a row; of the chain's input none."""
-    values = {i for i in layers if costs[i].keeps_result} | {i - 1 for i in layers if i and costs[i].keeps_input}
+    """Return the bytes that stay for the backward of some layers in a row; of the chain's input
+    none.
+    """
+    values = {i for i in layers if costs[i].keeps_result} | {
+        i - 1 for i in layers if i and costs[i].keeps_input
+    }
     return sum(costs[i].kept for i in layers) + sum(costs[i].value for i in values)
 
 
 def moved_bytes(costs: Costs, layer: int) -> int:
-    """Return how many bytes go out with a layer: all that stays for its backward; 0 if it cannot move."""
+    """Return how many bytes go out with a layer: all that stays for its backward; 0 if it cannot
+    move.
+    """
     return kept_bytes(costs, range(layer, layer + 1)) * costs[layer].moves
 
 
@@ -129,11 +145,12 @@ class PlanPrice:
 
                 ["K", 0, "=- ", begin, computes, end, peak, after, transfer]
 
-            An action waits from `begin` to `computes`, and computes until `end`. Meanwhile there are at most `peak`
-            bytes, and then `after`. A transfer is [begin, end] of `O` and `I`, else null. The text has a sign for each
-            layer: the action's letter on its own, a small one where a layer is gone through again; else a line where a
-            value waits, a double one where a layer is kept, a dot where it is away. `D` is on the layer that the value
-            would come to.
+            An action waits from `begin` to `computes`, and computes until `end`. Meanwhile there
+            are at most `peak` bytes, and then `after`. A transfer is [begin, end] of `O` and `I`,
+            else null. The text has a sign for each layer: the action's letter on its own, a small
+            one where a layer is gone through again; else a line where a value waits, a double one
+            where a layer is kept, a dot where it is away. `D` is on the layer that the value would
+            come to.
         layers: their names.
     """
 
@@ -145,7 +162,8 @@ class PlanPrice:
     layers: tuple[str, ...]
 
     def draw(self) -> str:
-        """Return the plan as text: a row for each layer, a column for each action but `D`, and below the bytes as bars.
+        """Return the plan as text: a row for each layer, a column for each action but `D`, and
+        below the bytes as bars.
 
         0 | F...f.K=B.
         1 | .F--..
@@ -155,7 +173,10 @@ class PlanPrice:
         for start in range(0, len(shown), COLUMNS):
             part = shown[start : start + COLUMNS]
             rows = zip(*(signs for signs, _ in part), strict=True)
-            lines += [f"{name:>{width}} |{''.join(row)}" for name, row in zip(self.layers, rows, strict=True)]
+            lines += [
+                f"{name:>{width}} |{''.join(row)}"
+                for name, row in zip(self.layers, rows, strict=True)
+            ]
             bars = "".join(steps[-(-peak * 8 // max(self.peak, 1))] for _, peak in part)
             lines += [f"{'bytes':>{width}} |{bars}", ""]
         return "\n".join(lines[:-1])
@@ -199,20 +220,30 @@ class PlanState:
         """Those that there are now."""
         costs, kept = self._costs, self._kept
         held = sum(costs[i].kept for i in kept) + sum(self._moves[i] for i in self._back)
-        inputs = {i for i in kept if costs[i].keeps_input} | {i + 1 for i in kept if costs[i].keeps_result}
+        inputs = {i for i in kept if costs[i].keeps_input} | {
+            i + 1 for i in kept if costs[i].keeps_result
+        }
         held += sum(costs[i - 1].value for i in self._values | inputs if 0 < i < len(costs))
         return held + (costs[self._grad].gradient if self._grad < len(costs) else 0)
 
     @property
     def is_over(self) -> bool:
         """Whether each layer has gone back, and nothing is left."""
-        return not (self._grad or self._kept or self._away or self._back or self._values - {0, len(self._costs)})
+        return not (
+            self._grad
+            or self._kept
+            or self._away
+            or self._back
+            or self._values - {0, len(self._costs)}
+        )
 
     def has_for(self, action: Action) -> bool:
         """Return whether there is what an action needs."""
         i, act = action.layer, action.act
         if act is Act.BACKWARD:
-            return self._grad == i + 1 and (i in self._back or (i in self._kept and i not in self.leaving))
+            return self._grad == i + 1 and (
+                i in self._back or (i in self._kept and i not in self.leaving)
+            )
         if act is Act.OUT:
             return i in self._kept and i not in self.leaving and self._costs[i].moves
         if act is Act.AWAY:
@@ -223,7 +254,15 @@ class PlanState:
         """Return how the layers are during an action, see `PlanPrice`."""
         kept, i = self._kept | self._back, action.layer
         row = [
-            "=" if j in kept else "." if j in self._away else "-" if j and j in self._values else " "
+            (
+                "="
+                if j in kept
+                else "."
+                if j in self._away
+                else "-"
+                if j and j in self._values
+                else " "
+            )
             for j in range(len(self._costs))
         ]
         again = i in self._seen and action.act in (Act.FORWARD, Act.KEEP)
@@ -231,7 +270,9 @@ class PlanState:
         return "".join(row)
 
     def do(self, action: Action) -> int:
-        """Do an action, for which there is what it needs; return the most bytes that there are meanwhile."""
+        """Do an action, for which there is what it needs; return the most bytes that there are
+        meanwhile.
+        """
         i, act, before = action.layer, action.act, self.bytes
         cost, peak = self._costs[i], before
         if act is Act.DROP:
@@ -267,7 +308,8 @@ class PlanState:
 
 
 def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
-    """Return what a plan takes, after checking that it computes each layer's gradient once, in order.
+    """Return what a plan takes, after checking that it computes each layer's gradient once, in
+    order.
 
     Args:
         costs: of the layers.
@@ -280,17 +322,27 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
     state, moved, rows = PlanState(costs, bandwidth), 0, list[list[Any]]()
     for action in plan:
         if not state.has_for(action):
-            raise UsageError(f"action {action} of the plan, number {len(rows)}, lacks what it needs; check the plan")
+            raise UsageError(
+                f"action {action} of the plan, number {len(rows)}, lacks what it needs; check the"
+                " plan"
+            )
         i, act, begin_s, signs = action.layer, action.act, state.seconds, state.signs(action)
         peak, end_s, nbytes = state.do(action), state.seconds, moved_bytes(costs, i)
         moved += nbytes * (act is Act.OUT)
-        transfer = [state.done[i] - nbytes / bandwidth, state.done[i]] if act in (Act.OUT, Act.IN) else []
+        transfer = (
+            [state.done[i] - nbytes / bandwidth, state.done[i]] if act in (Act.OUT, Act.IN) else []
+        )
         begin_s, computes_s, end_s, *transfer = (
             round(each, DIGITS) for each in (begin_s, end_s - costs[i].takes(act), end_s, *transfer)
         )
-        rows.append([act.value, i, signs, begin_s, computes_s, end_s, peak, state.bytes, transfer or None])
+        rows.append(
+            [act.value, i, signs, begin_s, computes_s, end_s, peak, state.bytes, transfer or None]
+        )
     if not state.is_over:
-        raise UsageError("the plan leaves something behind; each layer must go back once, and each value be dropped")
+        raise UsageError(
+            "the plan leaves something behind; each layer must go back once, and each value be"
+            " dropped"
+        )
     names = tuple(cost.name for cost in costs)
     return PlanPrice(max(row[6] for row in rows), state.seconds, state.again, moved, rows, names)
 
@@ -305,7 +357,10 @@ def parse_plan(text: str) -> Plan:
     actions = []
     for word in text.split():
         if word[0] not in letters or not word[1:].isdecimal():
-            raise UsageError(f"{word!r} is no action; write {', '.join(letters)} and the number of a layer, such as F0")
+            raise UsageError(
+                f"{word!r} is no action; write {', '.join(letters)} and the number of a layer, such"
+                " as F0"
+            )
         actions.append(Action(Act(word[0]), int(word[1:])))
     return tuple(actions)
 

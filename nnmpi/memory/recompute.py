@@ -5,8 +5,8 @@
         loss = forward(x, lambda logits: ops.cross_entropy(logits, y))
     loss.backward()
 
-Each layer stands on the tape as one operation, with its parameters as inputs, so that strategies hear of gradients as
-they do otherwise. What the operations do is the plan:
+Each layer stands on the tape as one operation, with its parameters as inputs, so that strategies
+hear of gradients as they do otherwise. What the operations do is the plan:
 
     tape     [layer 0]  [layer 1]  [loss]   | backward |   [loss]   [layer 1]      [layer 0]
     plan     F0        F1 D1     K2                      B2 D2    F0 K1 B1 D1   K0 B0
@@ -85,7 +85,11 @@ class PlannedPass:
         self._weights = weights
         self._layers, self._plan, self._next = layers, plan, 0
         self._input, self._backend, self._store = value.array, backend, store
-        self._values, self._graphs, self._kept = {0: value}, dict[int, LayerGraph](), dict[int, KeptArrays]()
+        self._values, self._graphs, self._kept = (
+            {0: value},
+            dict[int, LayerGraph](),
+            dict[int, KeptArrays](),
+        )
         self._needed, self._waiting = [False] * len(layers), set(range(len(layers)))
         self._mode, self._precision = current(), precision()
 
@@ -105,13 +109,16 @@ class PlannedPass:
         return value
 
     def backward(self, layer: int, grad: Array) -> Array | None:
-        """Do what the plan has up to a layer's backward; return the gradient of what came to the layer.
+        """Do what the plan has up to a layer's backward; return the gradient of what came to the
+        layer.
 
         Raises:
             GraphError: when it was done before.
         """
         if layer not in self._waiting:
-            raise GraphError("this pass was used up by an earlier backward pass; compute the loss again")
+            raise GraphError(
+                "this pass was used up by an earlier backward pass; compute the loss again"
+            )
         self._waiting.discard(layer)
         while (action := self._plan[self._next]).act is not Act.BACKWARD or action.layer != layer:
             with use_precision(self._precision), again(self._mode):
@@ -144,9 +151,12 @@ class PlannedPass:
         elif layer == len(self._layers):
             return  # the caller's
         elif action.act is Act.FORWARD:
-            self._values[layer + 1] = forward(gathered(self._layers[layer], self._weights), self._values[layer])
+            self._values[layer + 1] = forward(
+                gathered(self._layers[layer], self._weights), self._values[layer]
+            )
         else:
-            with unwatched(self._layers[layer].parameters()):  # the tape's own operation is heard of
+            with unwatched(self._layers[layer].parameters()):
+                # the tape's own operation is heard of
                 called = gathered(self._layers[layer], self._weights)
                 found = keep(called, self._values[layer], self._needed[layer])
             self._values[layer + 1], self._graphs[layer] = found
@@ -176,20 +186,23 @@ class PlannedLayer(Function):
 
 
 class RecomputedModel:
-    """A model whose pass forward and back takes so many bytes at most, and computes some of it again for that.
+    """A model whose pass forward and back takes so many bytes at most, and computes some of it
+    again for that.
 
-    What counts are the arrays that a pass makes, all of them, from its input to the parameters' gradients: what is
-    kept for the way back, the values and gradients between layers, and what operations need on their way. What each
-    layer takes is measured with the first input, and with each larger one.
+    What counts are the arrays that a pass makes, all of them, from its input to the parameters'
+    gradients: what is kept for the way back, the values and gradients between layers, and what
+    operations need on their way. What each layer takes is measured with the first input, and with
+    each larger one.
 
     Args:
         model: initialized; best a `Sequential`, as only that can be cut.
         budget: in bytes; "least" for the least possible; None for what an ordinary pass takes.
         backend: where it lives; NumPy by default.
         group: the ranks that compute along, which must do the same; None where that is no matter.
-        store: where to what is kept may go and come back, where that is quicker than to compute it again (see
-            `memory.store`); None for nowhere.
-        weights: the strategy that lets the model's weights come, if they are not there (see `parallel.zero`).
+        store: where to what is kept may go and come back, where that is quicker than to compute it
+            again (see `memory.store`); None for nowhere.
+        weights: the strategy that lets the model's weights come, if they are not there (see
+            `parallel.zero`).
 
     Attributes:
         plans: those of the last measurement, without anything moved.
@@ -232,9 +245,9 @@ class RecomputedModel:
             rate = format_bytes(int(self.bandwidth))
             moved = f"{out} go out and come back ({format_bytes(price.moved)} at {rate}/s), "
         return (
-            f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if all were kept; "
-            f"{price.again} of {len(self._layers)} layers are computed again, {moved}"
-            f"predicted {price.seconds / ordinary.seconds:.2f} of the time"
+            f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if"
+            f" all were kept; {price.again} of {len(self._layers)} layers are computed again,"
+            f" {moved}predicted {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
     def __call__(self, x: Any, head: Head | None = None, size: int | None = None) -> Tensor:
@@ -242,8 +255,10 @@ class RecomputedModel:
 
         Args:
             x: the input.
-            head: makes the loss of the model's result; if it comes after the call, what it takes is not in the budget.
-            size: what tells a larger input from a smaller one; by default the elements of x. All ranks give the same.
+            head: makes the loss of the model's result; if it comes after the call, what it takes is
+                not in the budget.
+            size: what tells a larger input from a smaller one; by default the elements of x. All
+                ranks give the same.
 
         Raises:
             UsageError: for a budget that is too small, and in a step that is compiled.
@@ -258,7 +273,9 @@ class RecomputedModel:
         if size > self._size:
             self.measure(Value(x.data, cuts), x.requires_grad, head)
             self._size = size
-        run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store, self._weights)
+        run = PlannedPass(
+            self._layers, self.plan, Value(x.data, cuts), self._backend, self.store, self._weights
+        )
         for i, layer in enumerate(self._layers):
             node = PlannedLayer(run, i, self._peak)
             x = node(x, *layer.parameters())
@@ -274,19 +291,28 @@ class RecomputedModel:
         is_taken, chain = "forward" in vars(self.model), open_chain(self.model)
         if is_taken and (self._weights is None or chain[0].module is self.model):
             raise UsageError(
-                "ZeRO 2 or 3 has taken over this model's forward, of which no layer can be computed again alone; make "
-                "the model an nn.Sequential, or leave out ZeRO or the budget for activations"
+                "ZeRO 2 or 3 has taken over this model's forward, of which no layer can be computed"
+                " again alone; make the model an nn.Sequential, or leave out ZeRO or the budget for"
+                " activations"
             )
         runs = find_layers(self.model, value, self._weights)
         if group is not None:
-            runs = [range(*ends) for ends in group.gather([(run.start, run.stop) for run in runs])[0]]
+            runs = [
+                range(*ends) for ends in group.gather([(run.start, run.stop) for run in runs])[0]
+            ]
             # what a rank without samples sees says nothing
         self._layers = tuple(ModelPart(self.model, chain[run.start : run.stop]) for run in runs)
         measured = [
-            Measured(_name(chain[run.start]), partial(alone, gathered(layer, self._weights)), layer.parameters())
+            Measured(
+                _name(chain[run.start]),
+                partial(alone, gathered(layer, self._weights)),
+                layer.parameters(),
+            )
             for run, layer in zip(runs, self._layers, strict=True)
         ]
-        measured.append(Measured("result" if head is _as_it_is else "loss", partial(alone, head), ()))
+        measured.append(
+            Measured("result" if head is _as_it_is else "loss", partial(alone, head), ())
+        )
         with nullcontext() if group is None else agreed(group):
             x = value.marked(Tensor(value.array, requires_grad=needed))
             costs = measure(measured, x, self._backend, self.store)
@@ -299,14 +325,19 @@ class RecomputedModel:
         self.plans = OptimalPlans(costs)
         with nullcontext() if group is None else agreed(group):
             self.plan = self.find_plan(
-                self.plans.all if budget is None else self.plans.least if budget == "least" else budget
+                self.plans.all
+                if budget is None
+                else self.plans.least
+                if budget == "least"
+                else budget
             )
             self._peak = self.price.peak
             if self.store is not None:
                 self.store.reserve(self.price.moved)
 
     def find_plan(self, budget: int) -> Plan:
-        """Return the plan for a budget: the quickest one, or, with a store, the quickest that is found.
+        """Return the plan for a budget: the quickest one, or, with a store, the quickest that is
+        found.
 
         Raises:
             UsageError: for a budget that is too small.
@@ -323,7 +354,9 @@ class RecomputedModel:
 
 
 def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
-    """Return what each layer takes on the rank where it is most; it moves if it does on all ranks."""
+    """Return what each layer takes on the rank where it is most; it moves if it does on all
+    ranks.
+    """
     found = []
     for rows in zip(*measured, strict=True):
         most = LayerCost(*map(max, zip(*rows, strict=True)))

@@ -1,10 +1,11 @@
-"""Where arrays lie that leave memory: a file that is mapped into it; or, from a device, the host's page-locked memory.
+"""Where arrays lie that leave memory: a file that is mapped into it; or, from a device, the host's
+page-locked memory.
 
     states, weights     store.zeros(length, dtype)          an array like any other, which lies there for good
     activations         send(arrays) --> fetch(arrays)      copied out and back, one by one, beside what is computed
 
-Of a mapped file the operating system has in memory what there is room for, and reads ahead; it gives that up before
-anything else. Kernels of a device reach the host's memory over the bus.
+Of a mapped file the operating system has in memory what there is room for, and reads ahead; it
+gives that up before anything else. Kernels of a device reach the host's memory over the bus.
 
     operations' saved      x [:, 3:]   mask   y        views of arrays, and what else there is
                              |        |     |
@@ -47,9 +48,11 @@ Pairs = list[tuple[Any, Any]]  # to what is copied, and from what
 
 
 class Store:
-    """Where arrays go. A file has no name, so it goes when it is closed or the process ends, however that happens.
+    """Where arrays go. A file has no name, so it goes when it is closed or the process ends,
+    however that happens.
 
-    What is computed on a device and what is moved go on two streams, which wait for one another's events.
+    What is computed on a device and what is moved go on two streams, which wait for one another's
+    events.
 
     Args:
         where: a folder, for a file, for the host; "host", the host's memory, for a device.
@@ -60,15 +63,21 @@ class Store:
         UsageError: for the other one of the two, and when no file can be made.
     """
 
-    def __init__(self, where: str | Path, backend: Backend | None = None, what: str = ACTIVATIONS) -> None:
+    def __init__(
+        self, where: str | Path, backend: Backend | None = None, what: str = ACTIVATIONS
+    ) -> None:
         self.where, self.what, self._end = where, what, 0
         self._free: dict[int, list[Array]] = {}
         self._backend = backend = numpy_backend() if backend is None else backend
         if backend.is_device != (str(where) == HOST):
             raise UsageError(
-                f"{what} on {backend.device} go out to the host's memory, not to {where}; give offload {HOST}"
+                f"{what} on {backend.device} go out to the host's memory, not to {where}; give"
+                f" offload {HOST}"
                 if backend.is_device
-                else f"{what} are in the host's memory already, so they cannot go out to it; give offload a folder"
+                else (
+                    f"{what} are in the host's memory already, so they cannot go out to it; give"
+                    " offload a folder"
+                )
             )
         if backend.is_device:
             self._stream = backend.xp.cuda.Stream(non_blocking=True)
@@ -77,7 +86,8 @@ class Store:
             self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UsageError(
-                f"no file for {what} can be made in {where} ({error.strerror}); give offload another folder"
+                f"no file for {what} can be made in {where} ({error.strerror}); give offload"
+                " another folder"
             ) from None
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "nnmpi-offload")
@@ -93,7 +103,8 @@ class Store:
                 os.posix_fallocate(self._file.fileno(), 0, nbytes)
         except OSError as error:
             raise UsageError(
-                f"{self.what} need a file of {format_bytes(nbytes)} in {self.where}, and there is no room for it "
+                f"{self.what} need a file of {format_bytes(nbytes)} in {self.where}, and there is"
+                " no room for it "
                 f"({error.strerror}); make room, give offload another folder, or "
                 f"{'a larger activation_memory' if self.what == ACTIVATIONS else 'leave them in memory'}"
             ) from None
@@ -127,7 +138,8 @@ class Store:
         return np.frombuffer(mapped, np.uint8, nbytes)
 
     def send(self, memory: Sequence[Array]) -> StoredBytes:
-        """Begin to write some memory, each piece of it bytes in a row, which stays as it is until that is over.
+        """Begin to write some memory, each piece of it bytes in a row, which stays as it is until
+        that is over.
 
         Raises:
             UsageError: when there is no room for it.
@@ -141,7 +153,9 @@ class Store:
         self._free[len(place)].append(place)
 
     def copy(self, pairs: Pairs) -> Callable[[], Any]:
-        """Begin to copy behind all that was begun before; return what waits for it (on a device, lets kernels wait)."""
+        """Begin to copy behind all that was begun before; return what waits for it (on a device,
+        lets kernels wait).
+        """
         if not self._backend.is_device:
             return self._thread.submit(self.move, pairs).result
         cuda, stream = self._backend.xp.cuda, self._stream
@@ -155,7 +169,9 @@ class Store:
         return lambda: cuda.get_current_stream().wait_event(over)
 
     def move(self, pairs: Pairs) -> None:
-        """Copy now, and forget the pairs: memory that has gone goes while the thread may have the list yet."""
+        """Copy now, and forget the pairs: memory that has gone goes while the thread may have the
+        list yet.
+        """
         while pairs:
             to, origin = pairs.pop()
             to[...] = origin
@@ -180,7 +196,9 @@ class StoredBytes:
         self.wait = store.copy(list(zip(self._pieces, memory, strict=True)))
 
     def fetch(self, memory: Sequence[Array]) -> None:
-        """Begin to bring the bytes back, into other memory of the same lengths; `wait` then waits for that."""
+        """Begin to bring the bytes back, into other memory of the same lengths; `wait` then waits
+        for that.
+        """
         self.wait = self._store.copy(list(zip(memory, self._pieces, strict=True)))
 
     def __del__(self) -> None:
@@ -205,7 +223,9 @@ def measure_bandwidth(store: Store, backend: Backend, nbytes: int) -> float:
 
 
 class _Place(NamedTuple):
-    """What stands in an operation for an array that is away: in which memory it lies, where there, and how."""
+    """What stands in an operation for an array that is away: in which memory it lies, where there,
+    and how.
+    """
 
     memory: int
     offset: int
@@ -227,20 +247,36 @@ class KeptArrays:
 
     Args:
         operations: those of a layer.
-        outside: arrays that are there anyway, such as weights, and all that looks into their memory.
+        outside: arrays that are there anyway, such as weights, and all that looks into their
+            memory.
         backend: whose arrays they are.
     """
 
-    def __init__(self, operations: Iterable[Function], outside: Iterable[Array], backend: Backend) -> None:
-        self._backend, self._operations = backend, [each for each in operations if hasattr(each, "saved")]
-        found = {key: each for key, each in _extents(self._operations, outside).items() if _is_whole(each.owner)}
+    def __init__(
+        self, operations: Iterable[Function], outside: Iterable[Array], backend: Backend
+    ) -> None:
+        self._backend, self._operations = (
+            backend,
+            [each for each in operations if hasattr(each, "saved")],
+        )
+        found = {
+            key: each
+            for key, each in _extents(self._operations, outside).items()
+            if _is_whole(each.owner)
+        }
         numbers, extents = {key: i for i, key in enumerate(found)}, list(found.values())
 
         def place(array: Any) -> Any:
             number = numbers.get(owner_id(array))
             if number is None:
                 return array
-            return _Place(number, _address(array) - extents[number].low, array.shape, array.strides, array.dtype)
+            return _Place(
+                number,
+                _address(array) - extents[number].low,
+                array.shape,
+                array.strides,
+                array.dtype,
+            )
 
         for each in self._operations:
             each.saved = _mapped(each.saved, place)
@@ -289,7 +325,8 @@ def saved_memory(operations: Iterable[Function], outside: Iterable[Array] = ()) 
     """Return the bytes that some operations save for their backward, by the owner of each memory.
 
     Args:
-        outside: arrays that are there anyway, such as weights, and all that looks into their memory.
+        outside: arrays that are there anyway, such as weights, and all that looks into their
+            memory.
     """
     return {owner: each.high - each.low for owner, each in _extents(operations, outside).items()}
 
@@ -356,10 +393,13 @@ def _as_bytes(extent: _Extent, backend: Backend) -> Array:
     """Return an extent as bytes in a row."""
     owner, low, high = extent
     if isinstance(owner, np.ndarray):
-        axes = sorted(range(owner.ndim), key=lambda axis: -owner.strides[axis])  # in the order of memory
+        # in the order of memory
+        axes = sorted(range(owner.ndim), key=lambda axis: -owner.strides[axis])
         start = _address(owner)
         return owner.transpose(axes).reshape(-1).view(np.uint8)[low - start : high - start]
-    return backend.xp.ndarray((high - low,), "uint8", backend.xp.cuda.MemoryPointer(owner, low - owner.ptr))
+    return backend.xp.ndarray(
+        (high - low,), "uint8", backend.xp.cuda.MemoryPointer(owner, low - owner.ptr)
+    )
 
 
 def _view(memory: Any, place: _Place) -> Array:

@@ -11,22 +11,26 @@ from nnmpi.nn.sharding import Sharding
 
 
 def cnn(
-    sample_shape: Sequence[int], classes: int, hidden: Sequence[int] = (128, 64), dropout: float = 0.0
+    sample_shape: Sequence[int],
+    classes: int,
+    hidden: Sequence[int] = (128, 64),
+    dropout: float = 0.0,
 ) -> Sequential:
     """Return two convolutions with pooling and linear layers; for MNIST 429,258 parameters.
 
         (batch, 28, 28, 1) -> conv 3x3, 32 -> relu -> max-pool 2 -> (14, 14, 32)
                            -> conv 3x3, 64 -> relu -> max-pool 2 -> (7, 7, 64) -> 3136 -> 128 -> 64 -> 10
 
-    Sizes follow the images; hidden sizes and a dropout before each linear layer but the first can be set. Its table
-    cuts the convolutions by output channels, and the linear layers by inputs and by outputs in turn: the first one
-    takes the flattened channels as they lie.
+    Sizes follow the images; hidden sizes and a dropout before each linear layer but the first can
+    be set. Its table cuts the convolutions by output channels, and the linear layers by inputs and
+    by outputs in turn: the first one takes the flattened channels as they lie.
 
     Args:
         sample_shape: of one image, (height, width, channels).
         classes: number of logits.
         hidden: the widths of the linear layers between the convolutions and the logits.
-        dropout: the probability with which an element is dropped before each linear layer but the first.
+        dropout: the probability with which an element is dropped before each linear layer but the
+            first.
 
     Raises:
         UsageError: when samples are no images (height, width, channels) of at least 4 x 4 pixels.
@@ -59,8 +63,8 @@ def image_shape(model: str, sample_shape: Sequence[int], least: int) -> tuple[in
     """
     if len(sample_shape) != 3 or min(sample_shape[:2]) < least:
         raise UsageError(
-            f"model {model} needs images (height, width, channels) of at least {least} x {least} pixels, "
-            f"not samples of shape {tuple(sample_shape)}; try model mlp"
+            f"model {model} needs images (height, width, channels) of at least {least} x {least}"
+            f" pixels, not samples of shape {tuple(sample_shape)}; try model mlp"
         )
     height, width, channels = sample_shape
     return height, width, channels

@@ -1,5 +1,6 @@
-"""GPT-2: a transformer that predicts the next token (Radford et al., "Language models are unsupervised multitask
-learners", 2019)."""
+"""GPT-2: a transformer that predicts the next token (Radford et al., "Language models are
+unsupervised multitask learners", 2019).
+"""
 
 from math import sqrt
 from typing import Any
@@ -55,7 +56,9 @@ class GPTEmbedding(Module):
         return self.tokens(tokens) + rows
 
     def _go_on(self, memory: dict[str, Any], shape: Shape, places: Array) -> None:
-        """Write the places of tokens behind others. A recording calls it each time, as they are other ones."""
+        """Write the places of tokens behind others. A recording calls it each time, as they are
+        other ones.
+        """
         start = memory.get(self.path, 0)
         self._check(shape, start)
         memory[self.path] = start + shape[1]
@@ -66,7 +69,8 @@ class GPTEmbedding(Module):
         if len(shape) != 2 or start + shape[1] > context:
             behind = f" behind {start} others" if start else ""
             raise ShapeError(
-                f"gpt with a context of {context} needs tokens (batch, at most {context}), not {shape}{behind}"
+                f"gpt with a context of {context} needs tokens (batch, at most {context}), not"
+                f" {shape}{behind}"
             )
 
 
@@ -81,15 +85,17 @@ def gpt(
     top_k: int = 2,
     capacity: float | None = None,
 ) -> Sequential:
-    """Return GPT-2, as logits of the next token for tokens (batch, time); with the defaults GPT-2's 124M parameters.
+    """Return GPT-2, as logits of the next token for tokens (batch, time); with the defaults GPT-2's
+    124M parameters.
 
         tokens -> token + place -> [x + attention(norm(x)) -> x + mlp(norm(x))] x layers -> norm -> tied output
 
-    The mlp is Linear - GELU (tanh form) - Linear, four times as wide inside; the output is the token embedding's
-    table, transposed. Weights are drawn normal with standard deviation 0.02, those of the last layer of each branch
-    with 0.02 / sqrt(2 layers), because as many are added up; biases are 0. Dropout comes after the embedding, after
-    each branch and to the attention's probabilities, as in GPT-2. The chain can be cut before and after each block;
-    the table of tokens then stands in the first and the last stage, which add up its gradients.
+    The mlp is Linear - GELU (tanh form) - Linear, four times as wide inside; the output is the
+    token embedding's table, transposed. Weights are drawn normal with standard deviation 0.02,
+    those of the last layer of each branch with 0.02 / sqrt(2 layers), because as many are added up;
+    biases are 0. Dropout comes after the embedding, after each branch and to the attention's
+    probabilities, as in GPT-2. The chain can be cut before and after each block; the table of
+    tokens then stands in the first and the last stage, which add up its gradients.
 
     Its table cuts the vocabulary, each attention by heads, and each mlp by its inner features.
 
@@ -100,7 +106,8 @@ def gpt(
         layers: how many blocks.
         heads: of each attention.
         dropout: the probability with which an element is dropped in training.
-        experts: where above 0, each mlp is a mixture of so many; `top_k` and `capacity` are `nn.MixtureOfExperts`'s.
+        experts: where above 0, each mlp is a mixture of so many; `top_k` and `capacity` are
+            `nn.MixtureOfExperts`'s.
 
     Raises:
         UsageError: for sizes that do not work.
@@ -112,9 +119,15 @@ def gpt(
         whole("gpt's heads", heads),
     )
     if features % heads:
-        raise UsageError(f"gpt of {features} features and {heads} heads does not work; take a multiple of the heads")
+        raise UsageError(
+            f"gpt of {features} features and {heads} heads does not work; take a multiple of the"
+            " heads"
+        )
     embedding = GPTEmbedding(vocabulary, context, features, Normal(STD))
-    mixtures = [MixtureOfExperts(features, experts, top_k, None, capacity) if experts else None for _ in range(layers)]
+    mixtures = [
+        MixtureOfExperts(features, experts, top_k, None, capacity) if experts else None
+        for _ in range(layers)
+    ]
     blocks = [TransformerBlock(features, heads, dropout=dropout, experts=each) for each in mixtures]
     for name, parameter in (found for block in blocks for found in block.named_parameters()):
         if name.endswith((".bias", ".b1", ".b2")) and not name.startswith("norm"):
@@ -122,7 +135,9 @@ def gpt(
         elif not name.startswith("norm"):
             is_last = name in ("attention.proj.weight", "mlp.2.weight", "mlp.w2")
             parameter.init = Normal(STD / sqrt(2 * layers) if is_last else STD)
-    model = Sequential(embedding, Dropout(dropout), *blocks, LayerNorm(features), TiedLinear(embedding.tokens))
+    model = Sequential(
+        embedding, Dropout(dropout), *blocks, LayerNorm(features), TiedLinear(embedding.tokens)
+    )
     model.sharding = {
         "0.tokens": Sharding.VOCAB,
         **{f"*.{name}": sharding for name, sharding in blocks[0].sharding.items()},

@@ -11,15 +11,19 @@ from nnmpi.nn.sharding import Sharding
 BOUND = 0.1  # of the first values of embeddings and outputs
 
 
-def lstm(vocabulary: int, features: int = 512, layers: int = 2, dropout: float = 0.0, tied: bool = True) -> Sequential:
-    """Return layers of long short-term memory between an embedding and an output, for tokens (batch, time).
+def lstm(
+    vocabulary: int, features: int = 512, layers: int = 2, dropout: float = 0.0, tied: bool = True
+) -> Sequential:
+    """Return layers of long short-term memory between an embedding and an output, for tokens
+    (batch, time).
 
         tokens -> embedding -> [dropout -> LSTM] x layers -> dropout -> output, logits of the next token
 
-    Zaremba et al., "Recurrent neural network regularization", 2014. Each layer is one of the chain's, so that the chain
-    can be cut between any two. A sequence that is padded behind its end has the same logits as without padding. What is
-    computed there is for nothing; but in batches of about one length (see `data.sampler.by_length`) it is 1 to 3 of 100
-    positions, and to pack the others, as `nn.LSTM` can, takes as long.
+    Zaremba et al., "Recurrent neural network regularization", 2014. Each layer is one of the
+    chain's, so that the chain can be cut between any two. A sequence that is padded behind its end
+    has the same logits as without padding. What is computed there is for nothing; but in batches of
+    about one length (see `data.sampler.by_length`) it is 1 to 3 of 100 positions, and to pack the
+    others, as `nn.LSTM` can, takes as long.
 
     Its table cuts the vocabulary; the recurrent layers are whole on each rank.
 
@@ -33,7 +37,10 @@ def lstm(vocabulary: int, features: int = 512, layers: int = 2, dropout: float =
     Raises:
         UsageError: for sizes below 1.
     """
-    vocabulary, features = whole("lstm's vocabulary", vocabulary), whole("lstm's features", features)
+    vocabulary, features = (
+        whole("lstm's vocabulary", vocabulary),
+        whole("lstm's features", features),
+    )
     layers = whole("lstm's layers", layers)
     embedding = Embedding(vocabulary, features, Uniform(BOUND))
     body: list[Module] = [embedding]

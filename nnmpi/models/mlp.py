@@ -18,7 +18,8 @@ def mlp(
     activation_name: str = "relu",
     dropout: float = 0.0,
 ) -> Sequential:
-    """Return linear layers with an activation between them; samples of any shape are flattened first.
+    """Return linear layers with an activation between them; samples of any shape are flattened
+    first.
 
         (batch, *sample_shape) -> flatten -> [linear -> activation (-> dropout)] per hidden size -> linear -> logits
 
@@ -31,8 +32,12 @@ def mlp(
         UsageError: for sizes below 1, an unknown activation, or a dropout rate outside [0, 1).
     """
     if any(size < 1 for size in hidden) or classes < 1:
-        raise UsageError(f"mlp needs hidden sizes and classes of at least 1, not {list(hidden)} and {classes}")
-    model = Sequential(Flatten(), *dense_layers(prod(sample_shape), hidden, classes, activation_name, dropout))
+        raise UsageError(
+            f"mlp needs hidden sizes and classes of at least 1, not {list(hidden)} and {classes}"
+        )
+    model = Sequential(
+        Flatten(), *dense_layers(prod(sample_shape), hidden, classes, activation_name, dropout)
+    )
     model.sharding = in_turn(model, Sharding.COLUMN)
     return model
 
@@ -40,7 +45,9 @@ def mlp(
 def dense_layers(
     features: int, hidden: Sequence[int], classes: int, activation_name: str, dropout: float
 ) -> list[Module]:
-    """Return linear layers down to the logits; an activation follows each hidden one, and dropout if there is some."""
+    """Return linear layers down to the logits; an activation follows each hidden one, and dropout
+    if there is some.
+    """
     layers: list[Module] = []
     for size in hidden:
         layers += [Linear(features, size), activation(activation_name)]
@@ -51,7 +58,8 @@ def dense_layers(
 
 
 def in_turn(model: Sequential, first: Sharding) -> Table:
-    """Return the table that cuts a sequence's linear layers by outputs and by inputs in turn, beginning with `first`.
+    """Return the table that cuts a sequence's linear layers by outputs and by inputs in turn,
+    beginning with `first`.
 
     So each pair needs one sum over the ranks in each direction, between its two layers nothing.
     """

@@ -1,4 +1,5 @@
-"""GPT-2 as Hugging Face's transformers reads and writes it: config.json and model.safetensors in a folder.
+"""GPT-2 as Hugging Face's transformers reads and writes it: config.json and model.safetensors in a
+folder.
 
     transformer.wte.weight            0.tokens.weight          the output, which is tied to it, is not stored
     transformer.wpe.weight            0.positions.weight
@@ -6,7 +7,8 @@
     ...                               ...
     transformer.ln_f.*                L+2.*
 
-The files that OpenAI's weights are published in leave "transformer." out, and hold the masks of attention, too.
+The files that OpenAI's weights are published in leave "transformer." out, and hold the masks of
+attention, too.
 """
 
 import json
@@ -36,7 +38,8 @@ BLOCK = {
 OUTPUT = "lm_head.weight"  # is tied; some write it nevertheless
 IDLE = ("attn.bias", "attn.masked_bias", OUTPUT)  # constants, and the tied output
 DTYPES = ("F16", "F32", "F64")  # that NumPy has
-DROPOUTS = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}  # with what they are where config.json is silent
+# with what they are where config.json is silent
+DROPOUTS = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 SIZES = {
     "vocabulary": "vocab_size",
     "context": "n_positions",
@@ -71,24 +74,35 @@ def read_size(folder: Path) -> GPTSize:
     """Return how large the model in a folder is.
 
     Raises:
-        DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is not; and when the
-            weights have other layers.
+        DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is
+            not; and when the weights have other layers.
     """
     found = _read_config(folder)
     sizes: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in SIZES.items()}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise DataError(f"{folder / CONFIG}: {SIZES[name]} is {size!r}; it must be a whole number, 1 or more")
+            raise DataError(
+                f"{folder / CONFIG}: {SIZES[name]} is {size!r}; it must be a whole number, 1 or"
+                " more"
+            )
     fixed = FIXED if found.get("n_inner") is None else {**FIXED, "n_inner": 4 * sizes["features"]}
     for name, value in fixed.items():
         if found.get(name, value) != value:
-            raise DataError(f"{folder / CONFIG}: {name} is {found[name]!r}; only {value!r} can be read")
-    with open_arrays(folder / WEIGHTS, DataError) as stored:  # before anybody makes so many layers, or such large ones
+            raise DataError(
+                f"{folder / CONFIG}: {name} is {found[name]!r}; only {value!r} can be read"
+            )
+    with open_arrays(folder / WEIGHTS, DataError) as stored:
+        # before anybody makes so many layers, or such large ones
         names = _names_in(folder, stored, sizes["layers"])
         for ours, first in (("0.tokens.weight", "vocabulary"), ("0.positions.weight", "context")):
-            shape, wanted = stored.get_slice(names[ours]).get_shape(), [sizes[first], sizes["features"]]
+            shape, wanted = (
+                stored.get_slice(names[ours]).get_shape(),
+                [sizes[first], sizes["features"]],
+            )
             if shape != wanted:
-                raise DataError(f"{folder / WEIGHTS}: {names[ours]} has shape {shape}; {CONFIG} says {wanted}")
+                raise DataError(
+                    f"{folder / WEIGHTS}: {names[ours]} has shape {shape}; {CONFIG} says {wanted}"
+                )
     return GPTSize(**sizes)
 
 
@@ -101,10 +115,14 @@ def read_dropout(folder: Path) -> float:
     found = _read_config(folder)
     rates = {name: found.get(name, usual) for name, usual in DROPOUTS.items()}
     rate = rates["attn_pdrop"]
-    if not isinstance(rate, int | float) or not 0 <= rate < 1 or any(each != rate for each in rates.values()):
+    if (
+        not isinstance(rate, int | float)
+        or not 0 <= rate < 1
+        or any(each != rate for each in rates.values())
+    ):
         raise DataError(
-            f"{folder / CONFIG}: dropouts are {rates}; only one probability in [0, 1) for all three can be read; "
-            "choose a dropout for this run"
+            f"{folder / CONFIG}: dropouts are {rates}; only one probability in [0, 1) for all three"
+            " can be read; choose a dropout for this run"
         )
     return float(rate)
 
@@ -113,12 +131,13 @@ def load_pretrained(model: Module, folder: Path) -> None:
     """Give a model the weights in a folder.
 
     Args:
-        model: `models.gpt` of the folder's size, or what a layout made of it, initialized; a rank reads its own part.
+        model: `models.gpt` of the folder's size, or what a layout made of it, initialized; a rank
+            reads its own part.
         folder: that transformers, or `save_pretrained`, wrote.
 
     Raises:
-        DataError: when the file cannot be read, names or shapes differ, or the output is another matrix than the
-            tokens' embedding; the sentence says which. Nothing is changed.
+        DataError: when the file cannot be read, names or shapes differ, or the output is another
+            matrix than the tokens' embedding; the sentence says which. Nothing is changed.
     """
     layers, file = read_size(folder).layers, folder / WEIGHTS
     with open_arrays(file, DataError) as stored:
@@ -129,23 +148,32 @@ def load_pretrained(model: Module, folder: Path) -> None:
             wanted = parameter.shape if parameter.region is None else parameter.region.shape
             if shape != wanted or source.get_dtype() not in DTYPES:
                 raise DataError(
-                    f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs {wanted}, in "
-                    f"one of {', '.join(DTYPES)}"
+                    f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs"
+                    f" {wanted}, in one of {', '.join(DTYPES)}"
                 )
         tokens = names["0.tokens.weight"]
         if OUTPUT in stored.keys() and not (  # noqa: SIM118  it is no mapping
             stored.get_slice(OUTPUT).get_dtype() in DTYPES
             and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
         ):
-            raise DataError(f"{file}: {OUTPUT} is not {tokens}; only a GPT-2 whose output is tied to it can be read")
+            raise DataError(
+                f"{file}: {OUTPUT} is not {tokens}; only a GPT-2 whose output is tied to it can be"
+                " read"
+            )
         for span in model.storage.spans:
             parameter, whole = span.parameter, stored.get_tensor(names[span.parameter.name])
             part = whole if parameter.region is None else parameter.region.take(whole)
-            model.storage.write(span, namespace(parameter.data).asarray(part.astype(parameter.data.dtype)))
+            model.storage.write(
+                span, namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
+            )
 
 
 def save_pretrained(
-    folder: Path, weights: Mapping[str, Array], heads: int, dropout: float = 0.0, end: int | None = None
+    folder: Path,
+    weights: Mapping[str, Array],
+    heads: int,
+    dropout: float = 0.0,
+    end: int | None = None,
 ) -> None:
     """Write a GPT-2 as transformers reads it.
 
@@ -159,7 +187,10 @@ def save_pretrained(
     Raises:
         OSError: when it cannot be written.
     """
-    (vocabulary, features), context = weights["0.tokens.weight"].shape, len(weights["0.positions.weight"])
+    (vocabulary, features), context = (
+        weights["0.tokens.weight"].shape,
+        len(weights["0.positions.weight"]),
+    )
     layers = max(int(name.partition(".")[0]) for name in weights) - 2
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -174,7 +205,9 @@ def save_pretrained(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_arrays(folder / WEIGHTS, {PREFIX + theirs: weights[ours] for ours, theirs in _names(layers)})
+    save_arrays(
+        folder / WEIGHTS, {PREFIX + theirs: weights[ours] for ours, theirs in _names(layers)}
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -194,7 +227,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _names(layers: int) -> Iterator[tuple[str, str]]:
     """Yield each parameter's name here, and in the file without its prefix."""
-    parts = [(f"{i + 2}.{ours}", f"h.{i}.{theirs}") for i in range(layers) for ours, theirs in BLOCK.items()]
+    parts = [
+        (f"{i + 2}.{ours}", f"h.{i}.{theirs}")
+        for i in range(layers)
+        for ours, theirs in BLOCK.items()
+    ]
     yield from (("0.tokens.weight", "wte.weight"), ("0.positions.weight", "wpe.weight"))
     for ours, theirs in (*parts, (f"{layers + 2}", "ln_f")):
         for kind in ("weight", "bias"):
@@ -209,7 +246,8 @@ def _names_in(folder: Path, stored: Any, layers: int) -> dict[str, str]:
     """
     found = set(stored.keys())
     prefix = PREFIX if any(name.startswith(PREFIX) for name in found) else ""
-    there = sum(name.endswith("ln_1.weight") for name in found)  # blocks: config.json may say any number of them
+    # blocks: config.json may say any number of them
+    there = sum(name.endswith("ln_1.weight") for name in found)
     names = {ours: prefix + theirs for ours, theirs in _names(min(layers, there + 1))}
     missing = sorted(set(names.values()) - found)
     unknown = sorted(name for name in found - set(names.values()) if not name.endswith(IDLE))

@@ -13,7 +13,9 @@ from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding
 
 
-def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: int = 1) -> Sequential:
+def resnet(
+    sample_shape: Sequence[int], classes: int, width: int = 16, blocks: int = 1
+) -> Sequential:
     """Return a residual network in three stages of doubling width (He et al., 2016, section 4.2).
 
         images -> conv 3x3, w -> [block, w] x blocks -> [block, 2w, half the size] -> [block, 4w, half again]
@@ -29,12 +31,17 @@ def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: i
         blocks: in each of the three stages.
 
     Raises:
-        UsageError: when samples are no images of at least 4 x 4 pixels, or for a width or number of blocks below 1.
+        UsageError: when samples are no images of at least 4 x 4 pixels, or for a width or number of
+            blocks below 1.
     """
     if width < 1 or blocks < 1:
         raise UsageError(f"resnet needs a width and blocks of at least 1, not {width} and {blocks}")
     _, _, channels = image_shape("resnet", sample_shape, 4)
-    layers: list[Module] = [Conv2d(channels, width, 3, padding=1, bias=False), BatchNorm(width), ReLU()]
+    layers: list[Module] = [
+        Conv2d(channels, width, 3, padding=1, bias=False),
+        BatchNorm(width),
+        ReLU(),
+    ]
     features = width
     for stage in range(3):
         for number in range(blocks):
@@ -51,7 +58,8 @@ def resnet(sample_shape: Sequence[int], classes: int, width: int = 16, blocks: i
 
 
 def residual_block(inputs: int, outputs: int, stride: int) -> Residual:
-    """Return two 3x3 convolutions around a shortcut: a 1x1 convolution where size or width change, else nothing.
+    """Return two 3x3 convolutions around a shortcut: a 1x1 convolution where size or width change,
+    else nothing.
 
     Args:
         inputs, outputs: numbers of channels.
@@ -66,4 +74,6 @@ def residual_block(inputs: int, outputs: int, stride: int) -> Residual:
     )
     if inputs == outputs and stride == 1:
         return Residual(body)
-    return Residual(body, Sequential(Conv2d(inputs, outputs, 1, stride=stride, bias=False), BatchNorm(outputs)))
+    return Residual(
+        body, Sequential(Conv2d(inputs, outputs, 1, stride=stride, bias=False), BatchNorm(outputs))
+    )

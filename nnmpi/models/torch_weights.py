@@ -1,4 +1,5 @@
-"""PyTorch's names and layouts for the weights of any model, written and read: a state_dict as safetensors.
+"""PyTorch's names and layouts for the weights of any model, written and read: a state_dict as
+safetensors.
 
     here                                   in PyTorch
     Linear       (in, out)                 (out, in)
@@ -10,7 +11,8 @@
     LSTM         layers.0.weight, gates i f o g, one bias     weight_ih_l0, gates i f g o, two biases
     others       as they are
 
-A module's name is the path of attributes in both, so a PyTorch model of the same structure takes the file as it is.
+A module's name is the path of attributes in both, so a PyTorch model of the same structure takes
+the file as it is.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
 
     Args:
         model: whole, with values.
-        sample: (1, *sample_shape), model input: it goes through the model once, to see which images are flattened.
+        sample: (1, *sample_shape), model input: it goes through the model once, to see which images
+            are flattened.
     """
     images = flattened_images(model, sample)
     found: dict[str, NamedWeight] = {}
@@ -76,11 +79,15 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
             each = NamedWeight(inside + name, tuple(inside + name for name in theirs), write, read)
             found.setdefault(each.name, each)
     entries = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    return [found.get(name, NamedWeight(name, (name,), lambda x: (x,), lambda x: x)) for name in entries]
+    return [
+        found.get(name, NamedWeight(name, (name,), lambda x: (x,), lambda x: x)) for name in entries
+    ]
 
 
 def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
-    """Return the (height, width, channels) that were flattened before each linear layer which reads them, by name."""
+    """Return the (height, width, channels) that were flattened before each linear layer which reads
+    them, by name.
+    """
     found: dict[str, Shape] = {}
     image: Shape = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
 
@@ -127,14 +134,20 @@ def from_torch(
     missing = sorted(name for name in known - state.keys() if not name.endswith(counted))
     unknown = sorted(state.keys() - known)
     if missing or unknown:
-        raise CheckpointError(f"{source} does not fit the model: missing {missing or 'no'}, unknown {unknown or 'no'}")
+        raise CheckpointError(
+            f"{source} does not fit the model: missing {missing or 'no'}, unknown {unknown or 'no'}"
+        )
     return {
-        each.name: np.ascontiguousarray(each.read(*(state[x] for x in each.theirs if not x.endswith(counted))))
+        each.name: np.ascontiguousarray(
+            each.read(*(state[x] for x in each.theirs if not x.endswith(counted)))
+        )
         for each in weights
     }
 
 
-def write_torch(file: Path, model: Module, sample: Array, metadata: Mapping[str, str] | None = None) -> int:
+def write_torch(
+    file: Path, model: Module, sample: Array, metadata: Mapping[str, str] | None = None
+) -> int:
     """Write a model's values as a state_dict of PyTorch's, and return how many arrays those are.
 
     Args:
@@ -150,9 +163,13 @@ def write_torch(file: Path, model: Module, sample: Array, metadata: Mapping[str,
     return len(arrays)
 
 
-def save_arrays(file: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> None:
+def save_arrays(
+    file: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write arrays as a state_dict of PyTorch's: safetensors, and no pickle."""
-    in_order = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+    in_order = {
+        name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()
+    }
     file.write_bytes(save(in_order, {**(metadata or {}), "format": "pt"}))
 
 
@@ -177,14 +194,28 @@ def read_torch(file: Path) -> dict[str, Array]:
         return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
 
 
-def _of_module(module: Module, image: Shape | None) -> Iterator[tuple[str, tuple[str, ...], Write, Read]]:
-    """Yield what stands otherwise in PyTorch of a module: as `NamedWeight`, by names in the module."""
+def _of_module(
+    module: Module, image: Shape | None
+) -> Iterator[tuple[str, tuple[str, ...], Write, Read]]:
+    """Yield what stands otherwise in PyTorch of a module: as `NamedWeight`, by names in the
+    module.
+    """
     if isinstance(module, Linear):
         yield "weight", ("weight",), partial(_linear, image), partial(_linear_back, image)
     elif isinstance(module, Conv1d):
-        yield "weight", ("weight",), lambda x: (x[0].transpose(2, 1, 0),), lambda x: x.transpose(2, 1, 0)[None]
+        yield (
+            "weight",
+            ("weight",),
+            lambda x: (x[0].transpose(2, 1, 0),),
+            lambda x: x.transpose(2, 1, 0)[None],
+        )
     elif isinstance(module, Conv2d | ConvTranspose2d):
-        yield "weight", ("weight",), lambda x: (x.transpose(3, 2, 0, 1),), lambda x: x.transpose(2, 3, 1, 0)
+        yield (
+            "weight",
+            ("weight",),
+            lambda x: (x.transpose(3, 2, 0, 1),),
+            lambda x: x.transpose(2, 3, 1, 0),
+        )
     elif isinstance(module, BatchNorm):
         names = ("running_var", "num_batches_tracked")
         yield "running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x
@@ -194,7 +225,12 @@ def _of_module(module: Module, image: Shape | None) -> Iterator[tuple[str, tuple
             for name, theirs in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
                 yield f"{ours}{name}", (f"{theirs}_l{number}",), lambda x: (x.T,), lambda x: x.T
             yield f"{ours}bias", (ih, hh), lambda x: (x, np.zeros_like(x)), _first_gates
-            yield f"{ours}bias_n", (hh,), lambda x: (np.r_[x * 0, x * 0, x],), lambda x: x[2 * len(x) // 3 :]
+            yield (
+                f"{ours}bias_n",
+                (hh,),
+                lambda x: (np.r_[x * 0, x * 0, x],),
+                lambda x: x[2 * len(x) // 3 :],
+            )
     elif isinstance(module, LSTM):
         for number in range(len(module.layers)):
             layer, reverse = divmod(number, module.directions)
@@ -202,7 +238,12 @@ def _of_module(module: Module, image: Shape | None) -> Iterator[tuple[str, tuple
             for name, theirs in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
                 yield ours + name, (theirs + end,), lambda x: (_gates(x.T),), lambda x: _gates(x).T
             names = (f"bias_ih{end}", f"bias_hh{end}")
-            yield ours + "bias", names, lambda x: (_gates(x), np.zeros_like(x)), lambda x, more: _gates(x + more)
+            yield (
+                ours + "bias",
+                names,
+                lambda x: (_gates(x), np.zeros_like(x)),
+                lambda x, more: _gates(x + more),
+            )
 
 
 def _linear(image: Shape | None, x: Array) -> tuple[Array, ...]:
@@ -224,6 +265,8 @@ def _first_gates(own: Array, more: Array) -> Array:
 
 
 def _gates(x: Array) -> Array:
-    """Return rows (4 * features, ...) with the last two gates exchanged, which undoes itself: i f o g, i f g o."""
+    """Return rows (4 * features, ...) with the last two gates exchanged, which undoes itself: i f o
+    g, i f g o.
+    """
     i, f, o, g = np.split(x, 4)
     return np.concatenate((i, f, g, o))

@@ -1,4 +1,6 @@
-"""Layers without parameters: activations, softmax, dropout, the flattening of images, and losses."""
+"""Layers without parameters: activations, softmax, dropout, the flattening of images, and
+losses.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -82,7 +84,14 @@ class Flatten(Module):
 
 
 ACTIVATIONS: Mapping[str, type[Module]] = MappingProxyType(
-    {"relu": ReLU, "leaky-relu": LeakyReLU, "gelu": GELU, "silu": SiLU, "tanh": Tanh, "sigmoid": Sigmoid}
+    {
+        "relu": ReLU,
+        "leaky-relu": LeakyReLU,
+        "gelu": GELU,
+        "silu": SiLU,
+        "tanh": Tanh,
+        "sigmoid": Sigmoid,
+    }
 )
 
 
@@ -100,9 +109,10 @@ def activation(name: str) -> Module:
 class Dropout(Module):
     """Drops elements at random in training; passes x as it is in evaluation.
 
-    The mask is a function of the run's seed, the step, the layer's full name and the sample's place in the global
-    batch (`nn.training` sets them), so that every layout drops the same elements. So one layer that is used twice in a
-    pass drops the same places both times: make a layer for each place. Without a new `step` the masks stay the same.
+    The mask is a function of the run's seed, the step, the layer's full name and the sample's place
+    in the global batch (`nn.training` sets them), so that every layout drops the same elements. So
+    one layer that is used twice in a pass drops the same places both times: make a layer for each
+    place. Without a new `step` the masks stay the same.
 
     Args:
         p: the probability that an element is dropped, in [0, 1).
@@ -123,7 +133,9 @@ class Dropout(Module):
 
 
 class Dropout2d(Dropout):
-    """Drops whole channels of a sample at random in training: (batch, ..., channels). See `Dropout`."""
+    """Drops whole channels of a sample at random in training: (batch, ..., channels). See
+    `Dropout`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x without some channels."""
@@ -134,13 +146,16 @@ class Dropout2d(Dropout):
 
 
 def mask_place(path: str) -> tuple[tuple[int, int], int]:
-    """Return what the mask of a layer depends on, given its full name: asked anew in each pass of a compiled step."""
+    """Return what the mask of a layer depends on, given its full name: asked anew in each pass of a
+    compiled step.
+    """
     mode = current()
     return key_pair("dropout", mode.seed, mode.step, path), mode.first_row
 
 
 class MSELoss(Module):
-    """Called with outputs and targets; see `ops.mse`, also for the reduction. Losses have PyTorch's names.
+    """Called with outputs and targets; see `ops.mse`, also for the reduction. Losses have PyTorch's
+    names.
 
     Args:
         reduction: "mean", "sum" or "none".

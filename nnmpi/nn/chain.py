@@ -1,14 +1,16 @@
-"""A model as a chain of layers that can be cut anywhere, and a part of such a chain as a module of its own.
+"""A model as a chain of layers that can be cut anywhere, and a part of such a chain as a module of
+its own.
 
     Sequential(conv, Residual(Sequential(a, b), shortcut), head)
 
         0: conv   |   1: open   1.body.0: a   1.body.1: b   1: close (+ 1.shortcut)   |   2: head
                       \\________________ kept as "1" _______________^
 
-This is the one list of where a model may be cut: stages of a pipeline, units of ZeRO, memory plans and the planner read
-it. Sequences within sequences and residual blocks are opened, a module that has `links` is as many layers (a
-transformer's block is two), and any other one is one. Where a cut leaves a kept value open, it travels beside the
-activation. Parameters keep the names that they have in the whole model.
+This is the one list of where a model may be cut: stages of a pipeline, units of ZeRO, memory plans
+and the planner read it. Sequences within sequences and residual blocks are opened, a module that
+has `links` is as many layers (a transformer's block is two), and any other one is one. Where a cut
+leaves a kept value open, it travels beside the activation. Parameters keep the names that they have
+in the whole model.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ def open_chain(model: Module) -> tuple[ChainLayer, ...]:
 
 
 def kept_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
-    """Return the names of the values that are kept between layer cut - 1 and layer `cut`, sorted."""
+    """Return the names of the values that are kept between layer cut - 1 and layer `cut`,
+    sorted.
+    """
     names: set[str] = set()
     for layer in layers[:cut]:
         if layer.keeps is not None:
@@ -120,7 +124,8 @@ def _taker(
 
 
 class ModelPart(Module):
-    """Some layers of a chain, as a model whose parameters have the names that they have in the whole one.
+    """Some layers of a chain, as a model whose parameters have the names that they have in the
+    whole one.
 
     Args:
         model: the whole model, whose modules this part goes on using.
@@ -140,12 +145,16 @@ class ModelPart(Module):
         self._names = {id(parameter): name for name, parameter in self._whole}
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the layers' modules with their full names; one that stands in several places by each of them."""
+        """Yield the layers' modules with their full names; one that stands in several places by
+        each of them.
+        """
         for layer in self.layers:
             yield from layer.members
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters by their names in the whole model, also those that it shares with other parts."""
+        """Yield the parameters by their names in the whole model, also those that it shares with
+        other parts.
+        """
         for _, parameter in super().named_parameters():
             yield self._names[id(parameter)], parameter
 
@@ -165,29 +174,40 @@ class ModelPart(Module):
 
 
 def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
-    """Return the calls that run some layers: one for several of them, where a sequence computes them as one."""
+    """Return the calls that run some layers: one for several of them, where a sequence computes
+    them as one.
+    """
     runs: list[Run] = []
     for parent, group in groupby(layers, _sequence_of):
         found = list(group)
         runs += (
             [layer.run for layer in found]
             if parent is None
-            else [partial(alone, call) for call in fuse([layer.module for layer in found if layer.module is not None])]
+            else [
+                partial(alone, call)
+                for call in fuse([layer.module for layer in found if layer.module is not None])
+            ]
         )
     return tuple(runs)
 
 
 def _sequence_of(layer: ChainLayer) -> str | None:
-    """Return the name of the sequence in which a layer stands; None where it is more than a module's call."""
+    """Return the name of the sequence in which a layer stands; None where it is more than a
+    module's call.
+    """
     return None if layer.module is None else layer.name.rpartition(".")[0]
 
 
 def closed_runs(layers: Sequence[ChainLayer]) -> Iterator[range]:
-    """Yield the shortest runs of layers of which each passes one value on alone, and which split no joint call."""
+    """Yield the shortest runs of layers of which each passes one value on alone, and which split no
+    joint call.
+    """
     start = 0
     while start < len(layers):
         stop, names = start, set[str | None]()
-        while stop == start or names or (stop < len(layers) and _is_joint(layers[start : stop + 1])):
+        while (
+            stop == start or names or (stop < len(layers) and _is_joint(layers[start : stop + 1]))
+        ):
             names ^= {layers[stop].keeps, layers[stop].takes} - {None}
             stop += 1
         yield range(start, stop)
@@ -199,7 +219,8 @@ def _is_joint(layers: Sequence[ChainLayer]) -> bool:
 
 
 def run_layers(layers: Sequence[ChainLayer], joined: Sequence[Run], x: Any, kept: Kept) -> Any:
-    """Return the result of some layers; `kept` holds what earlier layers kept, and then what later ones will take.
+    """Return the result of some layers; `kept` holds what earlier layers kept, and then what later
+    ones will take.
 
     Args:
         joined: the layers' `join_layers`, which run unless the mode wants every module by itself.
@@ -214,7 +235,9 @@ def alone(call: Callable[[Any], Any], x: Any, kept: Kept) -> Any:
     return call(x)
 
 
-def cut_chain(layers: Sequence[ChainLayer], cuts: Sequence[range]) -> tuple[tuple[ChainLayer, ...], ...]:
+def cut_chain(
+    layers: Sequence[ChainLayer], cuts: Sequence[range]
+) -> tuple[tuple[ChainLayer, ...], ...]:
     """Return the layers of each stage.
 
     Raises:
@@ -223,6 +246,7 @@ def cut_chain(layers: Sequence[ChainLayer], cuts: Sequence[range]) -> tuple[tupl
     flat = [i for cut in cuts for i in cut]
     if flat != list(range(len(layers))) or not all(len(cut) for cut in cuts):
         raise UsageError(
-            f"the cuts {list(cuts)} do not go through all {len(layers)} layers in order, each with at least one"
+            f"the cuts {list(cuts)} do not go through all {len(layers)} layers in order, each with"
+            " at least one"
         )
     return tuple(tuple(layers[i] for i in cut) for cut in cuts)

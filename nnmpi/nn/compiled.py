@@ -3,20 +3,23 @@
     @nnmpi.compile
     def step(x, y):                          first call          runs, and notes every call on arrays
         model.zero_grad()                    later calls         copy x and y to their places, make the noted calls
-        loss = ops.cross_entropy(model(x), y)                    again: no graph, no checks, nothing allocated
+        loss = ops.cross_entropy(model(x), y)                    again: no graph, no checks, nothing
+                                                                 allocated
         loss.backward()
         optimizer.step()                     another shape       is recorded too, beside the first
         return loss
 
-A replayed step does what the recorded one did, on the arrays of that time: the results are bit for bit the same as
-without compilation (for inputs in C order, to which others are copied). What Python alone decides or computes (a
-branch, a loop's length, a number, NumPy on the side) is decided once, when the step is recorded. So is who takes part:
-another layer, Parameter, buffer or optimizer in the old one's place is not noticed (new values in the same ones are,
-and so are frozen parameters, a model initialized again, and a `DataParallel` made or released).
+A replayed step does what the recorded one did, on the arrays of that time: the results are bit for
+bit the same as without compilation (for inputs in C order, to which others are copied). What Python
+alone decides or computes (a branch, a loop's length, a number, NumPy on the side) is decided once,
+when the step is recorded. So is who takes part: another layer, Parameter, buffer or optimizer in
+the old one's place is not noticed (new values in the same ones are, and so are frozen parameters, a
+model initialized again, and a `DataParallel` made or released).
 
-On a device it makes the same calls of the array library and of nnmpi's kernels, one by one: it is no CUDA graph, as
-CuPy refuses to call cuBLAS while one is captured. There every result keeps memory of its own for as long as the
-recording is held, which is more than a step takes that is not recorded.
+On a device it makes the same calls of the array library and of nnmpi's kernels, one by one: it is
+no CUDA graph, as CuPy refuses to call cuBLAS while one is captured. There every result keeps memory
+of its own for as long as the recording is held, which is more than a step takes that is not
+recorded.
 """
 
 from __future__ import annotations
@@ -40,16 +43,19 @@ from nnmpi.tensor.function import recording
 from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tensor import Tensor
 
-MOST_RECORDINGS = 16  # an epoch has two or three batch sizes; more kinds of calls than this push out the oldest
+# an epoch has two or three batch sizes; more kinds of calls than this push out the oldest
+MOST_RECORDINGS = 16
 
 
 class Compiled:
-    """A step that is recorded when it is first called with inputs of some shapes, and replayed from then on.
+    """A step that is recorded when it is first called with inputs of some shapes, and replayed from
+    then on.
 
     Attributes:
         recordings: how many kinds of calls are held now.
         calls: of the last recording that was made or replayed, how many calls on arrays it makes.
-        pool: the memory of all recordings: one is replayed at a time, and copies of its results go out.
+        pool: the memory of all recordings: one is replayed at a time, and copies of its results go
+            out.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
@@ -72,20 +78,26 @@ class Compiled:
         """Do one step. Of several threads one does so at a time.
 
         Args:
-            inputs: arrays or Tensors, which the step gets as Tensors and which are read before this returns; and
-                numbers, words and tuples of these, of which each value is recorded for itself, as is any other object
-                that can be a dictionary's key (what is changed in it later is not noticed).
+            inputs: arrays or Tensors, which the step gets as Tensors and which are read before this
+                returns; and numbers, words and tuples of these, of which each value is recorded for
+                itself, as is any other object that can be a dictionary's key (what is changed in it
+                later is not noticed).
 
         Returns:
-            What the step returns: None, a Tensor, or tuples, lists and dictionaries of these. The Tensors are copies,
+            What the step returns: None, a Tensor, or tuples, lists and dictionaries of these. The
+                Tensors are copies,
             which later steps leave alone, and no part of a graph.
 
         Raises:
-            UsageError: when the step asks a tensor for a number, returns something else, or is called by a compiled
-                step; for an input that cannot be compared, or needs a gradient.
+            UsageError: when the step asks a tensor for a number, returns something else, or is
+                called by a compiled step; for an input that cannot be compared, or needs a
+                gradient.
         """
         if active() is not None:
-            raise UsageError("a compiled step was called while another one is recorded; compile the outer one alone")
+            raise UsageError(
+                "a compiled step was called while another one is recorded; compile the outer one"
+                " alone"
+            )
         mode = current()
         if mode.observe is not None:
             return self.as_it_stands(inputs)  # who looks at modules wants them to run
@@ -96,7 +108,8 @@ class Compiled:
             except TypeError:
                 kinds = ", ".join(type(x).__name__ for x in inputs)
                 raise UsageError(
-                    f"a compiled step got {kinds}; give arrays, Tensors, and values that can be compared"
+                    f"a compiled step got {kinds}; give arrays, Tensors, and values that can be"
+                    " compared"
                 ) from None
             if held is None or not held.recorder.holds():
                 return self._record(key, inputs, mode)
@@ -110,7 +123,9 @@ class Compiled:
     def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
         self._held.pop(key, None)
         is_full = len(self._held) >= MOST_RECORDINGS
-        if is_full:  # each call may be recorded from now on: walking through malloc's memory would take longer
+        if is_full:
+            # each call may be recorded from now on: walking through malloc's memory would take
+            # longer
             del self._held[next(iter(self._held))]
         else:
             return_freed_memory()  # replays will not ask for it again, as they have the pool
@@ -135,11 +150,15 @@ class Compiled:
 
 
 class Recording:
-    """The calls of a step for inputs of certain shapes, where these are copied to, and what it returns."""
+    """The calls of a step for inputs of certain shapes, where these are copied to, and what it
+    returns.
+    """
 
     def __init__(self, recorder: Recorder, places: list[Any], outputs: Any) -> None:
         self.recorder, self._outputs = recorder, outputs
-        self._places = [(i, place.data) for i, place in enumerate(places) if isinstance(place, Tensor)]
+        self._places = [
+            (i, place.data) for i, place in enumerate(places) if isinstance(place, Tensor)
+        ]
         self._calls: tuple[Call, ...] = tuple(recorder.calls)
 
     def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
@@ -173,12 +192,14 @@ def make(calls: Iterable[Call], mode: Mode) -> None:
 
 
 def compile(step: Callable[..., Any]) -> Compiled:
-    """Return a step that is recorded once for each shape of its inputs, and replayed after that; see `nn.compiled`.
+    """Return a step that is recorded once for each shape of its inputs, and replayed after that;
+    see `nn.compiled`.
 
-    The step gets Tensors, and must not look into them (`item`, comparisons): that is an error. What changes from step
-    to step comes through its arguments, parameters, the optimizer's settings, and `nn.training`, which is entered
-    outside of it when its `step` counts; anything else stays as it was recorded. Dropout, batch normalization, several
-    losses and a `DataParallel` can be in it. `Worker` compiles by itself.
+    The step gets Tensors, and must not look into them (`item`, comparisons): that is an error. What
+    changes from step to step comes through its arguments, parameters, the optimizer's settings, and
+    `nn.training`, which is entered outside of it when its `step` counts; anything else stays as it
+    was recorded. Dropout, batch normalization, several losses and a `DataParallel` can be in it.
+    `Worker` compiles by itself.
 
     Raises:
         UsageError: for something that cannot be called.
@@ -189,7 +210,9 @@ def compile(step: Callable[..., Any]) -> Compiled:
 
 
 def _kind(x: Any) -> Any:
-    """Return what recordings are told apart by: an array's library, shape and dtype, or a plain value itself."""
+    """Return what recordings are told apart by: an array's library, shape and dtype, or a plain
+    value itself.
+    """
     array = x
     if isinstance(x, Tensor):
         array = x.data
@@ -209,12 +232,15 @@ def _tensor(x: Any) -> Any:
 
 
 def _place(x: Any) -> Any:
-    """Return a Tensor of an input's own, into which later inputs are copied; plain values as they are."""
+    """Return a Tensor of an input's own, into which later inputs are copied; plain values as they
+    are.
+    """
     array = whole_values("a compiled step's input", x)
     if isinstance(x, Tensor) and x.requires_grad and recording():
         raise UsageError(
-            "a compiled step got a tensor that needs a gradient, and works on a copy that needs none; give x.detach(), "
-            "or let the step find the tensor outside of its arguments, as it does its parameters"
+            "a compiled step got a tensor that needs a gradient, and works on a copy that needs"
+            " none; give x.detach(), or let the step find the tensor outside of its arguments, as"
+            " it does its parameters"
         )
     return _tensor(array.copy()) if is_array(array) else x
 
@@ -225,8 +251,8 @@ def _outputs(result: Any) -> Any:
     def without_graph(each: Any) -> Tensor:
         if not isinstance(each, Tensor):
             raise UsageError(
-                f"a compiled step returned a {type(each).__name__}, which would be that of the first step for ever; "
-                "return Tensors and look into them outside"
+                f"a compiled step returned a {type(each).__name__}, which would be that of the"
+                " first step for ever; return Tensors and look into them outside"
             )
         return Tensor(whole_values("a compiled step's result", each))
 
@@ -241,7 +267,9 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _mapped(function: Callable[[Any], Tensor], outputs: Any) -> Any:
-    """Return what a step returned, everything that is not None or holds others replaced by a function of it."""
+    """Return what a step returned, everything that is not None or holds others replaced by a
+    function of it.
+    """
     if outputs is None:
         return None
     if isinstance(outputs, dict):

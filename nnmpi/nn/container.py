@@ -1,7 +1,7 @@
 """Modules made of modules: one after another, around a shortcut, and beside one another.
 
-Runs of layers in a sequence are computed as one operation. The layers stay what they are, with their names and
-parameters; only the calls are fewer, and `nn.unfused()` runs them one by one:
+Runs of layers in a sequence are computed as one operation. The layers stay what they are, with
+their names and parameters; only the calls are fewer, and `nn.unfused()` runs them one by one:
 
     Linear, ReLU                  one GEMM and two passes in place          bit for bit the same as one by one
     Linear, GELU                  the same, in blocks that stay in cache    bit for bit the same
@@ -15,8 +15,9 @@ A connection may skip some modules of a sequence, wherever the sequence is cut:
         conv1 --+--> conv2 --> conv3 --> (+) --> head
                 +--------------- "a" -----^
 
-Giving the two ends a name, so that a pipeline can carry the value from one stage to another, is torchgpipe's idea
-(Kim et al., "torchgpipe: on-the-fly pipeline parallelism for training giant models", 2020).
+Giving the two ends a name, so that a pipeline can carry the value from one stage to another, is
+torchgpipe's idea (Kim et al., "torchgpipe: on-the-fly pipeline parallelism for training giant
+models", 2020).
 """
 
 from __future__ import annotations
@@ -42,26 +43,40 @@ from nnmpi.tensor.tensor import Tensor, concatenate
 
 
 def _conv(conv: Conv2d, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Pair, Pair, Pair, int]:
-    return conv.enter(x), conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups
+    return (
+        conv.enter(x),
+        conv.weight,
+        conv.bias,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+    )
 
 
 # Kinds of layers that are computed as one operation, and how.
 JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyType(
     {
-        (Linear, ReLU): lambda linear, _, x: linear_relu(linear.enter(x), linear.weight, linear.bias),
+        (Linear, ReLU): lambda linear, _, x: linear_relu(
+            linear.enter(x), linear.weight, linear.bias
+        ),
         (Linear, GELU): lambda linear, gelu, x: linear_gelu(
             linear.enter(x), linear.weight, linear.bias, gelu.approximate
         ),
-        (Conv2d, ReLU, MaxPool2d): lambda conv, _, pool, x: conv_relu_pool(*_conv(conv, x), pool.over.kernel),
+        (Conv2d, ReLU, MaxPool2d): lambda conv, _, pool, x: conv_relu_pool(
+            *_conv(conv, x), pool.over.kernel
+        ),
         (Conv2d, ReLU): lambda conv, _, x: conv_relu(*_conv(conv, x)),
     }
 )
 
 
 def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
-    """Return the calls that compute these layers one after another: the layers, or one call for several of them.
+    """Return the calls that compute these layers one after another: the layers, or one call for
+    several of them.
 
-    Only layers that compute as these classes do are put together: a subclass may have a forward of its own.
+    Only layers that compute as these classes do are put together: a subclass may have a forward of
+    its own.
     """
     calls: list[Callable[..., Any]] = []
     rest = list(layers)
@@ -74,7 +89,9 @@ def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
 
 
 def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:
-    """Return whether layers begin with these kinds, the first one's forward being its class's, and pool simply."""
+    """Return whether layers begin with these kinds, the first one's forward being its class's, and
+    pool simply.
+    """
     first, *others = layers[: len(kinds)]
     pools = [each.over for each in others if isinstance(each, MaxPool2d)]
     return (
@@ -114,15 +131,18 @@ class Pop(Module):
 
 
 class Sequential(Module):
-    """Modules one after another, each fed the result of the one before: x -> [0] -> [1] -> ... -> y.
+    """Modules one after another, each fed the result of the one before: x -> [0] -> [1] -> ... ->
+    y.
 
-    Their full names are their numbers ("0.weight"). Indexing gives one, `slice(i, j)` a new sequence of some. A `Stash`
-    among them keeps what comes to it for the `Pop` of the same name.
+    Their full names are their numbers ("0.weight"). Indexing gives one, `slice(i, j)` a new
+    sequence of some. A `Stash` among them keeps what comes to it for the `Pop` of the same name.
     """
 
     def __init__(self, *layers: Module) -> None:
         if layers and isinstance(layers[0], list | tuple):
-            raise UsageError("Sequential takes the modules themselves: Sequential(*layers), not a list of them")
+            raise UsageError(
+                "Sequential takes the modules themselves: Sequential(*layers), not a list of them"
+            )
         for layer in layers:
             if not isinstance(layer, Module):
                 raise UsageError(f"Sequential takes modules, such as nn.ReLU(), not {layer!r}")
@@ -150,9 +170,11 @@ class Sequential(Module):
         return x
 
     def steps(self) -> Sequence[Callable[..., Any]]:
-        """Return what `forward` calls: the modules, or one call for some of them that are computed as one (see `fuse`).
+        """Return what `forward` calls: the modules, or one call for some of them that are computed
+        as one (see `fuse`).
 
-        When somebody wants to see every module's result, or `nn.unfused()` says so, they are the modules.
+        When somebody wants to see every module's result, or `nn.unfused()` says so, they are the
+        modules.
         """
         if not current().joins:
             return self.layers
@@ -173,7 +195,10 @@ class Sequential(Module):
             UsageError: when the range does not lie within the sequence.
         """
         if not 0 <= start <= stop <= len(self.layers):
-            raise UsageError(f"slice {start}..{stop} does not lie within a sequence of {len(self.layers)} modules")
+            raise UsageError(
+                f"slice {start}..{stop} does not lie within a sequence of {len(self.layers)}"
+                " modules"
+            )
         return Sequential(*self.layers[start:stop])
 
     def set_child(self, name: str, part: Any) -> None:
@@ -215,18 +240,21 @@ JOINS: Mapping[str, Join] = MappingProxyType(
 
 
 class Branches(Module):
-    """Sub-networks beside one another, such as AlexNet's two towers (Krizhevsky et al., 2012); `join` ends them.
+    """Sub-networks beside one another, such as AlexNet's two towers (Krizhevsky et al., 2012);
+    `join` ends them.
 
          x --+--> branches.0 --+                       x0 ----> branches.0 --+
              |                 +--> join --> y                               +--> join --> y
              +--> branches.1 --+                       x1 ----> branches.1 --+
 
-    They share no parameters, so ranks that share layers (tp) have some branches each, and compute at the same time.
+    They share no parameters, so ranks that share layers (tp) have some branches each, and compute
+    at the same time.
 
     Args:
-        branches: each gets the input; of a tuple or list one of as many, so that they share no input either.
-        join: makes one result of all: "concatenate" along the last axis (features, channels), "add", or a function of
-            the list of results, in the order of the branches.
+        branches: each gets the input; of a tuple or list one of as many, so that they share no
+            input either.
+        join: makes one result of all: "concatenate" along the last axis (features, channels),
+            "add", or a function of the list of results, in the order of the branches.
 
     Raises:
         UsageError: for fewer than two branches, or another join.
@@ -236,17 +264,23 @@ class Branches(Module):
 
     def __init__(self, *branches: Module, join: str | Join = "concatenate") -> None:
         if len(branches) < 2 or not all(isinstance(branch, Module) for branch in branches):
-            raise UsageError("Branches takes two modules or more, as Branches(a, b); a single one needs no Branches")
+            raise UsageError(
+                "Branches takes two modules or more, as Branches(a, b); a single one needs no"
+                " Branches"
+            )
         if not callable(join) and join not in JOINS:
             raise UsageError(
-                f"join {join!r} is unknown; choose {' or '.join(JOINS)}, or give a function of the results"
+                f"join {join!r} is unknown; choose {' or '.join(JOINS)}, or give a function of the"
+                " results"
             )
         self.branches = list(branches)
         self.join = join
 
     def forward(self, x: Any) -> Tensor:
         """Return what `join` makes of the branches' results."""
-        return self.joined([branch(each) for branch, each in zip(self.branches, self.inputs(x), strict=True)])
+        return self.joined(
+            [branch(each) for branch, each in zip(self.branches, self.inputs(x), strict=True)]
+        )
 
     def inputs(self, x: Any) -> Sequence[Any]:
         """Return each branch's input.
@@ -257,7 +291,10 @@ class Branches(Module):
         if not isinstance(x, tuple | list):
             return [x] * len(self.branches)
         if len(x) != len(self.branches):
-            raise ShapeError(f"{len(self.branches)} branches got {len(x)} inputs; give one for all, or one for each")
+            raise ShapeError(
+                f"{len(self.branches)} branches got {len(x)} inputs; give one for all, or one for"
+                " each"
+            )
         return x
 
     def joined(self, results: Sequence[Tensor]) -> Tensor:
@@ -277,7 +314,10 @@ def keep(kept: dict[str, Any], name: str, x: Any) -> None:
         UsageError: when one of that name waits already.
     """
     if name in kept:
-        raise UsageError(f"Stash({name!r}) comes twice without a Pop({name!r}) between; give them names of their own")
+        raise UsageError(
+            f"Stash({name!r}) comes twice without a Pop({name!r}) between; give them names of"
+            " their own"
+        )
     kept[name] = x
 
 
@@ -288,7 +328,9 @@ def fetch(kept: dict[str, Any], name: str) -> Any:
         UsageError: when there is none of that name.
     """
     if name not in kept:
-        raise UsageError(f"Pop({name!r}) comes without a Stash({name!r}) before it in the same sequence")
+        raise UsageError(
+            f"Pop({name!r}) comes without a Stash({name!r}) before it in the same sequence"
+        )
     return kept.pop(name)
 
 
@@ -301,5 +343,6 @@ def check_empty(kept: dict[str, Any]) -> None:
     if kept:
         name = next(iter(kept))
         raise UsageError(
-            f"Stash({name!r}) is never popped; put a Pop({name!r}) into the same sequence, or leave it out"
+            f"Stash({name!r}) is never popped; put a Pop({name!r}) into the same sequence, or leave"
+            " it out"
         )

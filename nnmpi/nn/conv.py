@@ -1,4 +1,6 @@
-"""Layers on images (batch, height, width, channels): convolution there and back, pooling, resizing."""
+"""Layers on images (batch, height, width, channels): convolution there and back, pooling,
+resizing.
+"""
 
 from typing import Literal
 
@@ -17,7 +19,8 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Conv2d(Module):
-    """A two-dimensional convolution: (batch, h, w, in_channels) -> (batch, out_h, out_w, out_channels).
+    """A two-dimensional convolution: (batch, h, w, in_channels) -> (batch, out_h, out_w,
+    out_channels).
 
     The weight is stored (kernel_h, kernel_w, in_channels / groups, out_channels).
 
@@ -27,7 +30,8 @@ class Conv2d(Module):
             padding may be "same", for images as large as they were.
         groups: the channels are cut into this many groups that do not mix.
         bias: whether one number per output channel is added.
-        init: draws the weight; by default uniform within 1 / sqrt(terms that an output sums), and so is the bias.
+        init: draws the weight; by default uniform within 1 / sqrt(terms that an output sums), and
+            so is the bias.
     """
 
     def __init__(
@@ -43,30 +47,44 @@ class Conv2d(Module):
         init: Initializer | None = None,
     ) -> None:
         in_channels, out_channels, groups = _channels("Conv2d", in_channels, out_channels, groups)
-        self.stride, self.dilation, self.groups = pair("stride", stride, 1), pair("dilation", dilation, 1), groups
+        self.stride, self.dilation, self.groups = (
+            pair("stride", stride, 1),
+            pair("dilation", dilation, 1),
+            groups,
+        )
         rows, columns = pair("kernel_size", kernel_size, 1)
         if padding == "same":
             if not rows % 2 or not columns % 2 or self.stride != (1, 1):
                 raise UsageError(
-                    f'padding="same" needs an odd kernel_size and a stride of 1, '
+                    'padding="same" needs an odd kernel_size and a stride of 1, '
                     f"not {kernel_size} and {stride}; give numbers"
                 )
             padding = (rows // 2 * self.dilation[0], columns // 2 * self.dilation[1])
         self.padding = pair("padding", padding, 0)
         terms = rows * columns * in_channels // groups
-        self.weight = Parameter((rows, columns, in_channels // groups, out_channels), init or fan_in(terms))
+        self.weight = Parameter(
+            (rows, columns, in_channels // groups, out_channels), init or fan_in(terms)
+        )
         self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution. See `ops.conv2d`."""
-        return conv2d(self.enter(x), self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return conv2d(
+            self.enter(x),
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
 
 
 class Conv1d(Conv2d):
     """A convolution over time: (batch, time, in_channels) -> (batch, out_time, out_channels).
 
-    Arguments are those of `Conv2d`, one number each; the weight is stored (1, kernel, in_channels / groups,
-    out_channels).
+    Arguments are those of `Conv2d`, one number each; the weight is stored (1, kernel, in_channels /
+    groups, out_channels).
     """
 
     def __init__(
@@ -90,10 +108,11 @@ class Conv1d(Conv2d):
 
 
 class ConvTranspose2d(Module):
-    """A transposed convolution: (batch, h, w, in_channels) -> (batch, H, W, out_channels), as of decoders.
+    """A transposed convolution: (batch, h, w, in_channels) -> (batch, H, W, out_channels), as of
+    decoders.
 
-    H is (h - 1) stride - 2 padding + dilation (kernel - 1) + 1 + output_padding. The weight is stored
-    (kernel_h, kernel_w, out_channels / groups, in_channels).
+    H is (h - 1) stride - 2 padding + dilation (kernel - 1) + 1 + output_padding. The weight is
+    stored (kernel_h, kernel_w, out_channels / groups, in_channels).
 
     Args:
         in_channels, out_channels: the numbers of channels.
@@ -101,7 +120,8 @@ class ConvTranspose2d(Module):
         output_padding: extra rows and columns at the end, fewer than stride.
         groups: the channels are cut into this many groups that do not mix.
         bias: whether one number per output channel is added.
-        init: draws the weight; by default uniform within 1 / sqrt(out_channels / groups * kernel elements).
+        init: draws the weight; by default uniform within 1 / sqrt(out_channels / groups * kernel
+            elements).
 
     Example:
         >>> layer = nn.ConvTranspose2d(8, 3, 4, stride=2, padding=1).initialize(seed=0)
@@ -122,11 +142,15 @@ class ConvTranspose2d(Module):
         dilation: int | Pair = 1,
         init: Initializer | None = None,
     ) -> None:
-        in_channels, out_channels, groups = _channels("ConvTranspose2d", in_channels, out_channels, groups)
+        in_channels, out_channels, groups = _channels(
+            "ConvTranspose2d", in_channels, out_channels, groups
+        )
         rows, columns = pair("kernel_size", kernel_size, 1)
         self.options = stride, padding, output_padding, dilation, groups
         terms = rows * columns * out_channels // groups
-        self.weight = Parameter((rows, columns, out_channels // groups, in_channels), init or fan_in(terms))
+        self.weight = Parameter(
+            (rows, columns, out_channels // groups, in_channels), init or fan_in(terms)
+        )
         self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,33 +161,42 @@ class ConvTranspose2d(Module):
 def _channels(name: str, in_channels: int, out_channels: int, groups: int) -> tuple[int, int, int]:
     """Return the numbers of channels and groups of a layer, or refuse them."""
     in_channels = whole(f"{name}'s in_channels", in_channels)
-    out_channels, groups = whole(f"{name}'s out_channels", out_channels), whole(f"{name}'s groups", groups)
+    out_channels, groups = (
+        whole(f"{name}'s out_channels", out_channels),
+        whole(f"{name}'s groups", groups),
+    )
     if in_channels % groups or out_channels % groups:
         raise UsageError(
-            f"a convolution of {in_channels} to {out_channels} channels in {groups} groups does not work; "
-            "groups must divide both numbers of channels"
+            f"a convolution of {in_channels} to {out_channels} channels in {groups} groups does not"
+            " work; groups must divide both numbers of channels"
         )
     return in_channels, out_channels, groups
 
 
 class Pool2d(Module):
-    """One number for each window: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
+    """One number for each window: (batch, height, width, channels) -> (batch, out_h, out_w,
+    channels).
 
     Args:
         kernel_size: the window's height and width; one number for both.
-        stride: from one window to the next; the window's size by default, so that windows do not overlap.
+        stride: from one window to the next; the window's size by default, so that windows do not
+            overlap.
         padding: pixels around the image.
 
     Attributes:
         over: how windows go over images.
     """
 
-    def __init__(self, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
+    def __init__(
+        self, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+    ) -> None:
         self.over = pool_windows(kernel_size, stride, padding)
 
 
 class MaxPool2d(Pool2d):
-    """The largest element of each window; the border is never the largest. Arguments are those of `Pool2d`."""
+    """The largest element of each window; the border is never the largest. Arguments are those of
+    `Pool2d`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
@@ -179,7 +212,9 @@ class AvgPool2d(Pool2d):
 
 
 class GlobalAvgPool2d(Module):
-    """The mean of each channel over the whole image: (batch, h, w, channels) -> (batch, channels)."""
+    """The mean of each channel over the whole image: (batch, h, w, channels) -> (batch,
+    channels).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
@@ -187,9 +222,11 @@ class GlobalAvgPool2d(Module):
 
 
 class AdaptiveAvgPool2d(Module):
-    """Means over as many windows as are asked for: (batch, h, w, channels) -> (batch, rows, columns, channels).
+    """Means over as many windows as are asked for: (batch, h, w, channels) -> (batch, rows,
+    columns, channels).
 
-    Window i of n goes from i h / n, rounded down, to (i + 1) h / n, rounded up: they overlap where n does not divide h.
+    Window i of n goes from i h / n, rounded down, to (i + 1) h / n, rounded up: they overlap where
+    n does not divide h.
 
     Args:
         output_size: rows and columns of the result; one number for both.
@@ -220,7 +257,8 @@ def _windows(size: int, count: int) -> np.ndarray:
 
 
 class Upsample(Module):
-    """Each pixel again and again: (batch, h, w, channels) -> (batch, h factor, w factor, channels), nearest neighbour.
+    """Each pixel again and again: (batch, h, w, channels) -> (batch, h factor, w factor, channels),
+    nearest neighbour.
 
     Args:
         scale_factor: how often, in rows and columns; one number for both.

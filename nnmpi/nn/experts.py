@@ -16,10 +16,12 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class MixtureOfExperts(Module):
-    """Each position takes its `top_k` experts, which are MLPs: (batch, positions, features) -> the same.
+    """Each position takes its `top_k` experts, which are MLPs: (batch, positions, features) -> the
+    same.
 
-    The result is the sum of the experts' results, each times the probability that the gate, a linear layer and
-    softmax, gives it (Fedus et al., "Switch transformers", 2021). See `ops.experts`, also for how ranks share experts.
+    The result is the sum of the experts' results, each times the probability that the gate, a
+    linear layer and softmax, gives it (Fedus et al., "Switch transformers", 2021). See
+    `ops.experts`, also for how ranks share experts.
 
     >>> import numpy as np
     >>> from nnmpi import nn
@@ -32,19 +34,23 @@ class MixtureOfExperts(Module):
         experts: how many there are.
         top_k: how many each position takes.
         hidden: the width inside an expert; by default 4 * features.
-        capacity: an expert takes at most ceil(capacity * top_k * positions / experts) positions of a sample, the first
-            ones; what is turned away adds nothing. None for all. It is each sample's own, so that no layout changes it;
-            padding counts as positions. Text is not generated with one: it counts tokens that are yet to come.
-        balance: the weight of the balancing loss in training: the mean over positions of experts times the sum over
-            experts of f P, the share of choices and the mean probability of an expert in the position's sample
-            (DeepSeek-V3). It enters gradients, not the loss that is reported. 0 for none.
+        capacity: an expert takes at most ceil(capacity * top_k * positions / experts) positions of
+            a sample, the first ones; what is turned away adds nothing. None for all. It is each
+            sample's own, so that no layout changes it; padding counts as positions. Text is not
+            generated with one: it counts tokens that are yet to come.
+        balance: the weight of the balancing loss in training: the mean over positions of experts
+            times the sum over experts of f P, the share of choices and the mean probability of an
+            expert in the position's sample (DeepSeek-V3). It enters gradients, not the loss that is
+            reported. 0 for none.
 
     Raises:
         UsageError: for sizes that do not work.
     """
 
-    all_reduce: Any = None  # set by a strategy whose ranks share batches: then a mean needs what it is over
-    ranks: Any = None  # a group that shares out the experts, and its exchange, see `parallel.experts`
+    # set by a strategy whose ranks share batches: then a mean needs what it is over
+    all_reduce: Any = None
+    # a group that shares out the experts, and its exchange, see `parallel.experts`
+    ranks: Any = None
     exchange: Any = None
 
     def __init__(
@@ -56,14 +62,21 @@ class MixtureOfExperts(Module):
         capacity: float | None = None,
         balance: float = 0.01,
     ) -> None:
-        features, experts = whole("MixtureOfExperts' features", features), whole("MixtureOfExperts' experts", experts)
+        features, experts = (
+            whole("MixtureOfExperts' features", features),
+            whole("MixtureOfExperts' experts", experts),
+        )
         hidden = 4 * features if hidden is None else whole("MixtureOfExperts' hidden", hidden)
         top_k = whole("MixtureOfExperts' top_k", top_k)
-        if top_k > experts or not (capacity is None or 0 < capacity < inf) or not 0 <= balance < inf:
+        if (
+            top_k > experts
+            or not (capacity is None or 0 < capacity < inf)
+            or not 0 <= balance < inf
+        ):
             raise UsageError(
-                f"a mixture of {experts} experts, top_k {top_k}, capacity {capacity} and balance {balance} does not "
-                "work; give a top_k of at most the experts, a finite capacity above 0 or None, and a finite balance of "
-                "at least 0"
+                f"a mixture of {experts} experts, top_k {top_k}, capacity {capacity} and balance"
+                f" {balance} does not work; give a top_k of at most the experts, a finite capacity"
+                " above 0 or None, and a finite balance of at least 0"
             )
         self.chooses = Gate(top_k, capacity, balance)
         self.gate = Linear(features, experts, bias=False)
@@ -77,29 +90,38 @@ class MixtureOfExperts(Module):
 
         Raises:
             ShapeError: for x without positions.
-            UsageError: when ranks share the batch and nobody has said what the loss is divided by; with a capacity
-                where a text is generated.
+            UsageError: when ranks share the batch and nobody has said what the loss is divided by;
+                with a capacity where a text is generated.
         """
         if x.ndim != 3:
-            raise ShapeError(f"a mixture of experts needs (batch, positions, features), not {x.shape}")
+            raise ShapeError(
+                f"a mixture of experts needs (batch, positions, features), not {x.shape}"
+            )
         if current().memory is not None and self.chooses.capacity is not None:
             raise UsageError(
-                "a text is generated token by token, and a mixture's capacity counts all of a sequence; train without "
-                "a capacity to generate"
+                "a text is generated token by token, and a mixture's capacity counts all of a"
+                " sequence; train without a capacity to generate"
             )
-        function = Experts(self.chooses, self.ranks, self.exchange, partial(_weight, self.all_reduce is not None))
-        result: Tensor = in_float32(function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2)
+        function = Experts(
+            self.chooses, self.ranks, self.exchange, partial(_weight, self.all_reduce is not None)
+        )
+        result: Tensor = in_float32(
+            function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2
+        )
         return result
 
 
 def _weight(shared: bool) -> float | None:
-    """Return what the gradient of a sum over positions is multiplied by; 0 where nothing is trained."""
+    """Return what the gradient of a sum over positions is multiplied by; 0 where nothing is
+    trained.
+    """
     mode = current()
     if not mode.training:
         return 0.0
     if mode.weight is None and shared:
         raise UsageError(
-            "the balancing loss is a mean over the global batch, and this rank has a part of it; say what sums are "
-            "multiplied by: with nn.training(weight=1 / batch.global_targets), or give balance=0"
+            "the balancing loss is a mean over the global batch, and this rank has a part of it;"
+            " say what sums are multiplied by: with nn.training(weight=1 / batch.global_targets),"
+            " or give balance=0"
         )
     return mode.weight

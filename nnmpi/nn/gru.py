@@ -40,11 +40,12 @@ class GRULayer(Module):
 
 
 class GRU(Module):
-    """Layers of gated recurrent units on one another: (batch, time, input_size) -> (batch, time, hidden_size).
+    """Layers of gated recurrent units on one another: (batch, time, input_size) -> (batch, time,
+    hidden_size).
 
-    Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of cuDNN and PyTorch,
-    where r multiplies the product with h. Padding stands behind sequences, so it changes nothing before it; a loss
-    leaves it out by labels of -1.
+    Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of
+    cuDNN and PyTorch, where r multiplies the product with h. Padding stands behind sequences, so it
+    changes nothing before it; a loss leaves it out by labels of -1.
 
     Args:
         input_size: the length of x's last axis.
@@ -58,11 +59,19 @@ class GRU(Module):
         (5, 7, 3)
     """
 
-    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0) -> None:
-        input_size, hidden_size = whole("GRU's input_size", input_size), whole("GRU's hidden_size", hidden_size)
+    def __init__(
+        self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0
+    ) -> None:
+        input_size, hidden_size = (
+            whole("GRU's input_size", input_size),
+            whole("GRU's hidden_size", hidden_size),
+        )
         num_layers = whole("GRU's num_layers", num_layers)
         self.hidden_size, dropout = hidden_size, Dropout(dropout).p
-        self.layers = [GRULayer(hidden_size if number else input_size, hidden_size) for number in range(num_layers)]
+        self.layers = [
+            GRULayer(hidden_size if number else input_size, hidden_size)
+            for number in range(num_layers)
+        ]
         self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +81,9 @@ class GRU(Module):
             UsageError: where tokens are written one after the other.
         """
         if current().memory is not None:
-            raise UsageError("a GRU does not go on from the tokens before; call `with_state`, or take an LSTM")
+            raise UsageError(
+                "a GRU does not go on from the tokens before; call `with_state`, or take an LSTM"
+            )
         return self.with_state(x)[0]
 
     def with_state(self, x: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
@@ -84,7 +95,9 @@ class GRU(Module):
         """
         shape = (len(self.layers), len(x), self.hidden_size)
         if state is not None and tuple(state.shape) != shape:
-            raise ShapeError(f"a GRU that reads {x.shape} begins in a state of shape {shape}, not {state.shape}")
+            raise ShapeError(
+                f"a GRU that reads {x.shape} begins in a state of shape {shape}, not {state.shape}"
+            )
         ends = []
         for number, layer in enumerate(self.layers):
             x = layer(x, None if state is None else state[number])

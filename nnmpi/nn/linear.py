@@ -11,7 +11,8 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Linear(Module):
-    """x W + b: (..., in_features) -> (..., out_features). The weight is stored (in_features, out_features).
+    """x W + b: (..., in_features) -> (..., out_features). The weight is stored (in_features,
+    out_features).
 
     Args:
         in_features, out_features: the numbers of features.
@@ -45,7 +46,9 @@ class Embedding(Module):
         init: draws the table; by default normal with standard deviation 1.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, init: Initializer | None = None) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, init: Initializer | None = None
+    ) -> None:
         num_embeddings = whole("Embedding's num_embeddings", num_embeddings)
         embedding_dim = whole("Embedding's embedding_dim", embedding_dim)
         self.weight = LookupTable((num_embeddings, embedding_dim), init or Normal(1.0))

@@ -29,23 +29,27 @@ class LSTMDirection(Module):
         self.recurrent = Parameter((features, 4 * features), fan_in(features))
         self.bias = Parameter((4 * features,), fan_in(features))
 
-    def forward(self, x: Tensor, state: State | None = None, lengths: Any = None, ends: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, state: State | None = None, lengths: Any = None, ends: bool = False
+    ) -> Tensor:
         """Return h of each time, and with `ends` the last h and c behind them. See `ops.lstm`."""
         return lstm(x, self.weight, self.recurrent, self.bias, state, lengths, self.reverse, ends)
 
 
 class LSTM(Module):
-    """Layers of long short-term memory on one another: (batch, time, input_size) -> (batch, time, hidden_size).
+    """Layers of long short-term memory on one another: (batch, time, input_size) -> (batch, time,
+    hidden_size).
 
-    Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates lie side by side in the order i, f, o, g, and
-    have one bias.
+    Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates lie side by side in the
+    order i, f, o, g, and have one bias.
 
     Args:
         input_size: the length of x's last axis.
         hidden_size: that of h and c.
         num_layers: how many.
-        bidirectional: whether each layer reads the sequences from both ends (Schuster and Paliwal, 1997), with weights
-            for each direction; its result has both h side by side, 2 * hidden_size.
+        bidirectional: whether each layer reads the sequences from both ends (Schuster and Paliwal,
+            1997), with weights for each direction; its result has both h side by side, 2 *
+            hidden_size.
         dropout: the probability with which an element between two layers is dropped in training.
     """
 
@@ -58,12 +62,17 @@ class LSTM(Module):
         bidirectional: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        input_size, hidden_size = whole("LSTM's input_size", input_size), whole("LSTM's hidden_size", hidden_size)
+        input_size, hidden_size = (
+            whole("LSTM's input_size", input_size),
+            whole("LSTM's hidden_size", hidden_size),
+        )
         num_layers = whole("LSTM's num_layers", num_layers)
         self.hidden_size = hidden_size
         self.directions = 2 if bidirectional else 1
         self.layers = [
-            LSTMDirection(input_size if number == 0 else self.directions * hidden_size, hidden_size, reverse)
+            LSTMDirection(
+                input_size if number == 0 else self.directions * hidden_size, hidden_size, reverse
+            )
             for number in range(num_layers)
             for reverse in (False, True)[: self.directions]
         ]
@@ -74,10 +83,13 @@ class LSTM(Module):
 
         Args:
             x: (batch, time, input_size), with padding behind shorter sequences.
-            lengths: (batch,), of the sequences, integers; None where all are whole. h is 0 behind them.
+            lengths: (batch,), of the sequences, integers; None where all are whole. h is 0 behind
+                them.
         """
         if isinstance(lengths, tuple):
-            raise UsageError("an LSTM that begins in a state is called as h, state = lstm.with_state(x, state)")
+            raise UsageError(
+                "an LSTM that begins in a state is called as h, state = lstm.with_state(x, state)"
+            )
         memory = current().memory
         if memory is None:
             return self._run(x, None, lengths, ends=False)[0]
@@ -90,18 +102,25 @@ class LSTM(Module):
                 perform(namespace(place.data).copyto, place.data, end.data)
         return y
 
-    def with_state(self, x: Tensor, state: State | None = None, lengths: Any = None) -> tuple[Tensor, State]:
+    def with_state(
+        self, x: Tensor, state: State | None = None, lengths: Any = None
+    ) -> tuple[Tensor, State]:
         """Return the result, and the state in which each layer and direction ends.
 
         Args:
             x, lengths: as for `forward`.
-            state: in which they begin, h and c, each (num_layers * directions, batch, hidden_size); None for 0.
+            state: in which they begin, h and c, each (num_layers * directions, batch, hidden_size);
+                None for 0.
         """
         y, ends = self._run(x, state, lengths, ends=True)
         return y, (stack([end[:, 0] for end in ends]), stack([end[:, 1] for end in ends]))
 
-    def _run(self, x: Tensor, state: State | None, lengths: Any, ends: bool) -> tuple[Tensor, list[Tensor]]:
-        """Return the result, and of each layer and direction (batch, 2, features), its last h and c, if wanted."""
+    def _run(
+        self, x: Tensor, state: State | None, lengths: Any, ends: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the result, and of each layer and direction (batch, 2, features), its last h and
+        c, if wanted.
+        """
         time, found = x.shape[1], list[Tensor]()
         for number, layer in enumerate(range(0, len(self.layers), self.directions)):
             results = []

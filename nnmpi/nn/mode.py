@@ -1,6 +1,7 @@
 """The mode in which a model runs: training or evaluation, and what randomness depends on.
 
-Outside of `training(...)` a model evaluates: dropout passes everything, batch normalization uses running statistics.
+Outside of `training(...)` a model evaluates: dropout passes everything, batch normalization uses
+running statistics.
 
     with nn.training(seed=0, step=17, first_row=batch.first_row):
         loss = ...
@@ -25,13 +26,14 @@ class Mode(NamedTuple):
         seed: of the run.
         step: the number of the update; with seed and layer name it keys dropout masks.
         first_row: the place in the global batch of this rank's first sample.
-        again: whether this pass repeats one that has been, whose results were not kept: what a layer updates on its way
-            (running statistics) is left alone then.
+        again: whether this pass repeats one that has been, whose results were not kept: what a
+            layer updates on its way (running statistics) is left alone then.
         observe: called as observe(module, result) after every module's forward, or None.
         fused: whether layers that can be computed as one operation are (see `nn.container.fuse`).
-        weight: what the gradient of a sum of losses is multiplied by; None where nobody has said so.
-        memory: what layers keep of the tokens that came in earlier passes, by their full names; None where each pass
-            is for itself.
+        weight: what the gradient of a sum of losses is multiplied by; None where nobody has said
+            so.
+        memory: what layers keep of the tokens that came in earlier passes, by their full names;
+            None where each pass is for itself.
     """
 
     training: bool = False
@@ -46,7 +48,9 @@ class Mode(NamedTuple):
 
     @property
     def joins(self) -> bool:
-        """Whether layers may be computed as one operation: nobody wants to see each one's result."""
+        """Whether layers may be computed as one operation: nobody wants to see each one's
+        result.
+        """
         return self.fused and self.observe is None
 
 
@@ -60,7 +64,8 @@ def current() -> Mode:
 
 
 class within(ContextDecorator, AbstractContextManager[None]):
-    """Runs models in a changed mode, also when a recorded step comes here again, in whatever mode that is.
+    """Runs models in a changed mode, also when a recorded step comes here again, in whatever mode
+    that is.
 
     Args:
         changes: asked, each time, for the attributes that are others.
@@ -89,41 +94,57 @@ class within(ContextDecorator, AbstractContextManager[None]):
 
 
 def warn_later(x: Tensor) -> None:
-    """Let a backward pass warn, where a layer that trains in another way has evaluated and nobody has said so."""
+    """Let a backward pass warn, where a layer that trains in another way has evaluated and nobody
+    has said so.
+    """
     if x.tape is not None and current() is _EVALUATING:  # and no block's mode
         x.tape.find().warning = (
-            "this model evaluates: dropout drops nothing and batch normalization uses its running statistics; compute "
-            "the loss within `with nn.training(step=optimizer.steps):`, or within `with nn.evaluation():` to mean it"
+            "this model evaluates: dropout drops nothing and batch normalization uses its running"
+            " statistics; compute the loss within `with nn.training(step=optimizer.steps):`, or"
+            " within `with nn.evaluation():` to mean it"
         )
 
 
 def training(
-    seed: int = 0, step: int = 0, first_row: int = 0, again: bool = False, weight: float | None = None
+    seed: int = 0,
+    step: int = 0,
+    first_row: int = 0,
+    again: bool = False,
+    weight: float | None = None,
 ) -> AbstractContextManager[None]:
-    """Run models in training mode: dropout drops, batch normalization uses the batch and updates its statistics.
+    """Run models in training mode: dropout drops, batch normalization uses the batch and updates
+    its statistics.
 
     Args:
         seed: of the run.
         step: the number of the update; with the seed and a layer's name it keys dropout masks.
         first_row: the place of this rank's first sample in the global batch.
-        again: whether this pass repeats one whose results were not kept; running statistics are then left alone.
-        weight: what the gradient of a sum of losses is multiplied by, such as 1 / batch.global_targets, for layers that
-            have a loss of their own (`nn.MixtureOfExperts`); None for a mean over a pass.
+        again: whether this pass repeats one whose results were not kept; running statistics are
+            then left alone.
+        weight: what the gradient of a sum of losses is multiplied by, such as 1 /
+            batch.global_targets, for layers that have a loss of their own (`nn.MixtureOfExperts`);
+            None for a mean over a pass.
     """
-    return _within(training=True, seed=seed, step=step, first_row=first_row, again=again, weight=weight)
+    return _within(
+        training=True, seed=seed, step=step, first_row=first_row, again=again, weight=weight
+    )
 
 
 def evaluation() -> AbstractContextManager[None]:
-    """Run models in evaluation mode, also inside a `training` block; gradients may be wanted of just that."""
+    """Run models in evaluation mode, also inside a `training` block; gradients may be wanted of
+    just that.
+    """
     return _within(training=False)
 
 
 def continued(memory: dict[str, Any]) -> AbstractContextManager[None]:
-    """Take each pass for the continuation of the one before, of sequences that are written token by token.
+    """Take each pass for the continuation of the one before, of sequences that are written token by
+    token.
 
-    The first pass is of the sequences' beginnings, (batch, time), and each later one of the next token, (batch, 1).
-    Attention keeps its keys and values, recurrent layers keep their state, and positions are counted on; layers that
-    work on each token by itself need nothing. Values are no part of the graph: there is no backward pass.
+    The first pass is of the sequences' beginnings, (batch, time), and each later one of the next
+    token, (batch, 1). Attention keeps its keys and values, recurrent layers keep their state, and
+    positions are counted on; layers that work on each token by itself need nothing. Values are no
+    part of the graph: there is no backward pass.
 
     Args:
         memory: where they keep it, by full name; an empty dictionary for new sequences.
@@ -137,7 +158,9 @@ def observed(observe: Callable[[Any, Any], None]) -> AbstractContextManager[None
 
 
 def unfused() -> AbstractContextManager[None]:
-    """Compute every layer by itself, so that a model cut between any two layers computes the same bits."""
+    """Compute every layer by itself, so that a model cut between any two layers computes the same
+    bits.
+    """
     return _within(fused=False)
 
 
@@ -146,5 +169,7 @@ def _within(**changes: Any) -> within:
 
 
 def restore(mode: Mode) -> None:
-    """Run models in this mode from now on: for who has changed it without one of the contexts above."""
+    """Run models in this mode from now on: for who has changed it without one of the contexts
+    above.
+    """
     _mode.set(mode)

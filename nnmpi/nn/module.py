@@ -13,10 +13,11 @@ A subclass assigns them in `__init__` and computes in `forward`:
                 x = layer(x)
             return x
 
-Lists may hold parameters too. A full name is the path of attributes: "first.weight", "rest.1.bias". Values come with
-`initialize`.
+Lists may hold parameters too. A full name is the path of attributes: "first.weight", "rest.1.bias".
+Values come with `initialize`.
 
-Initializers: how the first values of parameters are drawn. Each is called as init(generator, shape).
+Initializers: how the first values of parameters are drawn. Each is called as init(generator,
+shape).
 """
 
 from __future__ import annotations
@@ -42,9 +43,13 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class _Draws(dict[str, Array]):
-    """Parameters' first values, each drawn when it is asked for: of a sharded model nobody has more than one whole."""
+    """Parameters' first values, each drawn when it is asked for: of a sharded model nobody has more
+    than one whole.
+    """
 
-    def __init__(self, parameters: Mapping[str, Parameter], seed: int, dtype: Dtype, backend: Backend) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], seed: int, dtype: Dtype, backend: Backend
+    ) -> None:
         self._parameters, self._seed, self.dtype, self._backend = parameters, seed, dtype, backend
 
     def __missing__(self, name: str) -> Array:
@@ -59,7 +64,8 @@ class Buffer:
         data: the values, an array of `shape`.
         shape: of this rank's part.
         value: what all elements are at first.
-        region: which part of a larger array it is, when its ranks share that out; None for a whole one.
+        region: which part of a larger array it is, when its ranks share that out; None for a whole
+            one.
     """
 
     __slots__ = ("data", "region", "shape", "value")
@@ -75,13 +81,16 @@ class Module:
     Attributes:
         path: the full name in the model that was initialized ("" for the model itself).
         storage: of the model on which `initialize` was called, its flat storage.
-        sharding: the table that says how the model's layers are shared out over ranks, where it brings one.
-        units: by the name of a linear layer directly below, what its features are made of that ranks share out. Each
-            feature may go anywhere by default.
-        replayable: of a class of your own, whether all that its `forward` does is a function of shapes and of the mode,
-            by operations on Tensors: then a `Worker` may replay it (see `nnmpi.compile`). Each subclass says it anew.
-        links: of a class of your own whose `forward` is some of its methods one after another, between which a chain of
-            layers may be cut (see `nn.chain`): of each a name, the method's, and those of the modules that it calls.
+        sharding: the table that says how the model's layers are shared out over ranks, where it
+            brings one.
+        units: by the name of a linear layer directly below, what its features are made of that
+            ranks share out. Each feature may go anywhere by default.
+        replayable: of a class of your own, whether all that its `forward` does is a function of
+            shapes and of the mode, by operations on Tensors: then a `Worker` may replay it (see
+            `nnmpi.compile`). Each subclass says it anew.
+        links: of a class of your own whose `forward` is some of its methods one after another,
+            between which a chain of layers may be cut (see `nn.chain`): of each a name, the
+            method's, and those of the modules that it calls.
     """
 
     replayable: ClassVar[bool] = False
@@ -96,7 +105,9 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what comes as a product wants it: where ranks share the layer, an exchange comes first."""
+        """Return what comes as a product wants it: where ranks share the layer, an exchange comes
+        first.
+        """
         return x
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -105,25 +116,35 @@ class Module:
         Raises:
             DtypeError: for a list of numbers, whose dtype nobody has said.
         """
-        result = self.forward(*map(_input, inputs), **{name: _input(x) for name, x in named.items()})
+        result = self.forward(
+            *map(_input, inputs), **{name: _input(x) for name, x in named.items()}
+        )
         observe = current().observe
         if observe is not None:
             observe(self, result)
         return result
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if is_array(value) and isinstance(self.__dict__.get(name), Parameter):  # which nothing would train any more
-            raise UsageError(f"{name} is a parameter; its values are written by {name}.data[...] = values")
+        if is_array(value) and isinstance(self.__dict__.get(name), Parameter):
+            # which nothing would train any more
+            raise UsageError(
+                f"{name} is a parameter; its values are written by {name}.data[...] = values"
+            )
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         # reached only for what is not there
         if name == "storage":
-            raise UninitializedError("this model has no storage yet; call model.initialize(seed=0) first")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise UninitializedError(
+                "this model has no storage yet; call model.initialize(seed=0) first"
+            )
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+        )
 
     def __repr__(self) -> str:
-        """Show the tree: each module's kind, the shapes of its own parameters and buffers, and how many parameters.
+        """Show the tree: each module's kind, the shapes of its own parameters and buffers, and how
+        many parameters.
 
         Sequential               26 parameters
         |  0  Linear             20   weight (4, 4), bias (4,)
@@ -131,21 +152,29 @@ class Module:
         """
         rows = [_describe(path, module) for path, module in self.named_modules()]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-        lines = [f"{tree:<{first}}  {count:>{second}}  {shapes}".rstrip() for tree, count, shapes in rows]
-        return "\n".join([f"{lines[0]} parameters" if rows[0][1] and not rows[0][2] else lines[0], *lines[1:]])
+        lines = [
+            f"{tree:<{first}}  {count:>{second}}  {shapes}".rstrip() for tree, count, shapes in rows
+        ]
+        return "\n".join(
+            [f"{lines[0]} parameters" if rows[0][1] and not rows[0][2] else lines[0], *lines[1:]]
+        )
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules directly below this one, with their names here."""
         yield from self._members(Module)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """Yield this module and all below it with their full names, parents first, in order of definition."""
+        """Yield this module and all below it with their full names, parents first, in order of
+        definition.
+        """
         yield prefix, self
         for name, child in self.children():
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield all parameters with their full names, in order of definition; a shared one once, by its first name."""
+        """Yield all parameters with their full names, in order of definition; a shared one once, by
+        its first name.
+        """
         seen: set[int] = set()
         for name, value in self._leaves(Parameter):
             if id(value) not in seen:
@@ -157,7 +186,9 @@ class Module:
         yield from self._leaves(Buffer)
 
     def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters of the model that this one is a part of, with their full names; by default its own."""
+        """Yield the parameters of the model that this one is a part of, with their full names; by
+        default its own.
+        """
         yield from self.named_parameters()
 
     def parameters(self) -> ModelParameters:
@@ -165,11 +196,14 @@ class Module:
         return ModelParameters(self)
 
     def _members(self, kind: type[Any]) -> Iterator[tuple[str, Any]]:
-        """Yield this module's attributes of a kind, and those in its lists and tuples, with their names here."""
+        """Yield this module's attributes of a kind, and those in its lists and tuples, with their
+        names here.
+        """
         for name, value in vars(self).items():
             if isinstance(value, kind):
                 yield name, value
-            elif isinstance(value, (list, tuple)):  # a union, made anew at each call, takes three times as long
+            elif isinstance(value, (list, tuple)):
+                # a union, made anew at each call, takes three times as long
                 for i, item in enumerate(value):
                     if isinstance(item, kind):
                         yield f"{name}.{i}", item
@@ -190,8 +224,8 @@ class Module:
     ) -> Self:
         """Give all parameters their first values, in flat storage, and return the model.
 
-        The values depend on the seed and each parameter's full name alone, and are drawn in float64: every rank and
-        every layout gets the same ones.
+        The values depend on the seed and each parameter's full name alone, and are drawn in
+        float64: every rank and every layout gets the same ones.
 
         Args:
             dtype: "float32" or "float64".
@@ -201,7 +235,8 @@ class Module:
             storage: makes the storage, from what `FlatStorage` is given.
 
         Raises:
-            UsageError: for another dtype, and a module or parameter that is kept where it is not found.
+            UsageError: for another dtype, and a module or parameter that is kept where it is not
+                found.
         """
         self._refuse_hidden()
         if dtype not in ("float32", "float64", np.float32, np.float64):
@@ -214,24 +249,34 @@ class Module:
             buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
         if group is not None:
-            self.storage.known_groups |= {group(name, parameter) for name, parameter in self.whole_parameters()}
+            self.storage.known_groups |= {
+                group(name, parameter) for name, parameter in self.whole_parameters()
+            }
         return self
 
     def _refuse_hidden(self) -> None:
-        """Refuse a part that would never be trained, such as one in a dictionary or in a list within another."""
+        """Refuse a part that would never be trained, such as one in a dictionary or in a list
+        within another.
+        """
         found = {id(each) for _, each in (*self.named_parameters(), *self.whole_parameters())}
         for path, module in self.named_modules():
             for name, value in vars(module).items():
-                hidden = next((each for each, own in _within(value) if not found.issuperset(map(id, own))), None)
+                hidden = next(
+                    (each for each, own in _within(value) if not found.issuperset(map(id, own))),
+                    None,
+                )
                 if hidden is not None:
                     raise UsageError(
-                        f"{f'{path}.{name}' if path else name} holds a {type(hidden).__name__} that is not found there "
-                        "and would not be trained; a module's parts are its attributes and the items of lists "
-                        "(nn.ModuleList) among them, a Sequential's the modules that it was given"
+                        f"{f'{path}.{name}' if path else name} holds a {type(hidden).__name__} that"
+                        " is not found there and would not be trained; a module's parts are its"
+                        " attributes and the items of lists (nn.ModuleList) among them, a"
+                        " Sequential's the modules that it was given"
                     )
 
     def name_modules(self) -> None:
-        """Give this module and all below it their full names as seen from here; `initialize` does so."""
+        """Give this module and all below it their full names as seen from here; `initialize` does
+        so.
+        """
         for path, module in self.named_modules():
             module.path = path
 
@@ -251,34 +296,49 @@ class Module:
 
     def state(self) -> dict[str, Array]:
         """Return copies, in host memory, of all parameters and buffers by full name."""
-        return {name: np.array(Tensor(entry.data).numpy()) for name, entry in self._state_entries().items()}
+        return {
+            name: np.array(Tensor(entry.data).numpy())
+            for name, entry in self._state_entries().items()
+        }
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Overwrite all parameters and buffers by the arrays of the same names, which must fit exactly.
+        """Overwrite all parameters and buffers by the arrays of the same names, which must fit
+        exactly.
 
         Raises:
-            CheckpointError: when a name is missing or unknown, a value is no array, or a shape or dtype differs.
-                Nothing is changed then.
+            CheckpointError: when a name is missing or unknown, a value is no array, or a shape or
+                dtype differs. Nothing is changed then.
         """
         if not isinstance(state, Mapping):
-            raise CheckpointError(f"the state is a {type(state).__name__}; give arrays by name, as state() does")
+            raise CheckpointError(
+                f"the state is a {type(state).__name__}; give arrays by name, as state() does"
+            )
         if "storage" not in vars(self) and state:
             dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
-            self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")  # the state brings all values
+            # the state brings all values
+            self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")
         entries = self._state_entries()
-        missing, unknown = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys(), key=str)
+        missing, unknown = (
+            sorted(entries.keys() - state.keys()),
+            sorted(state.keys() - entries.keys(), key=str),
+        )
         if missing or unknown:
             raise CheckpointError(
-                f"the state does not fit the model: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}"
+                f"the state does not fit the model: missing {missing or 'nothing'}, unknown"
+                f" {unknown or 'nothing'}"
             )
         for name, entry in entries.items():
             ours, theirs = entry.data, state[name]
             wanted = f"{ours.dtype} {ours.shape}"
-            found = f"{theirs.dtype} {theirs.shape}" if hasattr(theirs, "dtype") else f"a {type(theirs).__name__}"
+            found = (
+                f"{theirs.dtype} {theirs.shape}"
+                if hasattr(theirs, "dtype")
+                else f"a {type(theirs).__name__}"
+            )
             if found != wanted:
                 raise CheckpointError(
-                    f"{name} is {found} in the state, but {wanted} in the model; for PyTorch's order of axes see "
-                    "nnmpi.models.torch_weights"
+                    f"{name} is {found} in the state, but {wanted} in the model; for PyTorch's"
+                    " order of axes see nnmpi.models.torch_weights"
                 )
         for name, entry in entries.items():
             entry.data[...] = namespace(entry.data).asarray(state[name])
@@ -292,8 +352,8 @@ class Module:
         storage = vars(self).get("storage")
         if storage is not None and not storage.is_whole:
             raise UsageError(
-                "the ranks have parts of this model's parameters; Worker.state() or ShardedDataParallel.gather_model() "
-                "puts them together"
+                "the ranks have parts of this model's parameters; Worker.state() or"
+                " ShardedDataParallel.gather_model() puts them together"
             )
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
@@ -305,11 +365,14 @@ class Module:
         """
         modules = dict(self.named_modules())
         if path not in modules:
-            raise UsageError(f"no module {path!r}; there are {', '.join(repr(name) for name in modules)}")
+            raise UsageError(
+                f"no module {path!r}; there are {', '.join(repr(name) for name in modules)}"
+            )
         return modules[path]
 
     def replace(self, path: str, module: Module) -> None:
-        """Put another module in the place of the one with that full name. Initialize the model afterwards.
+        """Put another module in the place of the one with that full name. Initialize the model
+        afterwards.
 
         Raises:
             UsageError: when there is none, or it is the model itself.
@@ -323,7 +386,8 @@ class Module:
         raise UsageError("the model itself cannot be replaced; name a module in it")
 
     def set_child(self, name: str, part: Module | Parameter | Buffer) -> None:
-        """Put a part in the place of the one with that name here ("body", or "rest.1" for an item of a list or tuple).
+        """Put a part in the place of the one with that name here ("body", or "rest.1" for an item
+        of a list or tuple).
 
         Raises:
             UsageError: when there is none.
@@ -331,7 +395,11 @@ class Module:
         attribute, _, number = name.partition(".")
         value: Any = vars(self).get(attribute)
         if number.isdigit() and isinstance(value, list | tuple) and int(number) < len(value):
-            setattr(self, attribute, type(value)(part if i == int(number) else item for i, item in enumerate(value)))
+            setattr(
+                self,
+                attribute,
+                type(value)(part if i == int(number) else item for i, item in enumerate(value)),
+            )
         elif not number and isinstance(value, Module | Parameter | Buffer):
             setattr(self, attribute, part)
         else:
@@ -339,9 +407,18 @@ class Module:
 
 
 def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:
-    """Yield the modules and parameters in a value and in containers within it, each with its parameters."""
+    """Yield the modules and parameters in a value and in containers within it, each with its
+    parameters.
+    """
     if isinstance(value, Module | Parameter):
-        yield value, [value] if isinstance(value, Parameter) else [each for _, each in value.named_parameters()]
+        yield (
+            value,
+            (
+                [value]
+                if isinstance(value, Parameter)
+                else [each for _, each in value.named_parameters()]
+            ),
+        )
     elif isinstance(value, dict | list | tuple | set | frozenset):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _within(each)
@@ -360,14 +437,21 @@ class ModelParameters(list[Parameter]):
 
     @property
     def storage(self) -> FlatStorage:
-        """The model's storage; a model without values gets those of seed 0, as PyTorch's have some from the start."""
+        """The model's storage; a model without values gets those of seed 0, as PyTorch's have some
+        from the start.
+        """
         return (self._model if "storage" in vars(self._model) else self._model.initialize()).storage
 
 
 def _describe(path: str, module: Module) -> tuple[str, str, str]:
-    """Return a line of the tree in three parts: place and kind, how many parameters, shapes of those of its own."""
+    """Return a line of the tree in three parts: place and kind, how many parameters, shapes of
+    those of its own.
+    """
     own = [*module._members(Parameter), *module._members(Buffer)]
-    shapes = [f"{name} {leaf.declared if isinstance(leaf, Parameter) else leaf.shape}" for name, leaf in own]
+    shapes = [
+        f"{name} {leaf.declared if isinstance(leaf, Parameter) else leaf.shape}"
+        for name, leaf in own
+    ]
     count = sum(prod(parameter.declared) for _, parameter in module.named_parameters())
     depth, name = path.count(".") + 1 if path else 0, path.rpartition(".")[2]
     tree = f"{'|  ' * depth}{name}{'  ' if name else ''}{type(module).__name__}"
@@ -375,7 +459,9 @@ def _describe(path: str, module: Module) -> tuple[str, str, str]:
 
 
 def _input(x: Any) -> Any:
-    """Return an array as a tensor and refuse lists of numbers; anything else is the module's own business."""
+    """Return an array as a tensor and refuse lists of numbers; anything else is the module's own
+    business.
+    """
     if type(x) is Tensor:
         return x
     if is_array(x) or hasattr(x, "__dlpack__"):  # of any library
@@ -384,7 +470,10 @@ def _input(x: Any) -> Any:
     while isinstance(first, list | tuple) and first:
         first = first[0]
     if first is not x and isinstance(first, int | float):
-        raise DtypeError("a model works on arrays and Tensors, not on lists of numbers; convert with numpy.asarray")
+        raise DtypeError(
+            "a model works on arrays and Tensors, not on lists of numbers; convert with"
+            " numpy.asarray"
+        )
     return x
 
 
@@ -422,7 +511,8 @@ class Constant:
 
 
 def fan_in(inputs: int) -> Uniform:
-    """Return the initializer for a weight or bias whose output sums `inputs` terms: uniform within 1 / sqrt(inputs).
+    """Return the initializer for a weight or bias whose output sums `inputs` terms: uniform within
+    1 / sqrt(inputs).
 
     LeCun et al., "Efficient BackProp", 1998; it is also what PyTorch's Linear and Conv2d do.
     """
@@ -430,5 +520,7 @@ def fan_in(inputs: int) -> Uniform:
 
 
 def kaiming(inputs: int) -> Normal:
-    """Return the initializer that keeps variances through ReLU layers (He et al., 2015): std sqrt(2 / inputs)."""
+    """Return the initializer that keeps variances through ReLU layers (He et al., 2015): std sqrt(2
+    / inputs).
+    """
     return Normal(sqrt(2 / max(inputs, 1)))

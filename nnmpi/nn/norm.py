@@ -13,24 +13,28 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class BatchNorm(Module):
-    """Normalizes each channel, the last axis: by the batch in training, by running statistics in evaluation.
+    """Normalizes each channel, the last axis: by the batch in training, by running statistics in
+    evaluation.
 
-    Ioffe and Szegedy, "Batch normalization", 2015. One class serves (batch, features) and images alike. Under data
-    parallelism the statistics are those of the global batch, over all ranks: `all_reduce` is set by `DataParallel`.
-    With microbatches (gradient accumulation, pipelines) they are those of each microbatch, over all ranks, and the
-    running statistics take in one microbatch after the other; a forward that is repeated does not change them.
+    Ioffe and Szegedy, "Batch normalization", 2015. One class serves (batch, features) and images
+    alike. Under data parallelism the statistics are those of the global batch, over all ranks:
+    `all_reduce` is set by `DataParallel`. With microbatches (gradient accumulation, pipelines) they
+    are those of each microbatch, over all ranks, and the running statistics take in one microbatch
+    after the other; a forward that is repeated does not change them.
 
     Args:
         num_features: the length of the last axis.
         eps: added to the variance.
-        momentum: the share of a batch in the running statistics (variance with divisor n - 1 there).
+        momentum: the share of a batch in the running statistics (variance with divisor n - 1
+            there).
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         num_features = whole("BatchNorm's num_features", num_features)
         if momentum is None or not 0 <= momentum <= 1 or eps <= 0:
             raise UsageError(
-                f"BatchNorm's momentum is {momentum} and its eps {eps}; give a momentum in 0..1 and an eps above 0"
+                f"BatchNorm's momentum is {momentum} and its eps {eps}; give a momentum in 0..1 and"
+                " an eps above 0"
             )
         self.momentum, self.eps = float(momentum), float(eps)
         self.weight = Parameter((num_features,), Constant(1.0))
@@ -48,21 +52,27 @@ class BatchNorm(Module):
         """
         return self.normalize(x, self.weight, self.bias, self.all_reduce)
 
-    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor, all_reduce: AllReduce | None) -> Tensor:
+    def normalize(
+        self, x: Tensor, weight: Tensor, bias: Tensor, all_reduce: AllReduce | None
+    ) -> Tensor:
         """Normalize x with this weight and bias instead of the layer's own.
 
         Args:
             x: (..., num_features).
-            weight, bias: (num_features,); a rank of a sharded layer gives its part of them, and of x.
-            all_reduce: sums a float64 array over the ranks that share the batch, so that the statistics are those of
-                the whole batch; None where one rank has all of it.
+            weight, bias: (num_features,); a rank of a sharded layer gives its part of them, and of
+                x.
+            all_reduce: sums a float64 array over the ranks that share the batch, so that the
+                statistics are those of the whole batch; None where one rank has all of it.
 
         Errors are those of `forward`.
         """
         if x.shape[-1:] != weight.shape:
-            raise ShapeError(f"batch normalization of {weight.size} channels does not fit shape {x.shape}")
+            raise ShapeError(
+                f"batch normalization of {weight.size} channels does not fit shape {x.shape}"
+            )
         if not current().training:
-            # as operations on tensors, which a compiled step computes anew when the statistics have moved
+            # as operations on tensors, which a compiled step computes anew when the statistics have
+            # moved
             scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
             shift = bias - scale * self.running_mean.data
             result: Tensor = (x * scale + shift).astype(x.dtype)  # float32 in mixed precision
@@ -71,21 +81,27 @@ class BatchNorm(Module):
         return batch_norm(x, weight, bias, self.eps, all_reduce, self._see)[0]
 
     def _see(self, mean: Array, variance: Array, count: Count) -> None:
-        """Update the running statistics, except for an empty batch or a recomputed pass, which was counted before."""
+        """Update the running statistics, except for an empty batch or a recomputed pass, which was
+        counted before.
+        """
         if current().again or isinstance(count, int | float) and not count:
             return
         if isinstance(count, int | float) and count == 1:
             raise ShapeError(
-                "batch normalization has one value per channel, which becomes 0 whatever it is; give a batch size that "
-                "leaves no last batch of one sample, or take LayerNorm"
+                "batch normalization has one value per channel, which becomes 0 whatever it is;"
+                " give a batch size that leaves no last batch of one sample, or take LayerNorm"
             )
         factor = count / at_least_one(count - 1)
         if isinstance(factor, int | float):
             unbiased = variance * factor
-        else:  # a device's count, for which the host does not wait: an empty batch has what there is already
+        else:
+            # a device's count, for which the host does not wait: an empty batch has what there is
+            # already
             xp, some = namespace(factor), count > 0
             mean = xp.where(some, mean, self.running_mean.data)
-            unbiased = xp.where(some, variance * factor.astype(variance.dtype), self.running_variance.data)
+            unbiased = xp.where(
+                some, variance * factor.astype(variance.dtype), self.running_variance.data
+            )
         (self.observe or self.take_in)(mean, unbiased)
 
     def take_in(self, mean: Array, variance: Array) -> None:
@@ -106,11 +122,14 @@ class LayerNorm(Module):
     """
 
     def __init__(self, normalized_shape: int | Shape, eps: float = 1e-5) -> None:
-        lengths = normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+        lengths = (
+            normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+        )
         shape = tuple(whole("LayerNorm's normalized_shape", length) for length in lengths)
         if not shape or eps <= 0:
             raise UsageError(
-                f"LayerNorm's normalized_shape is {shape} and its eps {eps}; give lengths and an eps above 0"
+                f"LayerNorm's normalized_shape is {shape} and its eps {eps}; give lengths and an"
+                " eps above 0"
             )
         self.eps = eps
         self.weight = Parameter(shape, Constant(1.0))
@@ -133,7 +152,8 @@ def _check_features(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 class RMSNorm(Module):
-    """Divides each row by its root mean square (Zhang and Sennrich, 2019): (..., features) -> the same.
+    """Divides each row by its root mean square (Zhang and Sennrich, 2019): (..., features) -> the
+    same.
 
     Args:
         normalized_shape: the length of the last axis.
@@ -142,7 +162,9 @@ class RMSNorm(Module):
 
     def __init__(self, normalized_shape: int, eps: float = 1e-6) -> None:
         self.eps = _positive("eps", eps)
-        self.weight = Parameter((whole("RMSNorm's normalized_shape", normalized_shape),), Constant(1.0))
+        self.weight = Parameter(
+            (whole("RMSNorm's normalized_shape", normalized_shape),), Constant(1.0)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
@@ -152,7 +174,8 @@ class RMSNorm(Module):
 
 
 class GroupNorm(Module):
-    """Normalizes groups of channels of each sample (Wu and He, 2018): (batch, ..., num_channels) -> the same.
+    """Normalizes groups of channels of each sample (Wu and He, 2018): (batch, ..., num_channels) ->
+    the same.
 
     Args:
         num_groups: how many; they divide the channels.
@@ -161,11 +184,17 @@ class GroupNorm(Module):
     """
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5) -> None:
-        self.num_groups, channels = whole("GroupNorm's num_groups", num_groups), whole("num_channels", num_channels)
+        self.num_groups, channels = (
+            whole("GroupNorm's num_groups", num_groups),
+            whole("num_channels", num_channels),
+        )
         if channels % self.num_groups:
             raise UsageError(f"{num_groups} groups do not divide {num_channels} channels")
         self.eps = _positive("eps", eps)
-        self.weight, self.bias = Parameter((channels,), Constant(1.0)), Parameter((channels,), Constant(0.0))
+        self.weight, self.bias = (
+            Parameter((channels,), Constant(1.0)),
+            Parameter((channels,), Constant(0.0)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""

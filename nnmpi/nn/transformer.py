@@ -19,10 +19,11 @@ from nnmpi.tensor.tensor import Tensor
 class CausalSelfAttention(Module):
     """Each position attends to itself and to those before it: (batch, time, features) -> the same.
 
-    Vaswani et al., "Attention is all you need", 2017. One linear layer makes queries, keys and values, side by side
-    in its outputs; `proj` mixes the heads' results. Ranks share out the heads: each has queries, keys and values of its
-    own ones, and the rows of `proj` that read them; so one all-reduce forward and one backward are all (Shoeybi et al.,
-    "Megatron-LM", 2019). With more ranks than heads some have none.
+    Vaswani et al., "Attention is all you need", 2017. One linear layer makes queries, keys and
+    values, side by side in its outputs; `proj` mixes the heads' results. Ranks share out the heads:
+    each has queries, keys and values of its own ones, and the rows of `proj` that read them; so one
+    all-reduce forward and one backward are all (Shoeybi et al., "Megatron-LM", 2019). With more
+    ranks than heads some have none.
 
         2 ranks, 3 heads     qkv  q0 q1 | q2   k0 k1 | k2   v0 v1 | v2     attention  y0 y1 | y2     proj  add up
 
@@ -30,7 +31,8 @@ class CausalSelfAttention(Module):
         features: of x; a multiple of `heads`.
         heads: each works on features / heads of them.
         bias: whether the two linear layers have one.
-        dropout: the probability with which one of the attention's probabilities is dropped in training (see `Dropout`).
+        dropout: the probability with which one of the attention's probabilities is dropped in
+            training (see `Dropout`).
     """
 
     causal = True
@@ -45,8 +47,8 @@ class CausalSelfAttention(Module):
     ) -> None:
         if heads < 1 or features < 1 or features % heads:
             raise UsageError(
-                f"attention of {features} features with {heads} heads does not work; both must be at least 1, "
-                "and the features a multiple of the heads"
+                f"attention of {features} features with {heads} heads does not work; both must be"
+                " at least 1, and the features a multiple of the heads"
             )
         self.features, self.heads, self.dropout = features, heads, Dropout(dropout).p
         self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads, sharding=Sharding.ROW)}
@@ -57,16 +59,20 @@ class CausalSelfAttention(Module):
         """Return the attention's result, of the shape of x. See `ops.attention`."""
         memory, rate = current().memory, self.dropout if current().training else 0.0
         if memory is not None and not self.causal:
-            raise UsageError("text is written by attention to tokens before; this one is not causal")
+            raise UsageError(
+                "text is written by attention to tokens before; this one is not causal"
+            )
         before = None if memory is None else memory.setdefault(self.path, KeyValues())
         place = partial(mask_place, self.path)
         return self.proj(attention(self.qkv(x), self.heads, self.causal, before, rate, place))
 
 
 class MultiheadAttention(CausalSelfAttention):
-    """Each position attends to all of its sequence, as in an encoder: (batch, time, embed_dim) -> the same.
+    """Each position attends to all of its sequence, as in an encoder: (batch, time, embed_dim) ->
+    the same.
 
-    It has queries, keys and values of one sequence; for those of two there is `ops.scaled_dot_product_attention`.
+    It has queries, keys and values of one sequence; for those of two there is
+    `ops.scaled_dot_product_attention`.
 
     Args:
         embed_dim: the length of x's last axis; a multiple of `num_heads`.
@@ -75,7 +81,9 @@ class MultiheadAttention(CausalSelfAttention):
 
     causal = False
 
-    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True) -> None:
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True
+    ) -> None:
         super().__init__(embed_dim, num_heads, bias, dropout)
 
 
@@ -90,18 +98,25 @@ class TransformerBlock(Module):
     Args:
         features: of x; a multiple of `heads`.
         heads: of the attention, which is causal.
-        hidden: the width inside the multilayer perceptron, Linear - GELU (tanh form) - Linear; by default 4 * features.
+        hidden: the width inside the multilayer perceptron, Linear - GELU (tanh form) - Linear; by
+            default 4 * features.
         bias: whether the linear layers have one.
         eps: of the normalizations.
-        dropout: the probability with which an element of what a branch adds is dropped in training, and one of the
-            attention's probabilities.
+        dropout: the probability with which an element of what a branch adds is dropped in training,
+            and one of the attention's probabilities.
         experts: a mixture of experts in the place of the perceptron; then `hidden` says nothing.
     """
 
-    links = (("attention", "attend", ("norm1", "attention", "drops.0")), ("mlp", "feed", ("norm2", "mlp", "drops.1")))
+    links = (
+        ("attention", "attend", ("norm1", "attention", "drops.0")),
+        ("mlp", "feed", ("norm2", "mlp", "drops.1")),
+    )
     sharding: Table = MappingProxyType(
         {
-            **{f"attention.{name}": sharding for name, sharding in CausalSelfAttention.sharding.items()},
+            **{
+                f"attention.{name}": sharding
+                for name, sharding in CausalSelfAttention.sharding.items()
+            },
             "mlp.0": Sharding.COLUMN,
             "mlp.2": Sharding.ROW,
         }
@@ -129,7 +144,9 @@ class TransformerBlock(Module):
             Linear(hidden, features, bias),
         )
         if experts is not None:
-            self.sharding = {name: each for name, each in self.sharding.items() if not name.startswith("mlp.")}
+            self.sharding = {
+                name: each for name, each in self.sharding.items() if not name.startswith("mlp.")
+            }
         self.drops: list[Module] = [Dropout(dropout), Dropout(dropout)]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,9 +1,21 @@
-"""Functional operations on tensors. The basic ones (arithmetic, shapes, indexing ...) are in `nnmpi.tensor`."""
+"""Functional operations on tensors. The basic ones (arithmetic, shapes, indexing ...) are in
+`nnmpi.tensor`.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.ops.activation import gelu, leaky_relu, linear_gelu, log_softmax, relu, sigmoid, silu, softmax, tanh
+from nnmpi.ops.activation import (
+    gelu,
+    leaky_relu,
+    linear_gelu,
+    log_softmax,
+    relu,
+    sigmoid,
+    silu,
+    softmax,
+    tanh,
+)
 from nnmpi.ops.attention import attention, scaled_dot_product_attention
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.conv.transposed import conv_transpose2d
@@ -56,7 +68,8 @@ __all__ = [
 ]
 
 
-_OF_RANKS = "nnmpi.ops.collectives"  # comes with the ranks' part of the package, a seventh of an engine's import
+# comes with the ranks' part of the package, a seventh of an engine's import
+_OF_RANKS = "nnmpi.ops.collectives"
 
 
 def __getattr__(name: str) -> Any:

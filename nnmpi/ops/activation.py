@@ -1,8 +1,10 @@
-"""Activation functions, each beside its derivative: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU and softmax.
+"""Activation functions, each beside its derivative: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU and
+softmax.
 
-GELU is x times a distribution's cumulative function (Hendrycks and Gimpel, 2016), alone or on a linear layer's result.
-There are two forms: the exact one by the error function, and that of GPT-2 by the hyperbolic tangent (`tanh`). Softmax
-and its logarithm are shifted by each row's largest element, so that nothing overflows.
+GELU is x times a distribution's cumulative function (Hendrycks and Gimpel, 2016), alone or on a
+linear layer's result. There are two forms: the exact one by the error function, and that of GPT-2
+by the hyperbolic tangent (`tanh`). Softmax and its logarithm are shifted by each row's largest
+element, so that nothing overflows.
 """
 
 from functools import partial
@@ -32,7 +34,11 @@ class Relu(Elementwise):
 
     def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
-        values, grads, to_x = xp.reshape(y, (y.size,)), xp.reshape(grad, (y.size,)), xp.empty((y.size,), y.dtype)
+        values, grads, to_x = (
+            xp.reshape(y, (y.size,)),
+            xp.reshape(grad, (y.size,)),
+            xp.empty((y.size,), y.dtype),
+        )
         kernels, least = kernels_for(y, "relu_grad"), zero(xp, y.dtype)
         if kernels is not None:
             kernels.relu_grad(xp.ascontiguousarray(grads), values, to_x)
@@ -79,7 +85,8 @@ class SigmoidFunction(Elementwise):
 
     def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
-        to_x = xp.subtract(1, y, out=xp.empty(y.shape, y.dtype))  # with a place also for a number without axes
+        # with a place also for a number without axes
+        to_x = xp.subtract(1, y, out=xp.empty(y.shape, y.dtype))
         return (xp.multiply(xp.multiply(to_x, y, out=to_x), grad, out=to_x),)
 
 
@@ -99,15 +106,18 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return x * sigmoid(x), elementwise: SiLU, also called swish (Elfwing, Uchibe and Doya, 2017)."""
+    """Return x * sigmoid(x), elementwise: SiLU, also called swish (Elfwing, Uchibe and Doya,
+    2017).
+    """
     return require_floating("silu", x) * sigmoid(x)
 
 
 tanh = Tensor.tanh
 
 
-# erfc(x) = t exp(-x^2 + P(t)) for x >= 0, t = 2 / (2 + x): P is smooth, and this is its Chebyshev series in 2 t - 1,
-# computed with 60 digits. In float64 the result is within 4e-16 of the true value.
+# erfc(x) = t exp(-x^2 + P(t)) for x >= 0, t = 2 / (2 + x): P is smooth, and this is its Chebyshev
+# series in 2 t - 1, computed with 60 digits. In float64 the result is within 4e-16 of the true
+# value.
 _ERFC_SERIES = (
     -0.6513268598908547,
     0.6419697923564902,
@@ -140,7 +150,8 @@ _ERFC_SERIES = (
 
 
 class Gelu(Elementwise):
-    """GELU, elementwise. The derivative is computed together with the value, while a block lies in the cache.
+    """GELU, elementwise. The derivative is computed together with the value, while a block lies in
+    the cache.
 
     Args:
         tanh: whether GPT-2's form is meant.
@@ -199,12 +210,15 @@ def gelu_in_place(xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool)
         block = y[part]
         if bias is not None:
             xp.add(block, bias, out=block)
-        form(xp, block, None if slope is None else slope[part], scratch[:, : part.stop - part.start])
+        form(
+            xp, block, None if slope is None else slope[part], scratch[:, : part.stop - part.start]
+        )
     return slope
 
 
 def _exact(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
-    """Turn x into x Phi(x), Phi being the normal distribution's cumulative function; write Phi(x) + x density(x).
+    """Turn x into x Phi(x), Phi being the normal distribution's cumulative function; write Phi(x) +
+    x density(x).
 
     Args:
         xp: the arrays' module, or a recorder's stand-in for it.
@@ -225,10 +239,11 @@ def _exact(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
 def _by_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     """The same in the form of GPT-2, in which Phi is approximated; arguments as for `_exact`.
 
-    y = x s, s = (1 + tanh(x p)) / 2, p = c (1 + 0.044715 x^2), c = sqrt(2 / pi); dy/dx = s + y (1 - s) (6 p - 4 c)
+    y = x s, s = (1 + tanh(x p)) / 2, p = c (1 + 0.044715 x^2), c = sqrt(2 / pi); dy/dx = s + y (1 -
+    s) (6 p - 4 c)
 
-    Where x^2 is too large for the dtype (from 1.9e19 on in float32) dy/dx is NaN: another pass to hold x^2 finite would
-    cost a tenth of the time.
+    Where x^2 is too large for the dtype (from 1.9e19 on in float32) dy/dx is NaN: another pass to
+    hold x^2 finite would cost a tenth of the time.
     """
     c, (p, rest) = sqrt(2 / pi), scratch
     s = rest if slope is None else slope
@@ -240,7 +255,8 @@ def _by_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     if slope is not None:
         xp.subtract(xp.multiply(p, 6, out=p), 4 * c, out=p)
         xp.multiply(p, xp.subtract(1, s, out=rest), out=p)
-        xp.multiply(p, y, out=p)  # last: where 1 - s is 0, p y may be too large, and infinity * 0 is NaN
+        # last: where 1 - s is 0, p y may be too large, and infinity * 0 is NaN
+        xp.multiply(p, y, out=p)
         xp.add(s, p, out=slope)
 
 
@@ -282,7 +298,9 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return with_kernels("bias_gelu", Gelu(tanh), require_floating("gelu", x))
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none"
+) -> Tensor:
     """Return GELU(x W + b), bit for bit what `gelu(linear(...))` gives, in one operation.
 
     Arguments and errors are those of `linear` and `gelu`.
@@ -317,7 +335,10 @@ class SoftmaxFunction(Function):
         return uncut(self, inputs[0], (self.axis,), "adds up all of its axis")
 
     def forward(self, x: Array) -> Array:
-        xp, kernels = self.xp, kernels_for(x, "softmax") if self.axis % x.ndim == x.ndim - 1 else None
+        xp, kernels = (
+            self.xp,
+            kernels_for(x, "softmax") if self.axis % x.ndim == x.ndim - 1 else None,
+        )
         y: Array
         if kernels is not None:
             y = kernels.softmax(xp, x)

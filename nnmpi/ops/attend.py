@@ -1,22 +1,28 @@
 """Scaled dot-product attention of many heads, on views of them: nothing is copied.
 
-Scores lie transposed, a row per key, since sums and maxima over the rows are much faster than along them; and in bands
-of queries, each without gaps:
+Scores lie transposed, a row per key, since sums and maxima over the rows are much faster than along
+them; and in bands of queries, each without gaps:
 
-            queries                 A causal mask leaves out the keys after the query. A band has 64 queries,
-          + + | + + | + +           and the keys up to the last of them, which leaves out most of what is
+            queries                 A causal mask leaves out the keys after the query. A band has 64
+                                    queries,
+          + + | + + | + +           and the keys up to the last of them, which leaves out most of
+                                    what is
           . + | + + | + +           hidden: what lies below (:) does not exist.
     keys  : : | + + | + +
-          : : | . + | + +           From scores to e^(score - top), top being the query's largest score; the
-          : : | : : | + +           result of the products with values is divided by their sum, in the end.
+          : : | . + | + +           From scores to e^(score - top), top being the query's largest
+                                    score; the
+          : : | : : | + +           result of the products with values is divided by their sum, in
+                                    the end.
 
-So probabilities are never written: forward keeps the powers e^(score - top), or computes them again where keys come in
-parts (see `attend_more`), and backward divides the gradient of the result by the sum, which is shorter.
+So probabilities are never written: forward keeps the powers e^(score - top), or computes them again
+where keys come in parts (see `attend_more`), and backward divides the gradient of the result by the
+sum, which is shorter.
 
-A score that is hidden (.) is replaced, whatever it is: NaN in a later query or key reaches no earlier result. But its
-power is 0, and 0 times NaN is NaN: among the same 64 positions NaN in a later value reaches the results before
-it, and NaN in a later key or value the gradients of queries. On a device, whose products leave nothing out, these reach
-all that is before. Keeping them out would cost passes in every call, for a run that has diverged.
+A score that is hidden (.) is replaced, whatever it is: NaN in a later query or key reaches no
+earlier result. But its power is 0, and 0 times NaN is NaN: among the same 64 positions NaN in a
+later value reaches the results before it, and NaN in a later key or value the gradients of queries.
+On a device, whose products leave nothing out, these reach all that is before. Keeping them out
+would cost passes in every call, for a run that has diverged.
 """
 
 from __future__ import annotations
@@ -41,13 +47,15 @@ CAUSAL, ALL = 64, 256
 Heads: TypeAlias = Array  # (batch, heads, time, features), a view
 Trio: TypeAlias = tuple[Heads, Heads, Heads]  # of queries, keys and values, or of their gradients
 Block: TypeAlias = tuple[slice, slice]  # which sequences and heads
-Band: TypeAlias = tuple[int, int, int]  # the first query, the end of queries, the end of the keys that they see
+# the first query, the end of queries, the end of the keys that they see
+Band: TypeAlias = tuple[int, int, int]
 Piece: TypeAlias = tuple[Band, slice]  # a band, and where its powers stand among those of all
 
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Which probabilities are dropped: those of head h, query i and key j have column (h length + i) length + j.
+    """Which probabilities are dropped: those of head h, query i and key j have column (h length +
+    i) length + j.
 
     Attributes:
         rate: the probability with which one is, in [0, 1).
@@ -75,8 +83,8 @@ def attend(
 
     Args:
         xp: the arrays' module, or a recorder's stand-in for it.
-        inputs: q (batch, heads, queries, features), k (batch, heads, keys, features) and v (batch, heads, keys,
-            values); all four arrays have any strides.
+        inputs: q (batch, heads, queries, features), k (batch, heads, keys, features) and v (batch,
+            heads, keys, values); all four arrays have any strides.
         y: (batch, heads, queries, values).
         causal: whether query i sees the keys up to i alone; there are as many of both, then.
         keep: whether `attend_grad` will be called.
@@ -93,7 +101,12 @@ def attend(
 
 
 def attend_grad(
-    xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
+    xp: Any,
+    grad: Heads,
+    kept: Residuals,
+    places: Trio,
+    causal: bool,
+    drop: AttentionDropout | None = None,
 ) -> None:
     """Write the gradients of q, k and v.
 
@@ -122,7 +135,8 @@ def attend_more(
     kept: Array | None = None,
     first: bool = False,
 ) -> None:
-    """Let queries attend to some more keys (Milakov and Gimelshein, "Online normalizer calculation", 2018).
+    """Let queries attend to some more keys (Milakov and Gimelshein, "Online normalizer
+    calculation", 2018).
 
         top'   = max(top, scores of the new keys)
         total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
@@ -133,7 +147,8 @@ def attend_more(
         xp: as for `attend`.
         inputs: q, k and v, as for `attend`, in the dtype of the sums.
         sums: (batch, heads, queries, values), 0 at first.
-        top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each query one.
+        top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each
+            query one.
         which: queries and keys these are.
         kept: room for the powers, (n,); None where they are computed again.
         first: whether these are the first keys; what sums, top and total were is not read then.
@@ -160,7 +175,9 @@ def attend_more(
             gemm(xp, _left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
             if not first:
                 shrink = xp.exp(own[0] - new[0])
-                for before, more, factor in zip(own[1:], new[1:], (shrink, shrink[..., None]), strict=True):
+                for before, more, factor in zip(
+                    own[1:], new[1:], (shrink, shrink[..., None]), strict=True
+                ):
                     xp.add(xp.multiply(before, factor, out=before), more, out=before)
                 xp.copyto(own[0], new[0])
 
@@ -178,8 +195,8 @@ def attend_more_grad(
 ) -> None:
     """Add the gradients of queries, and of some of the keys and values.
 
-    The softmax's derivative needs, per query, sum_k P dP; that is the product of the result and its gradient (Dao
-    et al., "FlashAttention", 2022), which is shorter.
+    The softmax's derivative needs, per query, sum_k P dP; that is the product of the result and its
+    gradient (Dao et al., "FlashAttention", 2022), which is shorter.
 
     Args:
         xp: as for `attend`.
@@ -190,7 +207,8 @@ def attend_more_grad(
         places: where their gradients are added up.
         which: queries and keys these are.
         kept: the powers that `attend_more` kept; None to compute them again.
-        first: whether the gradients are written, and not added; queries and keys must be all there are, then.
+        first: whether the gradients are written, and not added; queries and keys must be all there
+            are, then.
     """
     (q, k, v), (to_q, to_k, to_v) = inputs, places
     scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q)
@@ -205,7 +223,8 @@ def attend_more_grad(
         scaled = scaled_all[: len(qb), : qb.shape[1]]
         xp.multiply(gb, scale, out=scaled)
         less = xp.multiply(inner[block], scale, out=xp.empty(gb.shape[:3], q.dtype))
-        for (i, j, seen), part in reversed(pieces):  # the last queries see all keys: they write, the others add
+        for (i, j, seen), part in reversed(pieces):
+            # the last queries see all keys: they write, the others add
             shape = (*qb.shape[:2], seen, j - i)
             d, p = _piece(None, d_all, part, shape), _piece(kept, room, part, shape)
             if top is not None:
@@ -254,7 +273,8 @@ class KeyBlock:
         return self.causal and self.queries == self.keys
 
     def scores(self, xp: Any, k: Heads, q: Heads, first: int, out: Array) -> Array:
-        """Write (batch, heads, keys, queries) to `out`, for some of the queries from the first on; return it.
+        """Write (batch, heads, keys, queries) to `out`, for some of the queries from the first on;
+        return it.
 
         Where a key is hidden, that is -inf.
         """
@@ -267,7 +287,8 @@ class KeyBlock:
     def mark(self, p: Array, block: Block, first: int) -> None:
         """Turn the sign of the powers whose probabilities are dropped.
 
-        So one array is both: the powers are |p|, and what is left of them max(p, 0) times `AttentionDropout.factor`.
+        So one array is both: the powers are |p|, and what is left of them max(p, 0) times
+        `AttentionDropout.factor`.
 
         Args:
             p: (sequences, heads, keys, some queries), changed in place.
@@ -285,12 +306,15 @@ class KeyBlock:
         )
         length = xp.uint32(self.length)
         places = (heads[:, None, None] * length + rows) * length + columns[:, None]
-        bits = random_bits(xp, drop.first_row + block[0].start, count[0], places.reshape(-1), drop.key)
+        bits = random_bits(
+            xp, drop.first_row + block[0].start, count[0], places.reshape(-1), drop.key
+        )
         dropped = (bits < xp.uint32(least_kept(drop.rate))).reshape(count)
         p[...] = xp.where(dropped, -p, p)
 
     def pieces(self, q: Heads) -> list[tuple[Block, list[Piece]]]:
-        """Return the sequences and heads whose scores are computed together, the most of them first, and their bands.
+        """Return the sequences and heads whose scores are computed together, the most of them
+        first, and their bands.
 
         Without queries there are none.
         """
@@ -310,7 +334,9 @@ def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
 
 
 def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[Shape, int]:
-    """Return the shape of the largest block of queries, and how many scores its largest piece has."""
+    """Return the shape of the largest block of queries, and how many scores its largest piece
+    has.
+    """
     if not blocks:
         return (0, 0, *q.shape[2:]), 0
     block, pieces = blocks[0]
@@ -318,19 +344,25 @@ def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[Shape, 
 
 
 def _piece(kept: Array | None, room: Array, part: slice, shape: Shape) -> Array:
-    """Return where a piece lies: its own part of what is kept, or the beginning of the room that all use."""
+    """Return where a piece lies: its own part of what is kept, or the beginning of the room that
+    all use.
+    """
     place = room[: part.stop - part.start] if kept is None else kept[part]
     return place.reshape(shape)
 
 
 def _like_packed(xp: Any, like: Heads, shape: Shape) -> Heads:
-    """Return room, (batch, heads, time, features), with time before heads as in the packed projection."""
+    """Return room, (batch, heads, time, features), with time before heads as in the packed
+    projection.
+    """
     batch, heads, time, features = shape
     return xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
 
 
 def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
-    """Yield the sequences and heads whose scores are computed together; the first block is the largest."""
+    """Yield the sequences and heads whose scores are computed together; the first block is the
+    largest.
+    """
     batch, heads = q.shape[:2]
     scores = max([1, *(keys * (j - i) for i, j, _ in bands)])
     fit = 4 * ELEMENTS // scores if type(q) is np.ndarray else batch * heads
@@ -344,6 +376,7 @@ def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
 def _bound(xp: ModuleType, n: int, dtype: Dtype) -> Array:
     """Return -inf where a key (of n) comes after the query (of n), else NaN.
 
-    `fmin` of scores and this is -inf where the key is hidden, also for a score of NaN, and else the score.
+    `fmin` of scores and this is -inf where the key is hidden, also for a score of NaN, and else the
+    score.
     """
     return xp.where(xp.arange(n)[:, None] > xp.arange(n), -inf, nan).astype(dtype)

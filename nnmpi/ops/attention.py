@@ -1,10 +1,11 @@
-"""Scaled dot-product attention with several heads (Vaswani et al., "Attention is all you need", 2017).
+"""Scaled dot-product attention with several heads (Vaswani et al., "Attention is all you need",
+2017).
 
     P = softmax(Q K^T / sqrt(features))       Y = P V          all per sequence and head
 
-Everything runs on views of the heads, (batch, heads, time, features) with any strides: the matrix products read the
-packed projection as it lies and write the result, and the gradients, where they belong; no head is ever copied. What a
-causal mask does to NaN is told in `attend`.
+Everything runs on views of the heads, (batch, heads, time, features) with any strides: the matrix
+products read the packed projection as it lies and write the result, and the gradients, where they
+belong; no head is ever copied. What a causal mask does to NaN is told in `attend`.
 """
 
 from collections.abc import Callable
@@ -26,12 +27,15 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def attention_for(array: Array) -> Any:
-    """Return what has `attend` and `attend_grad` for these arrays: a device's kernels, or the module `attend`."""
+    """Return what has `attend` and `attend_grad` for these arrays: a device's kernels, or the
+    module `attend`.
+    """
     return kernels_for(array, "attend") or plain
 
 
 def over_ranks(function: Function, cut: TensorCut, kernels: Any) -> Any:
-    """Return the same for positions of which each rank has some: it exchanges what attention needs of the others.
+    """Return the same for positions of which each rank has some: it exchanges what attention needs
+    of the others.
 
     Raises:
         LayoutError: where the ranks have no such way, or not whole positions.
@@ -58,7 +62,9 @@ class Attention(Function):
         self.causal, self.kernels = causal, kernels
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as queries, keys and values, where each rank has whole heads."""
+        """Return how the result lies on the ranks: as queries, keys and values, where each rank has
+        whole heads.
+        """
         first = alike(self, inputs, "needs queries, keys and values of the same heads")
         if first.cut.axis == 2:
             self.kernels = over_ranks(self, first.cut, self.kernels)
@@ -69,7 +75,11 @@ class Attention(Function):
         xp = self.xp
         y: Array = xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
         # with more ranks than heads some have none
-        residuals = self.kernels.attend(xp, (q, k, v), y, self.causal, True in self.needs) if q.shape[1] else None
+        residuals = (
+            self.kernels.attend(xp, (q, k, v), y, self.causal, True in self.needs)
+            if q.shape[1]
+            else None
+        )
         self.saved = (residuals, [each.shape for each in (q, k, v)])
         return y
 
@@ -78,11 +88,14 @@ class Attention(Function):
         places = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
         if residuals is not None:
             self.kernels.attend_grad(self.xp, grad, residuals, places, self.causal)
-        return tuple(each if needed else None for each, needed in zip(places, self.needs, strict=True))
+        return tuple(
+            each if needed else None for each, needed in zip(places, self.needs, strict=True)
+        )
 
 
 class KeyValues:
-    """The keys and values of the tokens that an attention has seen, of sequences that are written token by token.
+    """The keys and values of the tokens that an attention has seen, of sequences that are written
+    token by token.
 
         | k0 k1 k2 | k3 |  room  |        the room is doubled when it is used up, so that nothing is copied each time
 
@@ -106,12 +119,16 @@ class KeyValues:
         """
         if self.count and k.shape[2] != 1:
             raise UsageError(
-                f"{k.shape[2]} tokens come behind {self.count} others; after the first pass, give one each"
+                f"{k.shape[2]} tokens come behind {self.count} others; after the first pass, give"
+                " one each"
             )
         start, self.count = self.count, self.count + k.shape[2]
         if not self._room or self.count > self._room[0].shape[2]:
             old = self._room
-            self._room = [xp.empty((*each.shape[:2], 2 * self.count, each.shape[3]), each.dtype) for each in (k, v)]
+            self._room = [
+                xp.empty((*each.shape[:2], 2 * self.count, each.shape[3]), each.dtype)
+                for each in (k, v)
+            ]
             for room, before in zip(self._room, old, strict=False):
                 room[:, :, :start] = before[:, :, :start]
         for room, new in zip(self._room, (k, v), strict=True):
@@ -120,16 +137,18 @@ class KeyValues:
 
 
 class PackedAttention(Function):
-    """The same for (batch, time, 3 features): queries, keys and values side by side, each the heads side by side.
+    """The same for (batch, time, 3 features): queries, keys and values side by side, each the heads
+    side by side.
 
     Args:
         heads: their number.
         causal, kernels: as for `Attention`.
         before: the tokens before these, which are added to them; None for none.
-        rate: the probability with which a probability is set to 0, the others being scaled up, so that the mean stays.
-        place: returns the key and the first row, asked in every forward pass; None without dropout. The mask is a
-            function of the key, the sequence's place in the global batch, head, query and key of attention: every
-            layout drops the same ones.
+        rate: the probability with which a probability is set to 0, the others being scaled up, so
+            that the mean stays.
+        place: returns the key and the first row, asked in every forward pass; None without dropout.
+            The mask is a function of the key, the sequence's place in the global batch, head, query
+            and key of attention: every layout drops the same ones.
     """
 
     __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "place", "rate")
@@ -147,10 +166,12 @@ class PackedAttention(Function):
     ) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
         self.rate, self.place = rate, place
-        self.first, self.length = 0, 0  # of the heads that this rank has; of sequences that lie on several ranks
+        # of the heads that this rank has; of sequences that lie on several ranks
+        self.first, self.length = 0, 0
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: by positions, or by heads, where q, k and v are each cut by heads.
+        """Return how the result lies on the ranks: by positions, or by heads, where q, k and v are
+        each cut by heads.
 
         q0 q1 q2 k0 k1 k2 v0 v1 v2   over 2 ranks:   rank 0  q0 q1 k0 k1 v0 v1      rank 1  q2 k2 v2
         """
@@ -185,13 +206,23 @@ class PackedAttention(Function):
         (heads,) = self._split(y, 1)
         drop: tuple[AttentionDropout, ...] = ()
         if self.place is not None:
-            drop = (AttentionDropout(self.rate, *self.place()).from_head(self.first, self.length or time),)
-        self.saved = (self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop), drop)
+            drop = (
+                AttentionDropout(self.rate, *self.place()).from_head(
+                    self.first, self.length or time
+                ),
+            )
+        self.saved = (
+            self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop),
+            drop,
+        )
         return y
 
     def _go_on(self, before: KeyValues, qkv: Array, y: Array) -> None:
-        """Attend to the tokens before, too. A recording calls it as a whole, as there are more of them each time."""
-        xp, causal = namespace(qkv), self.causal and not before.count  # one token behind others sees all
+        """Attend to the tokens before, too. A recording calls it as a whole, as there are more of
+        them each time.
+        """
+        # one token behind others sees all
+        xp, causal = namespace(qkv), self.causal and not before.count
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
         self.kernels.attend(xp, (q, *before.extend(xp, k, v)), heads, causal, False)
@@ -233,40 +264,50 @@ def attention(
     """Return multi-head attention of a packed projection, the heads side by side.
 
     Args:
-        qkv: (batch, time, 3 * features): queries, keys, values; in each the heads one after the other.
+        qkv: (batch, time, 3 * features): queries, keys, values; in each the heads one after the
+            other.
         heads: their number; `features` is a multiple of it.
-        causal: whether each position sees only itself and those before it. A NaN in a later value may still come
-            through; one in a later query or key does not.
-        before: keys and values of the tokens before, to which these are added; there is no backward pass then.
-        dropout: the probability with which a probability is dropped, the others being divided by 1 - dropout.
-        place: returns what the dropped ones depend on, as for `ops.dropout`; needed where dropout is not 0.
+        causal: whether each position sees only itself and those before it. A NaN in a later value
+            may still come through; one in a later query or key does not.
+        before: keys and values of the tokens before, to which these are added; there is no backward
+            pass then.
+        dropout: the probability with which a probability is dropped, the others being divided by 1
+            - dropout.
+        place: returns what the dropped ones depend on, as for `ops.dropout`; needed where dropout
+            is not 0.
 
     Returns:
         (batch, time, features), in the dtype of qkv; in a mode of mixed precision in the lower one.
 
     Raises:
         ShapeError: when qkv is not of three axes, or the last is no multiple of 3 * heads.
-        UsageError: when there are no heads, or dropout is not in [0, 1), has no place, or comes with `before`.
+        UsageError: when there are no heads, or dropout is not in [0, 1), has no place, or comes
+            with `before`.
         DtypeError: when qkv is not floating point.
     """
     if heads < 1:
         raise UsageError(f"attention needs at least 1 head, not {heads}")
     if qkv.ndim != 3 or qkv.shape[2] % (3 * heads) or not qkv.shape[2]:
         raise ShapeError(
-            f"attention with {heads} heads needs (batch, time, 3 * features) with features a multiple of {heads}, "
-            f"not {qkv.shape}"
+            f"attention with {heads} heads needs (batch, time, 3 * features) with features a"
+            f" multiple of {heads}, not {qkv.shape}"
         )
     if not 0 <= dropout < 1 or (dropout and (place is None or before is not None)):
         raise UsageError(
-            f"attention's dropout is a probability in [0, 1) and needs a place, and nothing before; not {dropout}"
+            "attention's dropout is a probability in [0, 1) and needs a place, and nothing before;"
+            f" not {dropout}"
         )
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     kind = DroppedAttention if dropout else PackedAttention
-    function = kind(heads, causal, attention_for(packed.data), before, dropout, place if dropout else None)
+    function = kind(
+        heads, causal, attention_for(packed.data), before, dropout, place if dropout else None
+    )
     return with_kernels("attend", function, packed)
 
 
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
+) -> Tensor:
     """Return softmax(q k^T / sqrt(features)) v, for each sequence and head.
 
     Vaswani et al., "Attention is all you need", 2017.
@@ -275,11 +316,13 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: boo
         q: (batch, heads, queries, features).
         k: (batch, heads, keys, features).
         v: (batch, heads, keys, values).
-        causal: whether each query sees only the keys up to its own position; there are as many of both, then. A NaN in
-            a later value may still come through; one in a later query or key does not.
+        causal: whether each query sees only the keys up to its own position; there are as many of
+            both, then. A NaN in a later value may still come through; one in a later query or key
+            does not.
 
     Returns:
-        (batch, heads, queries, values), in the dtype of q; in a mode of mixed precision in the lower one.
+        (batch, heads, queries, values), in the dtype of q; in a mode of mixed precision in the
+        lower one.
 
     Raises:
         ShapeError: when the shapes do not fit together, or there are no keys or features.
@@ -287,9 +330,19 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: boo
     """
     shapes = f"queries {q.shape}, keys {k.shape} and values {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ShapeError(f"attention needs (batch, heads, time, features) of the same batch and heads, not {shapes}")
-    if q.shape[3] != k.shape[3] or k.shape[2] != v.shape[2] or 0 in (k.shape[2], q.shape[3], q.shape[1]):
-        raise ShapeError(f"attention needs keys, as many values, and features as long as the queries', not {shapes}")
+        raise ShapeError(
+            "attention needs (batch, heads, time, features) of the same batch and heads, not"
+            f" {shapes}"
+        )
+    if (
+        q.shape[3] != k.shape[3]
+        or k.shape[2] != v.shape[2]
+        or 0 in (k.shape[2], q.shape[3], q.shape[1])
+    ):
+        raise ShapeError(
+            "attention needs keys, as many values, and features as long as the queries', not"
+            f" {shapes}"
+        )
     if causal and q.shape[2] != k.shape[2]:
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
     reads = read_as("attention", require_floating("attention", q), k, v)

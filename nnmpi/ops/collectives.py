@@ -3,8 +3,9 @@
     all_reduce  all_gather  reduce_scatter  all_to_all      for any program: each rank's own -> each rank's own
     the others                                              what strategies take, in adjoint pairs
 
-Seen from all ranks together an exchange is a linear map, and its backward the transposed one. A replicated ("whole")
-activation counts as one vector that every rank has a copy of, and its gradient is replicated, too:
+Seen from all ranks together an exchange is a linear map, and its backward the transposed one. A
+replicated ("whole") activation counts as one vector that every rank has a copy of, and its gradient
+is replicated, too:
 
     forward                       backward                      of
 
@@ -15,11 +16,13 @@ activation counts as one vector that every rank has a copy of, and its gradient 
     a b c      -> abc abc abc     sums of a, of b, of c         gather_summing_grads   parts -> each rank's own
     abc        -> a b c           a.. .b. ..c                   take_part        each rank's own -> parts
 
-`gather_summing_grads` is `copy` after `gather`, in one message; it is `all_gather`, its adjoint `reduce_scatter`, and
-`all_reduce` is `copy` after `sum_over_ranks`: the loss behind the public ones is the sum of the ranks' losses.
+`gather_summing_grads` is `copy` after `gather`, in one message; it is `all_gather`, its adjoint
+`reduce_scatter`, and `all_reduce` is `copy` after `sum_over_ranks`: the loss behind the public ones
+is the sum of the ranks' losses.
 
-Every rank records the same operations in the same order, so the collectives of a backward pass match as those of the
-forward pass do. On a group of one rank all of them are the identity. Arrays on a device travel as `comm.buffers` says.
+Every rank records the same operations in the same order, so the collectives of a backward pass
+match as those of the forward pass do. On a group of one rank all of them are the identity. Arrays
+on a device travel as `comm.buffers` says.
 """
 
 from collections.abc import Sequence
@@ -44,7 +47,9 @@ CATEGORY = "tensor"  # of this package's events in a timeline
 
 
 def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
-    """Return the sum of the ranks' arrays, all of one shape; in `out` where that is given. `array` stays as it is."""
+    """Return the sum of the ranks' arrays, all of one shape; in `out` where that is given. `array`
+    stays as it is.
+    """
     if out is None:
         out = namespace(array).empty(array.shape, dtype=array.dtype)
     out[...] = array
@@ -64,7 +69,9 @@ def sum_in_place(group: Group, array: Array) -> Array:
 class _Regions:
     """Where the ranks' parts lie in an activation, given one of its forms."""
 
-    def __init__(self, group: Group, placement: Placement, shape: tuple[int, ...], is_whole: bool) -> None:
+    def __init__(
+        self, group: Group, placement: Placement, shape: tuple[int, ...], is_whole: bool
+    ) -> None:
         self.group = group
         axis = placement.axis % len(shape)
         if not is_whole:
@@ -74,12 +81,14 @@ class _Regions:
             shape = (*shape[:axis], placement.once * repeats, *shape[axis + 1 :])
         elif placement.repeats is not None and shape[axis] != placement.once * placement.repeats:
             raise ShapeError(
-                f"an activation of shape {shape} came where the model was sharded for one with "
-                f"{placement.once * placement.repeats} in dimension {axis}; shard the model for the "
-                "samples that it gets"
+                f"an activation of shape {shape} came where the model was sharded for one with"
+                f" {placement.once * placement.repeats} in dimension {axis}; shard the model for"
+                " the samples that it gets"
             )
         self.whole = shape
-        self.parts: list[Region] = [placement.region(shape, axis, group.size, rank) for rank in range(group.size)]
+        self.parts: list[Region] = [
+            placement.region(shape, axis, group.size, rank) for rank in range(group.size)
+        ]
         self.own = self.parts[group.rank]
 
     @property
@@ -91,8 +100,9 @@ class _Regions:
         """Return the whole array, given this rank's part of it."""
         if part.shape != self.own.local_shape:
             raise ShapeError(
-                f"rank {self.group.rank} of {self.group.size} has {part.shape} of an activation {self.whole}, of which "
-                f"{self.own.local_shape} is its part; the layers were sharded for other sizes"
+                f"rank {self.group.rank} of {self.group.size} has {part.shape} of an activation"
+                f" {self.whole}, of which {self.own.local_shape} is its part; the layers were"
+                " sharded for other sizes"
             )
         xp = namespace(part)
         whole: Array = xp.empty(self.whole, dtype=part.dtype)
@@ -117,7 +127,9 @@ class _Regions:
 
     def reduce_scatter(self, whole: Array) -> Array:
         """Return this rank's part of the sum over the ranks."""
-        flat = namespace(whole).concatenate([region.take(whole).reshape(-1) for region in self.parts])
+        flat = namespace(whole).concatenate(
+            [region.take(whole).reshape(-1) for region in self.parts]
+        )
         with self.group.meeting("reduce-scatter", None, CATEGORY, {"bytes": flat.nbytes}):
             own = self.group.reduce_scatter_v(flat, self.counts)
         return own.reshape(self.own.local_shape)
@@ -169,7 +181,9 @@ class Redistribute(Function):
         self.way, self.group, self.placement = way, group, placement
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on ranks of another group: as before, where they share another axis."""
+        """Return how the result lies on ranks of another group: as before, where they share another
+        axis.
+        """
         return uncut(self, inputs[0], (self.placement.axis,), "exchanges parts of that axis")
 
     def forward(self, x: Array) -> Array:
@@ -183,7 +197,9 @@ class Redistribute(Function):
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Return x, replicated, for a computation that differs from rank to rank: its gradients are summed."""
+    """Return x, replicated, for a computation that differs from rank to rank: its gradients are
+    summed.
+    """
     return x if group.size == 1 else RankSum(group, False, True)(x)
 
 
@@ -191,7 +207,8 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tenso
     """Return the sum over the ranks of x, all of one shape, plus a bias; replicated.
 
     Args:
-        x: (..., features), this rank's summand, just computed: the sum overwrites its array, which nothing else uses.
+        x: (..., features), this rank's summand, just computed: the sum overwrites its array, which
+            nothing else uses.
         group: the ranks.
         bias: (features,), replicated; added once.
     """
@@ -236,7 +253,9 @@ class AllToAll(Function):
 
     __slots__ = ("axis", "group", "receives", "sends")
 
-    def __init__(self, group: Group, sends: Sequence[int], receives: Sequence[int], axis: int = 0) -> None:
+    def __init__(
+        self, group: Group, sends: Sequence[int], receives: Sequence[int], axis: int = 0
+    ) -> None:
         self.group, self.sends, self.receives, self.axis = group, sends, receives, axis
 
     def forward(self, x: Array) -> Array:
@@ -254,14 +273,22 @@ class AllToAll(Function):
 
 
 def _agreed(
-    name: str, x: Any, group: Group, axis: int | None, lengths: Sequence[int] | None = None, cut: bool = False
+    name: str,
+    x: Any,
+    group: Group,
+    axis: int | None,
+    lengths: Sequence[int] | None = None,
+    cut: bool = False,
 ) -> tuple[Tensor, list[list[int]]]:
-    """Return a tensor, and of each rank its length along the axis or, where it is cut, those of its parts. Collective.
+    """Return a tensor, and of each rank its length along the axis or, where it is cut, those of its
+    parts. Collective.
 
-    A recorded step agrees again each time: a rank whose shapes are new records anew while the others replay.
+    A recorded step agrees again each time: a rank whose shapes are new records anew while the
+    others replay.
 
     Raises:
-        CommError: on all ranks, when operations, axes, dtypes or other lengths differ, or a replay has other lengths.
+        CommError: on all ranks, when operations, axes, dtypes or other lengths differ, or a replay
+            has other lengths.
         ShapeError: on all ranks, when some have no such axis, or lengths do not make up the tensor.
         UsageError: for lengths in a recorded step.
     """
@@ -279,21 +306,27 @@ def _agreed(
     except (IndexError, TypeError):
         whose = f"rank {group.rank} has {x.shape}"
         fault = (
-            f"{name}: {whose}, with no axis {axis!r}, or lengths {lengths!r}; give one of its axes, and whole numbers"
+            f"{name}: {whose}, with no axis {axis!r}, or lengths {lengths!r}; give one of its axes,"
+            " and whole numbers"
         )
 
     def meet() -> list[list[int]]:
         told = group.gather([fault, [*what, *rest], own, known])
         for rank_fault in filter(None, (each[0] for each in told)):
             raise ShapeError(rank_fault)
-        problems = "the ranks are in different operations", "the ranks' tensors differ beyond that axis"
-        refuse_different([each[1] for each in told], lambda number: problems[number > 0], "give like ones")
+        problems = (
+            "the ranks are in different operations",
+            "the ranks' tensors differ beyond that axis",
+        )
+        refuse_different(
+            [each[1] for each in told], lambda number: problems[number > 0], "give like ones"
+        )
         now = [each[2] for each in told]
         for before in (each[3] for each in told):
             if before not in ([], now):
                 raise CommError(
-                    f"{name} inside a compiled step was recorded for lengths {before}, and the ranks have {now}; give "
-                    "each call the same, or do not compile this step"
+                    f"{name} inside a compiled step was recorded for lengths {before}, and the"
+                    f" ranks have {now}; give each call the same, or do not compile this step"
                 )
         known[:] = now
         return now
@@ -302,14 +335,15 @@ def _agreed(
     for rank, (whole, *parts) in enumerate(everyones if cut else ()):
         if len(parts) != group.size or sum(parts) != whole or min(parts) < 0:
             raise ShapeError(
-                f"lengths {parts} do not cut the {whole} that rank {rank} has for {group.size} ranks; "
-                f"give {group.size} lengths that add up to {whole}"
+                f"lengths {parts} do not cut the {whole} that rank {rank} has for {group.size}"
+                f" ranks; give {group.size} lengths that add up to {whole}"
             )
     return x, [each[cut:] for each in everyones]
 
 
 def all_reduce(x: Any, group: Group) -> Tensor:
-    """Return the sum of the ranks' tensors, on every rank; gradients are summed, too. Collective, as its backward is.
+    """Return the sum of the ranks' tensors, on every rank; gradients are summed, too. Collective,
+    as its backward is.
 
     >>> import nnmpi
     >>> def program(group):
@@ -332,7 +366,8 @@ def all_reduce(x: Any, group: Group) -> Tensor:
 
 
 def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
-    """Return the ranks' tensors one behind the other, on every rank; its backward is a `reduce_scatter`. Collective.
+    """Return the ranks' tensors one behind the other, on every rank; its backward is a
+    `reduce_scatter`. Collective.
 
     Args:
         x: of any length along the axis, and otherwise like the others' tensors.
@@ -343,11 +378,19 @@ def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
         CommError, ShapeError: on all ranks, when tensors do not fit together.
     """
     x, lengths = _agreed("all_gather", x, group, axis)
-    return redistribute("gather_summing_grads", x, group, LengthsPlacement.of([n for (n,) in lengths], axis % x.ndim))
+    return redistribute(
+        "gather_summing_grads",
+        x,
+        group,
+        LengthsPlacement.of([n for (n,) in lengths], axis % x.ndim),
+    )
 
 
-def reduce_scatter(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
-    """Return this rank's part of the sum of the ranks' tensors; its backward is an `all_gather`. Collective.
+def reduce_scatter(
+    x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0
+) -> Tensor:
+    """Return this rank's part of the sum of the ranks' tensors; its backward is an `all_gather`.
+    Collective.
 
     Args:
         x: any shape, the same on all ranks.
@@ -360,11 +403,14 @@ def reduce_scatter(x: Any, group: Group, lengths: Sequence[int] | None = None, a
     """
     x, everyones = _agreed("reduce_scatter", x, group, axis, lengths, True)
     refuse_different(everyones, "the ranks' lengths differ", "give all ranks the same")
-    return redistribute("reduce_scatter", x, group, LengthsPlacement.of(everyones[0], axis % x.ndim))
+    return redistribute(
+        "reduce_scatter", x, group, LengthsPlacement.of(everyones[0], axis % x.ndim)
+    )
 
 
 def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
-    """Return what every rank has for this one, in the order of ranks; gradients go back the same way. Collective.
+    """Return what every rank has for this one, in the order of ranks; gradients go back the same
+    way. Collective.
 
     >>> import nnmpi, numpy as np
     >>> def program(group):
@@ -376,7 +422,8 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
     Args:
         x: of any length along the axis, and otherwise like the others' tensors.
         group: the ranks.
-        lengths: how much of x goes to each rank, in order; by default as much as `shard.split` gives it.
+        lengths: how much of x goes to each rank, in order; by default as much as `shard.split`
+            gives it.
         axis: along which x is cut, and what comes is joined.
 
     Raises:
@@ -385,12 +432,16 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
     x, everyones = _agreed("all_to_all", x, group, axis, lengths, True)
     if group.size == 1:
         return x
-    return AllToAll(group, everyones[group.rank], [each[group.rank] for each in everyones], axis % x.ndim)(x)
+    return AllToAll(
+        group, everyones[group.rank], [each[group.rank] for each in everyones], axis % x.ndim
+    )(x)
 
 
 @dataclass(frozen=True)
 class PartExchange:
-    """What the ranks of a tensor group exchange of tensors that say which parts they are; a `TensorGroup`."""
+    """What the ranks of a tensor group exchange of tensors that say which parts they are; a
+    `TensorGroup`.
+    """
 
     group: Group
     depth = 1  # sequences are shared out before layers

@@ -1,4 +1,6 @@
-"""Dropout whose mask is a function of a key and the sample's place in the global batch: the same under any layout."""
+"""Dropout whose mask is a function of a key and the sample's place in the global batch: the same
+under any layout.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -40,12 +42,18 @@ class DropoutFunction(Function):
         self.columns: Array | None = None
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before; elements have their places in the whole row."""
+        """Return how the result lies on the ranks: as before; elements have their places in the
+        whole row.
+        """
         (x,) = inputs
         cut, row = x.cut, x.shape[1:]
         uncut(self, x, (0,), "needs whole rows")
         own = cut.placement.region(row, cut.axis - 1, cut.group.size, cut.group.rank)
-        self.columns = _places(own) if self.columns is None else own.take(self.columns.reshape(row)).reshape(-1)
+        self.columns = (
+            _places(own)
+            if self.columns is None
+            else own.take(self.columns.reshape(row)).reshape(-1)
+        )
         return uncut(self, x, (), "")
 
     def forward(self, x: Array) -> Array:
@@ -56,7 +64,9 @@ class DropoutFunction(Function):
             self.saved = (kernels, (self.rate, key, first_row, columns))
             return kernels.dropout(xp, x, *self.saved[1])
         rows = x.shape[0] if x.ndim else 1
-        bits = random_bits(xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key)
+        bits = random_bits(
+            xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key
+        )
         kept = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
         factor = kept * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
         self.saved = (None, factor)
@@ -69,7 +79,9 @@ class DropoutFunction(Function):
 
 @lru_cache(maxsize=16)
 def _places(part: Region) -> Array:
-    """Return the places that a part's elements have in the whole: it takes longer than to draw the mask."""
+    """Return the places that a part's elements have in the whole: it takes longer than to draw the
+    mask.
+    """
     whole = np.arange(prod(part.shape), dtype=np.uint32).reshape(part.shape)
     return part.take(whole).reshape(-1)
 
@@ -86,9 +98,9 @@ def dropout(
 
     Args:
         x: (rows, ...); a row is a sample.
-        key: two 32-bit numbers (`backend.random.key_pair`): another pair for every step and layer. Or what returns
-            them and the first row; it is asked in every pass, also when a compiled step is replayed. Layers of
-            `nn.Dropout` have one.
+        key: two 32-bit numbers (`backend.random.key_pair`): another pair for every step and layer.
+            Or what returns them and the first row; it is asked in every pass, also when a compiled
+            step is replayed. Layers of `nn.Dropout` have one.
         first_row: the place in the global batch of x's first row.
 
     Raises:
@@ -98,8 +110,8 @@ def dropout(
         raise UsageError(f"dropout's p is a probability in [0, 1), not {p}")
     if not callable(key) and not isinstance(key, tuple):
         raise UsageError(
-            f"dropout needs a key, from which the mask is drawn, not {key}; a layer brings its own: "
-            f"self.drop = nn.Dropout({p}) in __init__, self.drop(x) in forward"
+            f"dropout needs a key, from which the mask is drawn, not {key}; a layer brings its own:"
+            f" self.drop = nn.Dropout({p}) in __init__, self.drop(x) in forward"
         )
     place = key if callable(key) else lambda: (key, first_row)
     if p == 0:

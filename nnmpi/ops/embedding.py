@@ -22,7 +22,8 @@ class EmbeddingFunction(Function):
     """table[indices]; an entry that is picked twice gets the sum of both rows' gradients.
 
     Args:
-        reads: the dtype of the rows, the lower one in mixed precision; the gradient is of the table's.
+        reads: the dtype of the rows, the lower one in mixed precision; the gradient is of the
+            table's.
     """
 
     __slots__ = ("reads",)
@@ -57,18 +58,24 @@ class EmbeddingFunction(Function):
 
 
 def embedding(
-    table: Tensor, indices: Any, entries: int | None = None, make: Callable[..., Function] = EmbeddingFunction
+    table: Tensor,
+    indices: Any,
+    entries: int | None = None,
+    make: Callable[..., Function] = EmbeddingFunction,
 ) -> Tensor:
-    """Return the rows of a table (entries, features) that integer indices (...) pick: (..., features).
+    """Return the rows of a table (entries, features) that integer indices (...) pick: (...,
+    features).
 
     Where the table is a rank's part of one with more `entries`, `make` says what picks its rows.
 
-    They are of the table's dtype; in a mode of mixed precision (see `backend.precision`) of the lower one. A device's
-    kernels do not check indices that lie there, which would stop it: one out of range gives a row of NaN.
+    They are of the table's dtype; in a mode of mixed precision (see `backend.precision`) of the
+    lower one. A device's kernels do not check indices that lie there, which would stop it: one out
+    of range gives a row of NaN.
 
     Raises:
         DtypeError: when the indices are not integers.
-        ShapeError: when an index is outside 0..entries-1 (the first such is named), or the table is no matrix.
+        ShapeError: when an index is outside 0..entries-1 (the first such is named), or the table is
+            no matrix.
     """
     places = indices.data if is_cut(indices) else whole_values("embedding", indices)
     if not is_array(places):
@@ -76,7 +83,9 @@ def embedding(
     if places.dtype.kind not in "iu":
         raise DtypeError(f"embedding needs integer indices, not {places.dtype}")
     if table.ndim != 2:
-        raise ShapeError(f"embedding needs a table (entries, features), not one of shape {table.shape}")
+        raise ShapeError(
+            f"embedding needs a table (entries, features), not one of shape {table.shape}"
+        )
     if kernels_for(table.data, "embedding") is None or type(places) is np.ndarray:
         perform(_check_indices, places, table.shape[0] if entries is None else entries)
         places = namespace(table.data).asarray(places)
@@ -96,7 +105,9 @@ def add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:
     NumPy's own `add.at` goes element by element: for long rows a loop is five times as fast.
     """
     if type(table) is np.ndarray and table.shape[1] >= LONG_ROWS:
-        for place, row in zip(indices.reshape(-1).tolist(), rows.reshape(-1, table.shape[1]), strict=True):
+        for place, row in zip(
+            indices.reshape(-1).tolist(), rows.reshape(-1, table.shape[1]), strict=True
+        ):
             table[place] += row
     else:
         xp.add.at(table, indices, rows)

@@ -1,21 +1,26 @@
-"""Experts: multilayer perceptrons of which each row takes the few that a gate gives it, on one rank or on several.
+"""Experts: multilayer perceptrons of which each row takes the few that a gate gives it, on one rank
+or on several.
 
     rows of this rank        a b c d e            the gate has chosen     a 0, b 2, c 1, d 2, e 0
     by expert                a e | c | b d        and how many each expert gets: 2 1 2
     all-to-all               a e c -> rank 0, which has experts 0 and 1;  b d -> rank 1, which has expert 2
     each expert              its rows of all ranks, in one product
-    all-to-all               results come back, and are added up in their rows, times the gate's probabilities
+    all-to-all               results come back, and are added up in their rows, times the gate's
+                             probabilities
 
-Backward, gradients go the same way. Elements that a rank sends in a layer, which has given n of its rows to experts of
-other ranks (a row counts for each of its experts), and m rows of other ranks to its own, for F features:
+Backward, gradients go the same way. Elements that a rank sends in a layer, which has given n of its
+rows to experts of other ranks (a row counts for each of its experts), and m rows of other ranks to
+its own, for F features:
 
     forward   n F there + m F back + a number for each expert of another rank           backward   n F + m F
 
-Over all ranks of N that is 2 k T F (N - 1) / N each way where T rows take k experts each, dealt out evenly.
+Over all ranks of N that is 2 k T F (N - 1) / N each way where T rows take k experts each, dealt out
+evenly.
 
-Shazeer et al., "Outrageously large neural networks", 2017; Fedus et al., "Switch transformers", 2021, for capacity and
-balance; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2, for a balance within each sequence: a sum over sequences is
-the same for any layout, as a product of means over the batch is not.
+Shazeer et al., "Outrageously large neural networks", 2017; Fedus et al., "Switch transformers",
+2021, for capacity and balance; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2, for a balance
+within each sequence: a sum over sequences is the same for any layout, as a product of means over
+the batch is not.
 """
 
 from __future__ import annotations
@@ -42,7 +47,8 @@ class Gate:
 
     Attributes:
         top_k: how many each.
-        capacity: how many rows of a sample an expert takes at most, beside an even share; None for any number.
+        capacity: how many rows of a sample an expert takes at most, beside an even share; None for
+            any number.
         balance: the weight of what keeps experts evenly used.
     """
 
@@ -57,7 +63,8 @@ class Gate:
             p: (samples, positions, experts), probabilities.
 
         Returns:
-            (samples, positions, top_k) integers, of equals the lower ones, and booleans: who comes late is turned away.
+            (samples, positions, top_k) integers, of equals the lower ones, and booleans: who comes
+            late is turned away.
         """
         _, positions, experts = p.shape
         chosen = xp.argsort(-p, axis=2, kind="stable")[:, :, : self.top_k]
@@ -73,24 +80,31 @@ class Gate:
 class Experts(Function):
     """The sum over a row's experts of a probability times Linear - GELU (tanh form) - Linear.
 
-    It is one operation, with a graph of its own inside, as which rows an expert gets depends on values: a recorded step
-    comes here each time.
+    It is one operation, with a graph of its own inside, as which rows an expert gets depends on
+    values: a recorded step comes here each time.
 
     Args:
         gate: chooses.
-        ranks: a group of those that have some of the experts each, dealt out by `split`; None where they are all here.
+        ranks: a group of those that have some of the experts each, dealt out by `split`; None where
+            they are all here.
         exchange: of their rows: `ops.collectives.AllToAll`.
-        weight: what the gradient of a sum over rows is multiplied by, asked in each pass; None for a mean over these.
+        weight: what the gradient of a sum over rows is multiplied by, asked in each pass; None for
+            a mean over these.
     """
 
     __slots__ = ("exchange", "gate", "ranks", "weight")
 
-    def __init__(self, gate: Gate, ranks: Any, exchange: Any, weight: Callable[[], float | None]) -> None:
+    def __init__(
+        self, gate: Gate, ranks: Any, exchange: Any, weight: Callable[[], float | None]
+    ) -> None:
         self.gate, self.ranks, self.exchange, self.weight = gate, ranks, exchange, weight
 
     def forward(self, x: Array, p: Array, *weights: Array) -> Array:
         own, gates = (Tensor(each, requires_grad=True) for each in (x, p))
-        experts = [[Tensor(each, requires_grad=True) for each in arrays] for arrays in zip(*weights, strict=True)]
+        experts = [
+            [Tensor(each, requires_grad=True) for each in arrays]
+            for arrays in zip(*weights, strict=True)
+        ]
         chosen, taken = self.gate.choose(self.xp, p)
         y = self._mix(own, gates, experts, chosen, taken)
         self.saved = own, gates, weights, experts, y, self._pushed(p, chosen)
@@ -106,9 +120,12 @@ class Experts(Function):
         y.backward(grad, retain_graph=True)
         return (x.grad, p.grad + pushed, *grads)
 
-    def _mix(self, x: Tensor, p: Tensor, experts: Sequence[Sequence[Tensor]], chosen: Array, taken: Array) -> Tensor:
+    def _mix(
+        self, x: Tensor, p: Tensor, experts: Sequence[Sequence[Tensor]], chosen: Array, taken: Array
+    ) -> Tensor:
         xp, count, top_k = self.xp, p.shape[2], self.gate.top_k
-        flat = xp.where(taken, chosen, count).reshape(-1)  # who is turned away stands behind the last expert
+        # who is turned away stands behind the last expert
+        flat = xp.where(taken, chosen, count).reshape(-1)
         order = xp.argsort(flat, kind="stable")[: int(taken.sum())]
         rows = _pick(x.reshape(-1, x.shape[-1]), order // top_k)
         told = [xp.bincount(flat, minlength=count + 1)[:count]]
@@ -116,7 +133,9 @@ class Experts(Function):
             parts = [told[0][each.start : each.stop] for each in split(count, self.ranks.size)]
             told = self.ranks.all_to_all_v(parts, [(len(experts),)] * len(parts), "how many rows")
             sends, receives = ([int(each.sum()) for each in some] for some in (parts, told))
-            kinds = xp.concatenate([xp.repeat(xp.arange(len(experts)), each.tolist()) for each in told])
+            kinds = xp.concatenate(
+                [xp.repeat(xp.arange(len(experts)), each.tolist()) for each in told]
+            )
             there = xp.argsort(kinds, kind="stable")
             rows = _pick(self.exchange(self.ranks, sends, receives)(rows), there)
         results, start = [rows[:0]], 0
@@ -130,7 +149,8 @@ class Experts(Function):
         out = concatenate(results)
         if self.ranks is not None:
             out = self.exchange(self.ranks, receives, sends)(_pick(out, xp.argsort(there)))
-        places = xp.full(flat.shape, len(order))  # of each choice among the sorted ones, or of a row of zeros
+        # of each choice among the sorted ones, or of a row of zeros
+        places = xp.full(flat.shape, len(order))
         places[order] = xp.arange(len(order))
         out = _pick(concatenate([out, Tensor(xp.zeros((1, x.shape[-1]), x.dtype))]), places)
         numbers = xp.arange(len(flat)) // top_k * count + chosen.reshape(-1)
@@ -138,16 +158,20 @@ class Experts(Function):
         return mixed.reshape(*x.shape[:2], top_k, x.shape[2]).sum(axis=2)
 
     def _pushed(self, p: Array, chosen: Array) -> Array:
-        """Return the balance's gradient: of experts times a choice's share times its probabilities in a sample.
+        """Return the balance's gradient: of experts times a choice's share times its probabilities
+        in a sample.
 
-        The share has no slope, as in the papers: an expert that is chosen too often gets lower probabilities.
+        The share has no slope, as in the papers: an expert that is chosen too often gets lower
+        probabilities.
         """
         xp, (samples, positions, experts) = self.xp, p.shape
         weight = self.weight() if self.gate.balance else 0.0
         weight = 1 / max(samples * positions, 1) if weight is None else weight
         chosen = chosen.reshape(samples, positions * self.gate.top_k, 1)
         counts = (chosen == xp.arange(experts)).sum(axis=1, keepdims=True, dtype=p.dtype)
-        return counts * xp.asarray(self.gate.balance * weight * experts / max(chosen.shape[1], 1), p.dtype)
+        return counts * xp.asarray(
+            self.gate.balance * weight * experts / max(chosen.shape[1], 1), p.dtype
+        )
 
 
 def _pick(rows: Tensor, numbers: Array) -> Tensor:

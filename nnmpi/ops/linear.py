@@ -29,7 +29,8 @@ class LinearFunction(Function):
         dW, db in the dtypes of W and b (float32): the GEMM writes, or adds, dW where it belongs
 
     Args:
-        reads: the dtype in which a device's product reads x and W, and gives the result; None for NumPy's arrays.
+        reads: the dtype in which a device's product reads x and W, and gives the result; None for
+            NumPy's arrays.
         gives: the dtype of the result, if it is another one: float32.
     """
 
@@ -50,7 +51,8 @@ class LinearFunction(Function):
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
         xp, shape, dtypes = self.xp, x.shape, None
         flat = len(shape) == 2
-        rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))  # not -1, which nothing can be divided by
+        # not -1, which nothing can be divided by
+        rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))
         reads = self.reads
         if reads is None:
             y = gemm(xp, rows, weight)
@@ -58,7 +60,13 @@ class LinearFunction(Function):
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             rows, weight = cast(xp, rows, reads), cast(xp, weight, reads)
             y = gemm(xp, rows, weight, dtype=self.gives)
-        self.saved = (rows, weight if self.needs[0] else None, shape, self.activate(y, bias), dtypes)
+        self.saved = (
+            rows,
+            weight if self.needs[0] else None,
+            shape,
+            self.activate(y, bias),
+            dtypes,
+        )
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> Grads:
@@ -70,7 +78,9 @@ class LinearFunction(Function):
             grad = xp.reshape(grad, (len(rows), grad.shape[-1]))
         to_x = to_weight = to_bias = None
         if self.needs[2]:
-            to_bias = place_for(self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2])
+            to_bias = place_for(
+                self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2]
+            )
         grad = self.before_activation(grad, kept, to_bias)
         if self.needs[1]:
             factors, (place, add) = self.weight_factors(rows, grad), self.sum_into(1)
@@ -83,7 +93,9 @@ class LinearFunction(Function):
         return to_x, to_weight, to_bias
 
     def activate(self, y: Array, bias: Array | None) -> Array | None:
-        """Turn x W, (rows, out), into the result, in place; return what `before_activation` needs of it."""
+        """Turn x W, (rows, out), into the result, in place; return what `before_activation` needs
+        of it.
+        """
         if bias is not None:
             self.xp.add(y, bias, out=y)
         return None
@@ -152,13 +164,18 @@ class LinearReluFunction(LinearFunction):
 
 
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
-    """Return where the gradient of a parameter, input i, is computed: its own place, if it has one without gaps."""
+    """Return where the gradient of a parameter, input i, is computed: its own place, if it has one
+    without gaps.
+    """
     place = function.into(i)
-    return place if place is not None and place.flags.c_contiguous else function.xp.empty(shape, dtype)
+    return (
+        place if place is not None and place.flags.c_contiguous else function.xp.empty(shape, dtype)
+    )
 
 
 def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation: `in_float32`, unless a device's kernels of this name read lower precision themselves.
+    """Apply an operation: `in_float32`, unless a device's kernels of this name read lower precision
+    themselves.
 
     Args:
         name: of the kernel that the operation asks for.
@@ -180,11 +197,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (out,), or None.
 
     Returns:
-        (..., out), in the dtype of x; in a mode of mixed precision (see `backend.precision`) in the lower one.
+        (..., out), in the dtype of x; in a mode of mixed precision (see `backend.precision`) in the
+        lower one.
 
     Raises:
         ShapeError: when x has another number of features than the weight has rows.
-        DtypeError: when x, weight and bias differ in dtype (and none is float32 in a mode of mixed precision).
+        DtypeError: when x, weight and bias differ in dtype (and none is float32 in a mode of mixed
+            precision).
         UsageError: for tf32 with NumPy's arrays.
     """
     return multiply(LinearFunction, check_linear("linear", x, weight, bias), x, weight, bias)
@@ -203,12 +222,16 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
     Errors are those of `linear`.
     """
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise ShapeError(f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and (out, in)")
+        raise ShapeError(
+            f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and"
+            " (out, in)"
+        )
     return multiply(TransposedLinearFunction, read_as("linear_transposed", x, weight), x, weight)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W, of which the sum with others is wanted: float32 where a product of half precision would be rounded.
+    """Return x W, of which the sum with others is wanted: float32 where a product of half precision
+    would be rounded.
 
     Arguments and errors are those of `linear`.
     """
@@ -218,11 +241,15 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return max(x W + b, 0), bit for bit what `relu(linear(...))` gives, in one operation and one array.
+    """Return max(x W + b, 0), bit for bit what `relu(linear(...))` gives, in one operation and one
+    array.
 
-    Arguments and errors are those of `linear`. (By compiled kernels the bias's gradient differs in the last bits.)
+    Arguments and errors are those of `linear`. (By compiled kernels the bias's gradient differs in
+    the last bits.)
     """
-    return multiply(LinearReluFunction, check_linear("linear_relu", x, weight, bias), x, weight, bias)
+    return multiply(
+        LinearReluFunction, check_linear("linear_relu", x, weight, bias), x, weight, bias
+    )
 
 
 def multiply(
@@ -236,7 +263,8 @@ def multiply(
     """Apply an operation on a product: by NumPy in float32 where less is read, and rounded once.
 
     Args:
-        make: returns the operation, given the dtype in which a device's product reads its inputs, or None.
+        make: returns the operation, given the dtype in which a device's product reads its inputs,
+            or None.
         reads: that dtype.
         x, weight, bias: its inputs.
         narrow: whether NumPy's result is rounded; otherwise it stays float32.
@@ -245,12 +273,15 @@ def multiply(
         return make(reads if is_floating(reads) else None)(x, weight, bias)
     if not is_low(reads):
         return make(None)(x, weight, bias)
-    y = make(None)(*(None if each is None else converted(each, FLOAT32) for each in (x, weight, bias)))
+    y = make(None)(
+        *(None if each is None else converted(each, FLOAT32) for each in (x, weight, bias))
+    )
     return converted(y, reads) if narrow else y
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Dtype:
-    """Refuse what `linear` cannot multiply, in the name of an operation; return the dtype that the product reads.
+    """Refuse what `linear` cannot multiply, in the name of an operation; return the dtype that the
+    product reads.
 
     Raises:
         ShapeError, DtypeError, UsageError: see `linear`.
@@ -259,12 +290,13 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> D
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
         refuse_parts(name, x, weight, bias, why="adds up all of x's last axis")
         raise ShapeError(
-            f"{name} needs (..., {weight.shape[0]}) for a weight of shape {weight.shape}, not {x.shape}; "
-            "flatten images first"
+            f"{name} needs (..., {weight.shape[0]}) for a weight of shape {weight.shape}, not"
+            f" {x.shape}; flatten images first"
         )
     if bias is not None and bias.data.shape != matrix.shape[1:]:
         refuse_parts(name, x, weight, bias)
         raise ShapeError(
-            f"{name}'s bias has shape {bias.shape}; the weight of shape {weight.shape} needs {weight.shape[1:]}"
+            f"{name}'s bias has shape {bias.shape}; the weight of shape {weight.shape} needs"
+            f" {weight.shape[1:]}"
         )
     return read_as(name, x, weight, bias)

@@ -1,6 +1,7 @@
 """Losses: cross-entropy and binary cross-entropy from logits; squared, absolute and Huber's error.
 
-`reduction` is "mean", "sum" or "none". Parallel training takes sums and divides once by the global count.
+`reduction` is "mean", "sum" or "none". Parallel training takes sums and divides once by the global
+count.
 """
 
 from collections.abc import Callable
@@ -57,21 +58,28 @@ class CrossEntropy(Function):
         residuals, shape, dtype, count = self.saved
         xp = self.xp
         grad = _averaged(xp, grad, count, self.reduction)
-        share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]  # one for all rows, or one for each
-        if len(residuals) == 1:  # of compiled kernels, which compute gradients together with the losses
+        # one for all rows, or one for each
+        share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]
+        if len(residuals) == 1:
+            # of compiled kernels, which compute gradients together with the losses
             to_rows = cast(xp, xp.multiply(residuals[0], xp.reshape(share, (share.size, 1))), dtype)
         else:
             to_rows = self._gradient(share, residuals)  # (rows, classes)
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
     def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
-        """Return the loss of each row (rows, classes), and what the gradient needs: powers of e and their sums.
+        """Return the loss of each row (rows, classes), and what the gradient needs: powers of e and
+        their sums.
 
         They are computed for a block of rows after the other, while it lies in the cache.
         """
         xp, (count, classes), smoothing, kept = self.xp, logits.shape, self.smoothing, None
         kernels = kernels_for(logits, "softmax_loss")
-        found = None if kernels is None else kernels.softmax_loss(xp, logits, labels, self.ignore_index, smoothing)
+        found = (
+            None
+            if kernels is None
+            else kernels.softmax_loss(xp, logits, labels, self.ignore_index, smoothing)
+        )
         if found is not None:
             return found
         if self.ignore_index is not None:
@@ -99,13 +107,17 @@ class CrossEntropy(Function):
         return losses, (powers, sums, places, kept)
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
-        """Return softmax(logits) - target, times the gradients of the losses, (rows,), or (1,), one for all."""
+        """Return softmax(logits) - target, times the gradients of the losses, (rows,), or (1,), one
+        for all.
+        """
         xp, (powers, sums, places, kept) = self.xp, residuals
         result: Array = xp.multiply(powers, xp.divide(share, sums)[:, None])
         hit = share
         if self.smoothing:
             hit = xp.multiply(share, 1 - self.smoothing)
-            xp.subtract(result, xp.multiply(share, self.smoothing / powers.shape[1])[:, None], out=result)
+            xp.subtract(
+                result, xp.multiply(share, self.smoothing / powers.shape[1])[:, None], out=result
+            )
         xp.put(result, places, xp.subtract(_take(xp, result, places), hit))
         if kept is not None:
             xp.copyto(result, 0, where=xp.logical_not(kept)[:, None])
@@ -115,8 +127,8 @@ class CrossEntropy(Function):
 def _take(xp: Any, array: Array, places: Array) -> Array:
     """Return the elements at `places`, which are known to lie within the array.
 
-    NumPy is told to clip places, although none lies outside: to be able to raise an error instead, it would fill a
-    buffer first and copy that to `out`, which a recorded step gives it.
+    NumPy is told to clip places, although none lies outside: to be able to raise an error instead,
+    it would fill a buffer first and copy that to `out`, which a recorded step gives it.
 
     Args:
         xp: the array's module, or a recorder's stand-in for it.
@@ -143,19 +155,26 @@ class Error(Function):
 
     Args:
         reduction: one of REDUCTIONS.
-        judge: (xp, x, target) -> the losses, their slopes in x, and those in the target if they are not the negative.
+        judge: (xp, x, target) -> the losses, their slopes in x, and those in the target if they are
+            not the negative.
     """
 
     __slots__ = ("judge", "reduction")
 
     replayable = True
 
-    def __init__(self, reduction: str, judge: Callable[[Any, Array, Array], tuple[Array, ...]]) -> None:
+    def __init__(
+        self, reduction: str, judge: Callable[[Any, Array, Array], tuple[Array, ...]]
+    ) -> None:
         self.reduction, self.judge = reduction, judge
 
     def forward(self, x: Array, target: Array) -> Array:
         losses, *self.saved = self.judge(self.xp, x, target)  # type: ignore[assignment]
-        return losses if self.reduction == "none" else _averaged(self.xp, self.xp.sum(losses), x.size, self.reduction)
+        return (
+            losses
+            if self.reduction == "none"
+            else _averaged(self.xp, self.xp.sum(losses), x.size, self.reduction)
+        )
 
     def backward(self, grad: Array) -> Grads:
         xp, slopes = self.xp, self.saved
@@ -196,14 +215,20 @@ def _from_logits(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
 
 
 def cross_entropy(
-    logits: Tensor, labels: Any, reduction: str = "mean", ignore_index: int | None = None, label_smoothing: float = 0.0
+    logits: Tensor,
+    labels: Any,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the cross-entropy between softmax(logits) and the labels.
 
-    A device's kernels do not check the labels, which would stop it: one out of range makes the loss NaN.
+    A device's kernels do not check the labels, which would stop it: one out of range makes the loss
+    NaN.
 
     Args:
-        logits: (..., classes), floating point, any finite size. The loss of float16 and bfloat16 is float32.
+        logits: (..., classes), floating point, any finite size. The loss of float16 and bfloat16 is
+            float32.
         labels: (...), integers in 0..classes-1, an array or Tensor.
         reduction: "mean" over the labels that count, "sum", or "none" for one loss per label.
         ignore_index: labels of this value count for nothing. With no label left the mean is 0.
@@ -211,7 +236,8 @@ def cross_entropy(
             (Szegedy et al., "Rethinking the Inception architecture", 2016).
 
     Raises:
-        ShapeError: when the shapes do not fit, or a label is out of range (the first such is named).
+        ShapeError: when the shapes do not fit, or a label is out of range (the first such is
+            named).
         DtypeError: when the labels are not integers.
         UsageError: for an unknown reduction or a smoothing outside [0, 1).
     """
@@ -223,7 +249,12 @@ def cross_entropy(
 
 
 def checked_labels(
-    logits: Tensor, labels: Any, classes: int, reduction: str, ignore_index: int | None, label_smoothing: float
+    logits: Tensor,
+    labels: Any,
+    classes: int,
+    reduction: str,
+    ignore_index: int | None,
+    label_smoothing: float,
 ) -> Array:
     """Return the labels of a cross-entropy as an array, after a look at all its arguments.
 
@@ -239,12 +270,16 @@ def checked_labels(
     values: Array = given if isinstance(labels, Variable) else namespace(logits.data).asarray(given)
     if values.dtype.kind not in "iu":
         raise DtypeError(
-            f"cross_entropy needs integer labels, not {values.dtype}; yes or no as 0.0 and 1.0 is of the loss bce"
+            f"cross_entropy needs integer labels, not {values.dtype}; yes or no as 0.0 and 1.0 is"
+            " of the loss bce"
         )
     shape = logits.data.shape
     if not shape or values.shape != shape[:-1] or classes == 0:
         refuse_parts("cross_entropy", logits)
-        raise ShapeError(f"cross_entropy of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}")
+        raise ShapeError(
+            f"cross_entropy of logits {shape} needs labels of shape {shape[:-1]}, not"
+            f" {values.shape}"
+        )
     # on a device nobody waits to see the labels: a wrong one makes the loss NaN
     if type(logits.data) is np.ndarray or kernels_for(logits.data, "softmax_loss") is None:
         perform(_check_labels, values, classes, ignore_index)
@@ -268,7 +303,8 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 
 
 def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
-    """Return the absolute error |x - target|: its mean over all elements, its sum, or each one (PyTorch's l1_loss).
+    """Return the absolute error |x - target|: its mean over all elements, its sum, or each one
+    (PyTorch's l1_loss).
 
     Args and errors are those of `mse`.
     """
@@ -276,7 +312,8 @@ def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 
 
 def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -> Tensor:
-    """Return Huber's error: half the square where |x - target| <= delta, else a straight line of slope delta.
+    """Return Huber's error: half the square where |x - target| <= delta, else a straight line of
+    slope delta.
 
     Huber, "Robust estimation of a location parameter", 1964.
 
@@ -293,11 +330,13 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
 
 
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
-    """Return the cross-entropy between sigmoid(logits) and targets in [0, 1], computed from the logits.
+    """Return the cross-entropy between sigmoid(logits) and targets in [0, 1], computed from the
+    logits.
 
     Args:
         logits: any shape, floating point.
-        target: in [0, 1], of the logits' shape and dtype; a tensor, or an array that gets no gradient.
+        target: in [0, 1], of the logits' shape and dtype; a tensor, or an array that gets no
+            gradient.
         reduction: "mean" over all elements, "sum", or "none" for one loss for each.
 
     Raises:
@@ -316,11 +355,13 @@ def check_reduction(reduction: str) -> None:
     """
     if is_array(reduction):
         raise UsageError(
-            f"reduction is one of {', '.join(REDUCTIONS)}, and no array; to weigh classes, take reduction='none': "
-            "(losses * weight[y]).sum() / weight[y].sum()"
+            f"reduction is one of {', '.join(REDUCTIONS)}, and no array; to weigh classes, take"
+            " reduction='none': (losses * weight[y]).sum() / weight[y].sum()"
         )
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise UsageError(f"reduction {reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
+        raise UsageError(
+            f"reduction {reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}"
+        )
 
 
 def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None:
@@ -335,11 +376,17 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
     if wrong.any():
         place = int(wrong.reshape(-1).argmax())
         label = int(labels.reshape(-1)[place])
-        leave = f"; ignore_index={label} leaves such rows out" if label < 0 and ignore_index is None else ""
+        leave = (
+            f"; ignore_index={label} leaves such rows out"
+            if label < 0 and ignore_index is None
+            else ""
+        )
         raise ShapeError(f"label {label} at row {place} is outside 0..{classes - 1}{leave}")
 
 
-def _error(name: str, judge: Callable[..., tuple[Array, ...]], x: Tensor, target: Any, reduction: str) -> Tensor:
+def _error(
+    name: str, judge: Callable[..., tuple[Array, ...]], x: Tensor, target: Any, reduction: str
+) -> Tensor:
     """Return an error of x beside a target, of its shape and dtype."""
     check_reduction(reduction)
     require_floating(name, x)
@@ -348,12 +395,17 @@ def _error(name: str, judge: Callable[..., tuple[Array, ...]], x: Tensor, target
     if values.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {values.shape}: they must be the same")
     if values.dtype != x.dtype and not mixes(values.dtype, x.dtype):
-        raise DtypeError(f"{name} of {x.dtype} and a target of {values.dtype}; convert one with astype")
-    return in_float32(Error(reduction, judge), x, target if isinstance(target, Variable) else values, narrow=False)
+        raise DtypeError(
+            f"{name} of {x.dtype} and a target of {values.dtype}; convert one with astype"
+        )
+    return in_float32(
+        Error(reduction, judge), x, target if isinstance(target, Variable) else values, narrow=False
+    )
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:
-    """Return a sum's share of a mean, or a mean's gradient's share of each element; for other reductions the same.
+    """Return a sum's share of a mean, or a mean's gradient's share of each element; for other
+    reductions the same.
 
     Args:
         count: of what the mean is over, an int or an array; nothing at all counts as 1.

@@ -1,13 +1,15 @@
-"""Long short-term memory over sequences, backward through time included, as one operation for each layer.
+"""Long short-term memory over sequences, backward through time included, as one operation for each
+layer.
 
     x (batch, time, in) --rows of a time together, running ones alone--> packed (rows, in)
         gates = packed W + b                  one product for all steps
         gates += h R, then the gates          step by step
 
-Of all steps the gates, c and h are kept. Backward goes through the steps for the gates' gradients, and then takes one
-product for each weight.
+Of all steps the gates, c and h are kept. Backward goes through the steps for the gates' gradients,
+and then takes one product for each weight.
 
-Rows lie packed, all those of a time together, the longest sequences first; so the running ones are a beginning:
+Rows lie packed, all those of a time together, the longest sequences first; so the running ones are
+a beginning:
 
     time      0         1         2       3             sizes (3, 3, 2, 1)
     packed  | a b c   | a b c   | a b   | a |           forward goes to the right, `reverse` to the left:
@@ -16,8 +18,9 @@ Rows lie packed, all those of a time together, the longest sequences first; so t
     i, f, o = sigmoid        g = tanh        of x W + h R + b          (Hochreiter and Schmidhuber, 1997; the forget
     c = f c + i g            h = o tanh(c)                              gate is Gers et al.'s, 2000)
 
-The products with x, which can be taken for all steps at once, are the caller's. The gates lie side by side, in the
-order i, f, o, g. The sigmoids are computed as (1 + tanh(x / 2)) / 2, so that a step takes one tanh for all four.
+The products with x, which can be taken for all steps at once, are the caller's. The gates lie side
+by side, in the order i, f, o, g. The sigmoids are computed as (1 + tanh(x / 2)) / 2, so that a step
+takes one tanh for all four.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class Packing:
 
     Attributes:
         sizes: how many sequences run at each time.
-        order: (batch,), the sequences, the longest first; None where all are equally long, and nothing moves.
+        order: (batch,), the sequences, the longest first; None where all are equally long, and
+            nothing moves.
         rows, times: (packed rows,), where each comes from; None likewise.
     """
 
@@ -74,7 +78,9 @@ class Packing:
         """Return the real rows, (packed rows, n), of (batch, time, n)."""
         rows: Array
         if self.rows is None:
-            rows = xp.ascontiguousarray(x.swapaxes(0, 1)).reshape(x.shape[0] * x.shape[1], x.shape[2])
+            rows = xp.ascontiguousarray(x.swapaxes(0, 1)).reshape(
+                x.shape[0] * x.shape[1], x.shape[2]
+            )
         else:
             rows = x[self.rows, self.times]
         return rows
@@ -101,7 +107,8 @@ class Packing:
 
 
 class LSTMFunction(Function):
-    """One layer in one direction: (batch, time + 2, features), h of each time, then the last h and the last c.
+    """One layer in one direction: (batch, time + 2, features), h of each time, then the last h and
+    the last c.
 
     Args:
         reverse: whether time runs backwards.
@@ -114,7 +121,14 @@ class LSTMFunction(Function):
         self.reverse, self.ends = reverse, ends
 
     def forward(
-        self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, c: Any, lengths: Any = None
+        self,
+        x: Array,
+        weight: Array,
+        recurrent: Array,
+        bias: Array,
+        h: Any,
+        c: Any,
+        lengths: Any = None,
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing.of(batch, time, lengths, xp)
@@ -145,19 +159,26 @@ class LSTMFunction(Function):
         packing, rows, weight, recurrent, gates, hidden, cells, first_h, first_c = self.saved
         xp, time = namespace(grad), len(packing.sizes)
         # the gradients of the last h and c, which those of the initial state replace
-        ends = [packing.sort(grad[:, time + i]) if self.ends else xp.zeros_like(first_c) for i in (0, 1)]
+        ends = [
+            packing.sort(grad[:, time + i]) if self.ends else xp.zeros_like(first_c) for i in (0, 1)
+        ]
         to_h, to_c = ends
         to_hidden = packing.pack(xp, grad[:, :time])
-        to_gates, before_c, before_h = (xp.empty(like.shape, like.dtype) for like in (gates, to_c, hidden))
+        to_gates, before_c, before_h = (
+            xp.empty(like.shape, like.dtype) for like in (gates, to_c, hidden)
+        )
         turned = xp.empty(to_h.size, to_h.dtype)
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
             slopes, last_c = to_gates[here], before_c[:n]
             _carry(last_c, first_c, cells, earlier)
             if self.needs[2]:
                 _carry(before_h[here], first_h, hidden, earlier)
-            _step_grad(xp, gates[here], slopes, to_h[:n], to_hidden[here], cells[here], last_c, to_c[:n])
+            _step_grad(
+                xp, gates[here], slopes, to_h[:n], to_hidden[here], cells[here], last_c, to_c[:n]
+            )
             product = turned[: n * len(recurrent)].reshape(len(recurrent), n)
-            gemm(xp, recurrent, slopes.T, out=product)  # for few rows OpenBLAS is a third quicker this way round
+            # for few rows OpenBLAS is a third quicker this way round
+            gemm(xp, recurrent, slopes.T, out=product)
             to_h[:n] = product.T
         to_x = to_bias = None
         if self.needs[0]:
@@ -171,7 +192,10 @@ class LSTMFunction(Function):
         if self.needs[3]:
             to_bias = place_for(self, 3, to_gates.shape[1:], grad.dtype)
             bias_grad(xp, to_gates, to_bias)
-        first = (packing.unsort(end) if need else None for end, need in zip(ends, self.needs[4:6], strict=True))
+        first = (
+            packing.unsort(end) if need else None
+            for end, need in zip(ends, self.needs[4:6], strict=True)
+        )
         return to_x, to_weight, to_recurrent, to_bias, *first, None
 
 
@@ -200,7 +224,9 @@ def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Arra
     xp.multiply(xp.tanh(new_c, out=new_h), o, out=new_h)
 
 
-def _step_grad(xp: Any, g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, c: Array) -> None:
+def _step_grad(
+    xp: Any, g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, c: Array
+) -> None:
     """Compute what comes before the product of one step backward.
 
     Args:
@@ -231,7 +257,8 @@ def _step_grad(xp: Any, g: Array, slopes: Array, h: Array, grad: Array, cell: Ar
 
 
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:
-    """Yield the steps in the order in which they are computed: their rows, how many, and those of the step before.
+    """Yield the steps in the order in which they are computed: their rows, how many, and those of
+    the step before.
 
     Of the sequences that run, the ones that the step before had come first; the others begin here.
     """
@@ -277,10 +304,12 @@ def lstm(
     reverse: bool = False,
     ends: bool = False,
 ) -> Tensor:
-    """Return h of each time of a layer of long short-term memory (Hochreiter and Schmidhuber, 1997).
+    """Return h of each time of a layer of long short-term memory (Hochreiter and Schmidhuber,
+    1997).
 
-    What lies behind a sequence's length is not read, and h is 0 there: with or without padding, alone or in a batch, a
-    sequence has the same result. In mixed precision it is computed in float32.
+    What lies behind a sequence's length is not read, and h is 0 there: with or without padding,
+    alone or in a batch, a sequence has the same result. In mixed precision it is computed in
+    float32.
 
     Args:
         x: (batch, time, in).
@@ -293,7 +322,8 @@ def lstm(
         ends: whether the last h and c are added to the result.
 
     Returns:
-        (batch, time, features), or with `ends` (batch, time + 2, features), of which the last two are the last h and c.
+        (batch, time, features), or with `ends` (batch, time + 2, features), of which the last two
+        are the last h and c.
 
     Raises:
         ShapeError: when the shapes do not fit, or a length is not within 1..time.
@@ -303,16 +333,28 @@ def lstm(
     wanted = ((x.shape[-1], 4 * features), (features, 4 * features), (4 * features,))
     if x.ndim != 3 or (weight.shape, recurrent.shape, bias.shape) != wanted:
         raise ShapeError(
-            f"lstm of x {x.shape}, weight {weight.shape}, recurrent {recurrent.shape} and bias {bias.shape} needs "
-            "(batch, time, in), (in, 4 features), (features, 4 features) and (4 features,)"
+            f"lstm of x {x.shape}, weight {weight.shape}, recurrent {recurrent.shape} and bias"
+            f" {bias.shape} needs (batch, time, in), (in, 4 features), (features, 4 features) and"
+            " (4 features,)"
         )
     h, c = (None, None) if state is None else state
     for each in state or ():
         if tuple(each.shape) != (x.shape[0], features):
-            raise ShapeError(f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(each.shape)}")
+            raise ShapeError(
+                f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(each.shape)}"
+            )
     may_meet("lstm", x, weight, recurrent, bias, h, c)
     function = LSTMFunction(reverse, ends)
-    return in_float32(function, require_floating("lstm", x), weight, recurrent, bias, h, c, _checked(lengths, x.shape))
+    return in_float32(
+        function,
+        require_floating("lstm", x),
+        weight,
+        recurrent,
+        bias,
+        h,
+        c,
+        _checked(lengths, x.shape),
+    )
 
 
 def _checked(lengths: Any, shape: Shape) -> Array | None:
@@ -327,5 +369,7 @@ def _checked(lengths: Any, shape: Shape) -> Array | None:
     wrong = (values < 1) | (values > shape[1])
     if wrong.any():
         place = int(wrong.argmax())
-        raise ShapeError(f"lstm's length {int(values[place])} of sequence {place} is outside 1..{shape[1]}")
+        raise ShapeError(
+            f"lstm's length {int(values[place])} of sequence {place} is outside 1..{shape[1]}"
+        )
     return values.astype(np.int64)

@@ -1,9 +1,10 @@
 """Normalization: over the batch (per channel), and over the features (per row).
 
-Batch statistics can be taken over several ranks: `all_reduce` adds a float64 array up over them, twice in the forward
-pass (counts and sums; then squared deviations from the mean that these give, so that nothing cancels) and once in the
-backward pass (the two sums of the derivative). A rank's squares move to the common mean as Chan, Golub and LeVeque have
-it ("Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+Batch statistics can be taken over several ranks: `all_reduce` adds a float64 array up over them,
+twice in the forward pass (counts and sums; then squared deviations from the mean that these give,
+so that nothing cancels) and once in the backward pass (the two sums of the derivative). A rank's
+squares move to the common mean as Chan, Golub and LeVeque have it ("Updating formulae and a
+pairwise algorithm for computing sample variances", 1979).
 """
 
 from collections.abc import Callable
@@ -40,8 +41,9 @@ def at_least_one(count: Count) -> Count:
 class BatchNormFunction(Function):
     """(x - mean) / sqrt(variance + eps) * scale + shift, the statistics being those of the batch.
 
-    Images are read three times, in blocks that stay in the cache: for their mean, for their squares, for the result.
-    After `forward`, `statistics` holds (mean, variance with divisor n, n) of the global batch, to be taken away.
+    Images are read three times, in blocks that stay in the cache: for their mean, for their
+    squares, for the result. After `forward`, `statistics` holds (mean, variance with divisor n, n)
+    of the global batch, to be taken away.
     """
 
     __slots__ = ("all_reduce", "eps", "observe", "statistics")
@@ -55,14 +57,17 @@ class BatchNormFunction(Function):
         xp, channels = self.xp, scale.size
         rows = xp.reshape(x, (x.size // channels, channels))
         mean, variance = xp.empty((channels,), x.dtype), xp.empty((channels,), x.dtype)
-        n = xp.empty((), np.float64)  # over ranks, of which others may have more rows when this is replayed
+        # over ranks, of which others may have more rows when this is replayed
+        n = xp.empty((), np.float64)
         count = perform(_measure, rows, mean, variance, n, self.all_reduce, self.observe)
         self.statistics = (mean, variance, count)
         steady = xp.add(variance, self.eps)
         inverse = xp.divide(xp.sqrt(steady), steady)  # NaN of infinity, where 1 / sqrt would be 0
         wide, repeats = _widened(xp, rows)
         y = xp.empty(wide.shape, x.dtype)
-        means, factors, shifts = (repeated(xp, each, repeats) for each in (mean, xp.multiply(inverse, scale), shift))
+        means, factors, shifts = (
+            repeated(xp, each, repeats) for each in (mean, xp.multiply(inverse, scale), shift)
+        )
         kernels = kernels_for(wide, "norm")
         if kernels is not None:
             kernels.norm(xp.ascontiguousarray(wide), means, factors, shifts, y)
@@ -88,7 +93,9 @@ class BatchNormFunction(Function):
             xp.divide(sums, n, out=sums)
             slopes = xp.multiply(sums[channels:], inverse)
             factors = xp.multiply(scale, inverse)
-            slopes, means_grad, factors = (repeated(xp, each, repeats) for each in (slopes, sums[:channels], factors))
+            slopes, means_grad, factors = (
+                repeated(xp, each, repeats) for each in (slopes, sums[:channels], factors)
+            )
             to_x, kernels = xp.empty(x.shape, x.dtype), kernels_for(x, "norm_grad")
             if kernels is not None:
                 x, rows = xp.ascontiguousarray(x), xp.ascontiguousarray(rows)
@@ -102,9 +109,16 @@ class BatchNormFunction(Function):
 
 
 def _measure(
-    rows: Array, mean: Array, variance: Array, n: Array, all_reduce: AllReduce | None, observe: Observe | None
+    rows: Array,
+    mean: Array,
+    variance: Array,
+    n: Array,
+    all_reduce: AllReduce | None,
+    observe: Observe | None,
 ) -> Count:
-    """Write the mean and variance of each channel and the number of rows, at least 1; return the number itself."""
+    """Write the mean and variance of each channel and the number of rows, at least 1; return the
+    number itself.
+    """
     xp, own = namespace(rows), len(rows)
     wide, repeats = _widened(xp, rows)
     _sum_rows(xp, wide, mean)
@@ -131,7 +145,9 @@ def _add_up(all_reduce: AllReduce, sums: Array) -> None:
 
 
 def _widened(xp: Any, rows: Array) -> tuple[Array, int]:
-    """Return rows (count, c) with several side by side, and how many: NumPy computes short rows slowly."""
+    """Return rows (count, c) with several side by side, and how many: NumPy computes short rows
+    slowly.
+    """
     count, channels = rows.shape
     most = max(1, WIDE // channels) if type(rows) is np.ndarray else 1
     repeats = next(m for m in range(most, 0, -1) if count % m == 0)
@@ -146,24 +162,36 @@ def _sum_rows(xp: Any, wide: Array, out: Array) -> None:
 
 
 def _sum_products(xp: Any, wide: Array, means: Array, factors: Array | None, out: Array) -> None:
-    """Write the sum of each channel's (wide - means) * factors; without factors that of the squares."""
+    """Write the sum of each channel's (wide - means) * factors; without factors that of the
+    squares.
+    """
     blocks, kernels = row_blocks(wide), kernels_for(wide, "norm_products")
     if kernels is not None:
         parts = xp.empty((1, wide.shape[1]), wide.dtype)
-        wide, g = (xp.ascontiguousarray(each) for each in (wide, wide if factors is None else factors))
-        kernels.norm_products(wide, means, g, means if factors is None else xp.zeros_like(means), parts[0])
+        wide, g = (
+            xp.ascontiguousarray(each) for each in (wide, wide if factors is None else factors)
+        )
+        kernels.norm_products(
+            wide, means, g, means if factors is None else xp.zeros_like(means), parts[0]
+        )
         _fold(xp, parts, out)
         return
-    scratch, parts = (xp.empty((rows, wide.shape[1]), wide.dtype) for rows in (blocks[0].stop, len(blocks)))
+    scratch, parts = (
+        xp.empty((rows, wide.shape[1]), wide.dtype) for rows in (blocks[0].stop, len(blocks))
+    )
     for i, part in enumerate(blocks):
         block = xp.subtract(wide[part], means, out=scratch[: part.stop - part.start])
-        bias_grad(xp, xp.multiply(block, block if factors is None else factors[part], out=block), parts[i])
+        bias_grad(
+            xp, xp.multiply(block, block if factors is None else factors[part], out=block), parts[i]
+        )
     _fold(xp, parts, out)
 
 
 def _fold(xp: Any, parts: Array, out: Array) -> None:
     """Write the sums of blocks, (blocks, repeats * c), added up to those of channels, (c,)."""
-    xp.add.reduce(parts.reshape(parts.size // out.size, out.size), axis=0, dtype=np.float64, out=out)
+    xp.add.reduce(
+        parts.reshape(parts.size // out.size, out.size), axis=0, dtype=np.float64, out=out
+    )
 
 
 class LayerNormFunction(Function):
@@ -203,7 +231,9 @@ class LayerNormFunction(Function):
         xp, n = self.xp, scale.size
         rows = xp.reshape(grad, (grad.size // n, n))
         to_x = xp.empty(rows.shape, grad.dtype) if self.needs[0] else None
-        to_scale, to_shift = (place_for(self, i, scale.shape, scale.dtype) if self.needs[i] else None for i in (1, 2))
+        to_scale, to_shift = (
+            place_for(self, i, scale.shape, scale.dtype) if self.needs[i] else None for i in (1, 2)
+        )
         sums = [None if each is None else each.reshape(n) for each in (to_scale, to_shift)]
         write = self._write_gradients if kernels is None else partial(kernels.layer_norm_grad, xp)
         write(rows, residuals, xp.reshape(scale, (n,)), to_x, *sums)
@@ -212,8 +242,9 @@ class LayerNormFunction(Function):
     def _normalize(self, x: Array, scale: Array, shift: Array) -> tuple[Array, Residuals]:
         """Return the result for rows (rows, n), and what the gradient needs.
 
-        All passes over a block of rows are made while it lies in the cache. Sums along a row are products with vectors,
-        which BLAS computes faster than NumPy adds; the mean, from which differences are taken, is summed pairwise.
+        All passes over a block of rows are made while it lies in the cache. Sums along a row are
+        products with vectors, which BLAS computes faster than NumPy adds; the mean, from which
+        differences are taken, is summed pairwise.
         """
         xp = self.xp
         n = scale.size
@@ -222,10 +253,16 @@ class LayerNormFunction(Function):
         for part in row_blocks(x):
             block, moment = normal[part], inverse[part]
             xp.add.reduce(x[part], axis=1, keepdims=True, out=moment)
-            xp.divide(moment, n, out=moment)  # of equal numbers this gives the number, a product with 1 / n may not
+            # of equal numbers this gives the number, a product with 1 / n may not
+            xp.divide(moment, n, out=moment)
             xp.subtract(x[part], moment, out=block)
-            xp.add(xp.multiply(xp.einsum("ij,ij->i", block, block)[:, None], 1 / n, out=moment), self.eps, out=moment)
-            xp.divide(xp.sqrt(moment), moment, out=moment)  # NaN of infinity, where 1 / sqrt would be 0
+            xp.add(
+                xp.multiply(xp.einsum("ij,ij->i", block, block)[:, None], 1 / n, out=moment),
+                self.eps,
+                out=moment,
+            )
+            # NaN of infinity, where 1 / sqrt would be 0
+            xp.divide(xp.sqrt(moment), moment, out=moment)
             xp.multiply(block, moment, out=block)
             result = xp.multiply(block, scale, out=y[part])
             xp.add(result, shift, out=result)
@@ -240,7 +277,9 @@ class LayerNormFunction(Function):
         to_scale: Array | None,
         to_shift: Array | None,
     ) -> None:
-        """Write the gradients of x (rows, n), scale and shift, each where there is a place for it."""
+        """Write the gradients of x (rows, n), scale and shift, each where there is a place for
+        it.
+        """
         xp = self.xp
         normal, inverse = residuals
         n = normal.shape[1]
@@ -259,7 +298,8 @@ class LayerNormFunction(Function):
                     xp.add(to_scale, row_sum(xp, product), out=to_scale)
             if to_x is not None:
                 result = to_x[part]
-                both = xp.dot(block, weights)[:, None], xp.dot(product, weights)[:, None]  # (block, 1) each
+                # (block, 1) each
+                both = xp.dot(block, weights)[:, None], xp.dot(product, weights)[:, None]
                 xp.subtract(xp.multiply(block, scale, out=result), both[0], out=result)
                 xp.multiply(normal[part], both[1], out=product)
                 xp.multiply(xp.subtract(result, product, out=result), inverse[part], out=result)
@@ -278,15 +318,18 @@ def batch_norm(
     A channel whose variance is too large for the dtype is NaN.
 
     Args:
-        x: (..., channels); the statistics run over all other axes, and with `all_reduce` over all ranks.
+        x: (..., channels); the statistics run over all other axes, and with `all_reduce` over all
+            ranks.
         scale, shift: (channels,).
-        all_reduce: adds a float64 array up over the ranks and returns the sum; every rank must call it, even with
-            no rows of its own. Called twice here and, where x needs a gradient, once in backward.
-        observe: called as observe(mean, variance, elements) in every pass, also when a compiled step is replayed.
+        all_reduce: adds a float64 array up over the ranks and returns the sum; every rank must call
+            it, even with no rows of its own. Called twice here and, where x needs a gradient, once
+            in backward.
+        observe: called as observe(mean, variance, elements) in every pass, also when a compiled
+            step is replayed.
 
     Returns:
-        The result, and the batch's mean, variance (divisor n) and number of elements n per channel; over ranks, n is
-        an array () where x is on a device.
+        The result, and the batch's mean, variance (divisor n) and number of elements n per channel;
+        over ranks, n is an array () where x is on a device.
 
     Raises:
         ShapeError: when scale or shift do not fit x.
@@ -319,6 +362,14 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
 
 
 def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, wanted: Shape) -> None:
-    if x.ndim < 1 or not wanted or prod(wanted) == 0 or scale.shape != wanted or shift.shape != wanted:
-        raise ShapeError(f"{name} of shape {x.shape} does not fit scale {scale.shape} and shift {shift.shape}")
+    if (
+        x.ndim < 1
+        or not wanted
+        or prod(wanted) == 0
+        or scale.shape != wanted
+        or shift.shape != wanted
+    ):
+        raise ShapeError(
+            f"{name} of shape {x.shape} does not fit scale {scale.shape} and shift {shift.shape}"
+        )
     may_meet(name, x, scale, shift)

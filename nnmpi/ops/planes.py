@@ -2,9 +2,10 @@
 
     y0 = places (0, 0) of all windows, y1 = (0, 1), ...          h = relu(max(y0, y1, ...) + b)
 
-Bias and ReLU come after the pooling, on fewer elements: max(y + b) = max(y) + b exactly, since rounding keeps order.
-What backward needs is one number per window, usually a byte, the winner: the place from which h came, the first of
-equal ones, or a number that no place has where the ReLU cut the result off.
+Bias and ReLU come after the pooling, on fewer elements: max(y + b) = max(y) + b exactly, since
+rounding keeps order. What backward needs is one number per window, usually a byte, the winner: the
+place from which h came, the first of equal ones, or a number that no place has where the ReLU cut
+the result off.
 """
 
 from typing import Any
@@ -15,7 +16,8 @@ from nnmpi.backend.array import Array
 
 
 class Planes:
-    """Finds the largest places, and sends gradients back to them, in memory that every block uses again.
+    """Finds the largest places, and sends gradients back to them, in memory that every block uses
+    again.
 
     Args:
         xp: the library that computes.
@@ -101,7 +103,9 @@ class Planes:
 
 
 def repeated(xp: Any, values: Array, pixels: int) -> Array:
-    """Return values (c,) once per pixel, (pixels * c,): adding these at once is faster than values to each pixel."""
+    """Return values (c,) once per pixel, (pixels * c,): adding these at once is faster than values
+    to each pixel.
+    """
     result: Array = xp.empty((pixels, values.size), values.dtype)
     xp.copyto(result, values)
     return result.reshape(result.size)

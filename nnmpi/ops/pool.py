@@ -2,9 +2,9 @@
 
     x (n, h, w, c)  --border-->  places (kernel_h, kernel_w, n, out_h, out_w, c)  -->  y (n, out_h, out_w, c)
 
-Max-pooling copies a few images' windows at a time into planes, one per place in the window, and then computes on long
-runs of memory (see `planes`). The mean adds the places up where they lie, each seen in all windows at once as a strided
-view ("tap"). Windows may overlap.
+Max-pooling copies a few images' windows at a time into planes, one per place in the window, and
+then computes on long runs of memory (see `planes`). The mean adds the places up where they lie,
+each seen in all windows at once as a strided view ("tap"). Windows may overlap.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,9 @@ class PoolWindows(NamedTuple):
     padding: Pair
 
     def out(self, h: int, w: int) -> Pair:
-        """Return the rows and columns of the result for images of h x w; 0 where there are too few pixels."""
+        """Return the rows and columns of the result for images of h x w; 0 where there are too few
+        pixels.
+        """
         rows, columns = (max(0, out_size(*axis)) for axis in zip((h, w), *self, strict=True))
         return rows, columns
 
@@ -49,7 +51,9 @@ class PoolWindows(NamedTuple):
         return windows(x, self.kernel, self.stride).transpose(3, 4, 0, 1, 2, 5)
 
     def taps(self, x: Array) -> list[Array]:
-        """Return, per place in the window, the view (n, out_h, out_w, c) of images with their border that it sees."""
+        """Return, per place in the window, the view (n, out_h, out_w, c) of images with their
+        border that it sees.
+        """
         seen = self.places(x)
         return [seen[place] for place in np.ndindex(*self.kernel)]
 
@@ -68,7 +72,9 @@ class Pool2dFunction(Function):
         self.over = over
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where each rank has whole images of its channels."""
+        """Return how the result lies on the ranks: as before, where each rank has whole images of
+        its channels.
+        """
         return uncut(self, inputs[0], (1, 2), "looks at neighbouring pixels")
 
 
@@ -114,7 +120,8 @@ class MaxPool2dFunction(Pool2dFunction):
                 if not over.overlap:
                     xp.copyto(seen[:, :, images], block)
                 else:
-                    for place in np.ndindex(*over.kernel):  # one after another, as windows share pixels
+                    for place in np.ndindex(*over.kernel):
+                        # one after another, as windows share pixels
                         xp.add(seen[place][images], block[place], out=seen[place][images])
         return (over.inside(result),)
 
@@ -146,25 +153,31 @@ class AvgPool2dFunction(Pool2dFunction):
         return (over.inside(result),)
 
 
-def max_pool2d(x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
+def max_pool2d(
+    x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+) -> Tensor:
     """Return the largest element of each window, (batch, out_height, out_width, channels).
 
     Args:
         x: images, (batch, height, width, channels).
-        kernel_size, stride, padding: one number, or one for rows and one for columns; the stride is the kernel_size by
-            default.
-            The border counts for nothing. Rows and columns that no window covers are left out.
+        kernel_size, stride, padding: one number, or one for rows and one for columns; the stride is
+            the kernel_size by default. The border counts for nothing. Rows and columns that no
+            window covers are left out.
 
     Raises:
         ShapeError: when x is no batch of images, or the window does not fit.
-        UsageError: for a kernel_size or stride below 1, or a padding of more than half of the kernel_size.
+        UsageError: for a kernel_size or stride below 1, or a padding of more than half of the
+            kernel_size.
         DtypeError: for integers.
     """
     return pooled(MaxPool2dFunction, x, _checked("max_pool2d", x, kernel_size, stride, padding))
 
 
-def avg_pool2d(x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
-    """Return the mean of each window, (batch, out_height, out_width, channels); the border counts as zeros.
+def avg_pool2d(
+    x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+) -> Tensor:
+    """Return the mean of each window, (batch, out_height, out_width, channels); the border counts
+    as zeros.
 
     Arguments and errors are those of `max_pool2d`.
     """
@@ -173,7 +186,9 @@ def avg_pool2d(x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = N
 
 def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
     """Return what an operation makes of each window of images of floats; there may be none."""
-    return with_kernels("max_pool" if issubclass(function, MaxPool2dFunction) else "avg_pool", function(over), x)
+    return with_kernels(
+        "max_pool" if issubclass(function, MaxPool2dFunction) else "avg_pool", function(over), x
+    )
 
 
 def _checked(
@@ -183,23 +198,33 @@ def _checked(
     over = pool_windows(kernel_size, stride, padding)
     sizes, steps, border = over
     if x.ndim != 4:
-        raise ShapeError(f"{name} needs images (batch, height, width, channels), not an array of shape {x.shape}")
+        raise ShapeError(
+            f"{name} needs images (batch, height, width, channels), not an array of shape {x.shape}"
+        )
     for axis, what in ((0, "height"), (1, "width")):
         if 2 * border[axis] > sizes[axis]:
-            raise UsageError(f"{name}'s padding {border} is more than half of its kernel_size {sizes}")
+            raise UsageError(
+                f"{name}'s padding {border} is more than half of its kernel_size {sizes}"
+            )
         if out_size(x.shape[axis + 1], sizes[axis], steps[axis], border[axis]) < 1:
-            raise ShapeError(f"{name}'s window of {sizes} does not fit the {what} of images {x.shape}")
+            raise ShapeError(
+                f"{name}'s window of {sizes} does not fit the {what} of images {x.shape}"
+            )
     return over
 
 
-def pool_windows(kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair) -> PoolWindows:
+def pool_windows(
+    kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair
+) -> PoolWindows:
     """Return how windows go over images, of what a user gives.
 
     Raises:
         UsageError: for a kernel_size or stride below 1, or a padding below 0.
     """
     sizes = pair("kernel_size", kernel_size, 1)
-    return PoolWindows(sizes, sizes if stride is None else pair("stride", stride, 1), pair("padding", padding, 0))
+    return PoolWindows(
+        sizes, sizes if stride is None else pair("stride", stride, 1), pair("padding", padding, 0)
+    )
 
 
 def _count(y: Array, over: PoolWindows) -> int:
@@ -208,7 +233,9 @@ def _count(y: Array, over: PoolWindows) -> int:
 
 
 def _blocks(xp: Any, y: Array, over: PoolWindows) -> Iterator[tuple[slice, Array]]:
-    """Yield a few images at a time, with memory for their planes (kernel_h, kernel_w, count, out_h, out_w, c)."""
+    """Yield a few images at a time, with memory for their planes (kernel_h, kernel_w, count, out_h,
+    out_w, c).
+    """
     n, count = len(y), _count(y, over)
     memory = xp.empty((count * y[:1].size * prod(over.kernel),), y.dtype)
     for start in range(0, n, count):

@@ -1,11 +1,12 @@
 """Optimizers over lists of arrays, gradient clipping, and learning-rate schedules.
 
-To read, in this order: updates (SGD), adaptive (Adam and its kind), muon, optimizer (what they share: storage, state,
-steps), blocks (why buffers are gone through in pieces), schedule (the learning rate of a step), clip (and loss scales).
+To read, in this order: updates (SGD), adaptive (Adam and its kind), muon, optimizer (what they
+share: storage, state, steps), blocks (why buffers are gone through in pieces), schedule (the
+learning rate of a step), clip (and loss scales).
 
-To add an optimizer: a subclass of `Optimizer` and its name in updates, which is then one of the command, too. It runs
-by NumPy; a fused kernel goes into backend/cuda/updates.py (the
-interface) and into jit/ and cuda/, each with its table.
+To add an optimizer: a subclass of `Optimizer` and its name in updates, which is then one of the
+command, too. It runs by NumPy; a fused kernel goes into backend/cuda/updates.py (the interface) and
+into jit/ and cuda/, each with its table.
 """
 
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop

@@ -1,4 +1,5 @@
-"""Updates that divide each gradient by a mean of its squares: Adam, AdamW, RMSprop, Adagrad and Adadelta.
+"""Updates that divide each gradient by a mean of its squares: Adam, AdamW, RMSprop, Adagrad and
+Adadelta.
 
 All with the same numbers as torch.optim's; weight decay is added to the gradient, but for AdamW's.
 """
@@ -9,10 +10,20 @@ from typing import ClassVar, Final
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError, shortened
-from nnmpi.optim.optimizer import BufferBlock, ByGroup, Optimizer, Storage, compiled_update, decayed_gradient, number
+from nnmpi.optim.optimizer import (
+    BufferBlock,
+    ByGroup,
+    Optimizer,
+    Storage,
+    compiled_update,
+    decayed_gradient,
+    number,
+)
 
 
-def _average(block: BufferBlock, kept: Array, value: Array, share: float, own: float, square: Array) -> None:
+def _average(
+    block: BufferBlock, kept: Array, value: Array, share: float, own: float, square: Array
+) -> None:
     """Let kept become share * kept + own * value^2, which square is scratch for."""
     xp = block.xp
     xp.multiply(xp.multiply(value, value, out=square), own, out=square)
@@ -26,10 +37,12 @@ def _divide(block: BufferBlock, value: Array, squares: Array, eps: float, out: A
 
 
 class Adam(Optimizer):
-    """Adam (Kingma and Ba, "Adam: a method for stochastic optimization", 2015), as torch.optim.Adam computes it.
+    """Adam (Kingma and Ba, "Adam: a method for stochastic optimization", 2015), as torch.optim.Adam
+    computes it.
 
         g = gradient + weight_decay * w
-        m = beta1 * m + (1 - beta1) * g                             the slots "m" and "v", zeros at first
+        m = beta1 * m + (1 - beta1) * g                             the slots "m" and "v", zeros at
+                                                                    first
         v = beta2 * v + (1 - beta2) * g * g
         w = w - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)             t: the update's number, from 1
 
@@ -37,16 +50,17 @@ class Adam(Optimizer):
         storage: the buffers, see `Storage`.
         lr: the learning rate, at least 0.
         betas: what m and v keep of their past in one update, each in [0, 1).
-        eps: at least 0, added to the root so that tiny gradients do not give huge updates; with 0, an element whose
-            gradients were all 0 becomes NaN.
-        weight_decay: L2 regularization, added to the gradient: one number, or a number by group name; groups left
-            out are not decayed.
+        eps: at least 0, added to the root so that tiny gradients do not give huge updates; with 0,
+            an element whose gradients were all 0 becomes NaN.
+        weight_decay: L2 regularization, added to the gradient: one number, or a number by group
+            name; groups left out are not decayed.
 
     Raises:
         UsageError: for values out of range or an unknown group.
     """
 
-    decouples: ClassVar[bool] = False  # whether weights decay by themselves, and not by way of the gradient
+    # whether weights decay by themselves, and not by way of the gradient
+    decouples: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -59,7 +73,9 @@ class Adam(Optimizer):
         try:
             beta1, beta2 = betas
         except (TypeError, ValueError):
-            raise UsageError(f"betas are {shortened(repr(betas))}; give two numbers such as (0.9, 0.999)") from None
+            raise UsageError(
+                f"betas are {shortened(repr(betas))}; give two numbers such as (0.9, 0.999)"
+            ) from None
         self.betas: Final = (number("betas[0]", beta1, 1), number("betas[1]", beta2, 1))
         self.eps: Final = number("eps", eps)
         super().__init__(storage, lr, weight_decay, slots=("m", "v"))
@@ -80,7 +96,8 @@ class Adam(Optimizer):
             if kept != 1:
                 xp.multiply(data, kept, out=data)
             gradient, change = decayed_gradient(block, decay), block.scratch[1]
-            xp.subtract(gradient, m, out=change)  # m + (1 - beta1) (g - m): rounds less than the sum of two products
+            # m + (1 - beta1) (g - m): rounds less than the sum of two products
+            xp.subtract(gradient, m, out=change)
             xp.multiply(change, 1 - beta1, out=change)
             xp.add(m, change, out=m)
             _average(block, v, gradient, beta2, 1 - beta2, change)
@@ -90,7 +107,8 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the same numbers as torch.optim.AdamW.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the same numbers as
+    torch.optim.AdamW.
 
         w = w * (1 - lr * weight_decay)         then Adam's update, without decay in its gradient
 
@@ -98,7 +116,8 @@ class AdamW(Adam):
 
     Args:
         storage, lr, betas, eps: see `Adam`; errors are its own, too.
-        weight_decay: the part of a weight that an update takes away, times lr; one number, or one for each group.
+        weight_decay: the part of a weight that an update takes away, times lr; one number, or one
+            for each group.
     """
 
     decouples = True
@@ -119,7 +138,8 @@ class RMSprop(Optimizer):
 
         g = gradient + weight_decay * w
         v = alpha * v + (1 - alpha) * g * g                     the slot "v", zeros at first
-        d = g / (sqrt(v) + eps)                                 with momentum b = momentum * b + d, and d = b
+        d = g / (sqrt(v) + eps)                                 with momentum b = momentum * b + d,
+                                                                and d = b
         w = w - lr * d
 
     Args:
@@ -149,7 +169,9 @@ class RMSprop(Optimizer):
         self.shares = (share, 1 - share)
         self.eps: Final = number("eps", eps)
         self.momentum: Final = number("momentum", momentum, 1)
-        super().__init__(storage, lr, weight_decay, slots=(self.square, "momentum")[: 1 + (self.momentum > 0)])
+        super().__init__(
+            storage, lr, weight_decay, slots=(self.square, "momentum")[: 1 + (self.momentum > 0)]
+        )
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         for block in blocks:
@@ -158,7 +180,9 @@ class RMSprop(Optimizer):
             _average(block, v, gradient, *self.shares, change)
             _divide(block, gradient, v, self.eps, change)
             for momentum in kept:
-                change = xp.add(xp.multiply(momentum, self.momentum, out=momentum), change, out=momentum)
+                change = xp.add(
+                    xp.multiply(momentum, self.momentum, out=momentum), change, out=momentum
+                )
             xp.subtract(block.data, xp.multiply(change, lr, out=block.scratch[1]), out=block.data)
 
 
@@ -188,7 +212,8 @@ class Adagrad(RMSprop):
 class Adadelta(Optimizer):
     """Adadelta (Zeiler, "Adadelta: an adaptive learning rate method", 2012).
 
-        v = rho * v + (1 - rho) * g * g                         the slots "v" and "u", zeros at first
+        v = rho * v + (1 - rho) * g * g                         the slots "v" and "u", zeros at
+                                                                first
         d = sqrt(u + eps) / sqrt(v + eps) * g
         u = rho * u + (1 - rho) * d * d
         w = w - lr * d

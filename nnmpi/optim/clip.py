@@ -1,16 +1,19 @@
 """The norm of all gradients together, and scaling them down to a largest norm.
 
-A strategy that holds only a shard of the gradients adds up `sum_of_squares` over its ranks, and then scales by
-`coefficient`; the serial run does the same with one shard.
+A strategy that holds only a shard of the gradients adds up `sum_of_squares` over its ranks, and
+then scales by `coefficient`; the serial run does the same with one shard.
 
-Loss scaling keeps small gradients within the range of float16 (Micikevicius et al., "Mixed precision training", 2018):
+Loss scaling keeps small gradients within the range of float16 (Micikevicius et al., "Mixed
+precision training", 2018):
 
     loss --times the scale, as backward begins-->  float16 gradients of activations  -->  float32 ones of parameters
-    the length of the scaled gradient is finite       divide by the scale, update; after 2000 such updates: scale * 2
+    the length of the scaled gradient is finite       divide by the scale, update; after 2000 such
+                                                      updates: scale * 2
     it is not: something was beyond 65504             no update; scale / 2
 
-The scale is a power of two, so that nothing is rounded by it. The length is that of the gradient summed over all ranks,
-which they all know anyway: what overflows on one of them is an overflow for all, without a message more.
+The scale is a power of two, so that nothing is rounded by it. The length is that of the gradient
+summed over all ranks, which they all know anyway: what overflows on one of them is an overflow for
+all, without a message more.
 """
 
 import math
@@ -25,26 +28,29 @@ from nnmpi.backend.recording import perform, refuse
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.optim.optimizer import block_elements, pieces
 
-# Added to the norm, as in torch: the largest gradient after clipping is a little below the limit, never above it.
+# Added to the norm, as in torch: the largest gradient after clipping is a little below the limit,
+# never above it.
 _MARGIN = 1e-6
 
 FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # of a loss scale
 GOOD_STEPS = 2000
 
-# A float32 sum of squares outside these bounds may have overflowed (below infinity none has), or have lost the squares
-# of numbers under 1e-19 to underflow (in a sum this large they do not count).
+# A float32 sum of squares outside these bounds may have overflowed (below infinity none has), or
+# have lost the squares of numbers under 1e-19 to underflow (in a sum this large they do not count).
 _TRUSTED = (1e-25, math.inf)
 
 
 def sum_of_squares(grads: Sequence[Array]) -> float:
-    """Return the sum of the squares of all elements, the blocks' sums added in float64; NaN and infinity come through.
+    """Return the sum of the squares of all elements, the blocks' sums added in float64; NaN and
+    infinity come through.
 
-    A float32 block's own sum is a float32 dot product: relative error about 1e-8, a quarter of the time that widening
-    takes. Where that overflows or underflows, everything is done again in float64, block by block, so that gradients
-    of 1e30 or 1e-30 have their right norm.
+    A float32 block's own sum is a float32 dot product: relative error about 1e-8, a quarter of the
+    time that widening takes. Where that overflows or underflows, everything is done again in
+    float64, block by block, so that gradients of 1e30 or 1e-30 have their right norm.
     """
     refuse("a gradient's norm")
-    with np.errstate(over="ignore", invalid="ignore"):  # the result says it, and the caller acts on that
+    with np.errstate(over="ignore", invalid="ignore"):
+        # the result says it, and the caller acts on that
         total = _read(sum(_squares(grad, grad.dtype) for grad in grads))
         if not trusted(total):
             total = _read(sum(_squares(grad, "float64") for grad in grads))
@@ -62,27 +68,35 @@ def _read(total: Array | float) -> float:
 
 
 def trusted(total: float) -> bool:
-    """Return whether a sum of squares that was added up in float32 blocks can have neither overflow nor underflow."""
+    """Return whether a sum of squares that was added up in float32 blocks can have neither overflow
+    nor underflow.
+    """
     return _TRUSTED[0] < total < _TRUSTED[1]
 
 
 def global_norm(grads: Sequence[Array]) -> float:
-    """Return the Euclidean norm of all gradients taken as one vector; 0.0 for no gradients. See `sum_of_squares`.
+    """Return the Euclidean norm of all gradients taken as one vector; 0.0 for no gradients. See
+    `sum_of_squares`.
 
-    Of gradients that are shared out (the `storage.grads` of ZeRO) it is that of all ranks' parts, and collective.
+    Of gradients that are shared out (the `storage.grads` of ZeRO) it is that of all ranks' parts,
+    and collective.
     """
     squares, ranks = sum_of_squares(grads), getattr(grads, "ranks", None)
     return math.sqrt(squares if ranks is None else ranks.sum_floats([squares])[0])
 
 
 def coefficient(norm: float, max_norm: float) -> float:
-    """Return what to multiply gradients of this norm by: max_norm / (norm + 1e-6), at most 1, and 1 if not finite.
+    """Return what to multiply gradients of this norm by: max_norm / (norm + 1e-6), at most 1, and 1
+    if not finite.
 
     Raises:
         UsageError: for a max_norm that is not above 0; infinity is allowed and never clips.
     """
     if not max_norm > 0:
-        raise UsageError(f"max_norm is {max_norm}; give a number above 0, or inf to measure the norm without clipping")
+        raise UsageError(
+            f"max_norm is {max_norm}; give a number above 0, or inf to measure the norm without"
+            " clipping"
+        )
     if not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + _MARGIN))
@@ -97,16 +111,19 @@ def scale(grads: Sequence[Array], factor: float) -> None:
 
 
 def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
-    """Scale the gradients in place so that their global norm is at most max_norm; return the norm before.
+    """Scale the gradients in place so that their global norm is at most max_norm; return the norm
+    before.
 
-    The same numbers as torch's clip_grad_norm_, with one difference: gradients with a NaN or infinity are left as
-    they are (torch turns all of them into NaN or 0), so that the caller, who sees the norm, can find the culprit.
-    A compiled step clips each time, but the number that it sees is the first step's.
-    Method: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), algorithm 1.
+    The same numbers as torch's clip_grad_norm_, with one difference: gradients with a NaN or
+    infinity are left as they are (torch turns all of them into NaN or 0), so that the caller, who
+    sees the norm, can find the culprit. A compiled step clips each time, but the number that it
+    sees is the first step's. Method: Pascanu et al., "On the difficulty of training recurrent
+    neural networks" (2013), algorithm 1.
 
     Args:
-        grads: arrays, such as model.storage.grads; or model.parameters(), for those. Of a model whose gradients are
-            shared out (ZeRO) they are this rank's parts, and the call is collective: the norm is that of all parts.
+        grads: arrays, such as model.storage.grads; or model.parameters(), for those. Of a model
+            whose gradients are shared out (ZeRO) they are this rank's parts, and the call is
+            collective: the norm is that of all parts.
         max_norm: above 0.
 
     Raises:
@@ -123,7 +140,9 @@ def _clip(grads: Sequence[Array], max_norm: float) -> float:
 
 
 def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
-    """Return the sum of one gradient's squares, blocks in `dtype`: a float64 0-d array where the gradient lies."""
+    """Return the sum of one gradient's squares, blocks in `dtype`: a float64 0-d array where the
+    gradient lies.
+    """
     xp = namespace(grad)
     if xp is np and grad.dtype == dtype:  # the same sum, in half the calls
         return sum(float(block.dot(block)) for (block,) in pieces([grad], block_elements(grad)))
@@ -158,7 +177,9 @@ class LossScale:
             self.value, self.good = min(2 * self.value, MOST), 0
 
     def shrink(self) -> bool:
-        """Hear of an overflow; return whether the step may be skipped: no smaller scale would help where it is 1."""
+        """Hear of an overflow; return whether the step may be skipped: no smaller scale would help
+        where it is 1.
+        """
         if self.value <= LEAST:
             return False
         self.value, self.good = max(self.value / 2, LEAST), 0

@@ -5,17 +5,19 @@
     O = orthogonalized(d)                                   all its singular values near 1
     w = w * (1 - lr * weight_decay) - lr * 0.2 * sqrt(max(rows, columns)) * O
 
-Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the factor: Liu et al., "Muon is
-scalable for LLM training", 2025: an update is then as long as AdamW's, so that both take one learning rate.
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the factor: Liu et
+al., "Muon is scalable for LLM training", 2025: an update is then as long as AdamW's, so that both
+take one learning rate.
 
-All but O is elementwise, so each rank does it where its part of a matrix lies. O needs the whole matrix, and has an
-owner for that among the ranks that share the work:
+All but O is elementwise, so each rank does it where its part of a matrix lies. O needs the whole
+matrix, and has an owner for that among the ranks that share the work:
 
     ZeRO, 2 ranks      w  | 0 0 0 1 1 1 |      d of rank 1 -> rank 0, which then has all      a half of O -> rank 1
     replicas           w  | all | all |        each has all of d                              O -> the others
 
-Owners are dealt out so that each has as many multiplications as others, and then as many elements. Whatever the ranks,
-the owner multiplies the serial run's matrices: the update is its own to the bit.
+Owners are dealt out so that each has as many multiplications as others, and then as many elements.
+Whatever the ranks, the owner multiplies the serial run's matrices: the update is its own to the
+bit.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.optim.adaptive import AdamW
 from nnmpi.optim.optimizer import BufferBlock, ByGroup, Storage, number
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: they bring singular values into 0.7..1.2 the soonest
+# Jordan's: they bring singular values into 0.7..1.2 the soonest
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LEAST_NORM = 1e-7
 
 
 def orthogonalize(matrix: Array, steps: int = 5) -> Array:
-    """Return a matrix with the same singular vectors and singular values near 1, by Newton and Schulz's iteration.
+    """Return a matrix with the same singular vectors and singular values near 1, by Newton and
+    Schulz's iteration.
 
     >>> import numpy as np
     >>> np.linalg.svd(orthogonalize(np.diag([3.0, 2.0, 1.0])))[1].round(1)
@@ -142,24 +146,33 @@ def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
 def _exchange(ranks: Any, parts: Mapping[int, Array], counts: Sequence[int], like: Array) -> Array:
     """Send parts, by rank; return what comes, so many elements from each rank, as one array."""
     sent = [parts.get(rank, like[:0]) for rank in range(ranks.size)]
-    return namespace(like).concatenate(ranks.all_to_all_v(sent, [(count,) for count in counts], "muon"))
+    return namespace(like).concatenate(
+        ranks.all_to_all_v(sent, [(count,) for count in counts], "muon")
+    )
 
 
 def _matrices(storage: Any) -> list[tuple[Any, slice, Sequence[int]]]:
-    """Return a storage's matrices: span, this rank's place, and how many elements each rank has, none if each has all.
+    """Return a storage's matrices: span, this rank's place, and how many elements each rank has,
+    none if each has all.
 
     Raises:
         LayoutError, UsageError: see `Muon`.
     """
     if not hasattr(storage, "spans"):
         raise UsageError(
-            "Muon works on the matrices of a model, and plain arrays do not say which these are; give model.storage"
+            "Muon works on the matrices of a model, and plain arrays do not say which these are;"
+            " give model.storage"
         )
-    spans = [s for s in storage.spans if len(s.parameter.declared) == 2 and not s.parameter.is_table]
+    spans = [
+        s for s in storage.spans if len(s.parameter.declared) == 2 and not s.parameter.is_table
+    ]
     for each in (span.parameter for span in spans):
         if each.region is not None:
             raise LayoutError(
-                f"Muon works on whole matrices, and this rank has a part of {each.name}; leave tp at 1, as dp, pp, sp "
-                "and zero leave matrices whole, or take adamw"
+                f"Muon works on whole matrices, and this rank has a part of {each.name}; leave tp"
+                " at 1, as dp, pp, sp and zero leave matrices whole, or take adamw"
             )
-    return [(span, storage.place(span), getattr(storage.view(span, storage.data), "counts", ())) for span in spans]
+    return [
+        (span, storage.place(span), getattr(storage.view(span, storage.data), "counts", ()))
+        for span in spans
+    ]

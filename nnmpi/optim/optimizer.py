@@ -1,13 +1,16 @@
-"""What all optimizers share: what they work on, learning rate, steps, state arrays, weight decay by group, blocks.
+"""What all optimizers share: what they work on, learning rate, steps, state arrays, weight decay by
+group, blocks.
 
-The state is `steps` and the arrays of `slots()`. Whoever loads a state writes into those arrays and sets `steps`;
-the next update is then, bit for bit, the one that a run without a break would have done. Nothing here knows of
-parameters, layers or ranks.
+The state is `steps` and the arrays of `slots()`. Whoever loads a state writes into those arrays and
+sets `steps`; the next update is then, bit for bit, the one that a run without a break would have
+done. Nothing here knows of parameters, layers or ranks.
 
-Cutting buffers into blocks that stay in the processor's cache while an update passes over them many times.
+Cutting buffers into blocks that stay in the processor's cache while an update passes over them many
+times.
 
-An Adam update is twelve array operations. Done on whole buffers that do not fit the cache, each of them goes through
-main memory; done block by block, only the first and the last touch do. All views and scratch arrays are made once.
+An Adam update is twelve array operations. Done on whole buffers that do not fit the cache, each of
+them goes through main memory; done block by block, only the first and the last touch do. All views
+and scratch arrays are made once.
 """
 
 from __future__ import annotations
@@ -41,10 +44,11 @@ Part: TypeAlias = tuple[int, slice]
 class Storage(Protocol):
     """Three lists of one length: entry i is a buffer, its gradient, and the name of its group.
 
-    A model's `tensor.parameter.FlatStorage` is one, `Arrays` makes one of plain lists, and a strategy that shards the
-    optimizer hands over its own part of the buffers. An optimizer keeps views of the buffers, so they must stay the
-    same arrays for as long as it lives; only their values may change. A storage that replaces all of them by others of
-    the same shapes counts that in `moves`; then optimizers follow.
+    A model's `tensor.parameter.FlatStorage` is one, `Arrays` makes one of plain lists, and a
+    strategy that shards the optimizer hands over its own part of the buffers. An optimizer keeps
+    views of the buffers, so they must stay the same arrays for as long as it lives; only their
+    values may change. A storage that replaces all of them by others of the same shapes counts that
+    in `moves`; then optimizers follow.
     """
 
     data: list[Array]
@@ -67,7 +71,9 @@ class Storage(Protocol):
         """Forget the gradients."""
 
     def finish_gradients(self) -> None:
-        """Let `grads` hold this step's gradients, also of buffers that none was computed for; called before updates."""
+        """Let `grads` hold this step's gradients, also of buffers that none was computed for;
+        called before updates.
+        """
 
     def finish_update(self) -> None:
         """Let everybody see what an update has written to `data`; called after updates."""
@@ -87,7 +93,9 @@ class Arrays:
         groups: one name per array; "default" for all when left out.
     """
 
-    def __init__(self, data: Iterable[Array], grads: Iterable[Array], groups: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, data: Iterable[Array], grads: Iterable[Array], groups: Iterable[str] | None = None
+    ) -> None:
         self.data = list(data)
         self.grads = list(grads)
         self.groups = ["default"] * len(self.data) if groups is None else list(groups)
@@ -132,8 +140,16 @@ def number(name: str, value: Any, below: float = math.inf, most: float | None = 
     except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not (0 <= found < below if most is None else 0 <= found <= most):
-        end = f"at most {most}" if most is not None else "finite" if below == math.inf else f"below {below}"
-        raise UsageError(f"{name} is {shortened(repr(value))}; give a number of at least 0 that is {end}")
+        end = (
+            f"at most {most}"
+            if most is not None
+            else "finite"
+            if below == math.inf
+            else f"below {below}"
+        )
+        raise UsageError(
+            f"{name} is {shortened(repr(value))}; give a number of at least 0 that is {end}"
+        )
     return found
 
 
@@ -141,14 +157,16 @@ class Optimizer(ABC):
     """Updates the buffers of a storage in place from their gradients.
 
     Attributes:
-        lr: the learning rate of the next update; schedules set it, and groups with smaller rates follow.
+        lr: the learning rate of the next update; schedules set it, and groups with smaller rates
+            follow.
         rates: of each buffer, in parts of lr.
         steps: the updates done so far.
         storage: the buffers; they must stay the same arrays while the optimizer lives.
         kept: arrays like the slots', by name, that a strategy saves and loads with them.
         weight_decay: the decay of each buffer, in the storage's order.
         elementwise: of a class, whether an update of some elements needs no others.
-        ranks: those with the same storage, among which a strategy lets updates of whole matrices be shared out.
+        ranks: those with the same storage, among which a strategy lets updates of whole matrices be
+            shared out.
     """
 
     elementwise: ClassVar[bool] = True
@@ -165,25 +183,30 @@ class Optimizer(ABC):
 
         Args:
             storage: the buffers and their gradients, or what has them as its `storage`.
-            lr: the learning rate; or one for each group, of which `lr` is then the largest, and the others a part.
+            lr: the learning rate; or one for each group, of which `lr` is then the largest, and the
+                others a part.
             weight_decay: one number, or one for each group of the storage by name.
-            slots: the names of the state; each gets one array of zeros per buffer, like that buffer.
+            slots: the names of the state; each gets one array of zeros per buffer, like that
+                buffer.
 
         Raises:
-            UsageError: for a learning rate or weight decay that is negative or not finite, and for a weight decay
-                that names a group the storage has not.
+            UsageError: for a learning rate or weight decay that is negative or not finite, and for
+                a weight decay that names a group the storage has not.
             ShapeError, DtypeError: see `_check`.
         """
         storage = getattr(storage, "storage", storage)  # of all parameters of a model
         if not hasattr(storage, "grads"):
             raise UsageError(
-                "an optimizer works on a model's storage: give model.storage, or model.parameters(); "
-                "groups of it are made by model.initialize(group=...), their rates by lr={'default': 0.1}"
+                "an optimizer works on a model's storage: give model.storage, or"
+                " model.parameters(); groups of it are made by model.initialize(group=...), their"
+                " rates by lr={'default': 0.1}"
             )
         _check(storage)
         self.weight_decay = _by_buffer("weight_decay", weight_decay, storage)
         if isinstance(lr, Mapping) and (left := {*storage.groups} - lr.keys()):
-            raise UsageError(f"lr names no rate of the group {min(left)!r}; give each group one, such as 0.01")
+            raise UsageError(
+                f"lr names no rate of the group {min(left)!r}; give each group one, such as 0.01"
+            )
         rates = _by_buffer("lr", lr, storage)
         self.lr = number("lr", max(lr.values(), default=0.0) if isinstance(lr, Mapping) else lr)
         self.rates = tuple(rate / self.lr if self.lr else 1.0 for rate in rates)
@@ -197,12 +220,16 @@ class Optimizer(ABC):
 
     def __repr__(self) -> str:
         """Say which rule it is, with which rate, over how many numbers."""
-        return f"{type(self).__name__}(lr={self.lr:g}, {self.storage.size:,} parameters, after {self.steps} steps)"
+        return (
+            f"{type(self).__name__}(lr={self.lr:g}, {self.storage.size:,} parameters, after"
+            f" {self.steps} steps)"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "an optimizer is not copied or pickled, as it works on its model's arrays; make one of the copied model's "
-            "storage and copy the arrays of slots() and steps, or keep both by nnmpi.save"
+            "an optimizer is not copied or pickled, as it works on its model's arrays; make one of"
+            " the copied model's storage and copy the arrays of slots() and steps, or keep both by"
+            " nnmpi.save"
         )
 
     def step(self) -> None:
@@ -211,9 +238,9 @@ class Optimizer(ABC):
         Parameters that need no gradient (`requires_grad = False`) stay as they are.
 
         Raises:
-            UsageError: when `lr` was set to a negative or non-finite value, the storage holds other arrays than
-                when the optimizer was made, the model was initialized again, or its parameters stand once for several
-                ranks (see `parallel.fused`).
+            UsageError: when `lr` was set to a negative or non-finite value, the storage holds other
+                arrays than when the optimizer was made, the model was initialized again, or its
+                parameters stand once for several ranks (see `parallel.fused`).
         """
         perform(self._step)  # a compiled step does all of it each time, as `lr` may have changed
 
@@ -221,8 +248,8 @@ class Optimizer(ABC):
         lr = number("lr", self.lr)
         if self.storage.common:
             raise UsageError(
-                "the parameters stand once per node, and every rank would update them; let the Worker update them "
-                "(worker.step), or give it GradientExchange(fused_update=False)"
+                "the parameters stand once per node, and every rank would update them; let the"
+                " Worker update them (worker.step), or give it GradientExchange(fused_update=False)"
             )
         if self.steps == 0:
             self._warn_alone()
@@ -238,16 +265,19 @@ class Optimizer(ABC):
         launch = read_launch(os.environ)
         if launch is not None and launch.size > 1 and launch.rank == 0 and not self.storage.shared:
             warnings.warn(
-                f"{launch.size} processes were started, and each trains a model of its own, whose weights drift apart: "
-                "give the model to a Worker or DataParallel, and call parallel.backward(loss, samples); or, where the "
-                "program adds up the gradients by itself, which is not seen here, set model.storage.shared = True",
+                f"{launch.size} processes were started, and each trains a model of its own, whose"
+                " weights drift apart: give the model to a Worker or DataParallel, and call"
+                " parallel.backward(loss, samples); or, where the program adds up the gradients by"
+                " itself, which is not seen here, set model.storage.shared = True",
                 stacklevel=5,  # the line that calls `step`
             )
 
     def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Part] = ()) -> None:
-        """Do one update of these blocks alone, with the gradients that are in them when their turn comes.
+        """Do one update of these blocks alone, with the gradients that are in them when their turn
+        comes.
 
-        For strategies that share out the blocks among ranks, or add up a block's gradient just before it is used.
+        For strategies that share out the blocks among ranks, or add up a block's gradient just
+        before it is used.
 
         Args:
             blocks: what `cut` gave; a generator may write a block's `grad` before it yields it.
@@ -260,12 +290,14 @@ class Optimizer(ABC):
 
     def _go(self, lr: float, blocks: Iterable[BufferBlock], frozen: Sequence[Part]) -> None:
         self.steps += 1
-        # Blocks run across parameters, so one that needs no gradient cannot be left out of them: it is put back.
+        # Blocks run across parameters, so one that needs no gradient cannot be left out of them: it
+        # is put back.
         arrays = (self._data, *self._slots.values()) if frozen else ()
         parts = [each[buffer].reshape(-1)[part] for each in arrays for buffer, part in frozen]
         kept = [part.copy() for part in parts]
         self._update_groups(lr, blocks)
-        for part, values in zip(parts, kept, strict=True):  # decay and momentum move also what has no gradient
+        for part, values in zip(parts, kept, strict=True):
+            # decay and momentum move also what has no gradient
             part[...] = values
 
     def _zeros_like(self, data: Array) -> Array:
@@ -275,7 +307,9 @@ class Optimizer(ABC):
         return store.zeros(data.size, data.dtype).reshape(data.shape)
 
     def slots(self) -> dict[str, list[Array]]:
-        """Return the live state arrays by name: one per buffer, of its shape and dtype, in the storage's order."""
+        """Return the live state arrays by name: one per buffer, of its shape and dtype, in the
+        storage's order.
+        """
         return {name: list(arrays) for name, arrays in (self._slots | self.kept).items()}
 
     @property
@@ -289,16 +323,20 @@ class Optimizer(ABC):
         """Work on the arrays that the storage has now, of the same shapes and dtypes as before.
 
         Args:
-            allocate: (elements, dtype) -> a 1-D array, into which the state is copied; it stays where it is without.
-                If it raises, nothing has changed.
+            allocate: (elements, dtype) -> a 1-D array, into which the state is copied; it stays
+                where it is without. If it raises, nothing has changed.
 
         Raises:
             ShapeError: when the storage's arrays are others than before in number, shape or dtype.
         """
         _check(self.storage)
-        before, now = ([(x.shape, x.dtype) for x in arrays] for arrays in (self._data, self.storage.data))
+        before, now = (
+            [(x.shape, x.dtype) for x in arrays] for arrays in (self._data, self.storage.data)
+        )
         if before != now:
-            raise ShapeError(f"the storage's arrays are other ones than before, {before}; make a new optimizer")
+            raise ShapeError(
+                f"the storage's arrays are other ones than before, {before}; make a new optimizer"
+            )
         if allocate is not None:
             places = {
                 name: [allocate(array.size, array.dtype).reshape(array.shape) for array in arrays]
@@ -317,7 +355,8 @@ class Optimizer(ABC):
         self.storage.zero_grad()
 
     def over(self, storage: Storage) -> Self:
-        """Return one with the same settings, rate and steps for other arrays of the same shapes; both share the state.
+        """Return one with the same settings, rate and steps for other arrays of the same shapes;
+        both share the state.
 
         Raises:
             ShapeError: when the arrays are others in number, shape or dtype.
@@ -330,7 +369,8 @@ class Optimizer(ABC):
         return other
 
     def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        for rate, alike in groupby(blocks, attrgetter("rate")):  # each block when a strategy has made it
+        for rate, alike in groupby(blocks, attrgetter("rate")):
+            # each block when a strategy has made it
             self._update(lr * rate, alike)
 
     @abstractmethod
@@ -347,7 +387,8 @@ class Optimizer(ABC):
 
         Args:
             parts: the part of each buffer that is meant; all of it by default.
-            grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by default.
+            grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by
+                default.
             limit_bytes: the longest block, if not what suits an ordinary update.
         """
         scratch = ScratchArrays(self._grads)
@@ -355,11 +396,19 @@ class Optimizer(ABC):
         blocks: list[BufferBlock] = []
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
             whole = [data, grad, *(arrays[i] for arrays in self._slots.values())]
-            elements = block_elements(data) if limit_bytes is None else max(1, limit_bytes // data.dtype.itemsize)
+            elements = (
+                block_elements(data)
+                if limit_bytes is None
+                else max(1, limit_bytes // data.dtype.itemsize)
+            )
             for run in self._runs(i) if parts is None else [parts[i]]:
                 for part, gradient, *state in pieces([array[run] for array in whole], elements):
                     decay, rate, spare = self.weight_decay[i], self.rates[i], scratch.like(part)
-                    blocks.append(BufferBlock(namespace(part), part, gradient, tuple(state), decay, rate, spare))
+                    blocks.append(
+                        BufferBlock(
+                            namespace(part), part, gradient, tuple(state), decay, rate, spare
+                        )
+                    )
         return tuple(blocks)
 
     def _runs(self, buffer: int) -> Iterable[Any]:
@@ -367,14 +416,20 @@ class Optimizer(ABC):
         return (...,)
 
     def _require_same_arrays(self) -> None:
-        """Raise if a buffer was replaced: the blocks would still update the old one, and training would stand still."""
+        """Raise if a buffer was replaced: the blocks would still update the old one, and training
+        would stand still.
+        """
         for kept, now in ((self._data, self.storage.data), (self._grads, self.storage.grads)):
             if len(kept) != len(now) or not all(map(is_, kept, now)):
-                raise UsageError("the storage's arrays were replaced; make a new optimizer after changing them")
+                raise UsageError(
+                    "the storage's arrays were replaced; make a new optimizer after changing them"
+                )
 
 
 def decayed_gradient(block: BufferBlock, decay: float) -> Array:
-    """Return gradient + decay * data (L2 regularization), in the block's first scratch array if there is a decay."""
+    """Return gradient + decay * data (L2 regularization), in the block's first scratch array if
+    there is a decay.
+    """
     if not decay:
         return block.grad
     result = block.scratch[0]
@@ -388,9 +443,12 @@ def _by_buffer(what: str, given: ByGroup, storage: Storage) -> tuple[float, ...]
     if not isinstance(given, Mapping):
         return (number(what, given),) * len(storage.groups)
     for name, value in given.items():
-        if name not in storage.known_groups:  # a stage of a pipeline need not have all groups of the model
+        if name not in storage.known_groups:
+            # a stage of a pipeline need not have all groups of the model
             known = ", ".join(sorted(set(storage.known_groups))) or "none"
-            raise UsageError(f"{what} names the group {name!r}, which does not exist; choose from: {known}")
+            raise UsageError(
+                f"{what} names the group {name!r}, which does not exist; choose from: {known}"
+            )
         number(f"{what} of {name!r}", value)
     return tuple(float(given.get(group, 0.0)) for group in storage.groups)
 
@@ -399,32 +457,48 @@ def _check(storage: Storage) -> None:
     """Raise unless every buffer can be updated in place from its gradient.
 
     Raises:
-        UsageError: when the three lists differ in length, or a buffer is read-only or not contiguous.
+        UsageError: when the three lists differ in length, or a buffer is read-only or not
+            contiguous.
         ShapeError: when a gradient's shape differs from its buffer's.
-        DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor float64.
+        DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor
+            float64.
     """
     counts = (len(storage.data), len(storage.grads), len(storage.groups))
     if len(set(counts)) > 1:
-        raise UsageError("{} buffers, {} gradients and {} groups do not pair up; give one of each".format(*counts))
+        raise UsageError(
+            "{} buffers, {} gradients and {} groups do not pair up; give one of each".format(
+                *counts
+            )
+        )
     for i, (data, grad) in enumerate(zip(storage.data, storage.grads, strict=True)):
         if data.shape != grad.shape:
-            raise ShapeError(f"buffer {i} has shape {data.shape} and its gradient {grad.shape}; they must be equal")
+            raise ShapeError(
+                f"buffer {i} has shape {data.shape} and its gradient {grad.shape}; they must be"
+                " equal"
+            )
         if data.dtype not in (np.float32, np.float64):
-            raise DtypeError(f"buffer {i} is {data.dtype}; an optimizer updates float32 and float64")
+            raise DtypeError(
+                f"buffer {i} is {data.dtype}; an optimizer updates float32 and float64"
+            )
         ours, theirs = (f"{x.dtype} of {namespace(x).__name__}" for x in (data, grad))
         if ours != theirs:
             raise DtypeError(f"buffer {i} is {ours} and its gradient {theirs}; they must be alike")
-        fixed = not getattr(data.flags, "writeable", True)  # CuPy's flags have no such entry: its arrays are writable
+        # CuPy's flags have no such entry: its arrays are writable
+        fixed = not getattr(data.flags, "writeable", True)
         if fixed or not (data.flags.c_contiguous and grad.flags.c_contiguous):
-            raise UsageError(f"buffer {i} is read-only, or it or its gradient is not contiguous; give a copy")
+            raise UsageError(
+                f"buffer {i} is read-only, or it or its gradient is not contiguous; give a copy"
+            )
 
 
-# 64k float32 elements: buffer, gradient, two slots and a scratch array make 1.25 MiB, about a core's L2 cache, and
-# calling NumPy costs less than a tenth of the arithmetic. Measured (Zen 5, 1 MiB L2, 32 MiB L3, one thread, median):
-# Adam on 5,000,000 parameters takes 8.6 ms, in one piece 12.0; on 20,000,000 37 and 57; on 421,642, which fit the L3,
-# 0.69 and 0.64. Blocks half as large were slower, twice as large a little faster (0.65, 8.5 and 36).
+# 64k float32 elements: buffer, gradient, two slots and a scratch array make 1.25 MiB, about a
+# core's L2 cache, and calling NumPy costs less than a tenth of the arithmetic. Measured (Zen 5, 1
+# MiB L2, 32 MiB L3, one thread, median): Adam on 5,000,000 parameters takes 8.6 ms, in one piece
+# 12.0; on 20,000,000 37 and 57; on 421,642, which fit the L3, 0.69 and 0.64. Blocks half as large
+# were slower, twice as large a little faster (0.65, 8.5 and 36).
 HOST_BLOCK_BYTES = 256 * 1024
-# A device starts one kernel per operation and block: blocks are there to bound the scratch memory, not for a cache.
+# A device starts one kernel per operation and block: blocks are there to bound the scratch memory,
+# not for a cache.
 DEVICE_BLOCK_BYTES = 16 * 1024 * 1024
 
 
@@ -438,7 +512,8 @@ class BufferBlock:
         decay: the weight decay of the buffer's group.
         rate: its learning rate, in parts of the optimizer's.
         scratch: two arrays, shared by all blocks, whose values mean nothing between two blocks.
-        is_spent: whether nobody needs the gradient after the update, so that its memory may be used in it.
+        is_spent: whether nobody needs the gradient after the update, so that its memory may be used
+            in it.
     """
 
     xp: ModuleType
@@ -458,12 +533,16 @@ def compiled_update(block: BufferBlock, name: str) -> Any:
 
 def block_elements(array: Array) -> int:
     """Return how many elements of this array's kind make a block."""
-    limit_bytes = DEVICE_BLOCK_BYTES if hasattr(array, "__cuda_array_interface__") else HOST_BLOCK_BYTES
+    limit_bytes = (
+        DEVICE_BLOCK_BYTES if hasattr(array, "__cuda_array_interface__") else HOST_BLOCK_BYTES
+    )
     return limit_bytes // array.dtype.itemsize
 
 
 def pieces(arrays: Sequence[Array], limit: int) -> Iterator[tuple[Array, ...]]:
-    """Yield flat views of the same elements of each array, at most `limit` at a time; the arrays are contiguous."""
+    """Yield flat views of the same elements of each array, at most `limit` at a time; the arrays
+    are contiguous.
+    """
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, flat[0].size, limit):
         yield tuple(array[start : start + limit] for array in flat)
@@ -475,12 +554,21 @@ class ScratchArrays:
     def __init__(self, buffers: Sequence[Array]) -> None:
         self._pairs: dict[tuple[str, str], tuple[Array, Array]] = {}
         for buffer in buffers:
-            xp, size, pair = namespace(buffer), min(buffer.size, block_elements(buffer)), self._pairs.get(_kind(buffer))
+            xp, size, pair = (
+                namespace(buffer),
+                min(buffer.size, block_elements(buffer)),
+                self._pairs.get(_kind(buffer)),
+            )
             if pair is None or size > pair[0].size:
-                self._pairs[_kind(buffer)] = (xp.zeros(size, buffer.dtype), xp.zeros(size, buffer.dtype))
+                self._pairs[_kind(buffer)] = (
+                    xp.zeros(size, buffer.dtype),
+                    xp.zeros(size, buffer.dtype),
+                )
 
     def like(self, block: Array) -> tuple[Array, Array]:
-        """Return two arrays of the block's length and dtype; they lie in the memory that every block gets."""
+        """Return two arrays of the block's length and dtype; they lie in the memory that every
+        block gets.
+        """
         first, second = self._pairs[_kind(block)]
         return first[: block.size], second[: block.size]
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules: frozen values that map the number of an update to its learning rate.
 
-`schedule(0)` is the rate of the first update. Nothing is remembered between calls, so a run that resumes, or a rank
-that joins, asks for its step and gets the same number.
+`schedule(0)` is the rate of the first update. Nothing is remembered between calls, so a run that
+resumes, or a rank that joins, asks for its step and gets the same number.
 
     Warmup(500, then=Cosine(0.1, total=9500))        lr
                                                      |   /`-.
@@ -40,7 +40,8 @@ class ConstantRate:
 
 @dataclass(frozen=True)
 class StepDecay:
-    """The rate times `factor` after every `every` steps: lr, ..., lr * factor, ..., lr * factor^2, ...
+    """The rate times `factor` after every `every` steps: lr, ..., lr * factor, ..., lr * factor^2,
+    ...
 
     Raises:
         UsageError: for lr < 0, every < 1, or a factor outside [0, 1].
@@ -87,10 +88,11 @@ class MultiStep:
 
 @dataclass(frozen=True)
 class OneCycle:
-    """Half a cosine up to lr over the first `rise` of `total` steps, then one down to nearly nothing.
+    """Half a cosine up to lr over the first `rise` of `total` steps, then one down to nearly
+    nothing.
 
-    Smith and Topin, "Super-convergence", 2019; the numbers of PyTorch's OneCycleLR: from lr / 25 up, and down to that
-    / 10,000 at the last step.
+    Smith and Topin, "Super-convergence", 2019; the numbers of PyTorch's OneCycleLR: from lr / 25
+    up, and down to that / 10,000 at the last step.
 
     Raises:
         UsageError: for lr < 0, total < 2, or a part outside [0, 1].
@@ -120,12 +122,13 @@ class OneCycle:
 
 
 class ReduceOnPlateau:
-    """A rate that falls when a loss has stopped to fall, for a loop of one's own; it remembers, unlike schedules.
+    """A rate that falls when a loss has stopped to fall, for a loop of one's own; it remembers,
+    unlike schedules.
 
     Args:
         lr: the first rate.
-        factor: what it is multiplied by, after more than `patience` losses in a row that are not the lowest so far,
-            by at least `threshold` of it.
+        factor: what it is multiplied by, after more than `patience` losses in a row that are not
+            the lowest so far, by at least `threshold` of it.
 
     Example:
         >>> rate = optim.ReduceOnPlateau(0.1, patience=0)
@@ -133,9 +136,14 @@ class ReduceOnPlateau:
         [0.1, 0.1, 0.01, 0.01]
     """
 
-    def __init__(self, lr: float, factor: float = 0.1, patience: int = 10, threshold: float = 1e-4) -> None:
+    def __init__(
+        self, lr: float, factor: float = 0.1, patience: int = 10, threshold: float = 1e-4
+    ) -> None:
         self.lr, self.factor = number("lr", lr), number("factor", factor, most=1)
-        self.patience, self.threshold = whole("patience", patience, 0), number("threshold", threshold, most=1)
+        self.patience, self.threshold = (
+            whole("patience", patience, 0),
+            number("threshold", threshold, most=1),
+        )
         self.best, self.waited = math.inf, 0
 
     def __call__(self, loss: float) -> float:
@@ -153,8 +161,9 @@ class ReduceOnPlateau:
 class Cosine:
     """Half a cosine from lr at step 0 to final * lr at step `total`, and that floor from there on.
 
-    Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts" (2017), equation 5, one period. A run
-    of `total` updates ends one step above the floor, so that with final = 0 no update is wasted.
+    Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts" (2017), equation
+    5, one period. A run of `total` updates ends one step above the floor, so that with final = 0 no
+    update is wasted.
 
     Raises:
         UsageError: for lr < 0, total < 1, or a final fraction outside [0, 1].
@@ -172,18 +181,23 @@ class Cosine:
     def __call__(self, step: int) -> float:
         """Return the rate between lr and final * lr."""
         progress = min(whole("step", step, 0), self.total) / self.total
-        weight = (1 + math.cos(math.pi * progress)) / 2  # exactly 1 at the start and exactly 0 at the end
-        # A mix of two values, and not floor + weight * difference: it meets both ends without rounding.
+        # exactly 1 at the start and exactly 0 at the end
+        weight = (1 + math.cos(math.pi * progress)) / 2
+        # A mix of two values, and not floor + weight * difference: it meets both ends without
+        # rounding.
         floor = self.final * self.lr
-        return min(max(weight * self.lr + (1 - weight) * floor, floor), self.lr)  # between, rounding may leave them
+        # between, rounding may leave them
+        return min(max(weight * self.lr + (1 - weight) * floor, floor), self.lr)
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """A straight line up to the first rate of another schedule, which then begins: it sees step - steps.
+    """A straight line up to the first rate of another schedule, which then begins: it sees step -
+    steps.
 
-    Step s < steps has then(0) * (s + 1) / (steps + 1): the first update is not wasted on a rate of 0, and the line
-    meets then(0) exactly at step `steps`. Goyal et al., "Accurate, large minibatch SGD" (2017), section 2.2.
+    Step s < steps has then(0) * (s + 1) / (steps + 1): the first update is not wasted on a rate of
+    0, and the line meets then(0) exactly at step `steps`. Goyal et al., "Accurate, large minibatch
+    SGD" (2017), section 2.2.
 
     Raises:
         UsageError: for steps < 0.
@@ -203,11 +217,12 @@ class Warmup:
 
 
 def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
-    """Return the rate for a global batch when `lr` is right for `base_batch`: lr * batch / base_batch.
+    """Return the rate for a global batch when `lr` is right for `base_batch`: lr * batch /
+    base_batch.
 
-    The linear scaling rule of Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour" (2017),
-    section 2.1: k times the batch makes k times fewer updates, each k times as long. It needs a warm-up when k is
-    large, and it is meant for SGD.
+    The linear scaling rule of Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1
+    hour" (2017), section 2.1: k times the batch makes k times fewer updates, each k times as long.
+    It needs a warm-up when k is large, and it is meant for SGD.
 
     Raises:
         UsageError: for lr < 0 or a batch below 1, or a result beyond what a float holds.

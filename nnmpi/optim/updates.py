@@ -10,7 +10,15 @@ import numpy as np
 from nnmpi.errors import UsageError
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.muon import Muon
-from nnmpi.optim.optimizer import BufferBlock, ByGroup, Optimizer, Storage, compiled_update, decayed_gradient, number
+from nnmpi.optim.optimizer import (
+    BufferBlock,
+    ByGroup,
+    Optimizer,
+    Storage,
+    compiled_update,
+    decayed_gradient,
+    number,
+)
 
 
 class SGD(Optimizer):
@@ -18,11 +26,12 @@ class SGD(Optimizer):
 
         g = gradient + weight_decay * w
         b = momentum * b + g                    b: the slot "momentum", zeros at first
-        w = w - lr * d                          d: g without momentum, b with it, g + momentum * b with Nesterov's
+        w = w - lr * d                          d: g without momentum, b with it, g + momentum * b
+                                                with Nesterov's
 
-    The learning rate multiplies the finished direction and not what goes into b, as in Sutskever et al., "On the
-    importance of initialization and momentum in deep learning" (2013), section 2, rewritten so that w is always the
-    point at which the gradient was taken.
+    The learning rate multiplies the finished direction and not what goes into b, as in Sutskever et
+    al., "On the importance of initialization and momentum in deep learning" (2013), section 2,
+    rewritten so that w is always the point at which the gradient was taken.
 
     Args:
         storage: the buffers, see `Storage`.
@@ -32,7 +41,8 @@ class SGD(Optimizer):
         weight_decay: one number, or a number by group name; groups left out are not decayed.
 
     Raises:
-        UsageError: for values out of range, Nesterov's momentum without momentum, or an unknown group.
+        UsageError: for values out of range, Nesterov's momentum without momentum, or an unknown
+            group.
     """
 
     def __init__(
@@ -46,7 +56,10 @@ class SGD(Optimizer):
     ) -> None:
         self.momentum: Final = number("momentum", momentum, 1)
         if nesterov and self.momentum == 0:
-            raise UsageError("nesterov needs momentum, which is 0; give a momentum such as 0.9 or leave nesterov out")
+            raise UsageError(
+                "nesterov needs momentum, which is 0; give a momentum such as 0.9 or leave"
+                " nesterov out"
+            )
         self.nesterov: Final = bool(nesterov)
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
@@ -71,7 +84,8 @@ class SGD(Optimizer):
                     direction = kept
             # In place where possible: one array less in the cache.
             change = direction if block.is_spent and direction is grad else block.scratch[1]
-            # NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of Python's
+            # NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of
+            # Python's
             xp.multiply(direction, np.array(lr, data.dtype) if xp is np else lr, out=change)
             xp.subtract(data, change, out=data)
 
@@ -92,11 +106,12 @@ NAMES = tuple(_CLASSES)
 
 
 def build(name: str, storage: Storage, **options: Any) -> Optimizer:
-    """Return the optimizer of that name, one of `NAMES`; an option that is None keeps the optimizer's own default.
+    """Return the optimizer of that name, one of `NAMES`; an option that is None keeps the
+    optimizer's own default.
 
     Raises:
-        UsageError: for an unknown name, an option that this optimizer has not (it would be ignored otherwise), a
-            missing learning rate (sgd has no default), or a value out of range.
+        UsageError: for an unknown name, an option that this optimizer has not (it would be ignored
+            otherwise), a missing learning rate (sgd has no default), or a value out of range.
     """
     if name not in _CLASSES:
         raise UsageError(f"optimizer {name!r} is unknown; choose one of {', '.join(NAMES)}")

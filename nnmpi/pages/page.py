@@ -25,15 +25,28 @@ def make_page(kind: str, title: str, data: Mapping[str, Any], library: str = "")
         data: JSON values, for that script.
         library: JavaScript that it calls.
     """
-    parts = {name: (files("nnmpi.pages") / name).read_text() for name in ("frame.html", "frame.css", "common.js")}
-    script = "\n".join((library, parts["common.js"], (files("nnmpi.pages") / f"{kind}.js").read_text()))
+    parts = {
+        name: (files("nnmpi.pages") / name).read_text()
+        for name in ("frame.html", "frame.css", "common.js")
+    }
+    script = "\n".join(
+        (library, parts["common.js"], (files("nnmpi.pages") / f"{kind}.js").read_text())
+    )
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    text = text.replace("<", "\\u003c")  # or a name such as "</script>" or "<!--<script>" would move the data's end
-    values = {"TITLE": html.escape(title), "STYLE": parts["frame.css"], "SCRIPT": script, "DATA": text}
+    # or a name such as "</script>" or "<!--<script>" would move the data's end
+    text = text.replace("<", "\\u003c")
+    values = {
+        "TITLE": html.escape(title),
+        "STYLE": parts["frame.css"],
+        "SCRIPT": script,
+        "DATA": text,
+    }
     return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], parts["frame.html"])
 
 
-def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any], library: str = "") -> None:
+def write_page(
+    file: Path, kind: str, title: str, data: Mapping[str, Any], library: str = ""
+) -> None:
     """Write a page into a file; one that is there is replaced.
 
     Args:
@@ -43,4 +56,5 @@ def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any], libra
         UsageError: when the file cannot be written.
     """
     with raised_as(UsageError, f"{file} cannot be written", "give another file"):
-        file.write_text(make_page(kind, title, data, library), "utf-8", "replace")  # names of folders may be any bytes
+        # names of folders may be any bytes
+        file.write_text(make_page(kind, title, data, library), "utf-8", "replace")

@@ -104,7 +104,9 @@ class Picture:
                 begin, stop = round(at * WIDTH / end), round(to * WIDTH / end)
                 drawn = marks[kind] * (stop - begin)
                 inside = len(text) < len(drawn)
-                line = line[:begin].ljust(begin) + (text + drawn[len(text) :] if inside else f"{drawn} {text}")
+                line = line[:begin].ljust(begin) + (
+                    text + drawn[len(text) :] if inside else f"{drawn} {text}"
+                )
             lines.append(f"{row:{edge}}{line}".rstrip())
         last = f"{end:,.0f} {self.along}" if end >= 100 else f"{end:.3g} {self.along}"
         lines.append(f"{'':{edge}}0{last:>{WIDTH - 1}}")
@@ -116,8 +118,11 @@ class Picture:
         figure = new_figure(7, 1.3 + 0.32 * len(self.rows))
         from matplotlib import rc_context
 
-        inked = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-        with rc_context(inked | {"svg.fonttype": "none", "svg.hashsalt": "nnmpi"}):  # text stays text, bytes the same
+        inked = dict.fromkeys(
+            ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+        )
+        with rc_context(inked | {"svg.fonttype": "none", "svg.hashsalt": "nnmpi"}):
+            # text stays text, bytes the same
             self._draw(figure)
             save_figure(figure, file)
 
@@ -125,21 +130,37 @@ class Picture:
         axes, rows, kinds, end = figure.subplots(), self.rows, self.kinds, self.end
         last = {bar.row: bar.begin for bar in sorted(self.bars, key=lambda bar: bar.begin)}
         inner = [bar for bar in self.bars if bar.begin < last[bar.row] and bar.end > bar.begin]
-        letters = max((len(bar.text) * end / (bar.end - bar.begin) for bar in inner), default=0)  # along the axis
+        # along the axis
+        letters = max((len(bar.text) * end / (bar.end - bar.begin) for bar in inner), default=0)
         size = 8 if 8 * LETTER * letters < 8 else 6
         figure.set_figwidth(min(max(7, 1.1 + size * LETTER * letters), 16))
         letter = size * LETTER * end / (figure.get_figwidth() - 1.1)
         free = cycle(each for each in OTHERS if each not in map(USUAL.get, kinds))
-        colours = dict(zip((kind for kind in kinds if kind not in USUAL), free, strict=False)) | USUAL
+        colours = (
+            dict(zip((kind for kind in kinds if kind not in USUAL), free, strict=False)) | USUAL
+        )
         for row, begin, to, kind, text in self.bars:
             y, inside = rows.index(row), letter * len(text) <= 1.001 * (to - begin)
-            axes.barh(y, to - begin, 0.8, begin, color=colours[kind], edgecolor="white", linewidth=0.5 * (to > begin))
+            axes.barh(
+                y,
+                to - begin,
+                0.8,
+                begin,
+                color=colours[kind],
+                edgecolor="white",
+                linewidth=0.5 * (to > begin),
+            )
             at, side = ((begin + to) / 2, "center") if inside else (to + 0.006 * end, "left")
             ink = "white" if inside and colours[kind] != PALE else INK
             if inside or begin == last[row]:
                 axes.text(at, y, text, va="center", ha=side, color=ink, size=size, clip_on=inside)
         for row, begin, other, to, kind, text in self.arrows:
-            look = {"arrowstyle": "-|>", "color": colours[kind] if kind else INK, "shrinkA": 1, "shrinkB": 0}
+            look = {
+                "arrowstyle": "-|>",
+                "color": colours[kind] if kind else INK,
+                "shrinkA": 1,
+                "shrinkB": 0,
+            }
             ends = (to, rows.index(other)), (begin + 0.01 * end, rows.index(row))
             axes.annotate(text, *ends, arrowprops=look, va="center", size=8)
         axes.set_yticks(range(len(rows)), rows, size=9)
@@ -174,6 +195,10 @@ def save_figure(figure: Any, file: Path) -> None:
         UsageError: where it cannot be written.
     """
     if file.suffix not in ENDINGS:
-        raise UsageError(f"{file} is no {', '.join(ENDINGS)}; give another file, such as picture.svg")
-    with raised_as(UsageError, f"{file} cannot be written", "give another file, such as picture.svg"):
+        raise UsageError(
+            f"{file} is no {', '.join(ENDINGS)}; give another file, such as picture.svg"
+        )
+    with raised_as(
+        UsageError, f"{file} cannot be written", "give another file, such as picture.svg"
+    ):
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -1,4 +1,5 @@
-"""Parallel strategies: what ranks share of a training, and what they exchange for it, each in a group of its own.
+"""Parallel strategies: what ranks share of a training, and what they exchange for it, each in a
+group of its own.
 
     strategy                       where                what the ranks share, and what they exchange
     data parallelism               data                 a batch; gradients are summed in buckets, maybe under backward
@@ -12,12 +13,15 @@
     sequence parallelism           sequence/            the positions of each sequence; keys and values, or heads
     expert parallelism             experts              a batch, and the experts of a mixture; rows and results
 
-    replication     for all strategies with replicas: is it the same model, give all ranks the same values
+    replication     for all strategies with replicas: is it the same model, give all ranks the same
+                    values
     divergence      where the first value that is not finite comes from
-    model_state     which rank has which slice of which array; arrays gathered for a checkpoint, and back
+    model_state     which rank has which slice of which array; arrays gathered for a checkpoint, and
+                    back
 
-Begin with data, then pipeline/stage, then tensor. A strategy imports no other one; `compose` puts them together.
-To add a strategy, add a module here, to STRATEGIES in tests/layering/layers.py and to `compose`.
+Begin with data, then pipeline/stage, then tensor. A strategy imports no other one; `compose` puts
+them together. To add a strategy, add a module here, to STRATEGIES in tests/layering/layers.py and
+to `compose`.
 """
 
 from nnmpi.parallel.data import DataParallel

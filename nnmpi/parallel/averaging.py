@@ -1,4 +1,5 @@
-"""Model averaging: each rank updates weights of its own, and the ranks average their weights now and then.
+"""Model averaging: each rank updates weights of its own, and the ranks average their weights now
+and then.
 
     local SGD, every 3 steps        rank 0   step step step |mean| step step step |mean|
                                     rank 1   step step step |mean| step step step |mean|      one all-reduce in 3 steps
@@ -7,29 +8,33 @@
     gossip on a ring of 4           rank 0   step <mix> step <mix>          with ranks 3 and 1
                                     rank 1   step <mix> step <mix>          with ranks 0 and 2 ...
 
-It is data parallelism without a sum of gradients. A rank's own step takes the mean gradient of its own rows: the caller
-multiplies a gradient that was divided by the rows of the whole batch by (rows of the batch / own rows). Every rank must
-do the same steps. The weights must be equal at the start (see `replication.broadcast_state`).
+It is data parallelism without a sum of gradients. A rank's own step takes the mean gradient of its
+own rows: the caller multiplies a gradient that was divided by the rows of the whole batch by (rows
+of the batch / own rows). Every rank must do the same steps. The weights must be equal at the start
+(see `replication.broadcast_state`).
 
-Averaging after every step is the synchronous run: for SGD the mean of the updated weights is the update by the mean
-gradient. With momentum this holds where all ranks have equally many rows: each rank's momentum counts by the rows that
-it has now, and not by those of the steps that it comes from. The less often the ranks average, the less they send and
-wait, and the further their weights drift apart.
+Averaging after every step is the synchronous run: for SGD the mean of the updated weights is the
+update by the mean gradient. With momentum this holds where all ranks have equally many rows: each
+rank's momentum counts by the rows that it has now, and not by those of the steps that it comes
+from. The less often the ranks average, the less they send and wait, and the further their weights
+drift apart.
 
-At a synchronization (`Averaging.synchronize`) all ranks get the same weights and the same state of the optimizer. It is
-there that a model is evaluated or saved.
+At a synchronization (`Averaging.synchronize`) all ranks get the same weights and the same state of
+the optimizer. It is there that a model is evaluated or saved.
 
-DiLoCo takes the mean displacement since the last average for a gradient, and an outer optimizer, SGD with Nesterov's
-momentum, takes a step with it. Its state is the same on all ranks: the weights of the last average, and the momentum.
+DiLoCo takes the mean displacement since the last average for a gradient, and an outer optimizer,
+SGD with Nesterov's momentum, takes a step with it. Its state is the same on all ranks: the weights
+of the last average, and the momentum.
 
     weights    a --- steps of each rank ---> w_i,    mean w      outer gradient  d = a - w
     outer      b = momentum * b + d          a = a - lr * (d + momentum * b), the weights of all; lr 1 and momentum 0
                                              leave the mean as it is: local SGD
 
-Sources: Stich, "Local SGD converges fast and communicates little" (2019); Lin, Stich, Patel, Jaggi, "Don't use large
-mini-batches, use local SGD" (2020), where momentum stays a rank's own, as it does here between synchronizations;
-Douillard et al., "DiLoCo: distributed low-communication training of language models" (2023); Lian et al., "Can
-decentralized algorithms outperform centralized algorithms?" (2017), for SGD on a ring.
+Sources: Stich, "Local SGD converges fast and communicates little" (2019); Lin, Stich, Patel, Jaggi,
+"Don't use large mini-batches, use local SGD" (2020), where momentum stays a rank's own, as it does
+here between synchronizations; Douillard et al., "DiLoCo: distributed low-communication training of
+language models" (2023); Lian et al., "Can decentralized algorithms outperform centralized
+algorithms?" (2017), for SGD on a ring.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +52,8 @@ from nnmpi.optim.optimizer import Optimizer, number
 from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 
-SUM = "ring"  # of the averages: unlike MPI's own, it gives the same bits with any MPI, and in a simulated world
+# of the averages: unlike MPI's own, it gives the same bits with any MPI, and in a simulated world
+SUM = "ring"
 
 
 class Averaging(ABC):
@@ -61,8 +67,9 @@ class Averaging(ABC):
         optimizer: of that storage; its state is this rank's own between synchronizations.
 
     Attributes:
-        messages, bytes: what this rank has sent since `begin`, without synchronizations. A message that had to be cut
-            because of its length counts once; an all-reduce counts as one on a ring.
+        messages, bytes: what this rank has sent since `begin`, without synchronizations. A message
+            that had to be cut because of its length counts once; an all-reduce counts as one on a
+            ring.
 
     Raises:
         CommError: on all ranks, when their models differ.
@@ -79,10 +86,12 @@ class Averaging(ABC):
     def begin(self) -> None:
         """Set all counts to 0; the weights must be the same on all ranks then."""
         self.messages = self.bytes = 0
-        self._done = self._rows = 0  # steps since the last synchronization; rows since the last weighted average
+        # steps since the last synchronization; rows since the last weighted average
+        self._done = self._rows = 0
 
     def steps_since_average(self, step: int) -> int:
-        """Return how many steps this rank has done since its weights were the same as on all other ranks.
+        """Return how many steps this rank has done since its weights were the same as on all other
+        ranks.
 
         With gossip they are the same only at synchronizations, whatever the step.
         """
@@ -90,7 +99,8 @@ class Averaging(ABC):
 
     @abstractmethod
     def after_step(self, step: int, rows: int) -> None:
-        """Average if and as this step asks for it, after this rank's own update. All ranks call it, after each step.
+        """Average if and as this step asks for it, after this rank's own update. All ranks call it,
+        after each step.
 
         Args:
             step: the number of the step in the run, from 0, the same on all ranks.
@@ -98,14 +108,15 @@ class Averaging(ABC):
         """
 
     def synchronize(self) -> float:
-        """Give all ranks the same weights and the same state of the optimizer, bit for bit. Collective.
+        """Give all ranks the same weights and the same state of the optimizer, bit for bit.
+        Collective.
 
-        The weights become their mean, weighted by rows with local SGD. The state becomes the plain mean, and its number
-        of steps the largest.
+        The weights become their mean, weighted by rows with local SGD. The state becomes the plain
+        mean, and its number of steps the largest.
 
         Returns:
-            How far the ranks' weights were apart: the root of the mean over the ranks of |w_i - w|^2, divided by |w|,
-            where w is the mean (0 if it is 0). The same on all ranks.
+            How far the ranks' weights were apart: the root of the mean over the ranks of |w_i -
+            w|^2, divided by |w|, where w is the mean (0 if it is 0). The same on all ranks.
         """
         weight = self._weight()
         with self.group.meeting("synchronize"):
@@ -126,17 +137,21 @@ class Averaging(ABC):
             self.group.free()
 
     def _weight(self) -> float:
-        """Return this rank's share of the rows that were counted, or an equal one; sleeps until all have come."""
+        """Return this rank's share of the rows that were counted, or an equal one; sleeps until all
+        have come.
+        """
         total = self.group.sum_floats([self._rows], asleep=True)[0]
         return self._rows / total if total else 1 / self.group.size
 
 
 class LocalSGD(Averaging):
-    """Averages the weights over all ranks every few steps, each rank's weighted by the rows that it has seen since.
+    """Averages the weights over all ranks every few steps, each rank's weighted by the rows that it
+    has seen since.
 
     Args:
         every: an average is taken after step s if s + 1 is a multiple of it.
-        outer_lr, outer_momentum: of DiLoCo's outer optimizer, whose arrays are saved with the optimizer's.
+        outer_lr, outer_momentum: of DiLoCo's outer optimizer, whose arrays are saved with the
+            optimizer's.
 
     Raises:
         UsageError: for values out of range.
@@ -155,13 +170,18 @@ class LocalSGD(Averaging):
             raise UsageError(f"local SGD cannot average every {every} steps; give at least 1")
         super().__init__(group, storage, optimizer)
         self.every = every
-        self.outer_lr, self.outer_momentum = number("outer_lr", outer_lr), number("outer_momentum", outer_momentum, 1)
+        self.outer_lr, self.outer_momentum = (
+            number("outer_lr", outer_lr),
+            number("outer_momentum", outer_momentum, 1),
+        )
         if (outer_lr, outer_momentum) != (1, 0):
             optimizer.kept["outer_weights"] = [each.copy() for each in storage.data]
             optimizer.kept["outer_momentum"] = [each * 0 for each in storage.data]
 
     def steps_since_average(self, step: int) -> int:
-        """Return the steps since the last average or synchronization; see `Averaging.steps_since_average`."""
+        """Return the steps since the last average or synchronization; see
+        `Averaging.steps_since_average`.
+        """
         return min(step % self.every, self._done)
 
     def after_step(self, step: int, rows: int) -> None:
@@ -181,7 +201,9 @@ class LocalSGD(Averaging):
 
     def _step_outside(self) -> None:
         kept = self.optimizer.kept
-        for now, before, momentum in zip(self.storage.data, *kept.values(), strict=True) if kept else ():
+        for now, before, momentum in (
+            zip(self.storage.data, *kept.values(), strict=True) if kept else ()
+        ):
             grad = before - now
             momentum *= self.outer_momentum
             momentum += grad
@@ -192,8 +214,8 @@ class LocalSGD(Averaging):
 class Gossip(Averaging):
     """Averages the weights with those of the two ranks beside it on a ring after each step.
 
-    These averages do not weight by rows, so that they keep the mean over all ranks as it is. `comm.algorithms.gossip`
-    says which rank sends to which.
+    These averages do not weight by rows, so that they keep the mean over all ranks as it is.
+    `comm.algorithms.gossip` says which rank sends to which.
 
     Raises:
         UsageError: for a single rank.
@@ -201,7 +223,9 @@ class Gossip(Averaging):
 
     def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
         if group.size < 2:
-            raise UsageError("gossip averages with other ranks, but there is only one; start at least 2")
+            raise UsageError(
+                "gossip averages with other ranks, but there is only one; start at least 2"
+            )
         super().__init__(group, storage, optimizer)
 
     def after_step(self, step: int, rows: int) -> None:
@@ -209,11 +233,16 @@ class Gossip(Averaging):
         self._done += 1
         data, steps = self.storage.data, len(gossip(self.group.rank, self.group.size))
         with keep_frozen(self.storage):
-            sums = [self.group.bind(each, "gossip", tag, NEIGHBOUR_AVERAGE.name) for tag, each in enumerate(data)]
+            sums = [
+                self.group.bind(each, "gossip", tag, NEIGHBOUR_AVERAGE.name)
+                for tag, each in enumerate(data)
+            ]
             for each in sums:
                 each.start()
             # The rank sleeps, and takes no core, while its neighbours are late. All are polled.
-            self.group.comm.world.wait_until(lambda: min([each.poll() for each in sums], default=True))
+            self.group.comm.world.wait_until(
+                lambda: min([each.poll() for each in sums], default=True)
+            )
             scale(data, 1 / (2 * steps))  # each step has doubled the number of buffers in the sum
         self.messages += steps * len(data)
         self.bytes += steps * sum(array.nbytes for array in data)
@@ -221,7 +250,9 @@ class Gossip(Averaging):
 
 @contextmanager
 def keep_frozen(storage: FlatStorage) -> Iterator[None]:
-    """Keep parameters that need no gradient as they are, bit for bit: a mean of equal numbers may be rounded."""
+    """Keep parameters that need no gradient as they are, bit for bit: a mean of equal numbers may
+    be rounded.
+    """
     parts = [storage.data[buffer][part] for buffer, part in storage.frozen()]
     kept = [part.copy() for part in parts]
     yield
@@ -232,8 +263,9 @@ def keep_frozen(storage: FlatStorage) -> Iterator[None]:
 def average(arrays: Iterable[Array], group: Group, weight: float) -> float:
     """Replace each array by its weighted mean over the ranks, the same bits everywhere. Collective.
 
-    It computes rank 0's array plus the mean of the differences from it. So arrays that are equal already stay as they
-    are, bit for bit; a sum of N equal numbers divided by N need not be that number. This costs one more broadcast.
+    It computes rank 0's array plus the mean of the differences from it. So arrays that are equal
+    already stay as they are, bit for bit; a sum of N equal numbers divided by N need not be that
+    number. This costs one more broadcast.
 
     Args:
         arrays: float32 or float64, any shape; the same number, shapes and dtypes on all ranks.

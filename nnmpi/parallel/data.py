@@ -4,10 +4,11 @@
     rank 1   batch rows 2..3   forward   backward  |---> all-reduce| update        the same update everywhere
     rank 2   batch row  4      forward   backward  |--'            | update
 
-Losses are sums; each rank's is divided by the global number of samples before it goes backward, so the sum of the
-gradients over ranks is the gradient of the global mean, whatever the ranks' shares are. Gradients are summed in buckets
-while backward still runs (Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020).
-Batch normalization takes its statistics over all ranks.
+Losses are sums; each rank's is divided by the global number of samples before it goes backward, so
+the sum of the gradients over ranks is the gradient of the global mean, whatever the ranks' shares
+are. Gradients are summed in buckets while backward still runs (Li et al., "PyTorch Distributed:
+experiences on accelerating data parallel training", 2020). Batch normalization takes its statistics
+over all ranks.
 """
 
 from __future__ import annotations
@@ -37,21 +38,24 @@ from nnmpi.units import format_bytes
 class DataParallel:
     """Keeps the replicas of a model on a group's ranks equal. Making one is collective.
 
-    Parameters and buffers become those of rank 0, batch normalization takes its statistics over all ranks, and
-    gradients are summed over the ranks in `backward`. A model has one at a time; `release` takes it off again.
+    Parameters and buffers become those of rank 0, batch normalization takes its statistics over all
+    ranks, and gradients are summed over the ranks in `backward`. A model has one at a time;
+    `release` takes it off again.
 
     Args:
         model: initialized, the same on all ranks.
         group: the ranks that share each batch.
-        allreduce: the algorithm: a name in `comm.algorithms.registry.NAMES`, such as "auto", "native" or "ring"; or
-            one name for each bucket.
-        bucket_bytes: how long a bucket may be, unless one parameter is longer; None to choose (see `comm.gradients`).
-        overlap: whether buckets are summed while backward still runs, or all at its end. None to choose: it pays with
-            ranks on several nodes and with arrays on a device, and not on the processors of one node.
+        allreduce: the algorithm: a name in `comm.algorithms.registry.NAMES`, such as "auto",
+            "native" or "ring"; or one name for each bucket.
+        bucket_bytes: how long a bucket may be, unless one parameter is longer; None to choose (see
+            `comm.gradients`).
+        overlap: whether buckets are summed while backward still runs, or all at its end. None to
+            choose: it pays with ranks on several nodes and with arrays on a device, and not on the
+            processors of one node.
         backend: where the model's arrays live; NumPy by default.
         sums_gradients: whether gradients are summed here; else each rank's own are left.
-        runs_backward: whether the caller uses `backward`; else it runs the backward passes, and calls `reduce` and
-            `finish`.
+        runs_backward: whether the caller uses `backward`; else it runs the backward passes, and
+            calls `reduce` and `finish`.
 
                                                             sums_gradients   runs_backward
             plain                                           True             True
@@ -59,21 +63,23 @@ class DataParallel:
             in a fixed order, see `fixed_reduction`         False            True
             pipeline                                        True             False
 
-    With "shared" or "auto" the gradients move to memory that the ranks of a node share, if there is such memory.
+    With "shared" or "auto" the gradients move to memory that the ranks of a node share, if there is
+    such memory.
 
     Attributes:
-        shares_batches: whether the ranks share each microbatch, so that batch normalization takes its statistics over
-            them; else a microbatch is one rank's.
+        shares_batches: whether the ranks share each microbatch, so that batch normalization takes
+            its statistics over them; else a microbatch is one rank's.
         exchange: what sums the gradients.
         released: whether `release` was called.
         notice: why gradients are not in shared memory although that was possible; else empty.
-        before_sum: called with the number of each gradient that is final, where its sum may begin at once.
+        before_sum: called with the number of each gradient that is final, where its sum may begin
+            at once.
         traffic: what the last step communicated: gradients, and statistics of batch normalization.
 
     Raises:
         CommError: on all ranks, when their models differ.
-        UsageError: for an unknown algorithm or a bucket size below 1; for a model that has a DataParallel already, or
-            modules that were not there when it was initialized.
+        UsageError: for an unknown algorithm or a bucket size below 1; for a model that has a
+            DataParallel already, or modules that were not there when it was initialized.
     """
 
     shares_batches = True
@@ -95,16 +101,22 @@ class DataParallel:
         if sums_gradients:
             check_free(model)
             check_same_model(group, self.storage)
-        self._last: bool | None = None  # in a backward pass: whether it is the last microbatch's; None between passes
+        # in a backward pass: whether it is the last microbatch's; None between passes
+        self._last: bool | None = None
         self._summed = False  # whether the gradients are the sums of a step that is over
         self._statistics = self.traffic = Traffic()
         self.released, self.notice = False, ""
         self.before_sum: Callable[[int], object] = int
         self._shared: list[Array] = self._share_gradients(allreduce) if sums_gradients else []
-        # If nothing is summed here, an exchange of no buffers does nothing: nobody has to ask whether there is one.
+        # If nothing is summed here, an exchange of no buffers does nothing: nobody has to ask
+        # whether there is one.
         buffers = self.storage.grads if sums_gradients else []
         apart = self.storage.apart  # gradients that are no sums stand in no bucket
-        spans = [(-1 if apart[s.buffer] else s.buffer, s.start, s.stop) for s in self.storage.spans if sums_gradients]
+        spans = [
+            (-1 if apart[s.buffer] else s.buffer, s.start, s.stop)
+            for s in self.storage.spans
+            if sums_gradients
+        ]
         try:
             self.exchange = BucketExchange(group, buffers, spans, allreduce, bucket_bytes, overlap)
         except NnmpiError:  # on all ranks
@@ -113,8 +125,8 @@ class DataParallel:
         self._start_equal()
         if group.size > 1 and runs_backward:
             for number, span in enumerate(self.storage.spans):
-                # Every parameter has the guard, since a stray pass may reach any of them. A hook is of use only where
-                # the sum of a gradient begins before the pass is over.
+                # Every parameter has the guard, since a stray pass may reach any of them. A hook is
+                # of use only where the sum of a gradient begins before the pass is over.
                 span.parameter.guard = self._check_pass
                 if sums_gradients and self.exchange.overlap:  # without hooks the tape is quicker
                     span.parameter.hook = partial(self._final, number)
@@ -132,27 +144,38 @@ class DataParallel:
         broadcast_state(self.model, self.group)
 
     def backward(
-        self, loss_sum: Tensor, samples: int, last: bool = True, scale: float = 1.0, seed: Tensor | None = None
+        self,
+        loss_sum: Tensor,
+        samples: int,
+        last: bool = True,
+        scale: float = 1.0,
+        seed: Tensor | None = None,
     ) -> None:
         """Add the gradient of the global mean loss, on all ranks; collective.
 
         Args:
             loss_sum: the sum of the losses of this rank's samples.
-            samples: what the mean is over: the number of samples of all ranks (and of all microbatches) together; of
-                sequences, of all tokens that are to be predicted (`Batch.global_targets`).
-            last: whether the step's sum over the ranks begins with this pass; False for all but the last of several
-                microbatches, whose gradients are only added up on this rank.
+            samples: what the mean is over: the number of samples of all ranks (and of all
+                microbatches) together; of sequences, of all tokens that are to be predicted
+                (`Batch.global_targets`).
+            last: whether the step's sum over the ranks begins with this pass; False for all but the
+                last of several microbatches, whose gradients are only added up on this rank.
             scale: what all gradients are multiplied by (see `optim.clip`).
-            seed: scale / samples, () float64, of a step that is recorded once for all its values; made here by default.
+            seed: scale / samples, () float64, of a step that is recorded once for all its values;
+                made here by default.
 
         Raises:
-            UsageError: when the gradients of the step before were not forgotten: see `Module.zero_grad`.
+            UsageError: when the gradients of the step before were not forgotten: see
+                `Module.zero_grad`.
             CommError: when the pass before this one ended in an exception halfway.
         """
-        # The gradient of the mean: in a Worker it is `Passes._seeds`; the loss is divided in `stats.Totals`.
+        # The gradient of the mean: in a Worker it is `Passes._seeds`; the loss is divided in
+        # `stats.Totals`.
         if seed is None or loss_sum.shape:
-            seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))  # float64 until backward
-        perform(self.begin_pass, last)  # `perform` records the call, so that a compiled step repeats it each time
+            # float64 until backward
+            seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))
+        # `perform` records the call, so that a compiled step repeats it each time
+        perform(self.begin_pass, last)
         try:
             loss_sum.backward(seed)
             perform(self.finish_pass)
@@ -162,7 +185,8 @@ class DataParallel:
             perform(self.finish)
 
     def reduce(self, numbers: Sequence[int]) -> None:
-        """Begin the sum of gradients that are final in this step, by their parameters' numbers in the storage.
+        """Begin the sum of gradients that are final in this step, by their parameters' numbers in
+        the storage.
 
         Raises:
             UsageError: after `release`.
@@ -192,13 +216,14 @@ class DataParallel:
         self.check_not_released()
         if self.exchange.under_way:
             raise CommError(
-                "the backward pass before this one ended in an exception while gradients were being summed; release "
-                "this DataParallel and make a new one"
+                "the backward pass before this one ended in an exception while gradients were being"
+                " summed; release this DataParallel and make a new one"
             )
         if self._summed and self.storage.has_gradients:
             raise UsageError(
-                "the gradients of the last step are still there, summed over the ranks; call model.zero_grad() before "
-                "each step (and backward(..., last=False) for all but the last of a step's losses)"
+                "the gradients of the last step are still there, summed over the ranks; call"
+                " model.zero_grad() before each step (and backward(..., last=False) for all but the"
+                " last of a step's losses)"
             )
         self._summed, self._last = False, last
 
@@ -210,11 +235,17 @@ class DataParallel:
         self._last = None
 
     def describe(self) -> str:
-        """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the first of each)."""
+        """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the
+        first of each).
+        """
         words = [counted(len(self.exchange.buckets), "bucket")]
         first = {choice.algorithm: choice for choice in reversed(self.exchange.choices)}
         words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
-        words.append("overlapped with the backward pass" if self.exchange.overlap else "after the backward pass")
+        words.append(
+            "overlapped with the backward pass"
+            if self.exchange.overlap
+            else "after the backward pass"
+        )
         volume = self.exchange.volume()
         if volume is not None:
             most, total = (format_bytes(int(each)) for each in volume)
@@ -233,7 +264,8 @@ class DataParallel:
             check_equal(self.group, weights, "the weights of {} differ between the ranks")
 
     def release(self) -> None:
-        """Detach from the model: take off the hooks and the statistics over ranks, free the communicator. Collective.
+        """Detach from the model: take off the hooks and the statistics over ranks, free the
+        communicator. Collective.
 
         A second call does nothing.
         """
@@ -254,24 +286,32 @@ class DataParallel:
             self.reduce([number])
 
     def _check_pass(self) -> None:
-        """Refuse a backward pass that was not begun by `backward`: its gradients would not be summed."""
+        """Refuse a backward pass that was not begun by `backward`: its gradients would not be
+        summed.
+        """
         if self._last is None:
             raise UsageError(
-                "this model's gradients are to be summed over ranks: call parallel.backward(loss, samples) instead of "
-                "loss.backward(), or parallel.release() first"
+                "this model's gradients are to be summed over ranks: call parallel.backward(loss,"
+                " samples) instead of loss.backward(), or parallel.release() first"
             )
 
     def _share_gradients(self, allreduce: How | Sequence[How]) -> list[Array]:
-        """Move the gradients to shared memory and return its arrays; none if that would be of no use.
+        """Move the gradients to shared memory and return its arrays; none if that would be of no
+        use.
 
-        With "auto" they are moved although another algorithm may be chosen later: it can choose shared memory only if
-        the gradients are there.
+        With "auto" they are moved although another algorithm may be chosen later: it can choose
+        shared memory only if the gradients are there.
         """
         names = {allreduce} if isinstance(allreduce, str) or callable(allreduce) else set(allreduce)
         long = any(grad.nbytes >= SHARED_BYTES for grad in self.storage.grads)
-        if any(is_device(grad) for grad in self.storage.grads):  # staging takes buffers in shared memory by itself
+        if any(is_device(grad) for grad in self.storage.grads):
+            # staging takes buffers in shared memory by itself
             return []
-        if any(self.storage.apart) or self.group.size == 1 or not (SHARED in names or (AUTO in names and long)):
+        if (
+            any(self.storage.apart)
+            or self.group.size == 1
+            or not (SHARED in names or (AUTO in names and long))
+        ):
             return []
         arrays: list[Array] = []
         try:
@@ -289,10 +329,14 @@ class DataParallel:
         return arrays
 
     def _unshare_gradients(self) -> None:
-        """Move the gradients back to this rank's own memory, and free the shared memory; collective."""
+        """Move the gradients back to this rank's own memory, and free the shared memory;
+        collective.
+        """
         if not self._shared:
             return
-        if any(grad is shared for grad, shared in zip(self.storage.grads, self._shared, strict=True)):
+        if any(
+            grad is shared for grad, shared in zip(self.storage.grads, self._shared, strict=True)
+        ):
             self.storage.move(grads=[np.zeros_like(grad) for grad in self.storage.grads])
         self.group.memory().drop(self._shared)
         self._shared = []

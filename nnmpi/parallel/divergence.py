@@ -28,7 +28,8 @@ def explain(
 ) -> DivergenceError:
     """Return the error that says where the first value that is not finite came from. Collective.
 
-    All ranks do the forward pass, and all or none the backward pass, whatever they find: layers may communicate in it.
+    All ranks do the forward pass, and all or none the backward pass, whatever they find: layers may
+    communicate in it.
 
     Args:
         group: the ranks that computed the loss together.
@@ -46,14 +47,18 @@ def explain(
 def _told(places: Sequence[str | None], step: int, value: float) -> DivergenceError:
     """Return the error with the place of the first rank that has found one."""
     nowhere = None, "all ranks together, though it is on each"
-    place, who = next(((place, f"rank {rank}") for rank, place in enumerate(places) if place), nowhere)
+    place, who = next(
+        ((place, f"rank {rank}") for rank, place in enumerate(places) if place), nowhere
+    )
     return DivergenceError(nonfinite_message(step, value, place, who))
 
 
 def locate_nonfinite(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
-    """Return where the first value that is not finite comes from, in words, or None if all are finite.
+    """Return where the first value that is not finite comes from, in words, or None if all are
+    finite.
 
-    Not collective, for asynchronous ranks. Afterwards the model's gradients are those of this computation.
+    Not collective, for asynchronous ranks. Afterwards the model's gradients are those of this
+    computation.
 
     Args:
         model: in the state in which the step failed.
@@ -75,13 +80,22 @@ def nonfinite_message(step: int, value: float, place: str | None, who: str) -> s
     """
     what = f" or its gradient is not finite on {who}; lower the learning rate"
     if place is not None:
-        what = f"; the first values that are not finite are in {place} on {who}; lower the learning rate, "
+        what = (
+            f"; the first values that are not finite are in {place} on {who}; lower the learning"
+            " rate, "
+        )
         what += "clip the gradients, or check the data"
-    hint = "; float16 ends at 65504: precision bf16 or smaller inputs may help" if precision() == "fp16" else ""
+    hint = (
+        "; float16 ends at 65504: precision bf16 or smaller inputs may help"
+        if precision() == "fp16"
+        else ""
+    )
     return f"step {step}: the loss is {value:g}{what}{hint}"
 
 
-def explain_gradients(group: Group, model: Module, step: int, value: float, source: str) -> DivergenceError:
+def explain_gradients(
+    group: Group, model: Module, step: int, value: float, source: str
+) -> DivergenceError:
     """Return the error that says which parameter's present gradient is not finite. Collective.
 
     Args:
@@ -93,14 +107,20 @@ def explain_gradients(group: Group, model: Module, step: int, value: float, sour
     """
     held = list(model.storage.held())
     weights = (f"the weights {span.parameter.name!r}" for span, data, _ in held if not finite(data))
-    found = next(weights, None) or _wrong_gradient((span.parameter.name, grad) for span, _, grad in held)
+    found = next(weights, None) or _wrong_gradient(
+        (span.parameter.name, grad) for span, _, grad in held
+    )
     return _told(group.gather(found and f"{found}, summed over {source}"), step, value)
 
 
 def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
-    """Compute the loss again; return it, and the place of this rank's first value that is not finite, or None."""
+    """Compute the loss again; return it, and the place of this rank's first value that is not
+    finite, or None.
+    """
     places = [] if finite(x) else ["the input"]
-    places += [f"the weights {name!r}" for name, each in model.named_parameters() if not finite(each.data)]
+    places += [
+        f"the weights {name!r}" for name, each in model.named_parameters() if not finite(each.data)
+    ]
 
     def observe(module: Module, result: object) -> None:
         if isinstance(result, Tensor) and not finite(result.data):
@@ -123,6 +143,8 @@ def _go_backward(model: Module, loss: Tensor) -> str | None:
 
 
 def _wrong_gradient(grads: Iterable[tuple[str, Array | None]]) -> str | None:
-    """Return which gradient a backward pass came to first of those that are not finite: the last one; or None."""
+    """Return which gradient a backward pass came to first of those that are not finite: the last
+    one; or None.
+    """
     wrong = [name for name, grad in grads if grad is not None and not finite(grad)]
     return f"the gradient of {wrong[-1]!r}" if wrong else None

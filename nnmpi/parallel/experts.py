@@ -5,8 +5,8 @@
     experts        0 1 2            3 4              each on one rank, which gets their rows from all: `ops.experts`
     the rest       all              all              gradients are summed
 
-An expert's gradient is complete where it is: its rows came from all ranks. So its weights, gradient and state are on
-one rank alone (Lepikhin et al., "GShard", 2021).
+An expert's gradient is complete where it is: its rows came from all ranks. So its weights, gradient
+and state are on one rank alone (Lepikhin et al., "GShard", 2021).
 """
 
 from nnmpi.comm.group import Group
@@ -18,14 +18,18 @@ from nnmpi.shard import Region, split
 
 
 def share_experts(model: Module, group: Group) -> None:
-    """Let each rank have some experts of each mixture in a model that is not initialized yet; not collective.
+    """Let each rank have some experts of each mixture in a model that is not initialized yet; not
+    collective.
 
     Raises:
         LayoutError: for a model without a mixture.
     """
     found = [module for _, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
     if not found:
-        raise LayoutError("expert_parallel shares out the experts of nn.MixtureOfExperts, which this model has not")
+        raise LayoutError(
+            "expert_parallel shares out the experts of nn.MixtureOfExperts, which this model"
+            " has not"
+        )
     for module in found if group.size > 1 else ():
         module.ranks, module.exchange = group, AllToAll
         own = split(module.b1.shape[0], group.size)[group.rank]

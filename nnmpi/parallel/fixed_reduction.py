@@ -1,19 +1,19 @@
 """Gradients summed in a fixed order: the same bits on any number of replicas.
 
-The bits of a floating-point sum depend on its order, and those of a matrix product on its shape. So each microbatch is
-computed as a whole on one replica, and the microbatches' gradients are added in a
-tree that depends on their number alone (see `comm.fixed_order`):
+The bits of a floating-point sum depend on its order, and those of a matrix product on its shape. So
+each microbatch is computed as a whole on one replica, and the microbatches' gradients are added in
+a tree that depends on their number alone (see `comm.fixed_order`):
 
     serial              4 microbatches on 1 replica:    ((0 + 1) + (2 + 3))
     2 replicas          0 + 1  on one, 2 + 3 on the other, and then the sum of both
     3 replicas          0 + 1  |  2  |  3               the tree stays
 
-It works for any number of replicas (those beyond the number of microbatches have nothing to do) and of microbatches,
-as long as no batch norm is used in two places. Two runs have the same bits if they
-have the same number of microbatches. That holds for what training computes (losses, gradients, their length, weights,
-running statistics), and not for the loss of an evaluation, whose batches the layout cuts. It holds on one processor
-type, with one BLAS library and one thread. Batch statistics are those of a microbatch; running statistics take in the
-microbatches in order.
+It works for any number of replicas (those beyond the number of microbatches have nothing to do) and
+of microbatches, as long as no batch norm is used in two places. Two runs have the same bits if they
+have the same number of microbatches. That holds for what training computes (losses, gradients,
+their length, weights, running statistics), and not for the loss of an evaluation, whose batches the
+layout cuts. It holds on one processor type, with one BLAS library and one thread. Batch statistics
+are those of a microbatch; running statistics take in the microbatches in order.
 """
 
 from functools import partial
@@ -44,7 +44,8 @@ class FixedReduction(DataParallel):
         backend: where the model lives.
 
     Attributes:
-        microbatch: the one whose forward runs, to which batch statistics then belong; the caller sets it before.
+        microbatch: the one whose forward runs, to which batch statistics then belong; the caller
+            sets it before.
     """
 
     shares_batches = False
@@ -52,7 +53,9 @@ class FixedReduction(DataParallel):
     def __init__(self, model: Module, group: Group, backend: Backend) -> None:
         super().__init__(model, group, backend=backend, sums_gradients=False)
         self.microbatch = 0
-        self._norms = [module for _, module in model.named_modules() if isinstance(module, BatchNorm)]
+        self._norms = [
+            module for _, module in model.named_modules() if isinstance(module, BatchNorm)
+        ]
         self._seen: list[dict[int, tuple[Array, Array]]] = [{} for _ in self._norms]
         self._trees: list[SumTree] = []
         self._count = 0
@@ -75,7 +78,9 @@ class FixedReduction(DataParallel):
             span.parameter.grad = None
 
     def finish(self) -> None:
-        """Write the sums into the storage's gradients, and update running statistics. Collective."""
+        """Write the sums into the storage's gradients, and update running statistics.
+        Collective.
+        """
         grads = self.storage.grads
         with self.group.meeting("gradients"):
             for tree, grad in zip(self._trees, grads, strict=True):
@@ -90,7 +95,9 @@ class FixedReduction(DataParallel):
         self.traffic = Traffic(0.0, sent_bytes, len(grads), nan)
 
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
-        """Return the sum of one number per microbatch, which one rank each has, in the same tree; collective."""
+        """Return the sum of one number per microbatch, which one rank each has, in the same tree;
+        collective.
+        """
         tree, total = SumTree(self._count), np.zeros(1)
         for microbatch, value in values.items():
             tree.push(microbatch, np.array([value]))
@@ -106,8 +113,8 @@ class FixedReduction(DataParallel):
     def _observe(self, number: int, mean: Array, variance: Array) -> None:
         if self.microbatch in self._seen[number]:
             raise UsageError(
-                "a batch normalization normalizes twice in one microbatch, as it stands in two places of the model; "
-                "make a layer for each place, or sum gradients in any order"
+                "a batch normalization normalizes twice in one microbatch, as it stands in two"
+                " places of the model; make a layer for each place, or sum gradients in any order"
             )
         self._seen[number][self.microbatch] = (mean, variance)
 
@@ -117,6 +124,7 @@ class FixedReduction(DataParallel):
         everyones = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
         for microbatch, (mean, variance) in seen.items():
             everyones[microbatch, 0], everyones[microbatch, 1] = to_hosts([mean, variance])
-        self.group.all_reduce(everyones.reshape(-1), check=False)  # one replica has each, so nothing is rounded
+        # one replica has each, so nothing is rounded
+        self.group.all_reduce(everyones.reshape(-1), check=False)
         for mean, variance in everyones:
             norm.take_in(self.backend.asarray(mean), self.backend.asarray(variance))

@@ -1,4 +1,5 @@
-"""The update fused into the sum of gradients: parameters stand once per node, each rank updates its slice of them.
+"""The update fused into the sum of gradients: parameters stand once per node, each rank updates its
+slice of them.
 
                   slice 0     slice 1     slice 2
     gradients   | a0        | a1        | a2        |  rank 0's own      barrier: all gradients are final
@@ -8,12 +9,14 @@
     state       | m0        | m1        | m2        |  of all
                   by rank 0   by rank 1   by rank 2
 
-Each rank uses the sum of its slice right where it computed it, while it is in the cache, and does not send it to the
-other ranks. So it updates only its slice of the parameters, and needs only its slice of the optimizer's state. The new
-parameters are, bit for bit, those of a shared-memory all-reduce (`comm.node_sum`) and an ordinary update.
+Each rank uses the sum of its slice right where it computed it, while it is in the cache, and does
+not send it to the other ranks. So it updates only its slice of the parameters, and needs only its
+slice of the optimizer's state. The new parameters are, bit for bit, those of a shared-memory
+all-reduce (`comm.node_sum`) and an ordinary update.
 
-Clipping and the check for divergence need the length of the gradient before the update, so there are two calls:
-`reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which need no message of their own.
+Clipping and the check for divergence need the length of the gradient before the update, so there
+are two calls: `reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which
+need no message of their own.
 """
 
 from collections.abc import Sequence
@@ -32,17 +35,19 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 
-# Measured with 2 ranks (Zen 4, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for 4 MB): blocks of 128
-# and 256 KiB take 411, 323 | 471, 367.
+# Measured with 2 ranks (Zen 4, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for
+# 4 MB): blocks of 128 and 256 KiB take 411, 323 | 471, 367.
 BLOCK_BYTES = 256 * 1024
 NUMBERS = 8  # a sum of squares, and up to 7 numbers of the caller's
 
 
 class FusedUpdate:
-    """Sums gradients over the ranks and updates parameters in one go. Making one, and all it does, is collective.
+    """Sums gradients over the ranks and updates parameters in one go. Making one, and all it does,
+    is collective.
 
-    The parameters, which become those of the node's first rank, and the optimizer's state move to arrays that the node
-    has once, and each rank's gradients to arrays that the others see. `release` moves them back.
+    The parameters, which become those of the node's first rank, and the optimizer's state move to
+    arrays that the node has once, and each rank's gradients to arrays that the others see.
+    `release` moves them back.
 
     Args:
         storage: the model's.
@@ -75,7 +80,10 @@ class FusedUpdate:
         try:
             _check(storage, memory)
             numbers, *places = memory.common_all(
-                [(memory.size * NUMBERS, np.float64), *((each.size, each.dtype) for each in [*storage.data, *slots])]
+                [
+                    (memory.size * NUMBERS, np.float64),
+                    *((each.size, each.dtype) for each in [*storage.data, *slots]),
+                ]
             )  # all in one allocation: making one takes the ranks longer than filling it
             grads = [memory.allocate(array.size, array.dtype) for array in storage.grads]
         except NnmpiError:
@@ -94,9 +102,12 @@ class FusedUpdate:
         memory.barrier()  # every rank copies its state there; nobody may write before the last has
         self._node = NodeSum(grads, memory, block_bytes=block_bytes)
         # `update` may overwrite its gradients: nothing reads them afterwards.
-        blocks = optimizer.cut(self._node.owns, [memory.parts(grad)[0] for grad in grads], block_bytes)
+        blocks = optimizer.cut(
+            self._node.owns, [memory.parts(grad)[0] for grad in grads], block_bytes
+        )
         self._blocks = tuple(replace(block, is_spent=True) for block in blocks)
-        # One cache line for each rank, which writes it alone; all ranks read all of them after a barrier.
+        # One cache line for each rank, which writes it alone; all ranks read all of them after a
+        # barrier.
         self._numbers = numbers.reshape(memory.size, NUMBERS)
 
     def reduce(self, numbers: Sequence[float] = ()) -> tuple[float, list[float]]:
@@ -106,17 +117,18 @@ class FusedUpdate:
             numbers: at most 7.
 
         Returns:
-            The length of the sum of the gradients, and the sums of the numbers; the same bits on all ranks. The blocks
-            of the sum of squares are cut at other places than `optim.clip` cuts them, so the last bits of the length
-            may differ from what it gives.
+            The length of the sum of the gradients, and the sums of the numbers; the same bits on
+            all ranks. The blocks of the sum of squares are cut at other places than `optim.clip`
+            cuts them, so the last bits of the length may differ from what it gives.
 
         Raises:
             CommError: when another rank does not come in time.
         """
         self.storage.finish_gradients()
-        # Columns 1.. are written before the first barrier and read before the second; column 0 is written between the
-        # two and read after the second. So two barriers are enough: whoever writes columns 1.. for the next update has
-        # passed the second one, before which all have read them, and column 0 waits for the next update's first.
+        # Columns 1.. are written before the first barrier and read before the second; column 0 is
+        # written between the two and read after the second. So two barriers are enough: whoever
+        # writes columns 1.. for the next update has passed the second one, before which all have
+        # read them, and column 0 waits for the next update's first.
         own, barrier = self._numbers[self.memory.rank], self._node.barrier
         own[1 : 1 + len(numbers)] = numbers
         barrier.run()  # all gradients are final
@@ -139,9 +151,12 @@ class FusedUpdate:
             self._node.barrier.run()
 
     def _add(self) -> float:
-        """Add up this rank's slices of all gradients, into the first rank's; return the sum of their squares."""
+        """Add up this rank's slices of all gradients, into the first rank's; return the sum of
+        their squares.
+        """
         total, node = 0.0, self._node
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller sees it in the result, and acts on it
+        with np.errstate(over="ignore", invalid="ignore"):
+            # the caller sees it in the result, and acts on it
             for i in range(len(node.owns)):
                 for grad, _ in node.sums(i):
                     total += float(grad.dot(grad))  # now, while the block is in the cache
@@ -156,9 +171,14 @@ class FusedUpdate:
         ]
 
     def release(self) -> None:
-        """Give the model and the optimizer memory of their own, and the shared memory back. Collective."""
+        """Give the model and the optimizer memory of their own, and the shared memory back.
+        Collective.
+        """
         storage, memory = self.storage, self.memory
-        data, grads = [array.copy() for array in storage.data], [np.zeros_like(array) for array in storage.grads]
+        data, grads = (
+            [array.copy() for array in storage.data],
+            [np.zeros_like(array) for array in storage.grads],
+        )
         storage.move(data, grads)
         storage.common = False
         self.optimizer.move(np.zeros)
@@ -169,20 +189,24 @@ class FusedUpdate:
 def _check(storage: FlatStorage, memory: SharedMemory) -> None:
     """Refuse what a fused update is not for."""
     if not all(isinstance(array, np.ndarray) for array in storage.data):
-        raise UsageError("a fused update works on arrays in host memory; use the NumPy backend, or leave it out")
+        raise UsageError(
+            "a fused update works on arrays in host memory; use the NumPy backend, or leave it out"
+        )
     if memory.across is not None:
         raise UsageError(
-            "a fused update is for the ranks of one node; over several, sums hide under the backward pass: leave it out"
+            "a fused update is for the ranks of one node; over several, sums hide under the"
+            " backward pass: leave it out"
         )
 
 
 def fusing_pays(model: Module, group: Group) -> bool:
     """Return whether a fused update is the quickest for replicas of a whole model. Collective.
 
-    It is on one node. Between nodes the sum of gradients is better hidden under the backward pass. Measured on 2 cores
-    of an Intel Xeon with AVX-512 and Open MPI 5.0.11, against a shared all-reduce and each rank's own update, SGD, time
-    of a step: 0.92 (2 ranks) and 0.96 (4 ranks, two to a core) with 109 thousand parameters, 0.92 and 0.79 with 5.8
-    million; against MPI's own all-reduce 0.94 and 0.86 with 403 parameters.
+    It is on one node. Between nodes the sum of gradients is better hidden under the backward pass.
+    Measured on 2 cores of an Intel Xeon with AVX-512 and Open MPI 5.0.11, against a shared
+    all-reduce and each rank's own update, SGD, time of a step: 0.92 (2 ranks) and 0.96 (4 ranks,
+    two to a core) with 109 thousand parameters, 0.92 and 0.79 with 5.8 million; against MPI's own
+    all-reduce 0.94 and 0.86 with 403 parameters.
     """
     in_host_memory = all(isinstance(array, np.ndarray) for array in model.storage.data)
     return group.size > 1 and in_host_memory and len(set(group.nodes())) == 1

@@ -1,20 +1,22 @@
-"""The state of a model that is spread over ranks: its arrays pass through rank 0, whole and one at a time.
+"""The state of a model that is spread over ranks: its arrays pass through rank 0, whole and one at
+a time.
 
     gather    rank 1  [a0]--.                                         scatter  file -> rank 0 [a0 a1]
               rank 2  [a1]--+--> rank 0 [a0 a1] -> file, then the next                 |--[a0]--> rank 1 --> rank 3
               rank 3  [a0] (a replica, which owns nothing)                              `--[a1]--> rank 2
 
-No rank ever holds more than its own slices, one whole array and one slice of that. This module does not know layouts:
-the ranks report which slices they hold, and every rank works out the same map from that, so any layout can read what
-another one wrote. With two stages of two ranks each, the first layer sharded by columns, its bias replicated:
+No rank ever holds more than its own slices, one whole array and one slice of that. This module does
+not know layouts: the ranks report which slices they hold, and every rank works out the same map
+from that, so any layout can read what another one wrote. With two stages of two ranks each, the
+first layer sharded by columns, its bias replicated:
 
     name        whole     rank 0       rank 1       rank 2    rank 3        (* writes it: `Arrangement.writes`)
     0.weight    (4, 6)    [:, 0:3]*    [:, 3:6]*
     0.bias      (6,)      whole*       whole
     1.weight    (6, 2)                              whole*    whole
 
-A rank that fails does not stop there. It keeps its error and answers "no" to each of its remaining transfers, so that
-nobody blocks waiting for it; after the last array, all ranks raise together.
+A rank that fails does not stop there. It keeps its error and answers "no" to each of its remaining
+transfers, so that nobody blocks waiting for it; after the last array, all ranks raise together.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class ArraySlice:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Where one array of the full model is: a parameter, a buffer, or an optimizer's state of a parameter.
+    """Where one array of the full model is: a parameter, a buffer, or an optimizer's state of a
+    parameter.
 
     Attributes:
         spec: of the whole array.
@@ -98,7 +101,9 @@ class ShardMap:
         return found
 
 
-def shard_maps(everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str]) -> dict[str, ShardMap]:
+def shard_maps(
+    everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str]
+) -> dict[str, ShardMap]:
     """Return the map of each array of the full model, in order.
 
     Args:
@@ -106,8 +111,8 @@ def shard_maps(everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str
         order: the names of all arrays.
 
     Raises:
-        LayoutError: when ranks disagree on an array's shape or dtype, no rank has it, its slices leave gaps or overlap,
-            or a rank has an array that is not in `order`.
+        LayoutError: when ranks disagree on an array's shape or dtype, no rank has it, its slices
+            leave gaps or overlap, or a rank has an array that is not in `order`.
     """
     maps: dict[str, ShardMap] = {}
     said, known = dict[str, int](), set(order)  # the last rank that has each
@@ -115,9 +120,14 @@ def shard_maps(everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str
         for name, shape, dtype, region, owned in entries:
             spec = ArraySpec(tuple(shape), dtype)
             if name not in known:
-                raise LayoutError(f"rank {rank} has {name!r}, which is not among the {len(order)} names of the model")
+                raise LayoutError(
+                    f"rank {rank} has {name!r}, which is not among the {len(order)} names of the"
+                    " model"
+                )
             if maps.setdefault(name, ShardMap(spec, [])).spec != spec:
-                raise LayoutError(f"{name} has {maps[name].spec} on rank {said[name]}, but {spec} on rank {rank}")
+                raise LayoutError(
+                    f"{name} has {maps[name].spec} on rank {said[name]}, but {spec} on rank {rank}"
+                )
             if said.get(name) == rank:
                 raise LayoutError(f"rank {rank} has {name!r} twice; a rank gives each array once")
             said[name] = rank
@@ -132,7 +142,9 @@ def shard_maps(everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str
     return {name: maps[name] for name in order}
 
 
-def check_fit(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec], source: object) -> None:
+def check_fit(
+    found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec], source: object
+) -> None:
     """Check that the arrays of a file have the names, shapes and dtypes that the model has.
 
     Args:
@@ -145,12 +157,18 @@ def check_fit(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec],
     """
     for name, spec in expected.items():
         if name not in found:
-            raise CheckpointError(f"{source} has no {name}, which this model needs with shape {spec.shape}")
+            raise CheckpointError(
+                f"{source} has no {name}, which this model needs with shape {spec.shape}"
+            )
         if found[name] != spec:
-            raise CheckpointError(f"{source} has {name} with {found[name]}, but this model needs {spec}")
+            raise CheckpointError(
+                f"{source} has {name} with {found[name]}, but this model needs {spec}"
+            )
     for name, spec in found.items():
         if name not in expected:
-            raise CheckpointError(f"{source} has {name} with shape {spec.shape}, which this model does not have")
+            raise CheckpointError(
+                f"{source} has {name} with shape {spec.shape}, which this model does not have"
+            )
 
 
 def _check_cover(name: str, shards: ShardMap) -> None:
@@ -158,23 +176,29 @@ def _check_cover(name: str, shards: ShardMap) -> None:
     written = sorted(shards.written, key=lambda each: each.region.start)
     regions = [each.region for each in written]
     cuts = {(region.axis, region.repeats) for region in regions}
-    joins = [region.start for region in regions] == [0, *(region.stop for region in regions)][: len(regions)]
+    joins = [region.start for region in regions] == [0, *(region.stop for region in regions)][
+        : len(regions)
+    ]
     count = sum(prod(region.local_shape) for region in regions)
     if len(cuts) > 1 or not joins or count != prod(shards.spec.shape):
         parts = (
-            f"{each.region.start}..{each.region.stop} of axis {each.region.axis} by rank {each.rank}"
+            f"{each.region.start}..{each.region.stop} of axis {each.region.axis} by rank"
+            f" {each.rank}"
             for each in written
         )
         raise LayoutError(
-            f"what the ranks write of {name} is not all of it, each element once: {', '.join(parts) or 'nothing'}"
+            f"what the ranks write of {name} is not all of it, each element once:"
+            f" {', '.join(parts) or 'nothing'}"
         )
 
 
 @dataclass(frozen=True)
 class ShardedArray:
-    """An array of which each rank of a group has some elements, those of one range after the other's. See `zero`.
+    """An array of which each rank of a group has some elements, those of one range after the
+    other's. See `zero`.
 
-    It stands for the whole array in a `StateEntry`, is put together when its turn comes, and is gone afterwards.
+    It stands for the whole array in a `StateEntry`, is put together when its turn comes, and is
+    gone afterwards.
 
     Attributes:
         shape: of the whole array, which may itself be a rank's part of a larger one.
@@ -212,9 +236,11 @@ class StateEntry:
 
     Attributes:
         name: the full name in the full model ("2.weight"; "momentum/2.weight").
-        array: the values, a live view (of `region.local_shape`), on the host or a device; or shared out further.
+        array: the values, a live view (of `region.local_shape`), on the host or a device; or shared
+            out further.
         region: the part that this rank has; None for all of it.
-        owned: whether this rank is the one that writes it; each element must have exactly one owner.
+        owned: whether this rank is the one that writes it; each element must have exactly one
+            owner.
 
     Raises:
         ShapeError: when the array is not of the region's shape.
@@ -229,8 +255,8 @@ class StateEntry:
         """Check that the array has the region's shape."""
         if self.region is not None and tuple(self.array.shape) != self.region.local_shape:
             raise ShapeError(
-                f"{self.name} has shape {tuple(self.array.shape)} here, but this rank's part of {self.region.shape} is "
-                f"{self.region.local_shape}"
+                f"{self.name} has shape {tuple(self.array.shape)} here, but this rank's part of"
+                f" {self.region.shape} is {self.region.local_shape}"
             )
 
     def describe(self) -> list[Any]:
@@ -259,19 +285,21 @@ class ModelState:
         """Return shape and dtype of each whole array by name, in order. Collective the first time.
 
         Raises:
-            LayoutError: on all ranks, when the ranks' arrays do not make up one model; the message says which.
+            LayoutError: on all ranks, when the ranks' arrays do not make up one model; the message
+                says which.
         """
         return {name: shards.spec for name, shards in self._shard_maps().items()}
 
     def gather(self, write: Callable[[str, Array], Any]) -> None:
         """Call `write(name, whole array)` on rank 0 for each name, in order. Collective.
 
-        The array is C-contiguous, in host memory, and may be overwritten after the call has returned. It may be the
-        model's own, and must not be changed.
+        The array is C-contiguous, in host memory, and may be overwritten after the call has
+        returned. It may be the model's own, and must not be changed.
 
         Raises:
             LayoutError: on all ranks: see `specs`.
-            NnmpiError: on all ranks, when `write` raises or a rank cannot send its slice; nothing more is written then.
+            NnmpiError: on all ranks, when `write` raises or a rank cannot send its slice; nothing
+                more is written then.
         """
         maps, phase = self._shard_maps(), CollectivePhase(self._group)
         with rendezvous(self._group) as channel:
@@ -283,8 +311,11 @@ class ModelState:
                     phase.attempt(write, name, whole)
         phase.agree(speaker=0)
 
-    def check(self, found: Mapping[str, ArraySpec] | None, source: object = "the checkpoint") -> None:
-        """Check that what rank 0 has found has the names, shapes and dtypes that the ranks' arrays have. Collective.
+    def check(
+        self, found: Mapping[str, ArraySpec] | None, source: object = "the checkpoint"
+    ) -> None:
+        """Check that what rank 0 has found has the names, shapes and dtypes that the ranks' arrays
+        have. Collective.
 
         Raises:
             CheckpointError: on all ranks, with the first difference.
@@ -301,18 +332,21 @@ class ModelState:
         found: Mapping[str, ArraySpec] | None = None,
         source: object = "the checkpoint",
     ) -> None:
-        """Give every rank its part of what rank 0's `read(name)` returns for each name, in order. Collective.
+        """Give every rank its part of what rank 0's `read(name)` returns for each name, in order.
+        Collective.
 
         Args:
             read: name -> the whole array; called on rank 0 alone.
-            found: on rank 0 the shapes and dtypes of what `read` will return; by default those that the model has.
+            found: on rank 0 the shapes and dtypes of what `read` will return; by default those that
+                the model has.
             source: what the arrays come from, for messages; on rank 0.
 
         Raises:
-            CheckpointError: on all ranks, when a name is missing or unknown, or a shape or dtype differs; nothing is
-                changed then.
+            CheckpointError: on all ranks, when a name is missing or unknown, or a shape or dtype
+                differs; nothing is changed then.
             LayoutError: on all ranks: see `specs`.
-            NnmpiError: on all ranks, when reading or writing fails halfway; the values are then of no use.
+            NnmpiError: on all ranks, when reading or writing fails halfway; the values are then of
+                no use.
         """
         maps, phase, rank = self._shard_maps(), CollectivePhase(self._group), self._group.rank
         self.check(self.specs() if found is None else found, source)
@@ -326,7 +360,9 @@ class ModelState:
                     make = partial(np.empty, region.local_shape, shards.spec.dtype)
                     part = phase.attempt(make) if rank else phase.attempt(_take, whole, region)
                     for step in tree_broadcast(chain.index(rank), len(chain)):
-                        if step.from_ is not None and not phase.require(channel.receive(part, chain[step.from_])):
+                        if step.from_ is not None and not phase.require(
+                            channel.receive(part, chain[step.from_])
+                        ):
                             part = None
                         if step.to is not None:
                             channel.send(part, chain[step.to])
@@ -335,7 +371,8 @@ class ModelState:
         phase.agree(speaker=0)
 
     def to_dict(self, everywhere: bool = False) -> dict[str, Array]:
-        """Return copies of all whole arrays by name, in host memory, on rank 0 or `everywhere`; else nothing.
+        """Return copies of all whole arrays by name, in host memory, on rank 0 or `everywhere`;
+        else nothing.
 
         For models that fit into one rank's memory, as in tests. Collective.
 
@@ -357,7 +394,9 @@ class ModelState:
             digest = hashlib.blake2b("\0".join(self._order).encode(), digest_size=16).hexdigest()
             everyones = self._group.gather([digest, own])
             problem = "the names of the model's arrays, or their order, differ between the ranks"
-            refuse_different([[theirs] for theirs, _ in everyones], problem, kind=LayoutError, show=None)
+            refuse_different(
+                [[theirs] for theirs, _ in everyones], problem, kind=LayoutError, show=None
+            )
             self._maps = shard_maps([entries for _, entries in everyones], self._order)
         return self._maps
 
@@ -365,12 +404,16 @@ class ModelState:
 def _read(read: Callable[[str], Array], name: str, spec: ArraySpec, source: object) -> Array:
     whole = _to_host(read(name))
     if ArraySpec.of(whole) != spec:
-        raise CheckpointError(f"{source} has changed: {name} is now of {ArraySpec.of(whole)}, not {spec}")
+        raise CheckpointError(
+            f"{source} has changed: {name} is now of {ArraySpec.of(whole)}, not {spec}"
+        )
     return whole
 
 
 def _to_host(array: Array) -> Array:
-    """Return the values as a C-contiguous array in host memory, a copy only where one is needed; 0-d stays 0-d."""
+    """Return the values as a C-contiguous array in host memory, a copy only where one is needed;
+    0-d stays 0-d.
+    """
     get = getattr(array, "get", None)
     return np.asarray(array if get is None else get(), order="C")
 
@@ -378,10 +421,13 @@ def _to_host(array: Array) -> Array:
 def _gather_array(
     shards: ShardMap, rank: int, own: Array | None, channel: Rendezvous, phase: CollectivePhase
 ) -> Array | None:
-    """Return the whole array on rank 0, to which its other owners send their slices; None elsewhere or on failure."""
+    """Return the whole array on rank 0, to which its other owners send their slices; None elsewhere
+    or on failure.
+    """
     spec, written = shards.spec, shards.written
     if [(each.rank, each.region.is_whole) for each in written] == [(0, True)]:
-        return None if rank else phase.attempt(_to_host, own)  # without a copy where it lies in order
+        # without a copy where it lies in order
+        return None if rank else phase.attempt(_to_host, own)
     whole = None if rank else phase.attempt(np.empty, spec.shape, spec.dtype)
     for each in written:
         if each.rank == rank == 0:

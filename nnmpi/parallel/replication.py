@@ -1,7 +1,9 @@
-"""Ranks that hold the same parameters: do they have the same model, and are the values equal everywhere.
+"""Ranks that hold the same parameters: do they have the same model, and are the values equal
+everywhere.
 
-Every strategy that keeps replicas begins here: the same model, the same first values. `check_equal` finds a drift, of
-data-parallel replicas, of what tensor parallelism repeats, of parameters that several stages have.
+Every strategy that keeps replicas begins here: the same model, the same first values. `check_equal`
+finds a drift, of data-parallel replicas, of what tensor parallelism repeats, of parameters that
+several stages have.
 """
 
 import hashlib
@@ -20,10 +22,11 @@ from nnmpi.tensor.parameter import FlatStorage, Parameter
 
 
 def check_same_model(group: Group, storage: FlatStorage) -> None:
-    """Compare the names, shapes and dtypes of the parameters, and which are frozen, over all ranks; collective.
+    """Compare the names, shapes and dtypes of the parameters, and which are frozen, over all ranks;
+    collective.
 
-    Strategies do this before anything else. MPI would not notice: flat arrays are padded, so that those of different
-    models may have the same length.
+    Strategies do this before anything else. MPI would not notice: flat arrays are padded, so that
+    those of different models may have the same length.
 
     Raises:
         CommError: on all ranks, naming the first parameter that differs.
@@ -33,14 +36,18 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
     dtypes = [str(array.dtype) for array in storage.data]
     spans = [(span.parameter, dtypes[span.buffer]) for span in storage.spans]
     parameters = [
-        f"{p.name} {(p.region or p).shape if p.apart else p.shape} {kind}{'' if p.requires_grad else ', frozen'}"
+        f"{p.name} {(p.region or p).shape if p.apart else p.shape}"
+        f" {kind}{'' if p.requires_grad else ', frozen'}"
         for p, kind in spans
     ]
-    require_equal(group, parameters, "the ranks have different models", "build the same model on every rank")
+    require_equal(
+        group, parameters, "the ranks have different models", "build the same model on every rank"
+    )
 
 
 def check_free(model: Module) -> None:
-    """Refuse a model that has a strategy already, or that has parameters whose gradients would not be summed.
+    """Refuse a model that has a strategy already, or that has parameters whose gradients would not
+    be summed.
 
     Raises:
         UsageError: in both cases; the message says what to do.
@@ -55,7 +62,9 @@ def check_free(model: Module) -> None:
     model.storage.finish_gradients()
     parameters = [span.parameter for span in model.storage.spans]
     if any(each.hook is not None or each.guard is not None for each in parameters):
-        raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
+        raise UsageError(
+            "the model has a DataParallel (or other hooks) already; call its release() first"
+        )
     if model.storage.common:
         raise UsageError("the model has a fused update already; call its worker's release() first")
 
@@ -70,7 +79,8 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
         if values is not array:
             array[...] = values
     if model.storage.common:
-        group.barrier()  # the parameters are the node's: nobody may write there before the last rank has
+        # the parameters are the node's: nobody may write there before the last rank has
+        group.barrier()
 
 
 def check_replicas(model: Module, group: Group) -> None:
@@ -81,9 +91,14 @@ def check_replicas(model: Module, group: Group) -> None:
     Raises:
         CommError: on all ranks, naming one that differs and the ranks.
     """
-    entries: dict[str, Parameter | Buffer] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    entries: dict[str, Parameter | Buffer] = {
+        **dict(model.named_parameters()),
+        **dict(model.named_buffers()),
+    }
     arrays = {name: entry.data for name, entry in entries.items() if entry.region is None}
-    check_equal(group, arrays, "{}, which is replicated in the tensor group, differs between its ranks")
+    check_equal(
+        group, arrays, "{}, which is replicated in the tensor group, differs between its ranks"
+    )
 
 
 def check_equal(group: Group, arrays: Mapping[str, Array], problem: str) -> None:

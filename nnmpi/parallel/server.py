@@ -1,31 +1,35 @@
-"""A parameter server on rank 0: workers push gradients to it and pull the weights from it, point to point.
+"""A parameter server on rank 0: workers push gradients to it and pull the weights from it, point to
+point.
 
     worker  compute | push ----.                   .---> pull | compute ...
     server                      `-> it waits ... one update -'        (BSP and SSP: when a worker may go on;
     worker  compute ..... | push -->'              `---> pull           ASP: at once)
 
-BSP, SSP and ASP are one implementation (Li et al., "Scaling distributed machine learning with the parameter server",
-2014; Ho et al., 2013, see `synchrony.consistency`): gradients wait until some worker may go on; then all that wait make
-one update, in the order of their tasks, and every worker that may go on gets the weights. So no worker sees half an
-update.
+BSP, SSP and ASP are one implementation (Li et al., "Scaling distributed machine learning with the
+parameter server", 2014; Ho et al., 2013, see `synchrony.consistency`): gradients wait until some
+worker may go on; then all that wait make one update, in the order of their tasks, and every worker
+that may go on gets the weights. So no worker sees half an update.
 
-A worker's gradient is that of (sum of the losses of its rows) / (rows of the whole global batch), so that the gradients
-of all parts of a batch add up to the batch's. It stands for the share q_i = its rows / the batch's rows. An update from
-gradients g_i stands for q = sum of q_i, and is done with
+A worker's gradient is that of (sum of the losses of its rows) / (rows of the whole global batch),
+so that the gradients of all parts of a batch add up to the batch's. It stands for the share q_i =
+its rows / the batch's rows. An update from gradients g_i stands for q = sum of q_i, and is done
+with
 
     gradient   (sum of g_i) / q        a mean over rows, of the right size for Adam
     rate       lr * q                  for SGD together: lr * (sum of g_i)
 
-For a whole batch, q = 1, this is bit for bit what an optimizer does with the all-reduced sum. (So ASP with N workers
-has an N-th of the rate in an update, where many papers give each worker's gradient the full one.)
+For a whole batch, q = 1, this is bit for bit what an optimizer does with the all-reduced sum. (So
+ASP with N workers has an N-th of the rate in an update, where many papers give each worker's
+gradient the full one.)
 
-For plain SGD it makes no difference that gradients which wait become one update, as nobody reads the weights meanwhile.
-With momentum and Adam it does: they forget, and count their steps, by update, of which ASP does N for one of BSP. And
-staleness is counted in updates: gradients that waited together, all computed on the newest weights, have staleness 0,
-however far ahead their workers were; those who count every gradient as an update have up to N - 1 there.
+For plain SGD it makes no difference that gradients which wait become one update, as nobody reads
+the weights meanwhile. With momentum and Adam it does: they forget, and count their steps, by
+update, of which ASP does N for one of BSP. And staleness is counted in updates: gradients that
+waited together, all computed on the newest weights, have staleness 0, however far ahead their
+workers were; those who count every gradient as an update have up to N - 1 there.
 
-`ParameterServer` says what the server does with gradients, and whom it answers when; it sends no messages. `PushPull`
-is a rank's part in it, with the messages and their layout:
+`ParameterServer` says what the server does with gradients, and whom it answers when; it sends no
+messages. `PushPull` is a rank's part in it, with the messages and their layout:
 
     worker     receive posted | push >--.              wait .... | weights | compute | receive posted | push >-- ...
                                          \\                      /
@@ -33,19 +37,21 @@ is a rank's part in it, with the messages and their layout:
 
     segment    open: the server replies to all workers    push, pull ...    finish: it broadcasts the weights
 
-Between `open` and `finish` no rank waits for all the others. Rank 0 is the server and a worker, and sends itself no
-messages. It posts the receive for a worker's next gradient before it sends the reply that lets the worker
-compute it, so every push finds its receive posted.
+Between `open` and `finish` no rank waits for all the others. Rank 0 is the server and a worker, and
+sends itself no messages. It posts the receive for a worker's next gradient before it sends the
+reply that lets the worker compute it, so every push finds its receive posted.
 
-A segment of T steps of N workers in step takes T (N-1) pushes and (T+1) (N-1) replies, as every worker gets the weights
-once at the beginning: 2 (N-1) messages per step. (Li et al., "Scaling distributed machine learning with the parameter
-server", 2014, where several servers share the weights out; the broadcast at the end of a segment is not counted.)
+A segment of T steps of N workers in step takes T (N-1) pushes and (T+1) (N-1) replies, as every
+worker gets the weights once at the beginning: 2 (N-1) messages per step. (Li et al., "Scaling
+distributed machine learning with the parameter server", 2014, where several servers share the
+weights out; the broadcast at the end of a segment is not counted.)
 
-A message is a header and the values of the flat arrays. All messages of a kind have the same length, so that a receive
-can be posted before anybody knows what will come.
+A message is a header and the values of the flat arrays. All messages of a kind have the same
+length, so that a receive can be posted before anybody knows what will come.
 
-Every message says its segment and how many gradients its worker has pushed, and every gradient the version of the
-weights that it was computed on: a message at the wrong time is an error, and not a wrong update.
+Every message says its segment and how many gradients its worker has pushed, and every gradient the
+version of the weights that it was computed on: a message at the wrong time is an error, and not a
+wrong update.
 """
 
 from collections import Counter
@@ -77,12 +83,15 @@ class Push:
         global_targets: of the whole batch.
         lr: the learning rate of that batch.
         loss_sum, score_sum: over the targets.
-        norm: the gradient's length, scaled to the whole batch's size or not, as the worker reports it.
-        compute_s, sync_s, input_s: how long the worker computed, and waited before for the weights and for the batch.
-        signal: the number of the signal that the worker got, 0 for none: the segment ends with whole batches.
+        norm: the gradient's length, scaled to the whole batch's size or not, as the worker reports
+            it.
+        compute_s, sync_s, input_s: how long the worker computed, and waited before for the weights
+            and for the batch.
+        signal: the number of the signal that the worker got, 0 for none: the segment ends with
+            whole batches.
         broken: whether the gradient is of no use; the segment ends at once.
-        segment, sequence, version: see `push_pull`, which fills them in; the weights' version is the one that the
-            gradient was computed on.
+        segment, sequence, version: see `push_pull`, which fills them in; the weights' version is
+            the one that the gradient was computed on.
     """
 
     batch: int
@@ -120,7 +129,8 @@ class ParameterServer:
         server.close()
 
     Args:
-        storage: the model's; its values are taken in `open` and given back in `close`, and may change meanwhile.
+        storage: the model's; its values are taken in `open` and given back in `close`, and may
+            change meanwhile.
         optimizer: of the storage's buffers; its state is updated in place.
         workers: how many there are.
 
@@ -132,9 +142,14 @@ class ParameterServer:
     """
 
     def __init__(self, storage: FlatStorage, optimizer: Optimizer, workers: int) -> None:
-        self.controller, self._storage, self._model_optimizer = ConsistencyController(workers), storage, optimizer
+        self.controller, self._storage, self._model_optimizer = (
+            ConsistencyController(workers),
+            storage,
+            optimizer,
+        )
         self.master, self._sums = (
-            [namespace(array).zeros(array.shape, array.dtype) for array in storage.data] for _ in range(2)
+            [namespace(array).zeros(array.shape, array.dtype) for array in storage.data]
+            for _ in range(2)
         )
         self.optimizer = optimizer.over(Arrays(self.master, self._sums, storage.groups))
         self._blocks = self.optimizer.cut()
@@ -151,12 +166,14 @@ class ParameterServer:
         self.controller.open(first, stop, bound)
 
     def push(self, worker: int, push: Push, grads: Sequence[Array]) -> None:
-        """Take a worker's gradient. After a signal no further batch is begun; after a broken gradient no further task.
+        """Take a worker's gradient. After a signal no further batch is begun; after a broken
+        gradient no further task.
 
         Args:
             worker: whose it is.
             push: what comes with it.
-            grads: one array per flat buffer, which must stay as it is until `release` has let a worker go on.
+            grads: one array per flat buffer, which must stay as it is until `release` has let a
+                worker go on.
 
         Raises:
             CommError: for a worker that may not go on yet.
@@ -170,20 +187,25 @@ class ParameterServer:
             self.controller.close()
 
     def release(self) -> dict[int, Task | None]:
-        """Return all workers that may go on now; if there are any, all gradients that wait make one update first."""
+        """Return all workers that may go on now; if there are any, all gradients that wait make one
+        update first.
+        """
         released = self.controller.release()
         if released:
             self._take()
         return released
 
     def close(self) -> None:
-        """End a segment: put the weights into the storage, and the number of steps into the model's optimizer."""
+        """End a segment: put the weights into the storage, and the number of steps into the model's
+        optimizer.
+        """
         for mine, theirs in zip(self.master, self._storage.data, strict=True):
             theirs[...] = mine
         self._model_optimizer.steps = self.optimizer.steps
 
     def _take(self) -> None:
-        """Make one update of all gradients that wait, in the order of their tasks: so equal gradients give equal bits.
+        """Make one update of all gradients that wait, in the order of their tasks: so equal
+        gradients give equal bits.
 
         The order in which they arrive differs from run to run.
         """
@@ -206,7 +228,11 @@ class ParameterServer:
         share = sum(count / max(1, whole) for whole, count in targets.items())
         rates = {push.lr for push, _ in found}
         # Equal rates stay as they are, bit for bit.
-        lr = rates.pop() if len(rates) == 1 else sum(push.lr * push.share for push, _ in found) / share
+        lr = (
+            rates.pop()
+            if len(rates) == 1
+            else sum(push.lr * push.share for push, _ in found) / share
+        )
         if share != 1.0:
             for total in self._sums:
                 namespace(total).divide(total, share, out=total)
@@ -221,7 +247,9 @@ TAG = 0  # a push goes to rank 0 and a reply comes from there, so that one is en
 
 @dataclass(frozen=True)
 class Reply:
-    """What comes with the weights: the worker's next task, or -1 and -1 when the segment is over for it."""
+    """What comes with the weights: the worker's next task, or -1 and -1 when the segment is over
+    for it.
+    """
 
     batch: int
     part: int
@@ -245,10 +273,15 @@ class MessageBuffer(Generic[Kind]):
 
     def __init__(self, kind: type[Kind], arrays: Sequence[Array], backend: Backend) -> None:
         self._kind, self._backend = kind, backend
-        header = ("header", "f8", (len(fields(cast(Any, kind))),))  # whole numbers below 2**53 are exact
-        layout = np.dtype([header, *((f"{i}", str(each.dtype), each.shape) for i, each in enumerate(arrays))])
+        # whole numbers below 2**53 are exact
+        header = ("header", "f8", (len(fields(cast(Any, kind))),))
+        layout = np.dtype(
+            [header, *((f"{i}", str(each.dtype), each.shape) for i, each in enumerate(arrays))]
+        )
         self.buffer = np.zeros(layout.itemsize, np.uint8)
-        self._header, *self._values = (self.buffer.view(layout)[name][0] for name in layout.names or ())
+        self._header, *self._values = (
+            self.buffer.view(layout)[name][0] for name in layout.names or ()
+        )
 
     def write(self, message: Kind, arrays: Sequence[Array]) -> None:
         """Copy a message and arrays of the flat arrays' sizes into the buffer."""
@@ -257,7 +290,9 @@ class MessageBuffer(Generic[Kind]):
             value[...] = self._backend.to_host(array)
 
     def read(self) -> tuple[Kind, list[Array]]:
-        """Return the message, and its arrays where the backend has them: with NumPy they are the buffer itself."""
+        """Return the message, and its arrays where the backend has them: with NumPy they are the
+        buffer itself.
+        """
         pairs: Any = zip(fields(cast(Any, self._kind)), self._header.tolist(), strict=True)
         numbers = {each.name: each.type(number) for each, number in pairs}
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
@@ -270,8 +305,9 @@ class PushPull:
         group: all ranks.
         storage: of the model; `data` is where pulled weights go, `grads` what is pushed.
         server: on rank 0, the server; None on the others.
-        on_push: called on rank 0 with (worker, push) for every gradient that arrives: after it was taken and before
-            anybody goes on, so that nothing more is assigned if the controller is closed there.
+        on_push: called on rank 0 with (worker, push) for every gradient that arrives: after it was
+            taken and before anybody goes on, so that nothing more is assigned if the controller is
+            closed there.
         backend: where the model's arrays live; NumPy by default.
 
     Raises:
@@ -292,14 +328,20 @@ class PushPull:
         peers = (0,) if server is None else range(1, group.size)
         received, sent = (Reply, Push) if server is None else (Push, Reply)
         where = numpy_backend() if backend is None else backend
-        self._received: dict[int, MessageBuffer[Any]] = {p: MessageBuffer(received, storage.data, where) for p in peers}
-        self._sent: dict[int, MessageBuffer[Any]] = {p: MessageBuffer(sent, storage.data, where) for p in peers}
+        self._received: dict[int, MessageBuffer[Any]] = {
+            p: MessageBuffer(received, storage.data, where) for p in peers
+        }
+        self._sent: dict[int, MessageBuffer[Any]] = {
+            p: MessageBuffer(sent, storage.data, where) for p in peers
+        }
         self._coming: dict[int, MessageRequest] = {}  # by peer
         self._going: dict[int, MessageRequest] = {}  # the last message to each
         self._segment = self._sequence = self._version = 0  # the last two: of this worker
-        self._taken, self._given = [0] * group.size, [0] * group.size  # at the server: gradients taken, version given
+        # at the server: gradients taken, version given
+        self._taken, self._given = [0] * group.size, [0] * group.size
         self._reply: Reply | None = None
-        self._over, self._asked = True, False  # asked: whether the server owes this worker an answer
+        # asked: whether the server owes this worker an answer
+        self._over, self._asked = True, False
         self._before = (0, 0)
 
     @property
@@ -315,7 +357,8 @@ class PushPull:
     def open(self, first: int, stop: int, bound: int | None) -> None:
         """Begin a segment: the server answers all workers that may go on.
 
-        All ranks call it, not necessarily at the same time. The weights, `storage.data`, must be the same on all.
+        All ranks call it, not necessarily at the same time. The weights, `storage.data`, must be
+        the same on all.
 
         Args:
             first, stop: the batches of the segment.
@@ -325,7 +368,9 @@ class PushPull:
             CommError: when the segment before was not finished.
         """
         if not self._over:
-            raise CommError(f"segment {self._segment} is not over yet; call finish() on all ranks before open()")
+            raise CommError(
+                f"segment {self._segment} is not over yet; call finish() on all ranks before open()"
+            )
         self._segment, self._over, self._asked = self._segment + 1, False, True
         self._before = self._messages.sent, self._messages.sent_bytes
         if self._server is None:
@@ -335,13 +380,17 @@ class PushPull:
             self._answer(self._server)
 
     def pull(self) -> Task | None:
-        """Return what to do next when the server has answered, None at the end; `storage.data` has the weights then.
+        """Return what to do next when the server has answered, None at the end; `storage.data` has
+        the weights then.
 
         Raises:
-            CommError: when nothing was pushed since the last call, or a reply is not what must come now.
+            CommError: when nothing was pushed since the last call, or a reply is not what must come
+                now.
         """
         if not self._asked:
-            raise CommError("there is nothing to pull; a worker calls open, then pull and push in turn")
+            raise CommError(
+                "there is nothing to pull; a worker calls open, then pull and push in turn"
+            )
         while self._reply is None:
             self._wait_until(self.poll)
         reply, self._reply, self._asked = self._reply, None, False
@@ -349,7 +398,8 @@ class PushPull:
         return None if self._over else Task(reply.batch, reply.part)
 
     def push(self, push: Push) -> None:
-        """Send the gradient in `storage.grads`, which must stay there until the next `pull` has returned.
+        """Send the gradient in `storage.grads`, which must stay there until the next `pull` has
+        returned.
 
         Args:
             push: what is known of the gradient. The values of a broken gradient mean nothing.
@@ -358,7 +408,9 @@ class PushPull:
             CommError: when nothing was pulled since the last call.
         """
         if self._asked or self._over:
-            raise CommError("there is nothing to push; a worker pulls first, and stops when there is no task")
+            raise CommError(
+                "there is nothing to push; a worker pulls first, and stops when there is no task"
+            )
         self._sequence, self._asked = self._sequence + 1, True
         push = replace(push, segment=self._segment, sequence=self._sequence, version=self._version)
         if self._server is None:
@@ -368,7 +420,9 @@ class PushPull:
             self._take(self._server, 0, push, self._storage.grads)
 
     def poll(self) -> bool:
-        """Take what has come, and at the server answer; never waits. Return whether anything had come."""
+        """Take what has come, and at the server answer; never waits. Return whether anything had
+        come.
+        """
         moved = False
         for peer in sorted(self._coming):
             if self._coming[peer].poll():
@@ -387,13 +441,17 @@ class PushPull:
         self._wait_until(lambda: self.poll() and False, until_s)
 
     def finish(self) -> None:
-        """End the segment: serve until it is over, then give all ranks the server's weights. Collective.
+        """End the segment: serve until it is over, then give all ranks the server's weights.
+        Collective.
 
         Raises:
             CommError: on a worker for which the segment is not over yet.
         """
         if not self._over:
-            raise CommError(f"segment {self._segment} is not over for this worker; pull and push until it has no task")
+            raise CommError(
+                f"segment {self._segment} is not over for this worker; pull and push until it has"
+                " no task"
+            )
         while self._server is not None and not self._server.controller.over:
             self._wait_until(self.poll)
         self._wait_until(self._all_sent)
@@ -410,14 +468,16 @@ class PushPull:
         """Give the communicator back to MPI, between two segments. Collective."""
         self._messages.free()
 
-    def _take(self, server: ParameterServer, worker: int, push: Push, grads: Sequence[Array]) -> None:
+    def _take(
+        self, server: ParameterServer, worker: int, push: Push, grads: Sequence[Array]
+    ) -> None:
         """Give a gradient to the server, and answer all workers that may go on now."""
         self._taken[worker] += 1
         self._check(push, self._taken[worker], f"a gradient of worker {worker}")
         if push.version != self._given[worker]:
             raise CommError(
-                f"worker {worker} pushed a gradient of version {push.version} of the weights, but got version "
-                f"{self._given[worker]} last; a worker must compute on what it pulled"
+                f"worker {worker} pushed a gradient of version {push.version} of the weights, but"
+                f" got version {self._given[worker]} last; a worker must compute on what it pulled"
             )
         server.push(worker, push, grads)
         if self._on_push is not None:
@@ -426,7 +486,8 @@ class PushPull:
 
     def _answer(self, server: ParameterServer) -> None:
         released = server.release()
-        # Replies that travel go first: they are on their way while the reply to rank 0's own worker is copied.
+        # Replies that travel go first: they are on their way while the reply to rank 0's own worker
+        # is copied.
         for worker in sorted(released, key=lambda worker: worker == 0):
             task = released[worker]
             batch, part = (-1, -1) if task is None else (task.batch, task.part)
@@ -449,9 +510,9 @@ class PushPull:
     def _check(self, message: Push | Reply, sequence: int, what: str) -> None:
         if (message.segment, message.sequence) != (self._segment, sequence):
             raise CommError(
-                f"{what} has segment {message.segment}, gradient {message.sequence}, but segment {self._segment}, "
-                f"gradient {sequence} must come now; all ranks must call open, pull, push and finish for the same "
-                "segments"
+                f"{what} has segment {message.segment}, gradient {message.sequence}, but segment"
+                f" {self._segment}, gradient {sequence} must come now; all ranks must call open,"
+                " pull, push and finish for the same segments"
             )
 
     def _expect(self, peer: int) -> None:

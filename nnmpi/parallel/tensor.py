@@ -4,24 +4,28 @@
 
         x replicated -> Flatten -> Linear, cut -> features cut -> ReLU -> RowLinear -> replicated
 
-`shard` goes through the model in the order of computation and keeps track of how the activation is spread over the
-ranks (see `tensor.placement`). Each type of layer has a rule, a function of the layer and its `LayerContext` beside the
-sharded layers that it makes: it says what replaces the layer and how the result is spread. Where a layer needs the
-activation otherwise, an exchange comes before it:
+`shard` goes through the model in the order of computation and keeps track of how the activation is
+spread over the ranks (see `tensor.placement`). Each type of layer has a rule, a function of the
+layer and its `LayerContext` beside the sharded layers that it makes: it says what replaces the
+layer and how the result is spread. Where a layer needs the activation otherwise, an exchange comes
+before it:
 
     Sequential    layer by layer, each from what the one before it leaves
     Residual      both branches; where they end differently, both ends are made whole and then added
-    Stash, Pop    what is kept and what it is added to must lie on the ranks alike, or they are refused
+    Stash, Pop    what is kept and what it is added to must lie on the ranks alike, or they are
+                  refused
     Branches      each rank has some of them, and computes these (see `sharded.branches`)
     a layer       its rule
-    another       a custom module, whose forward is unknown: whole in, whole out, and inside what the table says. There
-                  the tensors themselves say which parts they are (see `tensor.placement`), and an operation that does
-                  not know what to do with a part refuses it
+    another       a custom module, whose forward is unknown: whole in, whole out, and inside what
+                  the table says. There the tensors themselves say which parts they are (see
+                  `tensor.placement`), and an operation that does not know what to do with a part
+                  refuses it
 
-All exchanges are in the modules that replace layers, so the model can be cut into pipeline stages afterwards, anywhere.
-An exchange before a transformer's block is put after the layer before it, so that a pipeline can cut the block open.
-Parameters keep their names and the values that the whole model would draw; a part knows its `region`. What is
-replicated has the same bits on every rank, and so has its gradient.
+All exchanges are in the modules that replace layers, so the model can be cut into pipeline stages
+afterwards, anywhere. An exchange before a transformer's block is put after the layer before it, so
+that a pipeline can cut the block open. Parameters keep their names and the values that the whole
+model would draw; a part knows its `region`. What is replicated has the same bits on every rank, and
+so has its gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +37,17 @@ from typing import Any, TypeAlias
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
-from nnmpi.nn.activation import GELU, Dropout, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from nnmpi.nn.activation import (
+    GELU,
+    Dropout,
+    Flatten,
+    LeakyReLU,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+)
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.linear import Embedding, Linear
@@ -72,7 +86,9 @@ Rule: TypeAlias = Callable[[Any, LayerContext], Placed]
 def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
     """Return the layer as it is, on whole sequences: each step needs all of h."""
     if context.sharding not in (None, Sharding.REPLICATED):
-        raise context.refuse("is an LSTM, each step of which needs all of h; choose Sharding.REPLICATED")
+        raise context.refuse(
+            "is an LSTM, each step of which needs all of h; choose Sharding.REPLICATED"
+        )
     return context.on_replicated(layer, layer.layers[0].weight.shape[0])
 
 
@@ -112,11 +128,15 @@ def place(layer: Module, context: LayerContext) -> Placed:
     whole |= context.placement.is_replicated and not isinstance(layer, Pool2d)
     if not (whole and type(layer) in FOLLOWING):
         return RULES[type(layer)](layer, context)
-    return context.on_replicated(layer, layer.weight.shape[-1] if isinstance(layer, BatchNorm | LayerNorm) else None)
+    return context.on_replicated(
+        layer, layer.weight.shape[-1] if isinstance(layer, BatchNorm | LayerNorm) else None
+    )
 
 
 def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = None) -> Placement:
-    """Return the placement of a layer's input in a custom module, whose forward is unknown, as its sharding implies."""
+    """Return the placement of a layer's input in a custom module, whose forward is unknown, as its
+    sharding implies.
+    """
     if isinstance(layer, Linear | Conv2d) and sharding is Sharding.ROW:
         inputs = layer.weight.shape[PRODUCTS[type(layer)].inputs]
         return divided(inputs * getattr(layer, "groups", 1), units)
@@ -129,7 +149,8 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
-    """Return a sample's shape after a layer; None when it is not known, before it or after it, or does not fit.
+    """Return a sample's shape after a layer; None when it is not known, before it or after it, or
+    does not fit.
 
     Layers that are not named here leave the shape as it is.
     """
@@ -137,7 +158,9 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
         return None
     if isinstance(layer, Flatten):
         return (prod(shape),)
-    channels = layer.weight.shape[PRODUCTS[type(layer)].outputs] if type(layer) in PRODUCTS else shape[-1]
+    channels = (
+        layer.weight.shape[PRODUCTS[type(layer)].outputs] if type(layer) in PRODUCTS else shape[-1]
+    )
     if isinstance(layer, GlobalAvgPool2d):
         return (channels,)
     size = shape[:-1]
@@ -148,7 +171,9 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
             size = layer.over.out(*size)
         else:
             rows, columns, *_ = layer.weight.shape
-            size = ConvSpec((rows, columns), layer.stride, layer.padding, layer.dilation).pooled_size(*size)
+            size = ConvSpec(
+                (rows, columns), layer.stride, layer.padding, layer.dilation
+            ).pooled_size(*size)
     return (*size, channels)
 
 
@@ -156,37 +181,48 @@ CONTAINERS = (Sequential, Residual)  # whose forward is known
 
 
 def shard(
-    model: Module, group: Group, table: Table | None = None, sample: Shape | None = None, classes_apart: bool = False
+    model: Module,
+    group: Group,
+    table: Table | None = None,
+    sample: Shape | None = None,
+    classes_apart: bool = False,
 ) -> Placement:
-    """Replace a model's layers by this rank's parts of them, and return the placement of the model's result.
+    """Replace a model's layers by this rank's parts of them, and return the placement of the
+    model's result.
 
-    Not collective; initialize the model afterwards. On a group of one rank the model stays as it is.
+    Not collective; initialize the model afterwards. On a group of one rank the model stays as it
+    is.
 
     Args:
-        model: not initialized; any tree of modules. Layers in a `Sequential` or `Residual` get their input as they
-            need it. In a custom module, whose forward is unknown, each layer does just what the table says: COLUMN
-            takes a whole input and returns this rank's features, ROW takes features and returns a whole result.
+        model: not initialized; any tree of modules. Layers in a `Sequential` or `Residual` get
+            their input as they need it. In a custom module, whose forward is unknown, each layer
+            does just what the table says: COLUMN takes a whole input and returns this rank's
+            features, ROW takes features and returns a whole result.
         group: the ranks that share each layer.
-        table: full names of modules, or patterns -> `Sharding`; by default the model's own, or where it has none those
-            of the modules in it.
+        table: full names of modules, or patterns -> `Sharding`; by default the model's own, or
+            where it has none those of the modules in it.
         sample: the shape of one sample, without the batch; needed for Sharding.ROWS.
-        classes_apart: whether the result of a last layer with Sharding.VOCAB stays cut, for a loss that can take it
-            (see `sharded.cross_entropy`); otherwise the result is replicated.
+        classes_apart: whether the result of a last layer with Sharding.VOCAB stays cut, for a loss
+            that can take it (see `sharded.cross_entropy`); otherwise the result is replicated.
 
     Raises:
         UsageError: when the model is initialized already.
-        LayoutError: for a table that names nothing in the model, and layers that cannot be sharded so.
+        LayoutError: for a table that names nothing in the model, and layers that cannot be sharded
+            so.
     """
     if "storage" in vars(model):
-        raise UsageError("the model has its values already; shard it first, then call model.initialize()")
+        raise UsageError(
+            "the model has its values already; shard it first, then call model.initialize()"
+        )
     table = _own_table(model) if table is None else table
     _check_table(model, table)
     if group.size == 1:
         return REPLICATED
     if not table:
         raise LayoutError(
-            f"the model has no table that says how its layers are shared out over {group.size} ranks; give it "
-            'one, such as model.sharding = {"0": nn.Sharding.COLUMN}, or leave tp at 1'
+            f"the model has no table that says how its layers are shared out over {group.size}"
+            ' ranks; give it one, such as model.sharding = {"0": nn.Sharding.COLUMN}, or leave'
+            " tp at 1"
         )
     sharder = ParameterSharder(group)
     placement = ModelWalk(sharder, table).model(model, sample, classes_apart)
@@ -195,7 +231,9 @@ def shard(
 
 
 def _own_table(model: Module, name: str = "") -> Table:
-    """Return a model's own table, or those of the first modules below it that have one, with full names."""
+    """Return a model's own table, or those of the first modules below it that have one, with full
+    names.
+    """
     if model.sharding:
         return {_join(name, pattern): sharding for pattern, sharding in model.sharding.items()}
     tables = [_own_table(child, _join(name, child_name)) for child_name, child in model.children()]
@@ -203,20 +241,31 @@ def _own_table(model: Module, name: str = "") -> Table:
 
 
 def _check_table(model: Module, table: Table) -> None:
-    """Refuse entries that fit no module: most likely a name is wrong; and a model with nothing to replace."""
+    """Refuse entries that fit no module: most likely a name is wrong; and a model with nothing to
+    replace.
+    """
     names = [name for name, _ in model.named_modules() if name]
     if table and not names:
-        raise LayoutError("the model is a single layer; put it into a Sequential, in which it can be replaced")
+        raise LayoutError(
+            "the model is a single layer; put it into a Sequential, in which it can be replaced"
+        )
     for pattern, sharding in table.items():
         if not isinstance(sharding, Sharding):
-            raise LayoutError(f"the table says {sharding!r} of {pattern!r}; use a Sharding, such as Sharding.COLUMN")
+            raise LayoutError(
+                f"the table says {sharding!r} of {pattern!r}; use a Sharding, such as"
+                " Sharding.COLUMN"
+            )
         if not any(find({pattern: sharding}, name) for name in names):
-            raise LayoutError(f"the table's {pattern!r} names no module; there are {', '.join(map(repr, names))}")
+            raise LayoutError(
+                f"the table's {pattern!r} names no module; there are {', '.join(map(repr, names))}"
+            )
 
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """How an activation between two modules is spread over the ranks, and the shape of a whole sample of it."""
+    """How an activation between two modules is spread over the ranks, and the shape of a whole
+    sample of it.
+    """
 
     placement: Placement
     shape: Shape | None
@@ -233,7 +282,8 @@ class ModelWalk:
 
     sharder: ParameterSharder
     table: Table
-    # What the table says of a module, by its id; the modules are kept, so that no other object gets an id of theirs.
+    # What the table says of a module, by its id; the modules are kept, so that no other object gets
+    # an id of theirs.
     shardings: dict[int, Sharding] = field(default_factory=dict)
     modules: list[Module] = field(default_factory=list)
     # What replaces a layer, by its id and the placement of its input.
@@ -254,14 +304,20 @@ class ModelWalk:
         last = model
         while type(last) is Sequential and last.layers:
             last = last.layers[-1]
-        module, end = self.replace(model, "", ActivationLayout(REPLICATED, sample and tuple(sample)))
+        module, end = self.replace(
+            model, "", ActivationLayout(REPLICATED, sample and tuple(sample))
+        )
         if not (classes_apart and self._sharding(last) is Sharding.VOCAB):
             module, end = self._whole(module, end)
         if module is not model:
-            raise LayoutError("the model itself would have to be replaced; put it into a Sequential")
+            raise LayoutError(
+                "the model itself would have to be replaced; put it into a Sequential"
+            )
         return end.placement
 
-    def replace(self, module: Module, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+    def replace(
+        self, module: Module, name: str, layout: ActivationLayout
+    ) -> tuple[Module, ActivationLayout]:
         """Return what replaces a module, and how its result is spread.
 
         Args:
@@ -280,28 +336,39 @@ class ModelWalk:
         before = None if layout.placement.is_replicated else self._gather(layout)
         # a model's own result is whole, or its loss refuses it
         after = partial(whole, group=PartExchange(self.sharder.group)) if is_open and name else None
-        if type(module) is TransformerBlock and before is None and after is not None:  # a chain opens it
+        if type(module) is TransformerBlock and before is None and after is not None:
+            # a chain opens it
             for i, drop in enumerate(module.drops):
                 module.drops[i] = Redistributed(drop, after=after)
             after = None
         result = module if before is after is None else Redistributed(module, before, after)
         return result, ActivationLayout(REPLICATED, None)
 
-    def _layer(self, module: Module, name: str, layout: ActivationLayout, units: Units | None = None) -> Placed:
-        """Return what replaces a layer; a layer used in several places has one replacement for all of them."""
-        context = LayerContext(name, layout.placement, layout.shape, self._sharding(module), self.sharder, units)
+    def _layer(
+        self, module: Module, name: str, layout: ActivationLayout, units: Units | None = None
+    ) -> Placed:
+        """Return what replaces a layer; a layer used in several places has one replacement for all
+        of them.
+        """
+        context = LayerContext(
+            name, layout.placement, layout.shape, self._sharding(module), self.sharder, units
+        )
         placed = place(module, context)
         if placed[0] is module:
             return placed
-        elsewhere = [key for key in self.replacements if key[0] == id(module) and key[1] != layout.placement]
+        elsewhere = [
+            key for key in self.replacements if key[0] == id(module) and key[1] != layout.placement
+        ]
         if elsewhere and isinstance(module, BatchNorm | Dropout):
             raise context.refuse(
-                "stands in several places of the model, where its input lies on the ranks in different ways; make a "
-                "layer for each place"
+                "stands in several places of the model, where its input lies on the ranks in"
+                " different ways; make a layer for each place"
             )
         return self.replacements.setdefault((id(module), layout.placement), placed)
 
-    def _sequence(self, sequence: Sequential, name: str, layout: ActivationLayout) -> ActivationLayout:
+    def _sequence(
+        self, sequence: Sequential, name: str, layout: ActivationLayout
+    ) -> ActivationLayout:
         kept: dict[str, ActivationLayout] = {}
         for i, layer in enumerate(list(sequence.layers)):
             inside = _join(name, str(i))
@@ -310,7 +377,9 @@ class ModelWalk:
             elif isinstance(layer, Pop):
                 layout = self._join_kept(layer, inside, layout, kept)
             else:
-                before = sequence.layers[i - 1] if i and type(layer) is TransformerBlock else Stash("")
+                before = (
+                    sequence.layers[i - 1] if i and type(layer) is TransformerBlock else Stash("")
+                )
                 if not isinstance(before, Stash | Pop):
                     sequence.layers[i - 1], layout = self._whole(before, layout)
                 sequence.layers[i], layout = self.replace(layer, inside, layout)
@@ -319,18 +388,22 @@ class ModelWalk:
     def _join_kept(
         self, pop: Pop, name: str, layout: ActivationLayout, kept: dict[str, ActivationLayout]
     ) -> ActivationLayout:
-        """Shard the shortcut of a Pop, and refuse inputs that lie on the ranks in different ways."""
+        """Shard the shortcut of a Pop, and refuse inputs that lie on the ranks in different
+        ways.
+        """
         if pop.name not in kept:
             return layout  # the sequence refuses it when it runs
         pop.shortcut, around = self._shortcut(pop, name, kept.pop(pop.name))
         if around.placement != layout.placement:
             raise LayoutError(
-                f"layer {name!r} adds what was kept as {pop.name!r}, and the two lie on the ranks in different ways; "
-                "let the table leave both whole, or use nn.Residual"
+                f"layer {name!r} adds what was kept as {pop.name!r}, and the two lie on the ranks"
+                " in different ways; let the table leave both whole, or use nn.Residual"
             )
         return layout
 
-    def _residual(self, block: Residual, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+    def _residual(
+        self, block: Residual, name: str, layout: ActivationLayout
+    ) -> tuple[Module, ActivationLayout]:
         block.body, body = self.replace(block.body, _join(name, "body"), layout)
         block.shortcut, around = self._shortcut(block, name, layout)
         if body.placement != around.placement:
@@ -338,14 +411,18 @@ class ModelWalk:
             block.shortcut, _ = self._whole(block.shortcut, around)
         return block, body
 
-    def _shortcut(self, block: Pop | Residual, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+    def _shortcut(
+        self, block: Pop | Residual, name: str, layout: ActivationLayout
+    ) -> tuple[Module, ActivationLayout]:
         shortcut = Sequential() if block.shortcut is None else block.shortcut
         return self.replace(shortcut, _join(name, "shortcut"), layout)
 
     def _open(self, module: Module, name: str) -> bool:
-        """Shard what the table names in a custom module, whose forward is unknown; return whether that is anything.
+        """Shard what the table names in a custom module, whose forward is unknown; return whether
+        that is anything.
 
-        What comes out of such layers says itself which part it is, and operations on it know what to do, or refuse it.
+        What comes out of such layers says itself which part it is, and operations on it know what
+        to do, or refuse it.
         """
         found = False
         for child_name, child in list(module.children()):
@@ -355,44 +432,67 @@ class ModelWalk:
                 units = units if units is not None and units.sharding is sharding else None
                 expects = assumed_placement(child, sharding, units)
                 placed, gives = self._layer(child, inside, ActivationLayout(expects, None), units)
-            elif type(child) in CONTAINERS and any(self._sharding(each) for _, each in child.named_modules()):
+            elif type(child) in CONTAINERS and any(
+                self._sharding(each) for _, each in child.named_modules()
+            ):
                 expects = gives = REPLICATED
-                placed, _ = self._whole(*self.replace(child, inside, ActivationLayout(expects, None)))
+                placed, _ = self._whole(
+                    *self.replace(child, inside, ActivationLayout(expects, None))
+                )
             else:
                 found = self._open(child, inside) or found
                 continue
-            module.set_child(child_name, ShardedChild(placed, inside, expects, gives, self.sharder.group))
+            module.set_child(
+                child_name, ShardedChild(placed, inside, expects, gives, self.sharder.group)
+            )
             found = True
         return found
 
     def _whole(self, module: Module, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
-        """Return a module with an exchange that makes its result, which is spread as `layout` says, whole."""
+        """Return a module with an exchange that makes its result, which is spread as `layout` says,
+        whole.
+        """
         if layout.placement.is_replicated:
             return module, layout
-        if type(module) is Sequential and module.layers and not isinstance(module.layers[-1], Stash | Pop):
+        if (
+            type(module) is Sequential
+            and module.layers
+            and not isinstance(module.layers[-1], Stash | Pop)
+        ):
             module.layers[-1], end = self._whole(module.layers[-1], layout)
             return module, end
-        return Redistributed(module, after=self._gather(layout)), ActivationLayout(REPLICATED, layout.shape)
+        return Redistributed(module, after=self._gather(layout)), ActivationLayout(
+            REPLICATED, layout.shape
+        )
 
     def _gather(self, layout: ActivationLayout) -> Callable[[Any], Any]:
         return LayerContext("", layout.placement, None, None, self.sharder).to_replicated()
 
     def _has_rule(self, module: Module) -> bool:
-        """Return whether a rule says what replaces a module: of branches that are not dealt out the layers alone."""
-        return type(module) in RULES and (type(module) is not Branches or self._sharding(module) is not None)
+        """Return whether a rule says what replaces a module: of branches that are not dealt out the
+        layers alone.
+        """
+        return type(module) in RULES and (
+            type(module) is not Branches or self._sharding(module) is not None
+        )
 
     def _check_branches(self, model: Module) -> None:
-        """Refuse what cannot be dealt out as branches, and shards of a layer in one, which lies whole on its rank."""
+        """Refuse what cannot be dealt out as branches, and shards of a layer in one, which lies
+        whole on its rank.
+        """
         for name, module in model.named_modules():
             if self._sharding(module) is not Sharding.BRANCHES:
                 continue
             if type(module) is not Branches:
-                raise LayoutError(f"layer {name!r} has no branches; Sharding.BRANCHES is for nn.Branches")
+                raise LayoutError(
+                    f"layer {name!r} has no branches; Sharding.BRANCHES is for nn.Branches"
+                )
             for inner_name, inner in module.named_modules(name):
                 if inner is not module and self._sharding(inner) is not None:
                     raise LayoutError(
-                        f"layer {inner_name!r} stands in a branch, which lies whole on one rank; give the table "
-                        f"Sharding.BRANCHES for {name!r}, or shardings of the layers in it, and not both"
+                        f"layer {inner_name!r} stands in a branch, which lies whole on one rank;"
+                        f" give the table Sharding.BRANCHES for {name!r}, or shardings of the"
+                        " layers in it, and not both"
                     )
 
     def _sharding(self, module: Module) -> Sharding | None:

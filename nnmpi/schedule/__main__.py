@@ -1,4 +1,5 @@
-"""`python -m nnmpi.schedule`: look at a pipeline schedule without MPI: its grid, its bubble, what it keeps.
+"""`python -m nnmpi.schedule`: look at a pipeline schedule without MPI: its grid, its bubble, what
+it keeps.
 
 python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8
 python -m nnmpi.schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
@@ -27,7 +28,8 @@ from nnmpi.units import format_seconds, parse_bytes, parse_seconds
 
 
 def main(words: Sequence[str]) -> str:
-    """Return the picture and the figures of the schedule that the words name, and write the files that they ask for.
+    """Return the picture and the figures of the schedule that the words name, and write the files
+    that they ask for.
 
     Raises:
         UsageError: for words that make no schedule, or a file that cannot be written.
@@ -58,7 +60,9 @@ def main(words: Sequence[str]) -> str:
 
 
 def _costs(given: argparse.Namespace, schedule: Schedule) -> Costs:
-    """Return the costs that the options describe; the times of a rank's stages add up to what was given for them."""
+    """Return the costs that the options describe; the times of a rank's stages add up to what was
+    given for them.
+    """
     share = 1e-3 / schedule.virtual
     backward_s = None if given.backward_ms is None else given.backward_ms * share
     return even_costs(schedule.stages, given.forward_ms * share, backward_s, _message(given))
@@ -73,7 +77,10 @@ def _message(given: argparse.Namespace) -> float:
 def _title(schedule: Schedule) -> str:
     ranks = counted(schedule.ranks, "rank")
     stages = f" with {schedule.virtual} stages each" if schedule.virtual > 1 else ""
-    return f"{schedule.name}: {ranks}{stages}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
+    return (
+        f"{schedule.name}: {ranks}{stages}, {schedule.microbatches}"
+        f" microbatch{'es' * (schedule.microbatches > 1)}"
+    )
 
 
 def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -> list[str]:
@@ -81,10 +88,15 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
     backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
     times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
     whole = " ".join(f"{kept / schedule.virtual:g}" for kept in found.peak_activations)
-    each = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {whole}" * (schedule.virtual > 1)
+    each = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {whole}" * (
+        schedule.virtual > 1
+    )
     times += [f"message {format_seconds(_message(given))}"] * bool(given.network)
     return [
-        f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank: {', '.join(filter(None, times))})",
+        (
+            f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank:"
+            f" {', '.join(filter(None, times))})"
+        ),
         f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
         f"peak activations  {' '.join(map(str, found.peak_activations))}   ({each})",
         f"messages          {found.messages}",
@@ -94,16 +106,35 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.schedule", description=__doc__)
     milliseconds = partial(parse_seconds, unit="milliseconds", example="2.5")
-    parser.add_argument("--pipeline", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME")
-    parser.add_argument("--stages", type=positive_count, required=True, help="stages of the pipeline, one on each rank")
-    parser.add_argument("--microbatches", type=positive_count, required=True, help="microbatches in a step")
-    parser.add_argument("--virtual-stages", type=positive_count, help="stages on each rank instead (interleaved: 2)")
-    parser.add_argument("--forward-ms", type=milliseconds, default=1.0, help="a rank's forward of a microbatch (1)")
+    parser.add_argument(
+        "--pipeline", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME"
+    )
+    parser.add_argument(
+        "--stages",
+        type=positive_count,
+        required=True,
+        help="stages of the pipeline, one on each rank",
+    )
+    parser.add_argument(
+        "--microbatches", type=positive_count, required=True, help="microbatches in a step"
+    )
+    parser.add_argument(
+        "--virtual-stages", type=positive_count, help="stages on each rank instead (interleaved: 2)"
+    )
+    parser.add_argument(
+        "--forward-ms", type=milliseconds, default=1.0, help="a rank's forward of a microbatch (1)"
+    )
     parser.add_argument("--backward-ms", type=milliseconds, help="its backward (twice the forward)")
     parser.add_argument("--network", default="", help=f"{NETWORK_HELP} (messages take no time)")
-    parser.add_argument("--bytes", type=parse_bytes, default=2**20, help="of a message between two ranks (1MB)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf")
+    parser.add_argument(
+        "--bytes", type=parse_bytes, default=2**20, help="of a message between two ranks (1MB)"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser"
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf"
+    )
     return parser
 
 

@@ -1,12 +1,17 @@
 """Whether a lowered schedule is right, before any message is sent.
 
-    each unit of work once, on its rank     a forward, a whole backward or both halves, for every stage and microbatch
+    each unit of work once, on its rank     a forward, a whole backward or both halves, for every
+                                            stage and microbatch
     each message has its two ends           and none is there that nobody needs
-    order on each rank                      receive, forward, send; forward, backward; all backwards, sum, update
-    order on each channel                   messages are received in the order in which they are sent
-    no deadlock                             with sends that wait for their receivers, and so with buffered ones, too
+    order on each rank                      receive, forward, send; forward, backward; all
+                                            backwards, sum, update
+    order on each channel                   messages are received in the order in which they are
+                                            sent
+    no deadlock                             with sends that wait for their receivers, and so with
+                                            buffered ones, too
 
-The ranks' programs are enough for all of it: no clock is needed, since programs and messages are the only order.
+The ranks' programs are enough for all of it: no clock is needed, since programs and messages are
+the only order.
 """
 
 from collections import defaultdict
@@ -72,10 +77,14 @@ class Positions:
         Raises:
             ScheduleError: always.
         """
-        raise ScheduleError(f"{self.schedule.name}: {sentence}\n\n{self._around(sorted(set(marked)))}")
+        raise ScheduleError(
+            f"{self.schedule.name}: {sentence}\n\n{self._around(sorted(set(marked)))}"
+        )
 
     def _around(self, marked: list[Position]) -> str:
-        """Return a line for each rank, around its marked positions; around where the others are if it has none."""
+        """Return a line for each rank, around its marked positions; around where the others are if
+        it has none.
+        """
         lines = []
         for rank, program in enumerate(self.schedule.programs):
             own = {place.at for place in marked if place.rank == rank}
@@ -123,12 +132,17 @@ def _check_work(schedule: Schedule, positions: Positions) -> None:
         rank = schedule.rank_of(one.stage)
         if one.kind in TRANSFERS:
             other = other_end(one)
-            positions.fail(f"{one} is missing on rank {rank}: {other} has no partner", positions.all.get(other, []))
+            positions.fail(
+                f"{one} is missing on rank {rank}: {other} has no partner",
+                positions.all.get(other, []),
+            )
         positions.fail(f"{one} is missing on rank {rank}", [])
 
 
 def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
-    """Yield all that a schedule must have; whether backwards are halved, and when updates are, is its choice."""
+    """Yield all that a schedule must have; whether backwards are halved, and when updates are, is
+    its choice.
+    """
     trains = schedule.trains
     is_async = any(one.kind is Kind.STEP and one.microbatch is not None for one in positions.all)
     for stage in range(schedule.stages):
@@ -144,7 +158,9 @@ def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
                 yield from (end for send in sends for end in (send, other_end(send)))
         if trains:
             updates = range(schedule.microbatches) if is_async else (None,)
-            yield from (kind.at(stage, update) for update in updates for kind in (Kind.REDUCE, Kind.STEP))
+            yield from (
+                kind.at(stage, update) for update in updates for kind in (Kind.REDUCE, Kind.STEP)
+            )
 
 
 # ---- order ----
@@ -157,16 +173,22 @@ def _check_order(schedule: Schedule, positions: Positions) -> None:
             for needed in _needs(schedule, one):
                 if needed in positions and positions[needed].at >= positions[one].at:
                     positions.fail(
-                        f"{one} does not stand behind {needed}, which it needs", [positions[one], positions[needed]]
+                        f"{one} does not stand behind {needed}, which it needs",
+                        [positions[one], positions[needed]],
                     )
 
 
 def _needs(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
     """Yield what must be done on the same rank before an instruction, as far as it is there."""
-    summed = range(schedule.microbatches) if one.kind is Kind.REDUCE and one.microbatch is None else (one.microbatch,)
+    summed = (
+        range(schedule.microbatches)
+        if one.kind is Kind.REDUCE and one.microbatch is None
+        else (one.microbatch,)
+    )
     yield from (kind.at(one.stage, m) for kind in _NEEDED[one.kind] for m in summed)
     kinds, further = _NEEDED_NEXT.get(one.kind, ((), 0))
-    if not schedule.is_cut(min(one.stage, one.stage + further)):  # the next stage is here: no message orders them
+    if not schedule.is_cut(min(one.stage, one.stage + further)):
+        # the next stage is here: no message orders them
         yield from (kind.at(one.stage + further, one.microbatch) for kind in kinds)
 
 
@@ -199,7 +221,9 @@ def _check_channels(schedule: Schedule, positions: Positions) -> None:
         for number, (out, into) in enumerate(zip(sends, received[channel], strict=True)):
             if other_end(out) != into:
                 where = f"message {number} from rank {channel[0]} to rank {channel[1]}"
-                sentence = f"{where} is sent by {out}, but received by {into}; both ends need one order"
+                sentence = (
+                    f"{where} is sent by {out}, but received by {into}; both ends need one order"
+                )
                 positions.fail(sentence, [positions[out], positions[into]])
 
 
@@ -221,5 +245,8 @@ def _check_progress(schedule: Schedule, positions: Positions) -> None:
     circle = circle[circle.index(progress) :]
     told = [f"rank {each.rank} in {run.waiting(each)[0]}" for each in circle]
     marked = [positions[one] for each in circle for one in run.waiting(each)[:1]]
-    sentence = f"deadlock when sends wait for their receivers: {', '.join(told)}: each waits for the next, the last for"
+    sentence = (
+        f"deadlock when sends wait for their receivers: {', '.join(told)}: each waits for the next,"
+        " the last for"
+    )
     positions.fail(f"{sentence} the first", marked)

@@ -1,17 +1,18 @@
-"""From what is computed to what is executed: messages, reductions and updates are added by pure passes.
+"""From what is computed to what is executed: messages, reductions and updates are added by pure
+passes.
 
     generated           1F0                                    1B0
     add_transfers       1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1SEND_GRAD0
     place_reductions    1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1REDUCE 1SEND_GRAD0 1STEP
     fuse                1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0)            1B0 1REDUCE 1SEND_GRAD0 1STEP
 
-A receive stands right before its use, a send right after its result: nothing is kept longer than it must be. Without
-`fuse`, 1F1B deadlocks as soon as there are two stages, two microbatches, and sends that wait for their receiver: two
-neighbours send to each other.
+A receive stands right before its use, a send right after its result: nothing is kept longer than it
+must be. Without `fuse`, 1F1B deadlocks as soon as there are two stages, two microbatches, and sends
+that wait for their receiver: two neighbours send to each other.
 
-In schedules that run far ahead (interleaved, zero-bubble) a message is sent long before it is used. A send that blocks
-would stall its sender until the late receive: the advantage is lost, or all ranks wait for ever. There `receive_early`
-posts each receive when its message is sent.
+In schedules that run far ahead (interleaved, zero-bubble) a message is sent long before it is used.
+A send that blocks would stall its sender until the late receive: the advantage is lost, or all
+ranks wait for ever. There `receive_early` posts each receive when its message is sent.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ from nnmpi.schedule.simulate import ScheduleRun, even_costs
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Return a schedule that can be executed, from one that has only computation (and PipeDream's updates)."""
+    """Return a schedule that can be executed, from one that has only computation (and PipeDream's
+    updates).
+    """
     with_transfers = add_transfers(schedule)
     late = fuse(place_reductions(with_transfers))
     if _is_met(late):
@@ -52,7 +55,9 @@ _TRANSFERS_OF = MappingProxyType(
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Return the schedule with a receive before each use and a send after each result that crosses ranks."""
+    """Return the schedule with a receive before each use and a send after each result that crosses
+    ranks.
+    """
 
     def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
         for one in own:
@@ -70,17 +75,19 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def receive_early(schedule: Schedule) -> Schedule:
-    """Return the schedule with each receive at the first place at which its message has been sent, in unit time.
+    """Return the schedule with each receive at the first place at which its message has been sent,
+    in unit time.
 
         rank 0   |- 0F0 -|- 0F1 -|- 0F2 -|                    0F2 is over while rank 1 does 1F1, so rank 1
         rank 1           |- 1F0 -|-- 1F1 --|^|- 1B0 -|        receives it at ^, though it does 1F2 after 1B0
 
-    Nobody waits for ever then, even where sends wait for their receivers: take messages by the time at which they
-    are sent; every rank does its part in them, and its computation between, in the order of this one clock.
+    Nobody waits for ever then, even where sends wait for their receivers: take messages by the time
+    at which they are sent; every rank does its part in them, and its computation between, in the
+    order of this one clock.
 
     Args:
-        schedule: with transfers that are not fused yet. One that cannot be played is returned as it is; `check` says
-            why, and what nobody sends.
+        schedule: with transfers that are not fused yet. One that cannot be played is returned as it
+            is; `check` says why, and what nobody sends.
     """
     run = ScheduleRun(schedule, even_costs(schedule.stages))
     if run.stuck:
@@ -100,9 +107,11 @@ def receive_early(schedule: Schedule) -> Schedule:
 
 
 def place_reductions(schedule: Schedule) -> Schedule:
-    """Return the schedule with a reduction as soon as a stage's gradients are final, and the update at the end.
+    """Return the schedule with a reduction as soon as a stage's gradients are final, and the update
+    at the end.
 
-    Where the generator has updates of its own (one per microbatch), each gets a reduction before it.
+    Where the generator has updates of its own (one per microbatch), each gets a reduction before
+    it.
     """
 
     def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
@@ -120,7 +129,9 @@ def place_reductions(schedule: Schedule) -> Schedule:
 
 
 def fuse(schedule: Schedule) -> Schedule:
-    """Return the schedule with neighbouring transfers posted together: there is nothing to do between them."""
+    """Return the schedule with neighbouring transfers posted together: there is nothing to do
+    between them.
+    """
 
     def change(own: tuple[Instruction, ...]) -> Iterator[Item]:
         for transfers, run in groupby(own, lambda one: one.kind in TRANSFERS):
@@ -133,8 +144,13 @@ def fuse(schedule: Schedule) -> Schedule:
 def _is_met(schedule: Schedule) -> bool:
     """Whether, in unit time, it does not matter that sends wait for their receivers.
 
-    It does not if all ranks are through as early as when no send waits: receives need not be posted earlier then. The
-    times are sums and maxima of whole numbers, which floats hold exactly, so they may be compared by ==.
+    It does not if all ranks are through as early as when no send waits: receives need not be posted
+    earlier then. The times are sums and maxima of whole numbers, which floats hold exactly, so they
+    may be compared by ==.
     """
-    eager, held = (ScheduleRun(schedule, even_costs(schedule.stages), each) for each in (False, True))
-    return not held.stuck and max(p.clock_s for p in held.ranks) == max(p.clock_s for p in eager.ranks)
+    eager, held = (
+        ScheduleRun(schedule, even_costs(schedule.stages), each) for each in (False, True)
+    )
+    return not held.stuck and max(p.clock_s for p in held.ranks) == max(
+        p.clock_s for p in eager.ranks
+    )

@@ -2,9 +2,9 @@
 
 In text ranks go down and time across, and each cell says what is computed.
 
-Time is counted in units: a forward takes one, a whole backward two and each of its halves one, as in the figures of
-the papers, since a backward multiplies twice as many matrices; messages, reductions and updates take none. A cell is
-as wide as the time that it takes.
+Time is counted in units: a forward takes one, a whole backward two and each of its halves one, as
+in the figures of the papers, since a backward multiplies twice as many matrices; messages,
+reductions and updates take none. A cell is as wide as the time that it takes.
 
 An animation for a page says what every rank computes when, and how many activations it keeps:
 
@@ -60,9 +60,13 @@ def render(schedule: Schedule) -> str:
         schedule = lower(schedule)
     run = ScheduleRun(schedule, even_costs(schedule.stages))
     if run.stuck:
-        raise ScheduleError(f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn")
+        raise ScheduleError(
+            f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn"
+        )
     columns = int(max(progress.clock_s for progress in run.ranks))
-    times = {span.instruction: (int(span.begin_s), int(span.end_s - span.begin_s)) for span in run.spans}
+    times = {
+        span.instruction: (int(span.begin_s), int(span.end_s - span.begin_s)) for span in run.spans
+    }
     rows = [
         [_Cell(*times[one], label, mark) for one, label, mark in _labels(schedule, rank)]
         for rank in range(schedule.ranks)
@@ -72,7 +76,9 @@ def render(schedule: Schedule) -> str:
     names = [f"rank {rank}" for rank in range(schedule.ranks)]
     lines = [("time", head), *zip(names, (_line(row, columns, width) for row in rows), strict=True)]
     edge = max(len(name) for name, _ in lines) + 2
-    return "\n".join([*((name.ljust(edge) + line).rstrip() for name, line in lines), "", _legend(schedule)])
+    return "\n".join(
+        [*((name.ljust(edge) + line).rstrip() for name, line in lines), "", _legend(schedule)]
+    )
 
 
 def _labels(schedule: Schedule, rank: int) -> Iterator[tuple[Instruction, str, str]]:
@@ -103,7 +109,11 @@ def _legend(schedule: Schedule) -> str:
     used = schedule.kinds
     stage = "0" if schedule.virtual > 1 else ""
     behind = {Kind.F: f" {'of stage 0 ' if stage else ''}on microbatch 0"}
-    told = [f"{stage}{kind}0 {text}{behind.get(kind, '')}" for kind, text in WORDS.items() if kind in used]
+    told = [
+        f"{stage}{kind}0 {text}{behind.get(kind, '')}"
+        for kind, text in WORDS.items()
+        if kind in used
+    ]
     told += [f"{_IDLE} idle"]
     told += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
     told += [f"{_UPDATED} update"] * (Kind.STEP in used)
@@ -123,7 +133,8 @@ def animation(schedule: Schedule, found: Simulation) -> dict[str, Any]:
     spans = [
         [span.rank, str(one.kind), one.stage, one.microbatch, _ms(span.begin_s), _ms(span.end_s)]
         for span in found.spans
-        if (one := span.instruction).kind in COMPUTE or (one.kind is Kind.STEP and span.end_s > span.begin_s)
+        if (one := span.instruction).kind in COMPUTE
+        or (one.kind is Kind.STEP and span.end_s > span.begin_s)
     ]
     return {
         "spans": spans,
@@ -154,7 +165,9 @@ def _ms(seconds: float) -> float:
 
 
 def _kept(schedule: Schedule, found: Simulation, rank: int) -> list[list[float]]:
-    """Return from when on a rank keeps how many activations: one more from a forward on, one less after a backward."""
+    """Return from when on a rank keeps how many activations: one more from a forward on, one less
+    after a backward.
+    """
     kept, curve = 0, [[0.0, 0.0]]
     last = (Kind.B, Kind.W) if schedule.trains else (Kind.F,)
     for span in found.spans:
@@ -174,7 +187,8 @@ def compare(
     microbatches: int,
     costs: Callable[[Schedule], Costs],
 ) -> dict[str, Any]:
-    """Return what a page needs to show one schedule beside others, for several numbers of ranks and microbatches.
+    """Return what a page needs to show one schedule beside others, for several numbers of ranks and
+    microbatches.
 
     Args:
         schedules: by name, each with its stages per rank.
@@ -188,8 +202,8 @@ def compare(
     """
     if ranks > MOST_RANKS or microbatches > MOST_MICROBATCHES:
         raise UsageError(
-            f"a page draws up to {MOST_RANKS} ranks and {MOST_MICROBATCHES} microbatches, not {ranks} and "
-            f"{microbatches}; draw fewer"
+            f"a page draws up to {MOST_RANKS} ranks and {MOST_MICROBATCHES} microbatches, not"
+            f" {ranks} and {microbatches}; draw fewer"
         )
     all_ranks, all_microbatches = sorted({*STAGES, ranks}), sorted({*MICROBATCHES, microbatches})
     animations: dict[str, dict[str, Any]] = {name: {} for name in schedules}
@@ -198,7 +212,9 @@ def compare(
             for count in all_microbatches:
                 schedule = lower(make(generator, size, count, virtual))
                 check(schedule)
-                animations[name][f"{size},{count}"] = animation(schedule, simulate_schedule(schedule, costs(schedule)))
+                animations[name][f"{size},{count}"] = animation(
+                    schedule, simulate_schedule(schedule, costs(schedule))
+                )
     return {
         "ranks": ranks,
         "microbatches": microbatches,

@@ -4,8 +4,9 @@
     3RECV_GRAD1     stage 3 gets the gradient of its output of microbatch 1
     0REDUCE         stage 0, gradients of the whole step
 
-An instruction's stage is the stage, on the rank that executes it, that it is done for. Which rank has which stage is a
-part of the schedule: `home`. With as many stages as ranks each rank has one; with more, virtual ones:
+An instruction's stage is the stage, on the rank that executes it, that it is done for. Which rank
+has which stage is a part of the schedule: `home`. With as many stages as ranks each rank has one;
+with more, virtual ones:
 
     2 ranks, 4 stages, around            rank 0: stages 0, 2      rank 1: stages 1, 3      0, 1, 2, 3 are on 0, 1, 0, 1
     2 ranks, 4 stages, there and back    rank 0: stages 0, 3      rank 1: stages 1, 2      0, 1, 2, 3 are on 0, 1, 1, 0
@@ -17,7 +18,8 @@ A message between two stages has two transfers as its ends:
     stage 1, rank 1:  1SEND_ACT0    ----  activation of microbatch 0  --->    2RECV_ACT0     stage 2, rank 2
     stage 1, rank 1:  1RECV_GRAD0   <---  gradient of microbatch 0  -----     2SEND_GRAD0    stage 2, rank 2
 
-Messages of one sort from one rank to another arrive in the order in which they were sent: they make a channel.
+Messages of one sort from one rank to another arrive in the order in which they were sent: they make
+a channel.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -91,7 +93,9 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Transfers that are posted and waited for together, such as a send to and a receive from one neighbour."""
+    """Transfers that are posted and waited for together, such as a send to and a receive from one
+    neighbour.
+    """
 
     parts: tuple[Instruction, ...]
 
@@ -152,7 +156,9 @@ def around(stage: int, ranks: int) -> int:
 
 
 def there_and_back(stage: int, ranks: int) -> int:
-    """Return the rank of a stage where stages turn at the last rank, and at the first: 0 1 2 2 1 0."""
+    """Return the rank of a stage where stages turn at the last rank, and at the first: 0 1 2 2 1
+    0.
+    """
     turns, place = divmod(stage, ranks)
     return ranks - 1 - place if turns % 2 else place
 
@@ -219,11 +225,15 @@ class Schedule:
         return self.rank_of(send.stage), self.rank_of(other_end(send).stage), send.kind
 
     def is_cut(self, stage: int) -> bool:
-        """Whether `stage` and `stage + 1` both exist and live on different ranks: only then there are messages."""
+        """Whether `stage` and `stage + 1` both exist and live on different ranks: only then there
+        are messages.
+        """
         return 0 <= stage < self.stages - 1 and self.rank_of(stage) != self.rank_of(stage + 1)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
-        """Yield a rank's instructions in order, those that are posted together one after the other."""
+        """Yield a rank's instructions in order, those that are posted together one after the
+        other.
+        """
         for item in self.programs[rank]:
             yield from parts(item)
 
@@ -234,14 +244,18 @@ class Schedule:
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:
-    """Return how many activations a rank keeps at most: one for each stage and microbatch; see `most_kept`."""
+    """Return how many activations a rank keeps at most: one for each stage and microbatch; see
+    `most_kept`.
+    """
     return most_kept(schedule, rank, dict.fromkeys(schedule.stages_of(rank), 1))
 
 
 def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, N]) -> N:
-    """Return the most that a rank keeps of activations, each from F to the end of B, by what a stage keeps of one.
+    """Return the most that a rank keeps of activations, each from F to the end of B, by what a
+    stage keeps of one.
 
-    Where backwards are halved, an activation is kept until W. Without backwards none is kept after its forward.
+    Where backwards are halved, an activation is kept until W. Without backwards none is kept after
+    its forward.
     """
     trains = schedule.trains
     now: N = 0

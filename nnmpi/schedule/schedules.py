@@ -1,7 +1,9 @@
-"""The schedules: for each a function that says what a rank computes, in which order; messages and updates come later.
+"""The schedules: for each a function that says what a rank computes, in which order; messages and
+updates come later.
 
-S is the number of stages, M that of microbatches; the costs are for stages and microbatches of even cost. The pictures
-are those of `python -m nnmpi.schedule`. To add one: a generator here, its name in `SCHEDULES`.
+S is the number of stages, M that of microbatches; the costs are for stages and microbatches of even
+cost. The pictures are those of `python -m nnmpi.schedule`. To add one: a generator here, its name
+in `SCHEDULES`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +13,22 @@ from typing import TypeAlias
 
 from nnmpi.custom import ask, name_of
 from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, around, stages_of, there_and_back
+from nnmpi.schedule.schedule import (
+    Home,
+    Instruction,
+    Kind,
+    Schedule,
+    around,
+    stages_of,
+    there_and_back,
+)
 from nnmpi.schedule.there_and_back import quickest
 from nnmpi.shard import split
 
 
 def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """The naive pipeline: one microbatch at a time goes through all stages and back, and all ranks but one are idle.
+    """The naive pipeline: one microbatch at a time goes through all stages and back, and all ranks
+    but one are idle.
 
         python -m nnmpi.schedule --pipeline naive --stages 3 --microbatches 2
 
@@ -32,7 +43,8 @@ def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """GPipe: fill the pipeline with all forwards, then drain it with all backwards, the last microbatch first.
+    """GPipe: fill the pipeline with all forwards, then drain it with all backwards, the last
+    microbatch first.
 
         python -m nnmpi.schedule --pipeline gpipe --stages 4 --microbatches 6
 
@@ -42,8 +54,8 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
         rank 2  .  .  F0 F1 F2 F3 F4 F5 .  .  .  B5--- B4--- B3--- B2--- B1--- B0---|.  .  .  .
         rank 3  .  .  .  F0 F1 F2 F3 F4 F5 B5--- B4--- B3--- B2--- B1--- B0---|.  .  .  .  .  .
 
-    The bubble is (S-1)/(M+S-1); every stage keeps M activations.
-    Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
+    The bubble is (S-1)/(M+S-1); every stage keeps M activations. Source: Huang et al., GPipe:
+    Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
     """
     forwards = tuple(Kind.F.at(rank, m) for m in range(microbatches))
     return forwards + tuple(Kind.B.at(rank, m) for m in reversed(range(microbatches)))
@@ -62,8 +74,9 @@ def inference(
         rank 2  .  .  F0 F1 F2 F3 F4 F5 .
         rank 3  .  .  .  F0 F1 F2 F3 F4 F5
 
-    Bubble (S-1)/(M+S-1); one activation is kept per stage. With several stages on a rank microbatches go in rounds of
-    as many as there are ranks, or a few more, and a rank does a round stage after stage.
+    Bubble (S-1)/(M+S-1); one activation is kept per stage. With several stages on a rank
+    microbatches go in rounds of as many as there are ranks, or a few more, and a rank does a round
+    stage after stage.
     """
     stages = stages_of(rank, ranks, ranks * virtual, home)
     rounds = split(microbatches, max(1, microbatches // ranks))
@@ -71,7 +84,8 @@ def inference(
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """1F1B: as soon as a backward can be done it is done, and every stage alternates between forward and backward.
+    """1F1B: as soon as a backward can be done it is done, and every stage alternates between
+    forward and backward.
 
         python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 6
 
@@ -81,11 +95,13 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
         rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5---|.  .  .  .
         rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---|.  .  .  .  .  .
 
-    The bubble is GPipe's, (S-1)/(M+S-1), but stage s keeps only min(S-s, M) activations.
-    Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019; with a flush at the
-    end of each step: the same, Memory-Efficient Pipeline-Parallel DNN Training, 2021.
+    The bubble is GPipe's, (S-1)/(M+S-1), but stage s keeps only min(S-s, M) activations. Source:
+    Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019; with a
+    flush at the end of each step: the same, Memory-Efficient Pipeline-Parallel DNN Training, 2021.
     """
-    forwards, backwards = ([kind.at(rank, m) for m in range(microbatches)] for kind in (Kind.F, Kind.B))
+    forwards, backwards = (
+        [kind.at(rank, m) for m in range(microbatches)] for kind in (Kind.F, Kind.B)
+    )
     return _in_turns(forwards, backwards, ranks - 1 - rank)
 
 
@@ -98,7 +114,8 @@ def _in_turns(
 
 
 def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """PipeDream: 1F1B in which every stage updates its weights after each backward, and never waits for the others.
+    """PipeDream: 1F1B in which every stage updates its weights after each backward, and never waits
+    for the others.
 
         python -m nnmpi.schedule --pipeline pipedream --stages 4 --microbatches 6
 
@@ -108,10 +125,11 @@ def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ..
         rank 2  .  .  F0 F1 .  .  B0---|F2 B1---|F3 B2---|F4 B3---|F5 B4---|.  B5---|.  .  .  .
         rank 3  .  .  .  F0 B0---|F1 B1---|F2 B2---|F3 B3---|F4 B4---|F5 B5---|.  .  .  .  .  .
 
-    A | is an update. Between the forward and the backward of a microbatch stage s updates its weights S-1-s times
-    (fewer at the beginning): that is its staleness. The backward uses the weights of the forward, so a stage keeps up
-    to S-s versions of them (weight stashing). With many microbatches the only bubbles are at the beginning and the end.
-    Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019.
+    A | is an update. Between the forward and the backward of a microbatch stage s updates its
+    weights S-1-s times (fewer at the beginning): that is its staleness. The backward uses the
+    weights of the forward, so a stage keeps up to S-s versions of them (weight stashing). With many
+    microbatches the only bubbles are at the beginning and the end. Source: Narayanan et al.,
+    PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019.
     """
     program: list[Instruction] = []
     for one in one_f_one_b(rank, ranks, microbatches):
@@ -122,11 +140,13 @@ def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ..
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple[Instruction, ...]:
-    """Interleaved 1F1B: each rank has several thin stages, so the pipeline fills and drains in thin steps.
+    """Interleaved 1F1B: each rank has several thin stages, so the pipeline fills and drains in thin
+    steps.
 
-    With R ranks and V virtual stages on each, microbatches go in rounds of R (or a few more: what does not divide is
-    dealt to the rounds, so M >= R may be any number). In a round a rank does its first stage for all microbatches, then
-    its second, and so on; backwards in the opposite order of stages.
+    With R ranks and V virtual stages on each, microbatches go in rounds of R (or a few more: what
+    does not divide is dealt to the rounds, so M >= R may be any number). In a round a rank does its
+    first stage for all microbatches, then its second, and so on; backwards in the opposite order of
+    stages.
 
         python -m nnmpi.schedule --pipeline interleaved --stages 3 --microbatches 3 --virtual-stages 2
 
@@ -135,24 +155,29 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple
         rank 1  .   1F0 1F1 1F2 4F0 4F1 4F2 .   4B0---- .   4B1---- .   4B2----+1B0---- 1B1---- 1B2----|.   .
         rank 2  .   .   2F0 2F1 2F2 5F0 5B0---- 5F1 5B1---- 5F2 5B2----+2B0---- 2B1---- 2B2----|.   .   .   .
 
-    With M >= R microbatches the bubble is (R-1)/(V M + R-1), V times less than 1F1B's, for V times the messages and for
-    more activations: rank r warms up with 2 (R-1-r) + (V-1) k forwards, k microbatches in the first round.
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.
+    With M >= R microbatches the bubble is (R-1)/(V M + R-1), V times less than 1F1B's, for V times
+    the messages and for more activations: rank r warms up with 2 (R-1-r) + (V-1) k forwards, k
+    microbatches in the first round. Source: Narayanan et al., Efficient Large-Scale Language Model
+    Training on GPU Clusters Using Megatron-LM, 2021.
     """
     if virtual == 1:
         return one_f_one_b(rank, ranks, microbatches)
     stages = range(rank, ranks * virtual, ranks)
     rounds = split(microbatches, max(1, microbatches // ranks))
     forwards = inference(rank, ranks, microbatches, virtual)
-    backwards = [Kind.B.at(stage, m) for round_ in rounds for stage in reversed(stages) for m in round_]
+    backwards = [
+        Kind.B.at(stage, m) for round_ in rounds for stage in reversed(stages) for m in round_
+    ]
     return _in_turns(forwards, backwards, 2 * (ranks - 1 - rank) + (virtual - 1) * len(rounds[0]))
 
 
 def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """Zero bubble (ZB-H1): backwards are cut in two, and the half that nobody waits for fills the bubble.
+    """Zero bubble (ZB-H1): backwards are cut in two, and the half that nobody waits for fills the
+    bubble.
 
-    I gives the gradient of the input, which the stage before waits for; W gives the gradients of the weights, which can
-    wait. Stage s runs as in 1F1B, and stays s microbatches behind with W: it works them off while others drain.
+    I gives the gradient of the input, which the stage before waits for; W gives the gradients of
+    the weights, which can wait. Stage s runs as in 1F1B, and stays s microbatches behind with W: it
+    works them off while others drain.
 
         python -m nnmpi.schedule --pipeline zero-bubble --stages 4 --microbatches 6
 
@@ -162,15 +187,16 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
         rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5|
         rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5|
 
-    With F, I and W equally long and M >= S the bubble is (S-1)/(3M+S-1): a third of 1F1B's. Every stage keeps min(S, M)
-    activations (until their W), as many as the first stage of 1F1B does.
+    With F, I and W equally long and M >= S the bubble is (S-1)/(3M+S-1): a third of 1F1B's. Every
+    stage keeps min(S, M) activations (until their W), as many as the first stage of 1F1B does.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024.
     """
     return tuple(quickest(ranks, microbatches, ranks, 1)[rank])
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """ZB-V: stages there and back, and as many activations as 1F1B keeps are enough to be busy all the time.
+    """ZB-V: stages there and back, and as many activations as 1F1B keeps are enough to be busy all
+    the time.
 
         python -m nnmpi.schedule --pipeline zb-v --stages 3 --microbatches 4
 
@@ -179,10 +205,11 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
         rank 1  .   1F0 1F1 .   4F0 1F2 4F1 4I0 1F3 4W0 4F2 4I1 1I0 4W1 4F3 4I2 1I1 4I3 1I2 1W0 1I3 4W2 1W1 4W3+1W2 1W3|
         rank 2  .   .   2F0 3F0 2F1 3F1 2F2 3F2 3I0 2I0 3W0 2F3 2W0 3F3 3I1 2I1 3I2 2I2 3I3 2I3 3W1 2W1 3W2 2W2 3W3+2W3|
 
-    With M >= R microbatches on R ranks, and F, I and W equally long, a rank waits for R - 1 forwards of a stage in all:
-    as long as it takes until the last rank has something to do, a sixth of 1F1B's bubble. 2 R activations of half a
-    rank's layers are kept (until their W), as the first rank of 1F1B keeps R of all of them.
-    Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024; for all three see `there_and_back`.
+    With M >= R microbatches on R ranks, and F, I and W equally long, a rank waits for R - 1
+    forwards of a stage in all: as long as it takes until the last rank has something to do, a sixth
+    of 1F1B's bubble. 2 R activations of half a rank's layers are kept (until their W), as the first
+    rank of 1F1B keeps R of all of them. Source: Qi et al., Pipeline Parallelism with Controllable
+    Memory, 2024; for all three see `there_and_back`.
     """
     return tuple(quickest(ranks, microbatches, 2 * ranks)[rank])
 
@@ -217,7 +244,8 @@ def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     return tuple(quickest(ranks, microbatches, 2 * ((ranks + 4) // 3))[rank])
 
 
-INTERLEAVED, INFERENCE = "interleaved", "inference"  # that can have several stages on a rank, and take their number
+# that can have several stages on a rank, and take their number
+INTERLEAVED, INFERENCE = "interleaved", "inference"
 TURNING = ("zb-v", "v-half", "v-min")  # that have two, there and back
 
 SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyType(
@@ -238,7 +266,9 @@ SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyTy
 
 
 Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
-"""A schedule: a name, or a function (rank, ranks, microbatches) -> what the rank computes, that a user wrote."""
+"""A schedule: a name, or a function (rank, ranks, microbatches) -> what the rank computes, that a
+user wrote.
+"""
 
 
 def usual_stages(name: Generator) -> int:
@@ -251,14 +281,18 @@ def home_of(name: Generator) -> Home:
     return there_and_back if name in TURNING else around
 
 
-def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1, home: Home | None = None) -> Schedule:
-    """Return the schedule of this name, computation only; `lower` adds messages, reductions and updates.
+def make(
+    name: Generator, ranks: int, microbatches: int, virtual: int = 1, home: Home | None = None
+) -> Schedule:
+    """Return the schedule of this name, computation only; `lower` adds messages, reductions and
+    updates.
 
     Args:
         name: one of `SCHEDULES`, or a function of one's own, for one stage on each rank.
         ranks: number of ranks.
         microbatches: number of microbatches in a step.
-        virtual: stages per rank; "interleaved" and "inference" can have any number, `TURNING` have 2, the others 1.
+        virtual: stages per rank; "interleaved" and "inference" can have any number, `TURNING` have
+            2, the others 1.
         home: which rank has which stage in "inference"; the others have their own.
 
     Raises:
@@ -266,21 +300,37 @@ def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1, home:
     """
     if isinstance(name, str) and name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; the names are {', '.join(SCHEDULES)}")
-    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual stages per rank", virtual)):
+    for what, number in (
+        ("ranks", ranks),
+        ("microbatches", microbatches),
+        ("virtual stages per rank", virtual),
+    ):
         if number < 1:
             raise UsageError(f"a schedule cannot have {number} {what}; give at least 1")
     home = home or home_of(name)
-    more = {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ()) if isinstance(name, str) else ()
+    more = (
+        {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ())
+        if isinstance(name, str)
+        else ()
+    )
     if not more and virtual != usual_stages(name):
         own = "two stages" if usual_stages(name) > 1 else "one stage"
-        raise UsageError(f"{name_of(name)} has {own} on each rank, not {virtual}; for several choose {INTERLEAVED}")
+        raise UsageError(
+            f"{name_of(name)} has {own} on each rank, not {virtual}; for several choose"
+            f" {INTERLEAVED}"
+        )
     rule = SCHEDULES[name] if isinstance(name, str) else name
-    programs = tuple(ask(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks))
+    programs = tuple(
+        ask(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
+    )
     known = (range(ranks * virtual), {None, *range(microbatches)})
     for one in chain.from_iterable(programs if callable(name) else ()):
         numbers = zip((one.stage, one.microbatch), known, strict=True)
-        if type(one.kind) is not Kind or any(type(x) is float or x not in there for x, there in numbers):
+        if type(one.kind) is not Kind or any(
+            type(x) is float or x not in there for x, there in numbers
+        ):
             raise ScheduleError(
-                f"{name_of(name)}: {one} has no place in {ranks} stages and {microbatches} microbatches"
+                f"{name_of(name)}: {one} has no place in {ranks} stages and {microbatches}"
+                " microbatches"
             )
     return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs, home)

@@ -1,15 +1,18 @@
-"""Runs all ranks' programs against a clock, without MPI: what happens when, who waits for ever, how long it takes.
+"""Runs all ranks' programs against a clock, without MPI: what happens when, who waits for ever, how
+long it takes.
 
     rank 0   |-- F0 --|s|-- F1 --|s|....        s: a send; eager ones let the sender go on at once, and the message
     rank 1   .........\\--->|-- F0 --|          arrives after its transfer time; rendezvous ones hold the sender
                                                 until the receiver has come and the message is over
 
-Every rank has one clock, and does its program in order. Messages of one channel follow one another. Ranks do not
-disturb one another. This is the one interpretation of schedules: `check` looks for who waits for ever, `lower` where a
-send must be met, `simulate_schedule` at the times, by costs that are modelled or measured.
+Every rank has one clock, and does its program in order. Messages of one channel follow one another.
+Ranks do not disturb one another. This is the one interpretation of schedules: `check` looks for who
+waits for ever, `lower` where a send must be met, `simulate_schedule` at the times, by costs that
+are modelled or measured.
 
-(Collectives have an engine of their own, `comm.prove`: there a step is over when both of its messages
-are, so that no message is under way while its rank does something else, and thousands of ranks have to be quick.)
+(Collectives have an engine of their own, `comm.prove`: there a step is over when both of its
+messages are, so that no message is under way while its rank does something else, and thousands of
+ranks have to be quick.)
 """
 
 from collections import defaultdict, deque
@@ -37,18 +40,22 @@ from nnmpi.schedule.schedule import (
 _BUSY = COMPUTE | {Kind.STEP}
 
 Costs: TypeAlias = Mapping[Kind, Sequence[float]]
-"""Kind -> seconds for each stage; what is not named takes no time. A message takes what its send does: latency + bytes
-x seconds per byte, say."""
+"""Kind -> seconds for each stage; what is not named takes no time. A message takes what its send
+does: latency + bytes x seconds per byte, say.
+"""
 
 
-def even_costs(stages: int, forward_s: float = 1.0, backward_s: float | None = None, message_s: float = 0.0) -> Costs:
+def even_costs(
+    stages: int, forward_s: float = 1.0, backward_s: float | None = None, message_s: float = 0.0
+) -> Costs:
     """Return the costs of stages that are all alike.
 
     Args:
         stages: how many.
         forward_s: of a microbatch.
-        backward_s: of a whole backward, whose halves are equal; twice the forward by default, as in the figures of the
-            papers, since it multiplies two matrices (for inputs, for weights) where a forward multiplies one.
+        backward_s: of a whole backward, whose halves are equal; twice the forward by default, as in
+            the figures of the papers, since it multiplies two matrices (for inputs, for weights)
+            where a forward multiplies one.
         message_s: of an activation or a gradient.
     """
     whole_s = 2 * forward_s if backward_s is None else backward_s
@@ -62,13 +69,15 @@ def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) ->
 
     Args:
         stages: how many.
-        samples: (instruction, seconds), in any order. For messages: the send, and how long it was under way.
+        samples: (instruction, seconds), in any order. For messages: the send, and how long it was
+            under way.
     """
     found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for one, seconds in samples:
         found[one.kind, one.stage].append(seconds)
     return {
-        kind: [median(found.get((kind, stage), (0.0,))) for stage in range(stages)] for kind in {k for k, _ in found}
+        kind: [median(found.get((kind, stage), (0.0,))) for stage in range(stages)]
+        for kind in {k for k, _ in found}
     }
 
 
@@ -77,7 +86,9 @@ def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) ->
 
 @dataclass(frozen=True, slots=True)
 class TimedInstruction:
-    """When a rank did something. A receive lasts from its posting, with the waiting for it; a send until it arrives."""
+    """When a rank did something. A receive lasts from its posting, with the waiting for it; a send
+    until it arrives.
+    """
 
     rank: int
     instruction: Instruction
@@ -87,7 +98,9 @@ class TimedInstruction:
 
 @dataclass(slots=True)
 class _Post:
-    """A transfer that a rank has posted, and when its message is under way, as soon as that is known."""
+    """A transfer that a rank has posted, and when its message is under way, as soon as that is
+    known.
+    """
 
     transfer: Instruction
     is_send: bool
@@ -131,8 +144,10 @@ class ScheduleRun:
         self.ranks = [RankProgress(rank, program) for rank, program in enumerate(schedule.programs)]
         self.spans: list[TimedInstruction] = []
         self._costs, self._rendezvous, self._channel_of = costs, rendezvous, schedule.channel_of
-        self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)  # the two ends of channels
-        self._free_s: defaultdict[Channel, float] = defaultdict(float)  # when a channel's last message is over
+        # the two ends of channels
+        self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)
+        # when a channel's last message is over
+        self._free_s: defaultdict[Channel, float] = defaultdict(float)
         self._todo = deque(self.ranks)
         while self._todo:
             progress = self._todo.popleft()
@@ -150,7 +165,8 @@ class ScheduleRun:
 
     def _seconds(self, one: Instruction) -> float:
         times = self._costs.get(one.kind, ())
-        return times[one.stage] if one.stage < len(times) else 0.0  # `check` refuses stages that there are not, later
+        # `check` refuses stages that there are not, later
+        return times[one.stage] if one.stage < len(times) else 0.0
 
     def _advance(self, progress: RankProgress) -> bool:
         """Do the next item of a rank's program, and return whether it could be done."""
@@ -180,8 +196,16 @@ class ScheduleRun:
         mine.append(post)
         other = theirs[len(mine) - 1] if len(mine) <= len(theirs) else None
         sent, received = (post, other) if is_send else (other, post)
-        if sent is not None and sent.over_s is None and (received is not None or not self._rendezvous):
-            ready_s = max(sent.posted_s, received.posted_s) if self._rendezvous and received else sent.posted_s
+        if (
+            sent is not None
+            and sent.over_s is None
+            and (received is not None or not self._rendezvous)
+        ):
+            ready_s = (
+                max(sent.posted_s, received.posted_s)
+                if self._rendezvous and received
+                else sent.posted_s
+            )
             sent.begin_s = max(ready_s, self._free_s[channel])
             sent.over_s = self._free_s[channel] = sent.begin_s + self._seconds(send_of(transfer))
         if sent is not None and received is not None:
@@ -241,11 +265,16 @@ def simulate_schedule(schedule: Schedule, costs: Costs) -> Simulation:
     """
     counts = {len(times) for times in costs.values()} - {schedule.stages}
     if counts:
-        raise UsageError(f"the costs are of {counts.pop()} stages, but {schedule.name} has {schedule.stages}")
+        raise UsageError(
+            f"the costs are of {counts.pop()} stages, but {schedule.name} has {schedule.stages}"
+        )
     run = ScheduleRun(schedule, costs)
     if run.stuck:
         progress = run.stuck[0]
-        raise ScheduleError(f"rank {progress.rank} waits for ever in its item {progress.at}; check the schedule first")
+        raise ScheduleError(
+            f"rank {progress.rank} waits for ever in its item {progress.at}; check the schedule"
+            " first"
+        )
     spans = sorted(run.spans, key=lambda span: span.rank)
     busy_s = [0.0] * schedule.ranks
     for span in spans:

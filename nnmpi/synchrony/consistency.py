@@ -1,4 +1,5 @@
-"""The consistency controller of a server: which worker waits, which one may go on, and with which part of which batch.
+"""The consistency controller of a server: which worker waits, which one may go on, and with which
+part of which batch.
 
     worker            controller                         worker            controller, bound 0
       | arrive ------->| may start, a task is left         A | arrive ------>| A leads by 1: it waits
@@ -11,7 +12,8 @@ Task                     one part of one batch: what a worker computes in one st
 WorkQueue                assigns the tasks of a segment in order
 WorkerClocks             how many steps each worker has done, and who is too far ahead
 ConsistencyController    both together, and the end of a segment
-Staleness                counts how stale gradients were: updates of the weights between their reading and their use
+Staleness                counts how stale gradients were: updates of the weights between their
+                         reading and their use
 """
 
 from __future__ import annotations
@@ -67,16 +69,19 @@ class WorkQueue:
         return self.first + self.assigned // self.parts >= self.stop
 
     def close(self, at_once: bool = False) -> None:
-        """Assign nothing after the batch that was begun; or nothing at all, and then `stop` leaves that batch out."""
+        """Assign nothing after the batch that was begun; or nothing at all, and then `stop` leaves
+        that batch out.
+        """
         whole, begun = divmod(self.assigned, self.parts)
         self.stop = min(self.stop, self.first + whole + (begun > 0 and not at_once))
 
 
 class WorkerClocks:
-    """How many steps each worker has done. A worker may begin a step if it is at most `bound` ahead of the slowest.
+    """How many steps each worker has done. A worker may begin a step if it is at most `bound` ahead
+    of the slowest.
 
-    This is the stale synchronous parallel rule of Ho et al., "More effective distributed ML via a stale synchronous
-    parallel parameter server" (2013).
+    This is the stale synchronous parallel rule of Ho et al., "More effective distributed ML via a
+    stale synchronous parallel parameter server" (2013).
 
         steps     7   5   6         slowest 5
         lead      2   0   1         bound 1: workers 1 and 2 may begin a step, worker 0 waits for worker 1
@@ -99,9 +104,9 @@ class WorkerClocks:
     def limit_lag(self, bound: int | None) -> None:
         """Move slow workers' step counts up to the bound; done where all ranks meet.
 
-        Otherwise all would wait until the slow ones had caught up. Under a bound above 0 a worker that waits has a lead
-        of at most bound + 1, so the counts end at max - (bound + 1); under bound 0 all workers have done the same
-        number of steps when they meet, so they end at max.
+        Otherwise all would wait until the slow ones had caught up. Under a bound above 0 a worker
+        that waits has a lead of at most bound + 1, so the counts end at max - (bound + 1); under
+        bound 0 all workers have done the same number of steps when they meet, so they end at max.
         """
         if bound is not None:
             least = max(self.steps) - (bound + 1 if bound else 0)
@@ -113,7 +118,8 @@ class WorkerClocks:
 
 
 class ConsistencyController:
-    """Decides who may go on in a segment: the batches between two synchronization points of all ranks.
+    """Decides who may go on in a segment: the batches between two synchronization points of all
+    ranks.
 
     Attributes:
         clocks: the workers' steps since the start of the run; see `WorkerClocks.limit_lag`.
@@ -140,7 +146,9 @@ class ConsistencyController:
         return self._finished and not any(self._waiting)
 
     def open(self, first: int, stop: int, bound: int | None) -> None:
-        """Begin a segment of the batches first..stop-1; all workers wait, and have sent nothing yet."""
+        """Begin a segment of the batches first..stop-1; all workers wait, and have sent nothing
+        yet.
+        """
         workers = len(self._waiting)
         self.queue, self.bound = WorkQueue(first, stop, workers), bound
         self.arrived = self.longest_lead = 0
@@ -154,16 +162,20 @@ class ConsistencyController:
             CommError: for a worker that has no task.
         """
         if self._waiting[worker]:
-            raise CommError(f"a gradient came from worker {worker}, which still waits for the reply to its last one")
+            raise CommError(
+                f"a gradient came from worker {worker}, which still waits for the reply to its"
+                " last one"
+            )
         self.arrived += 1
         self._waiting[worker] = True
         self.clocks.done(worker)
 
     def release(self) -> dict[int, Task | None]:
-        """Return all workers that may go on now, each with its next task; None ends the segment for it.
+        """Return all workers that may go on now, each with its next task; None ends the segment for
+        it.
 
-        When no task is left, workers wait until the gradients of all assigned tasks have arrived. Then all go on,
-        whatever their lead.
+        When no task is left, workers wait until the gradients of all assigned tasks have arrived.
+        Then all go on, whatever their lead.
         """
         released: dict[int, Task | None] = {}
         for worker in (worker for worker, waits in enumerate(self._waiting) if waits):
@@ -203,7 +215,9 @@ class Staleness:
         self.histograms[worker][staleness] += 1
 
     def histogram(self, worker: int | None = None) -> dict[int, int]:
-        """Return how many gradients there were of each staleness, in rising order, of a worker or of all."""
+        """Return how many gradients there were of each staleness, in rising order, of a worker or
+        of all.
+        """
         chosen = self.histograms if worker is None else [self.histograms[worker]]
         total = sum(chosen, Counter[int]())
         return {staleness: total[staleness] for staleness in sorted(total)}
@@ -215,7 +229,9 @@ class Staleness:
     def mean(self, worker: int | None = None) -> float:
         """Return the mean staleness of a worker's gradients, or of all; 0.0 if there are none."""
         found = self.histogram(worker)
-        return sum(staleness * count for staleness, count in found.items()) / max(1, sum(found.values()))
+        return sum(staleness * count for staleness, count in found.items()) / max(
+            1, sum(found.values())
+        )
 
     def largest(self, worker: int | None = None) -> int:
         """Return the largest staleness of a worker's gradients, or of all; 0 if there are none."""
@@ -231,7 +247,9 @@ class Staleness:
         return total
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as numbers, lists and dicts; histograms are lists of (staleness, count)."""
+        """Return everything as numbers, lists and dicts; histograms are lists of (staleness,
+        count).
+        """
         workers = [
             {
                 "worker": worker,

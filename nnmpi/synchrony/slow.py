@@ -18,12 +18,16 @@ from nnmpi.errors import UsageError
 from nnmpi.units import parse_settings
 
 LEAST_S = 1e-9  # of a wait: less is what sums of parts are rounded by
-FORMS = '"ms=20", "rank=2,factor=3" or "probability=0.25,factor=3"; several separated by ";", with factors from 1 on'
+FORMS = (
+    '"ms=20", "rank=2,factor=3" or "probability=0.25,factor=3"; several separated by ";", with'
+    " factors from 1 on"
+)
 
 
 @dataclass(frozen=True)
 class Slow:
-    """How long steps last at least, and who takes how many times as long. By default nobody is slow.
+    """How long steps last at least, and who takes how many times as long. By default nobody is
+    slow.
 
     Attributes:
         minimum_s: the least seconds of a step.
@@ -53,10 +57,14 @@ class Slow:
                     1 <= factor < inf and rank >= 0 and rank % 1 == 0 and rank not in factors
                 ):
                     factors[int(rank)] = factor
-                case [("factor", factor), ("probability", chance)] if 1 <= factor < inf and 0 < chance <= 1:
+                case [("factor", factor), ("probability", chance)] if (
+                    1 <= factor < inf and 0 < chance <= 1
+                ):
                     chances.append((chance, factor))
                 case _:
-                    raise UsageError(f"slow: {rule.strip()!r} means nothing, or is said twice; give {FORMS}")
+                    raise UsageError(
+                        f"slow: {rule.strip()!r} means nothing, or is said twice; give {FORMS}"
+                    )
         return cls(minimum_ms / 1e3, factors, tuple(chances), seed)
 
     def __bool__(self) -> bool:
@@ -82,11 +90,13 @@ class Slow:
         share: float = 1.0,
         waited_s: float = 0.0,
     ) -> float:
-        """Return when the step, or a share of it, has lasted long enough, with the seconds that this took.
+        """Return when the step, or a share of it, has lasted long enough, with the seconds that
+        this took.
 
         Args:
             computed_s, rank, step, share: see `seconds`.
-            rest: returns at a given time of `nnmpi.clock`, for a rank that has other work than to sleep.
+            rest: returns at a given time of `nnmpi.clock`, for a rank that has other work than to
+                sleep.
             waited_s: of the same, the seconds that calls before took.
         """
         left_s = self.seconds(computed_s, rank, step, share) - computed_s - waited_s
@@ -108,13 +118,20 @@ class Slow:
         """
         for rank in self.factors:
             if rank >= ranks:
-                raise UsageError(f"slow: rank {rank} does not exist; ranks are numbered from 0 to {ranks - 1}")
+                raise UsageError(
+                    f"slow: rank {rank} does not exist; ranks are numbered from 0 to {ranks - 1}"
+                )
 
     def describe(self) -> str:
         """Return it in words, for the head of a run; empty if nobody is slow."""
         words = [f"a step takes at least {1e3 * self.minimum_s:g} ms"] if self.minimum_s else []
-        words += [f"rank {rank} takes {factor:g} times as long" for rank, factor in self.factors.items()]
-        words += [f"any rank takes {factor:g} times as long with probability {p:g}" for p, factor in self.chances]
+        words += [
+            f"rank {rank} takes {factor:g} times as long" for rank, factor in self.factors.items()
+        ]
+        words += [
+            f"any rank takes {factor:g} times as long with probability {p:g}"
+            for p, factor in self.chances
+        ]
         return "; ".join(words)
 
 

@@ -15,7 +15,8 @@ class Sync:
     """How far the workers of a run may drift apart, and how their work comes together.
 
         bsp       everybody waits for everybody, by all-reduce (bulk-synchronous parallel)
-        ssp       a worker is at most `staleness` steps ahead of the slowest (stale-synchronous parallel)
+        ssp       a worker is at most `staleness` steps ahead of the slowest (stale-synchronous
+                  parallel)
         asp       nobody waits (asynchronous parallel)
         local     every worker trains alone, and all average their weights every `local_steps` steps
         gossip    every worker averages its weights with its neighbours' on a ring after each step
@@ -24,7 +25,8 @@ class Sync:
         mode: one of these.
         staleness: for ssp; 0 is bsp through the parameter server.
         local_steps: for local.
-        outer_lr, outer_momentum: for local; others than 1 and 0 make DiLoCo of it, see `parallel.averaging`.
+        outer_lr, outer_momentum: for local; others than 1 and 0 make DiLoCo of it, see
+            `parallel.averaging`.
 
     Raises:
         UsageError: for values out of range, and settings that the mode would not use.
@@ -70,15 +72,23 @@ class Sync:
     def check(self, ranks: int) -> None:
         """Refuse gossip with nobody."""
         if self.mode == "gossip" and ranks == 1:
-            raise UsageError("gossip on one rank has no neighbours to average with; start at least 2 ranks")
+            raise UsageError(
+                "gossip on one rank has no neighbours to average with; start at least 2 ranks"
+            )
 
     def describe(self) -> str:
         """Return it in words, for the head of a run."""
         return {
             "bsp": "bsp, the gradients summed by all-reduce",
-            "ssp": f"ssp, at most {counted(self.staleness, 'step')} ahead; rank 0 is the server, and computes too",
+            "ssp": (
+                f"ssp, at most {counted(self.staleness, 'step')} ahead; rank 0 is the server, and"
+                " computes too"
+            ),
             "asp": "asp; rank 0 is the server, and computes too",
-            "local": f"local, the weights averaged every {counted(self.local_steps, 'step')}{self._outer}",
+            "local": (
+                "local, the weights averaged every"
+                f" {counted(self.local_steps, 'step')}{self._outer}"
+            ),
             "gossip": "gossip, the weights averaged with the neighbours on a ring",
         }[self.mode]
 
@@ -86,4 +96,7 @@ class Sync:
     def _outer(self) -> str:
         if (self.outer_lr, self.outer_momentum) == (1, 0):
             return ""
-        return f"; outer learning rate {self.outer_lr:g}, Nesterov's momentum {self.outer_momentum:g} (DiLoCo)"
+        return (
+            f"; outer learning rate {self.outer_lr:g}, Nesterov's momentum {self.outer_momentum:g}"
+            " (DiLoCo)"
+        )

@@ -3,10 +3,11 @@
     forward    x --> [Mul] --> [Add] --> [Sum] --> loss          the tape is the list Mul, Add, Sum
     backward   x <-- [Mul] <-- [Add] <-- [Sum] <-- 1             the walk goes from its end to its beginning
 
-Execution order is a topological order, so nothing is sorted and nothing recurses: a graph of a million operations is a
-loop over a list. A graph starts a tape of its own at its first operation; where two graphs meet, the shorter tape is
-appended to the longer one (neither depends on the other, so any order between them is right). Only tensors hold the
-tape, never the operations on it: there are no reference cycles, and a graph goes away with its last tensor.
+Execution order is a topological order, so nothing is sorted and nothing recurses: a graph of a
+million operations is a loop over a list. A graph starts a tape of its own at its first operation;
+where two graphs meet, the shorter tape is appended to the longer one (neither depends on the other,
+so any order between them is right). Only tensors hold the tape, never the operations on it: there
+are no reference cycles, and a graph goes away with its last tensor.
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.function import Function, Grads, Variable, record_whole, unbroadcast
 
-watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar("nnmpi_watching", default=None)
-"""Who is shown the operations of each graph before its backward, in which all is there that they save."""
+watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar(
+    "nnmpi_watching", default=None
+)
+"""Who is shown the operations of each graph before its backward, in which all is there that they
+save.
+"""
 
 
 class Deferred:
-    """The second half of a backward pass: the parameters' gradients, computed when `finish` is called.
+    """The second half of a backward pass: the parameters' gradients, computed when `finish` is
+    called.
 
         backward    B | all gradients            halves    I | the inputs'      ...      W | the parameters'
 
-    A parameter is a leaf with a place in flat storage (`Variable.buffer`). The first half passes on what leads to other
-    leaves and keeps, for the second, each operation on a parameter with the gradient that reached it. Pipelines fill
-    their bubbles with second halves (Qi et al., "Zero bubble pipeline parallelism", 2024).
+    A parameter is a leaf with a place in flat storage (`Variable.buffer`). The first half passes on
+    what leads to other leaves and keeps, for the second, each operation on a parameter with the
+    gradient that reached it. Pipelines fill their bubbles with second halves (Qi et al., "Zero
+    bubble pipeline parallelism", 2024).
     """
 
     __slots__ = ("_waiting",)
@@ -44,7 +51,9 @@ class Deferred:
         self._waiting: list[tuple[Function, Array, tuple[bool, ...]]] = []
 
     def backward(self, node: Function, grad: Array) -> Grads:
-        """Return the gradients of those inputs of an operation that are no parameters; the others' wait."""
+        """Return the gradients of those inputs of an operation that are no parameters; the others'
+        wait.
+        """
         assert node.edges is not None  # used-up operations are taken off the tape
         kept = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
         if not any(kept):
@@ -53,7 +62,9 @@ class Deferred:
         return _backward_of(node, grad, tuple(not each for each in kept))
 
     def finish(self) -> None:
-        """Compute the gradients that wait, in the order of an ordinary pass, and drop what they needed."""
+        """Compute the gradients that wait, in the order of an ordinary pass, and drop what they
+        needed.
+        """
         waiting, self._waiting = self._waiting, []
         for node, grad, wanted in waiting:
             _pass_on(node, _backward_of(node, grad, wanted), namespace(grad))
@@ -82,15 +93,16 @@ def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> Grads
 def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | None = None) -> None:
     """Compute the gradients of all leaves below `root`, given the gradient `seed` of its values.
 
-    Each operation's gradient is dropped as soon as it is used, and, unless `retain`, so is what the operation saved.
+    Each operation's gradient is dropped as soon as it is used, and, unless `retain`, so is what the
+    operation saved.
 
     Args:
         deferred: takes the parameters' part of the work, which is then done by its `finish`.
 
     Raises:
-        GraphError: when root, or a part of what it was computed from, was used up by an earlier pass; when an
-            operation keeps parameters that were written since; when halves are asked for and a leaf wants to know when
-            its gradient is final, or the graph is to be retained.
+        GraphError: when root, or a part of what it was computed from, was used up by an earlier
+            pass; when an operation keeps parameters that were written since; when halves are asked
+            for and a leaf wants to know when its gradient is final, or the graph is to be retained.
         ShapeError: when an operation returns a gradient of another shape than its input has.
         DtypeError: when it returns one of another dtype, or what is no array.
     """
@@ -106,11 +118,13 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     nodes = tape.nodes
     if (watcher := watching.get()) is not None:
         watcher(nodes)
-    # The loss is nearly always the newest operation; younger ones belong to other results and are left alone.
+    # The loss is nearly always the newest operation; younger ones belong to other results and are
+    # left alone.
     last = len(nodes) - 1 if nodes and nodes[-1] is root.node else _position(nodes, root.node)
     if deferred is not None and (tape.hooked or retain or recorder is not None):
         raise GraphError(
-            "a backward pass in halves serves no hooks and no recording and retains no graph; run a whole one"
+            "a backward pass in halves serves no hooks and no recording and retains no graph; run a"
+            " whole one"
         )
     finals = _final_uses(nodes[: last + 1]) if tape.hooked else None
     root.node.grad = seed
@@ -118,7 +132,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         for i in range(last, -1, -1):
             node = nodes[i]
             grad = node.grad
-            if grad is not None:  # None: the root does not depend on this operation, or only through what needs none
+            if grad is not None:
+                # None: the root does not depend on this operation, or only through what needs none
                 node.grad = None
                 if node.writes is not None and node.writes.count != node.written:
                     _check_unchanged(node)
@@ -128,15 +143,19 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     grads = node.backward(grad)
                 else:
                     buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
-                    grads = record_whole(recorder, partial(_again, node, node.edges), (grad,), buffers)
+                    grads = record_whole(
+                        recorder, partial(_again, node, node.edges), (grad,), buffers
+                    )
                 grad = None  # it goes before what it is passed on to takes memory
                 _pass_on(node, grads, xp)
                 if not (retain or (deferred is not None and deferred.holds(node))):
                     node.release()
                     if recorder is not None and not node.replayable:
-                        recorder.note(node.release)  # each replay's forward keeps what its backward needs
+                        # each replay's forward keeps what its backward needs
+                        recorder.note(node.release)
             if finals is not None:
-                for leaf in finals.get(node, ()):  # also where an operation above passed no gradient on to this one
+                for leaf in finals.get(node, ()):
+                    # also where an operation above passed no gradient on to this one
                     if leaf.hook is not None and leaf.grad is not None:
                         perform(leaf.hook, leaf)
     except BaseException:
@@ -146,23 +165,31 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         raise
     finally:
         if not retain:
-            unused = nodes if deferred is None else nodes[last + 1 :]  # what is deferred is not for another pass
+            # what is deferred is not for another pass
+            unused = nodes if deferred is None else nodes[last + 1 :]
             tape.nodes = [node for node in unused if node.edges is not None]
 
 
 def _check_unchanged(node: Function) -> None:
-    """Refuse the backward of an operation that keeps parameters, or views of them, which were written since."""
+    """Refuse the backward of an operation that keeps parameters, or views of them, which were
+    written since.
+    """
     assert node.writes is not None
     for kept, array in product(filter(is_array, node.saved), node.writes.arrays):
         if type(array) is type(kept) and namespace(kept).may_share_memory(array, kept):
             raise GraphError(
-                f"parameters that {type(node).__name__} computed with were written before its backward, which needs "
-                "them as they were; call backward before the update, or compute the loss again"
+                f"parameters that {type(node).__name__} computed with were written before its"
+                " backward, which needs them as they were; call backward before the update, or"
+                " compute the loss again"
             )
 
 
-def _again(node: Function, edges: tuple[Function | Variable | None, ...] | None, grad: Array) -> Any:
-    """Return an operation's gradients, which may look for their places as it did when it was recorded."""
+def _again(
+    node: Function, edges: tuple[Function | Variable | None, ...] | None, grad: Array
+) -> Any:
+    """Return an operation's gradients, which may look for their places as it did when it was
+    recorded.
+    """
     node.edges = edges
     return node.backward(grad)
 
@@ -184,9 +211,11 @@ def _position(nodes: list[Function], node: Function) -> int:
 
 
 def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
-    """Return, per operation, the leaves whose gradient is final once it has run backward (nodes[-1] is the root)."""
-    # Walking back, the last operation to add to a leaf's gradient is the first one that used the leaf. Operations that
-    # the root does not depend on run no backward and do not count.
+    """Return, per operation, the leaves whose gradient is final once it has run backward (nodes[-1]
+    is the root).
+    """
+    # Walking back, the last operation to add to a leaf's gradient is the first one that used the
+    # leaf. Operations that the root does not depend on run no backward and do not count.
     reached = {nodes[-1]}
     first_use: dict[Variable, Function] = {}
     for node in reversed(nodes):
@@ -213,8 +242,8 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
         _check_tuple(node, grads)
     if len(grads) != len(edges):
         raise ShapeError(
-            f"{type(node).__name__}.backward returned {len(grads)} gradients for {len(edges)} inputs; "
-            "return one per input, None where there is none"
+            f"{type(node).__name__}.backward returned {len(grads)} gradients for {len(edges)}"
+            " inputs; return one per input, None where there is none"
         )
     name = type(node).__name__
     for edge, grad in zip(edges, grads, strict=True):
@@ -228,21 +257,31 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
         else:
             shape, dtype = edge.shape, edge.dtype
         if type(grad) is not np.ndarray and not is_result(grad):
-            raise DtypeError(f"{name}.backward returned {_kind(grad)} for an input; return its array")
+            raise DtypeError(
+                f"{name}.backward returned {_kind(grad)} for an input; return its array"
+            )
         if node.broadcasts and grad.shape != shape:
             grad = unbroadcast(xp, grad, shape)
         if grad.shape != shape:
-            raise ShapeError(f"{name}.backward returned a gradient of shape {grad.shape} for an input of shape {shape}")
+            raise ShapeError(
+                f"{name}.backward returned a gradient of shape {grad.shape} for an input of shape"
+                f" {shape}"
+            )
         if grad.dtype != dtype:
-            raise DtypeError(f"{name}.backward returned a gradient of {grad.dtype} for an input of {dtype}")
+            raise DtypeError(
+                f"{name}.backward returned a gradient of {grad.dtype} for an input of {dtype}"
+            )
         edge.add_grad(grad, xp)
 
 
 def _check_tuple(node: Function, grads: Any) -> None:
-    """Refuse what a backward returned in place of its gradients; an array's rows, too, could be taken for them."""
+    """Refuse what a backward returned in place of its gradients; an array's rows, too, could be
+    taken for them.
+    """
     if not isinstance(grads, tuple | list):
         raise GraphError(
-            f"{type(node).__name__}.backward returned {_kind(grads)}; return a tuple with one gradient per input"
+            f"{type(node).__name__}.backward returned {_kind(grads)}; return a tuple with one"
+            " gradient per input"
         )
 
 
@@ -253,6 +292,6 @@ def _kind(x: Any) -> str:
 def _used_up() -> GraphError:
     """Return the error for a graph, or a part of one, that an earlier backward pass has used up."""
     return GraphError(
-        "this graph was used up by an earlier backward pass; call backward(retain_graph=True) there, "
-        "or compute the loss again"
+        "this graph was used up by an earlier backward pass; call backward(retain_graph=True)"
+        " there, or compute the loss again"
     )

@@ -1,7 +1,7 @@
 """The gradient check: derivatives computed by backward against central differences, in float64.
 
-It refuses to lie: a point where the function has no derivative (a kink within the step) is reported as such, with the
-values sampled there, and is no pass.
+It refuses to lie: a point where the function has no derivative (a kink within the step) is reported
+as such, with the values sampled there, and is no pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class GradientError(GraphError):
-    """A derivative that backward and central differences do not agree on, or that does not exist."""
+    """A derivative that backward and central differences do not agree on, or that does not
+    exist.
+    """
 
 
 def check_gradients(
@@ -28,9 +30,11 @@ def check_gradients(
     atol: float = 1e-7,
     seed: int = 0,
 ) -> None:
-    """Compare backward's gradients of `function` with central differences at `inputs`, element by element.
+    """Compare backward's gradients of `function` with central differences at `inputs`, element by
+    element.
 
-    The result is projected on a fixed random direction, so that one backward pass checks every output.
+    The result is projected on a fixed random direction, so that one backward pass checks every
+    output.
 
     Args:
         function: takes one Tensor per input and returns a Tensor of any shape.
@@ -71,9 +75,11 @@ def check_gradients(
             left, right = (here - below) / h, (above - here) / h
             if abs(left - right) > 1e-2 * max(1.0, abs(left), abs(right)):
                 raise GradientError(
-                    f"no derivative at {where}: {left:.8g} from below, {right:.8g} from above; {sampled}"
+                    f"no derivative at {where}: {left:.8g} from below, {right:.8g} from above;"
+                    f" {sampled}"
                 )
             if not abs(found - difference) <= tolerance:
                 raise GradientError(
-                    f"backward gives {found:.10g} for {where}, central differences {difference:.10g}; {sampled}"
+                    f"backward gives {found:.10g} for {where}, central differences"
+                    f" {difference:.10g}; {sampled}"
                 )

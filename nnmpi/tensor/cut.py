@@ -1,8 +1,8 @@
 """A rank's part of a tensor, which looks like the whole one.
 
-`shape` is the whole one's, so that what a module computes from it is what a run on one rank computes; `data` is this
-rank's part. Operations on it are those on the whole tensor, or are refused (see `placement`). Python never sees its
-values: they differ from rank to rank.
+`shape` is the whole one's, so that what a module computes from it is what a run on one rank
+computes; `data` is this rank's part. Operations on it are those on the whole tensor, or are refused
+(see `placement`). Python never sees its values: they differ from rank to rank.
 """
 
 from dataclasses import replace
@@ -17,7 +17,9 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class CutTensor(Tensor):
-    """This rank's part of a tensor; `cut` says which. Layers that are shared out make them, see `mark`."""
+    """This rank's part of a tensor; `cut` says which. Layers that are shared out make them, see
+    `mark`.
+    """
 
     __slots__ = ()
 
@@ -39,7 +41,8 @@ class CutTensor(Tensor):
         return mark(Tensor(self.data), self.cut)
 
     def part(self) -> Tensor:
-        """Return this rank's part as a tensor of its own, in the same graph, for who knows what it is.
+        """Return this rank's part as a tensor of its own, in the same graph, for who knows what it
+        is.
 
         It may be cut itself, see `TensorCut.within`.
         """
@@ -48,13 +51,17 @@ class CutTensor(Tensor):
         return part
 
     def apply(self, function: Function, inputs: tuple[Any, ...]) -> Tensor:
-        """Apply an operation to inputs among which this part is, if the operation knows what to do with parts.
+        """Apply an operation to inputs among which this part is, if the operation knows what to do
+        with parts.
 
         Raises:
             LayoutError: if not.
         """
         cut = max((x.cut for x in inputs if is_cut(x)), key=lambda each: each.group.depth)
-        group, seen = cut.group, [_Whole(x) if is_cut(x) and x.cut.group != cut.group else x for x in inputs]
+        group, seen = (
+            cut.group,
+            [_Whole(x) if is_cut(x) and x.cut.group != cut.group else x for x in inputs],
+        )
         placement = function.placed(*seen)
         ndim = max(len(getattr(x, "shape", ())) for x in inputs)
         own = []
@@ -72,7 +79,9 @@ class CutTensor(Tensor):
         return mark(function(*own), replace(cut, placement=placement))
 
     def _refuse_look(self, *_: Any) -> NoReturn:
-        raise self.cut.refuse("a look at values (numpy, item, argmax, comparison)", "needs all of them")
+        raise self.cut.refuse(
+            "a look at values (numpy, item, argmax, comparison)", "needs all of them"
+        )
 
     numpy = item = argmax = __lt__ = __le__ = __gt__ = __ge__ = _refuse_look  # type: ignore[assignment]
 
@@ -86,7 +95,9 @@ class CutTensor(Tensor):
 
 
 class _Whole:
-    """A tensor of which each rank of a group has all, though it is cut over another group: what `placed` sees of it."""
+    """A tensor of which each rank of a group has all, though it is cut over another group: what
+    `placed` sees of it.
+    """
 
     cut = None
 
@@ -106,8 +117,8 @@ def mark(x: Tensor, cut: TensorCut) -> CutTensor:
     """
     if x.shape[cut.axis] != cut.own():
         raise LayoutError(
-            f"layer {cut.layer!r} leaves a part of shape {x.shape}, but {cut.own()} of {cut.whole} in axis "
-            f"{cut.axis} are this rank's; the layers were sharded for other sizes"
+            f"layer {cut.layer!r} leaves a part of shape {x.shape}, but {cut.own()} of {cut.whole}"
+            f" in axis {cut.axis} are this rank's; the layers were sharded for other sizes"
         )
     if x.node is None and x.requires_grad:
         x = x.reshape(x.shape)  # a leaf stays behind its part, and gets its gradient
@@ -117,10 +128,11 @@ def mark(x: Tensor, cut: TensorCut) -> CutTensor:
 
 
 def whole(x: Any, group: TensorGroup | None = None) -> Any:
-    """Return a tensor of which every rank has all: of a rank's part all parts together, anything else as it is.
+    """Return a tensor of which every rank has all: of a rank's part all parts together, anything
+    else as it is.
 
-    The exchange is an all-gather forward; backward keeps this rank's part of the gradient. In a list, tuple or
-    dictionary each part is made whole.
+    The exchange is an all-gather forward; backward keeps this rank's part of the gradient. In a
+    list, tuple or dictionary each part is made whole.
 
     Args:
         x: a tensor, or anything else.

@@ -33,7 +33,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "add": Rule((), _same, _same),
         "subtract": Rule((), _same, lambda xp, grad: xp.negative(grad)),
         "multiply": Rule(
-            (0, 1), lambda xp, grad, a, b: xp.multiply(grad, b), lambda xp, grad, a, b: xp.multiply(grad, a)
+            (0, 1),
+            lambda xp, grad, a, b: xp.multiply(grad, b),
+            lambda xp, grad, a, b: xp.multiply(grad, a),
         ),
         "divide": Rule(
             (1, -1),
@@ -47,7 +49,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "absolute": Rule((0,), lambda xp, grad, x: xp.multiply(grad, xp.sign(x))),  # 0 at 0
         "sin": Rule((0,), lambda xp, grad, x: xp.multiply(grad, xp.cos(x))),
         "cos": Rule((0,), lambda xp, grad, x: xp.multiply(xp.negative(grad), xp.sin(x))),
-        "tanh": Rule((-1,), lambda xp, grad, y: xp.multiply(grad, xp.subtract(1, xp.multiply(y, y)))),
+        "tanh": Rule(
+            (-1,), lambda xp, grad, y: xp.multiply(grad, xp.subtract(1, xp.multiply(y, y)))
+        ),
     }
 )
 
@@ -77,7 +81,9 @@ class Pointwise(Elementwise):
 
 
 class Power(Elementwise):
-    """a ** b; the derivative in b is taken as 0 at a = 0, and is NaN at a < 0, where there is none."""
+    """a ** b; the derivative in b is taken as 0 at a = 0, and is NaN at a < 0, where there is
+    none.
+    """
 
     def forward(self, a: Any, b: Any) -> Array:
         result = a**b
@@ -91,7 +97,9 @@ class Power(Elementwise):
             to_a = grad * self._slope(a, b, result)
         if self.needs[1]:
             base = xp.asarray(a)
-            logarithm = xp.where(base < 0, xp.nan, xp.log(xp.where(base > 0, base, 1))).astype(result.dtype)
+            logarithm = xp.where(base < 0, xp.nan, xp.log(xp.where(base > 0, base, 1))).astype(
+                result.dtype
+            )
             to_b = grad * xp.where(base == 0, 0, result) * logarithm
         return to_a, to_b
 
@@ -137,7 +145,8 @@ class Where(Elementwise):
 
     def backward(self, grad: Array) -> Grads:
         (condition,), xp = self.saved, self.xp
-        return None, xp.where(condition, grad, 0), xp.where(condition, 0, grad)  # no product: 0 * inf would be NaN
+        # no product: 0 * inf would be NaN
+        return None, xp.where(condition, grad, 0), xp.where(condition, 0, grad)
 
 
 class Clip(Elementwise):

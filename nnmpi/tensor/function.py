@@ -1,6 +1,8 @@
-"""What a graph is made of: variables, the operations between them, and the tape on which these stand in order.
+"""What a graph is made of: variables, the operations between them, and the tape on which these
+stand in order.
 
-Any subclass of `Function` may enter the graph; collectives, recomputation and the ends of pipeline stages do so too:
+Any subclass of `Function` may enter the graph; collectives, recomputation and the ends of pipeline
+stages do so too:
 
     class Square(Function):
         def forward(self, x):
@@ -15,9 +17,10 @@ Any subclass of `Function` may enter the graph; collectives, recomputation and t
 
 The object is the node on the tape: one Python object per operation.
 
-A subclass that says `replayable = True` promises more, so that a recorded step (see `nnmpi.compile`) can be replayed
-without it: in `forward` and `backward` all arithmetic on arrays goes through the functions of `self.xp`, or through
-`self.invoke`, and views are taken by indexing alone. `self.xp` is NumPy or CuPy, or writes down what it is asked for:
+A subclass that says `replayable = True` promises more, so that a recorded step (see
+`nnmpi.compile`) can be replayed without it: in `forward` and `backward` all arithmetic on arrays
+goes through the functions of `self.xp`, or through `self.invoke`, and views are taken by indexing
+alone. `self.xp` is NumPy or CuPy, or writes down what it is asked for:
 
         y = self.xp.multiply(x, x)               not  x * x
         self.xp.add(y, bias, out=y)              not  y += bias
@@ -25,8 +28,8 @@ without it: in `forward` and `backward` all arithmetic on arrays goes through th
         self.xp.add.reduce(y, axis=0)            not  y.sum(axis=0)
         self.xp.reshape(y, shape)                not  y.reshape(shape), which may copy
 
-While a step is recorded, any other operation is noted whole, forward and backward: its results are copied to where the
-first ones lie.
+While a step is recorded, any other operation is noted whole, forward and backward: its results are
+copied to where the first ones lie.
 """
 
 from __future__ import annotations
@@ -94,14 +97,26 @@ class Variable:
         tape: the tape that the operation stands on; None for a leaf.
         cut: which part of a larger tensor this is, see `cut.CutTensor`; None for a whole one.
         buffer: where the first gradient of a pass is written (a view into flat storage), or None.
-        hook: called with this leaf, once in every backward pass that gives it a gradient, as soon as that is final; or
-            None. Set it before the forward pass: operations look for it when they are recorded.
-        guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None; only
-            parameters have one.
-        writes: counts the writes to its values, in place; None where nobody counts, as of all but parameters.
+        hook: called with this leaf, once in every backward pass that gives it a gradient, as soon
+            as that is final; or None. Set it before the forward pass: operations look for it when
+            they are recorded.
+        guard: called before a backward pass writes to its gradient; it raises where that must not
+            be. Or None; only parameters have one.
+        writes: counts the writes to its values, in place; None where nobody counts, as of all but
+            parameters.
     """
 
-    __slots__ = ("__weakref__", "buffer", "cut", "data", "grad", "hook", "node", "requires_grad", "tape")
+    __slots__ = (
+        "__weakref__",
+        "buffer",
+        "cut",
+        "data",
+        "grad",
+        "hook",
+        "node",
+        "requires_grad",
+        "tape",
+    )
 
     data: Array
     requires_grad: bool
@@ -115,7 +130,8 @@ class Variable:
     writes: Writes | None = None
 
     def add_grad(self, grad: Array, xp: Any) -> None:
-        """Add one operation's contribution to this leaf's gradient; the array may be written to its buffer in place.
+        """Add one operation's contribution to this leaf's gradient; the array may be written to its
+        buffer in place.
 
         `xp` is the arrays' module, or a recorder's stand-in for it.
         """
@@ -155,7 +171,8 @@ class Tape:
         tape = self
         while tape.joined is not None:
             if tape.joined.joined is not None:
-                tape.joined = tape.joined.joined  # shorten the way for the next one who asks (path halving)
+                # shorten the way for the next one who asks (path halving)
+                tape.joined = tape.joined.joined
             tape = tape.joined
         return tape
 
@@ -166,7 +183,8 @@ def join(one: Tape, other: Tape) -> Tape:
     if one is other:
         return one
     if len(one.nodes) < len(other.nodes):
-        one, other = other, one  # copy the shorter list: each operation is then moved at most log2(n) times in all
+        # copy the shorter list: each operation is then moved at most log2(n) times in all
+        one, other = other, one
     one.nodes.extend(other.nodes)
     one.hooked = one.hooked or other.hooked
     one.warning = one.warning or other.warning
@@ -175,19 +193,25 @@ def join(one: Tape, other: Tape) -> Tape:
 
 
 class Function:
-    """One application of an operation. Subclasses define `forward` and `backward`; options go to `__init__`.
+    """One application of an operation. Subclasses define `forward` and `backward`; options go to
+    `__init__`.
 
     Attributes:
-        needs: per input, whether its gradient is wanted; set before `forward`. All False when nothing is recorded.
-        saved: what backward needs, set by `forward`; freed by the backward pass. Keep arrays nowhere else.
-        edges: per input, the operation or leaf that its gradient goes to, or None. None altogether once used up.
+        needs: per input, whether its gradient is wanted; set before `forward`. All False when
+            nothing is recorded.
+        saved: what backward needs, set by `forward`; freed by the backward pass. Keep arrays
+            nowhere else.
+        edges: per input, the operation or leaf that its gradient goes to, or None. None altogether
+            once used up.
         grad: the gradient of the output, while a backward pass is on its way.
         shape, dtype: of the output.
         xp: the module of the arrays that `forward` gets; set before it is called.
         replayable: whether the operation keeps the promise above.
-        broadcasts: whether inputs are broadcast to one shape: their gradients may be of the result's, and are summed.
+        broadcasts: whether inputs are broadcast to one shape: their gradients may be of the
+            result's, and are summed.
         views: whether the result may lie where the input does.
-        writes, written: who counts the writes to a parameter among the inputs, and what had been counted then.
+        writes, written: who counts the writes to a parameter among the inputs, and what had been
+            counted then.
     """
 
     __slots__ = (
@@ -220,18 +244,24 @@ class Function:
     writes: Writes | None
 
     def forward(self, *inputs: Any) -> Array:
-        """Return the result for the inputs' arrays (or plain values, for inputs that are no tensors)."""
+        """Return the result for the inputs' arrays (or plain values, for inputs that are no
+        tensors).
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def backward(self, grad: Array) -> Grads:
-        """Return one gradient per input, None where there is none. Do not write to `grad`, which may be shared."""
+        """Return one gradient per input, None where there is none. Do not write to `grad`, which
+        may be shared.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no backward")
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks, given inputs of which some are parts (see `cut.CutTensor`).
+        """Return how the result lies on the ranks, given inputs of which some are parts (see
+        `cut.CutTensor`).
 
-        Called before `forward`, which then gets the parts' arrays. Options that speak of the whole tensor, such as a
-        shape, are to be set to those of the part here. By default nothing is known, and parts are refused.
+        Called before `forward`, which then gets the parts' arrays. Options that speak of the whole
+        tensor, such as a shape, are to be set to those of the part here. By default nothing is
+        known, and parts are refused.
 
         Raises:
             LayoutError: where the operation on parts would not give parts of the result.
@@ -240,7 +270,8 @@ class Function:
         raise part.cut.refuse(self, "works on whole tensors")
 
     def __call__(self, *inputs: Any) -> Any:
-        """Apply the operation to tensors, arrays and plain values; record it if a tensor needs a gradient.
+        """Apply the operation to tensors, arrays and plain values; record it if a tensor needs a
+        gradient.
 
         Raises:
             GraphError: when no input is a tensor, or this object stands in a graph already.
@@ -248,8 +279,8 @@ class Function:
             LayoutError: for a rank's part of a tensor (see `placed`).
             DeviceError: when some inputs are in the host's memory, and others on a device.
         """
-        # This runs once per operation of every step, so it is one loop without helpers: what a small network's step
-        # takes beside the arithmetic is spent here.
+        # This runs once per operation of every step, so it is one loop without helpers: what a
+        # small network's step takes beside the arithmetic is spent here.
         recording, first, recorded, part = _recording.get(), None, False, None
         values: list[Any] = []
         needs: list[bool] = []
@@ -266,20 +297,28 @@ class Function:
             values.append(x)
             needs.append(needed)
         if first is None:
-            raise GraphError("an operation needs at least one Tensor among its inputs; wrap the array in nnmpi.Tensor")
+            raise GraphError(
+                "an operation needs at least one Tensor among its inputs; wrap the array in"
+                " nnmpi.Tensor"
+            )
         if part is not None:
             return part.apply(self, inputs)  # type: ignore[attr-defined]
         self.needs, self.saved = tuple(needs), ()
         self.xp = np if type(first.data) is np.ndarray else namespace(first.data)
         recorder = active()
         try:
-            data = self.forward(*values) if recorder is None else self._recorded(recorder, inputs, values)
+            data = (
+                self.forward(*values)
+                if recorder is None
+                else self._recorded(recorder, inputs, values)
+            )
         except (AttributeError, TypeError) as error:
             mixed = mixed_error(values)
             if mixed is None:
                 raise
             raise mixed from error
-        # `blank` makes a Tensor without its constructor: this module cannot import Tensor, which is built on it.
+        # `blank` makes a Tensor without its constructor: this module cannot import Tensor, which is
+        # built on it.
         result = first.blank()  # type: ignore[attr-defined]
         result.data = data if type(data) is np.ndarray else self._as_array(data)
         if recorder is not None:
@@ -293,7 +332,8 @@ class Function:
     def into(self, i: int) -> Array | None:
         """Return the array in which the gradient of input i may be computed in place, or None.
 
-        A backward that returns this very array saves a copy (parameters' gradients live in flat storage).
+        A backward that returns this very array saves a copy (parameters' gradients live in flat
+        storage).
         """
         edges = self.edges
         if edges is None:
@@ -308,9 +348,11 @@ class Function:
         return edge.buffer
 
     def sum_into(self, i: int) -> tuple[Array | None, bool]:
-        """Return the array where the gradient of input i may be computed, or None, and whether it is added there.
+        """Return the array where the gradient of input i may be computed, or None, and whether it
+        is added there.
 
-        A backward that can add a product to what an array holds returns that very array when it has done so.
+        A backward that can add a product to what an array holds returns that very array when it has
+        done so.
         """
         place = self.into(i)
         edge = None if place is not None or self.edges is None else self.edges[i]
@@ -323,7 +365,9 @@ class Function:
         return edge.buffer, True
 
     def add_grad(self, grad: Array, xp: Any) -> None:
-        """Add one use's contribution to the gradient of the output. Never writes to an array that others may hold."""
+        """Add one use's contribution to the gradient of the output. Never writes to an array that
+        others may hold.
+        """
         if self.grad is None:
             self.grad, self.owns_grad = grad, False
         elif self.owns_grad:
@@ -342,7 +386,10 @@ class Function:
             return np.asarray(data)
         if not is_array(data):
             what = "nothing" if data is None else f"a {type(data).__name__}"
-            raise DtypeError(f"{type(self).__name__}.forward returned {what}; return an array, as self.xp makes them")
+            raise DtypeError(
+                f"{type(self).__name__}.forward returned {what}; return an array, as self.xp makes"
+                " them"
+            )
         return data
 
     def _recorded(self, recorder: Any, inputs: tuple[Any, ...], values: list[Any]) -> Any:
@@ -358,7 +405,10 @@ class Function:
     def _record(self, inputs: tuple[Any, ...], result: Variable) -> None:
         if hasattr(self, "edges"):
             name = type(self).__name__
-            raise GraphError(f"this {name} was applied before; each application needs a Function object of its own")
+            raise GraphError(
+                f"this {name} was applied before; each application needs a Function object of"
+                " its own"
+            )
         tape: Tape | None = None
         hooked = False
         writes: Writes | None = None
@@ -378,7 +428,8 @@ class Function:
                     tape = x.tape
                 elif tape is not x.tape:
                     tape = join(tape, x.tape)  # two graphs meet in this operation
-        # No tape: all inputs are leaves, and a new graph begins. Else it is the inputs' tape, or what took it over.
+        # No tape: all inputs are leaves, and a new graph begins. Else it is the inputs' tape, or
+        # what took it over.
         tape = Tape() if tape is None else tape if tape.joined is None else tape.find()
         if hooked:
             tape.hooked = True
@@ -391,7 +442,9 @@ class Function:
 
 
 class Elementwise(Function):
-    """An operation on each element alone, with broadcasting: of parts that lie alike it gives such a part."""
+    """An operation on each element alone, with broadcasting: of parts that lie alike it gives such
+    a part.
+    """
 
     __slots__ = ()
 
@@ -403,7 +456,8 @@ class Elementwise(Function):
 
 
 def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:
-    """Return the gradient of an operand of that shape, given the gradient of the broadcast result: a sum.
+    """Return the gradient of an operand of that shape, given the gradient of the broadcast result:
+    a sum.
 
     Args:
         xp: the module whose functions are called.
@@ -413,12 +467,16 @@ def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:
     if is_low(grad.dtype):
         return cast(xp, unbroadcast(xp, to_float32(xp, grad), shape), grad.dtype)
     extra = grad.ndim - len(shape)
-    axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
+    axes = tuple(range(extra)) + tuple(
+        extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1
+    )
     return xp.reshape(sum_over(xp, grad, axes), shape)
 
 
 class CommonRoot(Function):
-    """One root for a backward pass from several tensors, whose gradients are given. Its own value means nothing."""
+    """One root for a backward pass from several tensors, whose gradients are given. Its own value
+    means nothing.
+    """
 
     __slots__ = ("grads",)
 
@@ -433,9 +491,13 @@ class CommonRoot(Function):
 
 
 def record_whole(
-    recorder: Recorder, compute: Callable[..., Any], inputs: Sequence[Any], places: Sequence[Any] = ()
+    recorder: Recorder,
+    compute: Callable[..., Any],
+    inputs: Sequence[Any],
+    places: Sequence[Any] = (),
 ) -> Any:
-    """Return an array, or arrays and None in a tuple, after noting for the replay how they are computed.
+    """Return an array, or arrays and None in a tuple, after noting for the replay how they are
+    computed.
 
     Args:
         recorder: of the step that is recorded.
@@ -446,7 +508,9 @@ def record_whole(
     results = recorder.alone(compute, *inputs)
     is_single = is_result(results)
     found = [results] if is_single else results
-    if not isinstance(found, tuple | list) or not all(each is None or is_result(each) for each in found):
+    if not isinstance(found, tuple | list) or not all(
+        each is None or is_result(each) for each in found
+    ):
         return results  # whoever called refuses it
     known = (*inputs, *places)
     kept = tuple(None if each is None else _own(recorder, each, known) for each in found)
@@ -465,14 +529,19 @@ def record_whole(
 def _own(recorder: Recorder, result: Any, known: Sequence[Any]) -> Array:
     """Return a result as an array that later ones can be written to.
 
-    One that is, or is a view of, what the operation was given stays so: it will be again. Any other one is copied, as
-    it may be somebody's: a row of a table, for example. The copy lies in the recording's memory.
+    One that is, or is a view of, what the operation was given stays so: it will be again. Any other
+    one is copied, as it may be somebody's: a row of a table, for example. The copy lies in the
+    recording's memory.
     """
     place = np.asarray(result) if isinstance(result, np.generic) else result
-    is_broadcast = 0 in place.strides and place.size > 1  # a device's arrays have no flag that says so
+    # a device's arrays have no flag that says so
+    is_broadcast = 0 in place.strides and place.size > 1
     if is_broadcast or isinstance(place, np.ndarray) and not place.flags.writeable:
         place = place.copy(order="K")
-    if any(type(each) is type(place) and namespace(place).may_share_memory(each, place) for each in known):
+    if any(
+        type(each) is type(place) and namespace(place).may_share_memory(each, place)
+        for each in known
+    ):
         return place
     return recorder.copy(place)
 
@@ -485,8 +554,9 @@ def _put(place: Array, result: Any) -> None:
     """
     if result.shape != place.shape:
         raise ShapeError(
-            f"an operation of a compiled step gave {result.shape} in place of the {place.shape} that was recorded; "
-            "shapes that depend on values, such as x[mask]'s, cannot be compiled"
+            f"an operation of a compiled step gave {result.shape} in place of the {place.shape}"
+            " that was recorded; shapes that depend on values, such as x[mask]'s, cannot be"
+            " compiled"
         )
     if not (is_array(result) and namespace(place).may_share_memory(place, result)):
         place[...] = result

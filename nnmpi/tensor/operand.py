@@ -1,11 +1,21 @@
-"""What may stand beside a tensor in an operation: the rules for dtypes, conversion, and computing in float32."""
+"""What may stand beside a tensor in an operation: the rules for dtypes, conversion, and computing
+in float32.
+"""
 
 from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, is_result, namespace
-from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low, low_dtype, precision, to_float32
+from nnmpi.backend.precision import (
+    FLOAT32,
+    cast,
+    is_floating,
+    is_low,
+    low_dtype,
+    precision,
+    to_float32,
+)
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
 from nnmpi.tensor.placement import is_cut
@@ -35,7 +45,8 @@ def converted(x: Any, dtype: Dtype) -> Any:
 
 
 def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation in float32 to tensors of float16 or bfloat16, and round its result to their dtype once.
+    """Apply an operation in float32 to tensors of float16 or bfloat16, and round its result to
+    their dtype once.
 
         float16, bfloat16   --AsType-->  float32  --operation-->  float32  --AsType-->  float16, bfloat16
         float32, float64    ---------------------- operation -------------------------->
@@ -65,15 +76,17 @@ def _raised(x: Any) -> Any:
 def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     """Return both operands ready for an elementwise operation, or refuse them.
 
-    Python numbers (and NumPy's scalars) take the other operand's dtype; arrays must have the same dtype, or be masks.
-    In a mode of mixed precision (see `backend.precision`) the lower one is raised to float32 beside float32.
+    Python numbers (and NumPy's scalars) take the other operand's dtype; arrays must have the same
+    dtype, or be masks. In a mode of mixed precision (see `backend.precision`) the lower one is
+    raised to float32 beside float32.
 
     Args:
         name: of the operation, for errors.
         a, b: tensors, arrays or numbers.
 
     Raises:
-        DtypeError: where the result would get another dtype than the operands, such as float32 with float64.
+        DtypeError: where the result would get another dtype than the operands, such as float32 with
+            float64.
         ShapeError: where the shapes do not broadcast.
     """
     a, b = _plain(a), _plain(b)
@@ -81,16 +94,29 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     if dtype_a is not None and dtype_b is not None:
         if dtype_a != dtype_b and dtype_a.kind != "b" and dtype_b.kind != "b":
             if not mixes(dtype_a, dtype_b):
-                raise DtypeError(f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; use astype on one")
+                raise DtypeError(
+                    f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; use astype"
+                    " on one"
+                )
             a, b = (converted(x, FLOAT32) if isinstance(x, Variable) else x for x in (a, b))
-        check_broadcast(name, a.shape, b.shape)  # of parts, the whole ones: what lies alike the operation says
+        # of parts, the whole ones: what lies alike the operation says
+        check_broadcast(name, a.shape, b.shape)
         return a, b
     dtype, number = (dtype_a, b) if dtype_b is None else (dtype_b, a)
     kinds = "biuf" if isinstance(number, bool) else "iuf" if isinstance(number, int) else "f"
     if dtype is not None and dtype.kind not in kinds and not is_floating(dtype):
-        raise DtypeError(f"{name} of a {dtype} tensor and {number} would change the dtype; convert with astype")
-    if dtype is not None and dtype.kind in "iu" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
-        raise DtypeError(f"{name} of a {dtype} tensor and {number}, which {dtype} cannot hold; convert with astype")
+        raise DtypeError(
+            f"{name} of a {dtype} tensor and {number} would change the dtype; convert with astype"
+        )
+    if (
+        dtype is not None
+        and dtype.kind in "iu"
+        and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max
+    ):
+        raise DtypeError(
+            f"{name} of a {dtype} tensor and {number}, which {dtype} cannot hold; convert with"
+            " astype"
+        )
     return a, b
 
 
@@ -104,11 +130,14 @@ def check_broadcast(name: str, *shapes: Shape) -> None:
         try:
             np.broadcast_shapes(*shapes)
         except ValueError:
-            raise ShapeError(f"{name} of shapes {' and '.join(map(str, shapes))}: they do not broadcast") from None
+            raise ShapeError(
+                f"{name} of shapes {' and '.join(map(str, shapes))}: they do not broadcast"
+            ) from None
 
 
 def refuse_parts(operation: object, *inputs: Any, why: str = "meets a whole tensor") -> None:
-    """Refuse a rank's part of a tensor (see `cut.CutTensor`), for an operation that its shape does not fit.
+    """Refuse a rank's part of a tensor (see `cut.CutTensor`), for an operation that its shape does
+    not fit.
 
     Args:
         operation: or its name.
@@ -144,9 +173,13 @@ def require_floating(name: str, x: Variable) -> Variable:
         GraphError: when x is no tensor.
     """
     if not isinstance(x, Variable):
-        raise GraphError(f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor")
+        raise GraphError(
+            f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor"
+        )
     if x.data.dtype.kind != "f" and not is_floating(x.data.dtype):
-        raise DtypeError(f"{name} needs floating point, not {x.data.dtype}; convert with astype('float32')")
+        raise DtypeError(
+            f"{name} needs floating point, not {x.data.dtype}; convert with astype('float32')"
+        )
     return x
 
 
@@ -163,7 +196,8 @@ def same_dtype(name: str, *inputs: Any) -> None:
 
 
 def may_meet(name: str, *inputs: Any) -> None:
-    """Refuse tensors and arrays of different dtypes, unless mixed precision lets them meet (see `mixes`).
+    """Refuse tensors and arrays of different dtypes, unless mixed precision lets them meet (see
+    `mixes`).
 
     Raises:
         DtypeError: naming the operation and the dtypes.
@@ -173,13 +207,16 @@ def may_meet(name: str, *inputs: Any) -> None:
 
 
 def mixes(*dtypes: Any) -> bool:
-    """Return whether these dtypes may meet in the mode of this context: float32 and the lower one of its precision."""
+    """Return whether these dtypes may meet in the mode of this context: float32 and the lower one
+    of its precision.
+    """
     low = low_dtype(precision())
     return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
 
 
 def read_as(name: str, *inputs: Any) -> Dtype:
-    """Return the dtype in which a product of matrices reads its inputs: theirs, or the lower one of mixed precision.
+    """Return the dtype in which a product of matrices reads its inputs: theirs, or the lower one of
+    mixed precision.
 
     Args:
         inputs: tensors and arrays; None stands for an input that is not there.
@@ -195,7 +232,8 @@ def read_as(name: str, *inputs: Any) -> Dtype:
             return low
         if mode == "tf32" and isinstance(values_of(inputs[0]), np.ndarray):
             raise UsageError(
-                f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend cupy on a CUDA device"
+                f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend"
+                " cupy on a CUDA device"
             )
     same_dtype(name, *inputs)
     return _dtype(inputs[0])
@@ -207,7 +245,9 @@ def _plain(x: Any) -> Any:
         x = x.item()
     if isinstance(x, Variable | bool | int | float) or hasattr(x, "dtype"):
         return x
-    raise DtypeError(f"{type(x).__name__} cannot stand beside a tensor; give a number, an array or a Tensor")
+    raise DtypeError(
+        f"{type(x).__name__} cannot stand beside a tensor; give a number, an array or a Tensor"
+    )
 
 
 def values_of(x: Any) -> Any:

@@ -1,13 +1,15 @@
-"""Parameters, and the flat storage in which they lie: a few long arrays, and as many beside them for the gradients.
+"""Parameters, and the flat storage in which they lie: a few long arrays, and as many beside them
+for the gradients.
 
     data    [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     one array per dtype and group
     grads   [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     the same places
 
-A layer declares its parameters; `Module.initialize` gives them values, once the full names are known, because initial
-values are drawn from a stream keyed by seed and full name and so do not depend on the layout. A parameter's `data` and
-its gradient are views into the flat arrays. So one optimizer call updates a group, one message sums a bucket, a shard
-is a range of offsets, and with an allocator that hands out shared memory the ranks of a node see one another's
-gradients. Each parameter begins at a multiple of 64 bytes; the gaps hold zeros.
+A layer declares its parameters; `Module.initialize` gives them values, once the full names are
+known, because initial values are drawn from a stream keyed by seed and full name and so do not
+depend on the layout. A parameter's `data` and its gradient are views into the flat arrays. So one
+optimizer call updates a group, one message sums a bucket, a shard is a range of offsets, and with
+an allocator that hands out shared memory the ranks of a node see one another's gradients. Each
+parameter begins at a multiple of 64 bytes; the gaps hold zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,15 +47,19 @@ class Parameter(Tensor):
         name: the full name in its model ("2.weight"), set by `Module.initialize`.
         declared: the shape that it will have.
         init: draws its initial values: init(generator, shape) -> array.
-        region: which part of a larger parameter this one is, when its ranks share that out; None for a whole one.
-        apart: whether ranks that share batches have other parts each, whose gradients are complete where they are.
-        guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None.
+        region: which part of a larger parameter this one is, when its ranks share that out; None
+            for a whole one.
+        apart: whether ranks that share batches have other parts each, whose gradients are complete
+            where they are.
+        guard: called before a backward pass writes to its gradient; it raises where that must not
+            be. Or None.
 
     Args:
-        shape: of the values; or an array or a list of first values, which then needs no `init`. A list of whole
-            numbers is a shape.
+        shape: of the values; or an array or a list of first values, which then needs no `init`. A
+            list of whole numbers is a shape.
         init: draws its initial values; zeros by default.
-        region: `shape` is then that of the part, and the values are the part's of those that the whole would get.
+        region: `shape` is then that of the part, and the values are the part's of those that the
+            whole would get.
 
     Raises:
         ShapeError: when the region has another shape.
@@ -65,32 +71,42 @@ class Parameter(Tensor):
     guard: Callable[[], None] | None
     writes: Writes | None
 
-    def __init__(self, shape: Shape | Array, init: Initializer | None = None, region: Region | None = None) -> None:
+    def __init__(
+        self, shape: Shape | Array, init: Initializer | None = None, region: Region | None = None
+    ) -> None:
         if isinstance(shape, list) and all(isinstance(each, Integral) for each in shape):
             shape = tuple(shape)
         if not isinstance(shape, tuple):
             values = np.array(Tensor(shape).numpy())
             shape, init = values.shape, partial(_given, values)
         if region is not None and region.local_shape != shape:
-            raise ShapeError(f"a parameter of shape {shape} is not a region of shape {region.local_shape}")
+            raise ShapeError(
+                f"a parameter of shape {shape} is not a region of shape {region.local_shape}"
+            )
         self.declared: Shape = shape
         self.init: Initializer = init or _zeros
         self.name, self.region, self.apart = "", region, False
         self.requires_grad = True
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = self.writes = None
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = (
+            self.writes
+        ) = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: neither gradient nor place in a storage; its storage's copy lays it anew."""
+        """Return what a copy has: neither gradient nor place in a storage; its storage's copy lays
+        it anew.
+        """
         if self.guard is not None:
             raise GraphError(
-                "a model that a Worker or a strategy works on is not copied or pickled; call its release() first, or "
-                "build the model again and use load_state"
+                "a model that a Worker or a strategy works on is not copied or pickled; call its"
+                " release() first, or build the model again and use load_state"
             )
         kept = ("apart", "declared", "init", "name", "region", "requires_grad", "data")
         return {name: getattr(self, name) for name in kept if hasattr(self, name)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = self.writes = None
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = (
+            self.writes
+        ) = None
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -100,13 +116,17 @@ class Parameter(Tensor):
         return self.declared
 
     def draw(self, generator: np.random.Generator) -> Array:
-        """Return initial values, float64: of a part, those that the whole parameter would have there."""
+        """Return initial values, float64: of a part, those that the whole parameter would have
+        there.
+        """
         if self.region is None:
             return self.init(generator, self.declared)
         return self.region.take(self.init(generator, self.region.shape))
 
     def finish_gradient(self) -> None:
-        """Let `buffer` hold the gradient: zeros where there is none, and a copy of one that is another array."""
+        """Let `buffer` hold the gradient: zeros where there is none, and a copy of one that is
+        another array.
+        """
         if self.buffer is not None and self.grad is not self.buffer:
             self.buffer[...] = 0 if self.grad is None else self.grad
             self.grad = self.buffer
@@ -114,10 +134,13 @@ class Parameter(Tensor):
     def __getattr__(self, name: str) -> Any:
         # reached only when a slot is empty, or a property needs an empty one
         if name == "declared" or (name != "data" and not hasattr(type(self), name)):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
         raise UninitializedError(
-            f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first; a layer "
-            "that is neither a module's attribute nor an item of a list that is one is not found then"
+            f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0)"
+            " first; a layer that is neither a module's attribute nor an item of a list that is"
+            " one is not found then"
         )
 
     def __repr__(self) -> str:
@@ -134,7 +157,9 @@ class LookupTable(Parameter):
 def _laid_again(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "FlatStorage":
     values = {each.name: each.data for each in parameters}
     if any(each.buffer is not None for each in parameters):
-        raise GraphError("a storage is copied with its parameters: copy.deepcopy(model), or load_state")
+        raise GraphError(
+            "a storage is copied with its parameters: copy.deepcopy(model), or load_state"
+        )
     zeros = namespace(next(iter(values.values()), np.zeros(0))).zeros
     by_name = {each.name: each for each in parameters}
     return FlatStorage(by_name, values, zeros, lambda name, _: groups[name])
@@ -156,9 +181,12 @@ class FlatStorage:
     Args:
         values: the initial values by full name, in registration order, all of one dtype.
         parameters: the parameters by the same names.
-        allocate: (elements, dtype) -> a 1-D array of zeros; called twice per group, for data and for gradients.
-        group: (name, parameter) -> the optimizer group that it belongs to; by default all are in "default".
-        dtype: of the values, for a mapping that makes each one when it is asked for; by default the first one's.
+        allocate: (elements, dtype) -> a 1-D array of zeros; called twice per group, for data and
+            for gradients.
+        group: (name, parameter) -> the optimizer group that it belongs to; by default all are in
+            "default".
+        dtype: of the values, for a mapping that makes each one when it is asked for; by default the
+            first one's.
 
     Attributes:
         data, grads: the flat arrays, one per group, in order of first appearance.
@@ -168,8 +196,10 @@ class FlatStorage:
         spans: where each parameter lies, in registration order.
         moves: how often the arrays were replaced by others.
         common: whether `data` is memory that other ranks write too (see `parallel.fused`).
-        shared: whether a strategy has given these values to several ranks, or each a part; else a rank's are its own.
-        state_store: where the state of optimizers over it lies out of memory (`memory.store`); None for in memory.
+        shared: whether a strategy has given these values to several ranks, or each a part; else a
+            rank's are its own.
+        state_store: where the state of optimizers over it lies out of memory (`memory.store`); None
+            for in memory.
         writes: counts the writes to the parameters.
     """
 
@@ -189,7 +219,8 @@ class FlatStorage:
         self.shared = any(parameter.region is not None for parameter in parameters.values())
         self.state_store: Any = None
         self.writes = Writes()
-        self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
+        # with data and buffer as they were bound
+        self._views: list[tuple[Parameter, Array, Array]] = []
         buffers: dict[tuple[str, bool], int] = {}
         lengths: list[int] = []
         if dtype is None and values:
@@ -201,7 +232,8 @@ class FlatStorage:
             lengths += [0] * (buffer == len(lengths))
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
-            lengths[buffer] = -(-(start + parameter.size) // step) * step  # rounded up to the alignment
+            # rounded up to the alignment
+            lengths[buffer] = -(-(start + parameter.size) // step) * step
         self.groups, self.apart = [label for label, _ in buffers], [apart for _, apart in buffers]
         self._data, self._grads = self._allocate(lengths, dtype, allocate)
         self.known_groups = set(self.groups)
@@ -209,7 +241,9 @@ class FlatStorage:
         for (name, parameter), span in zip(parameters.items(), self.spans, strict=True):
             value = values[name]
             if value.shape != parameter.declared:
-                raise ShapeError(f"{name} got values of shape {value.shape}, not {parameter.declared}")
+                raise ShapeError(
+                    f"{name} got values of shape {value.shape}, not {parameter.declared}"
+                )
             parameter.name = name
             self._views.append(self._lay(span))
             self.write(span, value)
@@ -217,7 +251,9 @@ class FlatStorage:
     def _allocate(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
     ) -> tuple[list[Array], list[Array]]:
-        """Make `data` and `grads`; return the arrays in which the parameters and their gradients lie: these."""
+        """Make `data` and `grads`; return the arrays in which the parameters and their gradients
+        lie: these.
+        """
         for length in lengths:
             self.data.append(allocate(length, dtype))
             self.grads.append(allocate(length, dtype))
@@ -228,25 +264,35 @@ class FlatStorage:
         span.parameter.data[...] = value
 
     def _lay(self, span: Span) -> tuple[Parameter, Array, Array]:
-        """Let a parameter have its place in the flat arrays, and no gradient; return it and its views."""
+        """Let a parameter have its place in the flat arrays, and no gradient; return it and its
+        views.
+        """
         parameter, part = span.parameter, slice(span.start, span.stop)
         parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
         parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
         parameter.grad, parameter.writes, self.writes.arrays = None, self.writes, self._data
         return parameter, parameter.data, parameter.buffer
 
-    def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> None:
-        """Let the parameters, or their gradients, lie in other arrays of the same lengths and dtypes from now on.
+    def move(
+        self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None
+    ) -> None:
+        """Let the parameters, or their gradients, lie in other arrays of the same lengths and
+        dtypes from now on.
 
-        Nothing is copied: the values are those found there, and gradients are forgotten. Optimizers follow at their
-        next step. A model that was initialized again stays in its new storage.
+        Nothing is copied: the values are those found there, and gradients are forgotten. Optimizers
+        follow at their next step. A model that was initialized again stays in its new storage.
 
         Raises:
             ShapeError: for arrays of other lengths or dtypes; nothing is changed then.
         """
         for now, then in ((self.data, data), (self.grads, grads)):
-            if then is not None and [(a.shape, a.dtype) for a in now] != [(a.shape, a.dtype) for a in then]:
-                raise ShapeError("parameters and gradients can move only to arrays of the same lengths and dtypes")
+            if then is not None and [(a.shape, a.dtype) for a in now] != [
+                (a.shape, a.dtype) for a in then
+            ]:
+                raise ShapeError(
+                    "parameters and gradients can move only to arrays of the same lengths and"
+                    " dtypes"
+                )
         self.data = self._data = self.data if data is None else list(data)
         self.grads = self._grads = self.grads if grads is None else list(grads)
         if any(parameter.data is array for parameter, array, _ in self._views):
@@ -264,7 +310,9 @@ class FlatStorage:
         return True
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
-        """Yield each parameter, with what this rank trains of its values, and of its gradient if there is one."""
+        """Yield each parameter, with what this rank trains of its values, and of its gradient if
+        there is one.
+        """
         for span in self.spans:
             yield span, span.parameter.data, span.parameter.grad
 
@@ -274,8 +322,14 @@ class FlatStorage:
         return sum(span.stop - span.start for span in self.spans)
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Return the bytes of parameters, gradients, and what else it takes to compute with them, on this rank."""
-        return sum(array.nbytes for array in self.data), sum(array.nbytes for array in self.grads), 0
+        """Return the bytes of parameters, gradients, and what else it takes to compute with them,
+        on this rank.
+        """
+        return (
+            sum(array.nbytes for array in self.data),
+            sum(array.nbytes for array in self.grads),
+            0,
+        )
 
     def zero_grad(self) -> None:
         """Forget all gradients: the next backward pass overwrites them."""
@@ -293,7 +347,8 @@ class FlatStorage:
     def finish_gradients(self) -> None:
         """Let the flat arrays hold every parameter's gradient, whatever they held before.
 
-        That is zeros where no backward pass has written since `zero_grad`, and a copy of a gradient set by hand.
+        That is zeros where no backward pass has written since `zero_grad`, and a copy of a gradient
+        set by hand.
 
         Raises:
             UsageError: when a parameter lies elsewhere now, and updates here would not reach it.
@@ -313,28 +368,39 @@ class FlatStorage:
             UsageError: naming it.
         """
         for parameter, data, buffer in self._views:
-            # An update goes to the flat arrays. If somebody has rebound parameter.data, the model would compute with
-            # one array and the optimizer train another, without a word.
+            # An update goes to the flat arrays. If somebody has rebound parameter.data, the model
+            # would compute with one array and the optimizer train another, without a word.
             if parameter.data is not data or parameter.buffer is not buffer:
                 raise UsageError(
-                    f"{parameter.name} lies in this storage no more: its model was initialized again (then make "
-                    "a new optimizer), or its data replaced (write parameter.data[...] = values instead)"
+                    f"{parameter.name} lies in this storage no more: its model was initialized"
+                    " again (then make a new optimizer), or its data replaced (write"
+                    " parameter.data[...] = values instead)"
                 )
 
     def finish_update(self) -> None:
-        """Do what is to be done when somebody has written to `data`: backward passes see that old values are gone."""
+        """Do what is to be done when somebody has written to `data`: backward passes see that old
+        values are gone.
+        """
         self.writes.count += 1
 
     def frozen(self) -> list[tuple[int, slice]]:
-        """Return where the parameters lie that need no gradient now, which an optimizer leaves as they are."""
-        return [(span.buffer, self.place(span)) for span in self.spans if not span.parameter.requires_grad]
+        """Return where the parameters lie that need no gradient now, which an optimizer leaves as
+        they are.
+        """
+        return [
+            (span.buffer, self.place(span))
+            for span in self.spans
+            if not span.parameter.requires_grad
+        ]
 
     def place(self, span: Span) -> slice:
         """Return where in its array of `data` lies what this rank trains of a parameter."""
         return slice(span.start, span.stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a model's copy, or pickle, makes a storage of its own for the copied parameters."""
+        """Return how a model's copy, or pickle, makes a storage of its own for the copied
+        parameters.
+        """
         groups = {span.parameter.name: self.groups[span.buffer] for span in self.spans}
         return _laid_again, ([span.parameter for span in self.spans], groups)
 

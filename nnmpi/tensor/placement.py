@@ -4,28 +4,30 @@
     features     each rank has some of the last axis       (batch, h, w, c)  ->  (batch, h, w, part of c)
     rows         each rank has some rows of the images     (batch, h, w, c)  ->  (batch, part of h, w, c)
 
-An axis is divided in `units`, as `shard.split` does it. When images are flattened, the cut shows in another form:
-channels that were divided come again for every pixel (`repeats`), and a row of the image has become w * c features,
-which stay together (`unit`):
+An axis is divided in `units`, as `shard.split` does it. When images are flattened, the cut shows in
+another form: channels that were divided come again for every pixel (`repeats`), and a row of the
+image has become w * c features, which stay together (`unit`):
 
     h w = 3 pixels, 4 channels over 2 ranks        units=4 repeats=3      0 0 1 1  0 0 1 1  0 0 1 1
     h = 4 rows of w c = 3 numbers over 2 ranks     units=4 unit=3         0 0 0  0 0 0  1 1 1  1 1 1
     q, k, v of 2 heads of 3 over 2 ranks           units=2 unit=3 repeats=3     0 0 0 1 1 1  0 0 0 1 1 1  0 0 0 1 1 1
 
-Where the order of layers is known, `parallel.tensor` plans placements ahead. In a module whose forward is unknown the
-tensors say it themselves: what comes out of a layer of which each rank has a part is a `CutTensor` (see `cut`), whose
-`cut` says which part of which whole it is. Each operation says in `Function.placed` what it makes of that:
+Where the order of layers is known, `parallel.tensor` plans placements ahead. In a module whose
+forward is unknown the tensors say it themselves: what comes out of a layer of which each rank has a
+part is a `CutTensor` (see `cut`), whose `cut` says which part of which whole it is. Each operation
+says in `Function.placed` what it makes of that:
 
     part | part    elementwise, or along another axis  ->  part | part
                    along the cut axis, beside a whole tensor as long, a Function that says nothing  ->  refused
 
-So a result is the serial run's, or there is none. A whole tensor beside parts (a scale, a mask) is the same on every
-rank, but its gradient is then the sum of what the ranks have: it is copied to each (`TensorGroup.copy`). Where it is as
-long as they are together, each rank takes what lies beside its part (`TensorGroup.scatter`).
+So a result is the serial run's, or there is none. A whole tensor beside parts (a scale, a mask) is
+the same on every rank, but its gradient is then the sum of what the ranks have: it is copied to
+each (`TensorGroup.copy`). Where it is as long as they are together, each rank takes what lies
+beside its part (`TensorGroup.scatter`).
 
-A part may itself be cut along another axis, over other ranks (`TensorCut.within`): features over the ranks that share
-the layers, of positions over the ranks that share the sequences. Each operation is then asked twice, first about the
-outer cut, which sees the inner one's parts as whole.
+A part may itself be cut along another axis, over other ranks (`TensorCut.within`): features over
+the ranks that share the layers, of positions over the ranks that share the sequences. Each
+operation is then asked twice, first about the outer cut, which sees the inner one's parts as whole.
 
     (batch, 6 positions, 4 features)    positions over s, features over t      s0 t0  s0 t1        an operation sees
                                                                                s1 t0  s1 t1        (batch, 6, 4)
@@ -50,10 +52,13 @@ class Placement:
     """How an activation is spread over the ranks.
 
     Attributes:
-        units: how many units are divided among the ranks along the axis; 0 for a replicated activation.
+        units: how many units are divided among the ranks along the axis; 0 for a replicated
+            activation.
         unit: how many neighbouring elements a unit has.
-        repeats: how often all units come, one after another; None when only the next layer's size will tell.
-        axis: the axis that is cut: the last one (-1), the images' rows (1), or of a `TensorCut` any, from 0.
+        repeats: how often all units come, one after another; None when only the next layer's size
+            will tell.
+        axis: the axis that is cut: the last one (-1), the images' rows (1), or of a `TensorCut`
+            any, from 0.
     """
 
     units: int = 0
@@ -72,7 +77,8 @@ class Placement:
         return not self.is_replicated and self.axis == ROWS
 
     def region(self, shape: Sequence[int], axis: int, size: int, rank: int) -> Region:
-        """Return a rank's part of an array that is cut along with the activation, such as a layer's weight.
+        """Return a rank's part of an array that is cut along with the activation, such as a layer's
+        weight.
 
         Args:
             shape: of the whole array.
@@ -98,21 +104,24 @@ class Placement:
         repeats = self.repeats if self.repeats is not None else total // max(once, 1)
         if once * repeats != total:
             raise LayoutError(
-                f"an activation whose {self.units} parts of {self.unit} lie on several ranks cannot be {total} long; "
-                "give the layer before it Sharding.REPLICATED, or check the layers' sizes"
+                f"an activation whose {self.units} parts of {self.unit} lie on several ranks cannot"
+                f" be {total} long; give the layer before it Sharding.REPLICATED, or check the"
+                " layers' sizes"
             )
         return replace(self, repeats=repeats)
 
     def check_known(self, size: int) -> None:
-        """Refuse a placement of unknown repeats if some rank has no unit: it could not tell the number of repeats.
+        """Refuse a placement of unknown repeats if some rank has no unit: it could not tell the
+        number of repeats.
 
         Raises:
             LayoutError: for such a placement.
         """
         if self.repeats is None and self.units < size:
             raise LayoutError(
-                f"{self.units} channels of flattened images lie on {size} ranks, and those that have none cannot tell "
-                "the images' size; give shard() the shape of a sample, or use fewer ranks"
+                f"{self.units} channels of flattened images lie on {size} ranks, and those that"
+                " have none cannot tell the images' size; give shard() the shape of a sample, or"
+                " use fewer ranks"
             )
 
     def width(self, size: int, rank: int) -> int:
@@ -132,12 +141,14 @@ class Placement:
     def is_like(self, other: Placement, size: int) -> bool:
         """Return whether both give every rank the same elements of the same axis."""
         ours, theirs = (
-            (each.axis, each.once, each.repeats, [each.ranges(size, r) for r in range(size)]) for each in (self, other)
+            (each.axis, each.once, each.repeats, [each.ranges(size, r) for r in range(size)])
+            for each in (self, other)
         )
         return ours == theirs
 
     def reshaped(self, old: Sequence[int], new: Sequence[int], size: int) -> Placement | None:
-        """Return the placement after a reshape, None where no axis of the new shape is cut between whole units.
+        """Return the placement after a reshape, None where no axis of the new shape is cut between
+        whole units.
 
             old axes     before | repeats  units  unit | after
             new axes       left |        own           | right      left divides before * repeats, right unit * after
@@ -147,11 +158,15 @@ class Placement:
             size: the number of ranks.
         """
         first = 0
-        if not prod(old):  # of no samples it is as of one; of anything else without elements there is no telling
+        if not prod(old):
+            # of no samples it is as of one; of anything else without elements there is no telling
             if not (old[0] == new[0] == 0 < prod(old[1:]) and self.axis):
                 return None
             old, new, first = (1, *old[1:]), (1, *new[1:]), 1
-        outer, inner = prod(old[: self.axis]) * (self.repeats or 1), self.unit * prod(old[self.axis + 1 :])
+        outer, inner = (
+            prod(old[: self.axis]) * (self.repeats or 1),
+            self.unit * prod(old[self.axis + 1 :]),
+        )
         fitting = []
         for axis, length in list(enumerate(new))[first:]:
             left, right = prod(new[:axis]), prod(new[axis + 1 :])
@@ -165,7 +180,9 @@ class Placement:
         return min(fitting, key=lambda each: each[0])[1] if fitting else None
 
     def sliced(self, start: int, stop: int) -> Placement | None:
-        """Return the placement of elements start..stop-1 of the axis; None unless they are whole repeats."""
+        """Return the placement of elements start..stop-1 of the axis; None unless they are whole
+        repeats.
+        """
         if start >= stop or start % self.once or stop % self.once:
             return None
         return replace(self, repeats=(stop - start) // self.once)
@@ -173,7 +190,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class PairPlacement(Placement):
-    """The placement of positions of which each rank has two chunks, one from each end (see `shard.zigzag`)."""
+    """The placement of positions of which each rank has two chunks, one from each end (see
+    `shard.zigzag`).
+    """
 
     def ranges(self, size: int, rank: int) -> tuple[range, ...]:
         """See `Placement.ranges`."""
@@ -210,8 +229,13 @@ class LengthsPlacement(Placement):
 
 
 def _whole_units(units: int, joined: int, size: int) -> bool:
-    """Return whether every rank's units stay the same ones when so many of them are joined to one."""
-    return all(part(units, size, r).start == part(units // joined, size, r).start * joined for r in range(size))
+    """Return whether every rank's units stay the same ones when so many of them are joined to
+    one.
+    """
+    return all(
+        part(units, size, r).start == part(units // joined, size, r).start * joined
+        for r in range(size)
+    )
 
 
 REPLICATED = Placement()
@@ -247,7 +271,9 @@ class TensorGroup(Protocol):
         """The number of this one."""
 
     def copy(self, x: Any) -> Any:
-        """Return a whole tensor for a computation that differs from rank to rank: its gradients are summed."""
+        """Return a whole tensor for a computation that differs from rank to rank: its gradients are
+        summed.
+        """
 
     def gather(self, x: Any, placement: Placement) -> Any:
         """Return all ranks' parts together."""
@@ -256,7 +282,8 @@ class TensorGroup(Protocol):
         """Return this rank's part of a whole tensor or array."""
 
     def attention(self, kernels: Any, placement: Placement) -> Any:
-        """Return what has `attend` and `attend_grad` for positions that lie on several ranks; None without such.
+        """Return what has `attend` and `attend_grad` for positions that lie on several ranks; None
+        without such.
 
         Args:
             kernels: those for whole sequences.
@@ -271,8 +298,10 @@ class TensorCut:
     Attributes:
         placement: how the whole is spread; its axis counts from 0, and its repeats are known.
         group: the ranks that share it.
-        layer: the full name of the layer that left it so; empty for positions, which are cut before the first one.
-        within: how the part is cut itself, along another axis over other ranks; None where it is not.
+        layer: the full name of the layer that left it so; empty for positions, which are cut before
+            the first one.
+        within: how the part is cut itself, along another axis over other ranks; None where it is
+            not.
     """
 
     placement: Placement
@@ -306,18 +335,28 @@ class TensorCut:
 
     def refuse(self, operation: object, why: str) -> LayoutError:
         """Return the error that says which operation cannot do what with the part."""
-        name = operation if isinstance(operation, str) else type(operation).__name__.removesuffix("Function")
+        name = (
+            operation
+            if isinstance(operation, str)
+            else type(operation).__name__.removesuffix("Function")
+        )
         left, way = "", "leave sp at 1"
         if self.layer:
-            left, way = f", as layer {self.layer!r} leaves it", "give that layer Sharding.REPLICATED"
+            left, way = (
+                f", as layer {self.layer!r} leaves it",
+                "give that layer Sharding.REPLICATED",
+            )
         return LayoutError(
-            f"{name} {why}, but each of {self.group.size} ranks has a part of the {self.whole} elements of axis "
-            f"{self.axis}{left}; make it whole first, x = nnmpi.tensor.whole(x), or {way}"
+            f"{name} {why}, but each of {self.group.size} ranks has a part of the {self.whole}"
+            f" elements of axis {self.axis}{left}; make it whole first, x = nnmpi.tensor.whole(x),"
+            f" or {way}"
         )
 
 
 def is_cut(x: Any) -> bool:
-    """Return whether this is a rank's part of a tensor, and not a whole one, an array or a number."""
+    """Return whether this is a rank's part of a tensor, and not a whole one, an array or a
+    number.
+    """
     return getattr(x, "cut", None) is not None
 
 
@@ -358,15 +397,16 @@ def moved(x: Any, axis: int) -> Placement:
 
 
 def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> Placement:
-    """Return the placement of an elementwise result: that of the parts among the inputs, which must lie alike.
+    """Return the placement of an elementwise result: that of the parts among the inputs, which must
+    lie alike.
 
     What is whole beside them must have length 1 along the axis that is cut, or not have the axis.
 
     Args:
         function: the operation.
         inputs: its inputs.
-        scatters: whether what is whole and as long as the parts together may be there, too, since each rank will take
-            its part of it (see `beside`).
+        scatters: whether what is whole and as long as the parts together may be there, too, since
+            each rank will take its part of it (see `beside`).
 
     Raises:
         LayoutError: otherwise.
@@ -378,15 +418,20 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
     for x, shape in zip(inputs, shapes, strict=True):
         if is_cut(x):
             placement = moved(first, x.cut.axis)
-            if len(shape) - x.cut.axis != behind or not x.cut.placement.is_like(placement, cut.group.size):
-                raise cut.refuse(function, f"meets a part that layer {x.cut.layer!r} left in another way")
+            if len(shape) - x.cut.axis != behind or not x.cut.placement.is_like(
+                placement, cut.group.size
+            ):
+                raise cut.refuse(
+                    function, f"meets a part that layer {x.cut.layer!r} left in another way"
+                )
         elif len(shape) >= behind and shape[-behind] not in ((1, cut.whole) if scatters else (1,)):
             raise cut.refuse(function, "meets a whole tensor")
     return moved(first, max(map(len, shapes)) - behind)
 
 
 def beside(x: Any, ndim: int, placement: Placement) -> Placement | None:
-    """Return how a whole input of an elementwise operation is to lie beside parts; None where all ranks need all of it.
+    """Return how a whole input of an elementwise operation is to lie beside parts; None where all
+    ranks need all of it.
 
     Args:
         x: a tensor or array.

@@ -1,4 +1,6 @@
-"""Operations that add up or pick along axes: sum, mean, variance, largest, smallest, and the matrix product."""
+"""Operations that add up or pick along axes: sum, mean, variance, largest, smallest, and the matrix
+product.
+"""
 
 from dataclasses import replace
 from math import prod
@@ -50,7 +52,9 @@ class Sum(_Reduction):
         if not self.averages:
             return total
         if count == 0:
-            raise ShapeError(f"the mean over axes {self.axes} of an array of shape {x.shape} has no elements")
+            raise ShapeError(
+                f"the mean over axes {self.axes} of an array of shape {x.shape} has no elements"
+            )
         return self.xp.divide(total, count)
 
     def backward(self, grad: Array) -> Grads:
@@ -60,7 +64,9 @@ class Sum(_Reduction):
 
 
 class Variance(_Reduction):
-    """The variance over `axes`, which stay as axes of length 1 with `keepdims`; the denominator is n - correction."""
+    """The variance over `axes`, which stay as axes of length 1 with `keepdims`; the denominator is
+    n - correction.
+    """
 
     __slots__ = ("correction",)
 
@@ -75,8 +81,8 @@ class Variance(_Reduction):
         divisor = count - self.correction
         if divisor <= 0:
             raise ShapeError(
-                f"the variance over axes {self.axes} of an array of shape {x.shape} has too few elements "
-                f"for correction {self.correction}"
+                f"the variance over axes {self.axes} of an array of shape {x.shape} has too few"
+                f" elements for correction {self.correction}"
             )
         xp = self.xp
         centred = xp.subtract(x, xp.divide(sum_over(xp, x, self.axes, True), count))
@@ -91,7 +97,9 @@ class Variance(_Reduction):
 
 
 class Largest(_Reduction):
-    """The largest element over `axes`, or the smallest without `largest`; ties share the gradient evenly."""
+    """The largest element over `axes`, or the smallest without `largest`; ties share the gradient
+    evenly.
+    """
 
     __slots__ = ("largest",)
 
@@ -103,7 +111,10 @@ class Largest(_Reduction):
 
     def forward(self, x: Array) -> Array:
         if prod(x.shape[i] for i in self.axes) == 0:
-            raise ShapeError(f"an array of shape {x.shape} has no largest or smallest element over axes {self.axes}")
+            raise ShapeError(
+                f"an array of shape {x.shape} has no largest or smallest element over axes"
+                f" {self.axes}"
+            )
         find = self.xp.max if self.largest else self.xp.min
         result = find(x, axis=self.axes, keepdims=self.keepdims)
         self.saved = (x, result)
@@ -114,7 +125,9 @@ class Largest(_Reduction):
         kept = _kept(x.shape, self.axes)
         ties = xp.empty(x.shape, grad.dtype)
         xp.equal(x, xp.reshape(result, kept), out=ties)
-        share = xp.divide(xp.reshape(grad, kept), xp.add.reduce(ties, axis=self.axes, keepdims=True))
+        share = xp.divide(
+            xp.reshape(grad, kept), xp.add.reduce(ties, axis=self.axes, keepdims=True)
+        )
         return (xp.multiply(ties, share),)
 
 
@@ -124,7 +137,8 @@ class MatMul(Function):
     replayable = True
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as the stacks, the rows of a, or the columns of b do.
+        """Return how the result lies on the ranks: as the stacks, the rows of a, or the columns of
+        b do.
 
         (..., n, k) @ (..., k, m) -> (..., n, m)       what is cut along k would have to be added up
         """
@@ -148,7 +162,8 @@ class MatMul(Function):
 
     def backward(self, grad: Array) -> Grads:
         (a, b), xp = self.saved, self.xp
-        # a vector on the left is a row, on the right a column: give everything two dimensions, take them away again
+        # a vector on the left is a row, on the right a column: give everything two dimensions, take
+        # them away again
         rows = a[None, :] if a.ndim == 1 else a
         columns = b[:, None] if b.ndim == 1 else b
         if a.ndim == 1:
@@ -157,11 +172,16 @@ class MatMul(Function):
             grad = grad[..., None]  # (..., n, 1)
         to_a = to_b = None
         if self.needs[0]:
-            # (..., n, m) @ (..., m, k) -> (..., n, k); stacks that were broadcast forward are summed here
-            to_a = xp.reshape(unbroadcast(xp, self.multiply(grad, columns.swapaxes(-1, -2)), rows.shape), a.shape)
+            # (..., n, m) @ (..., m, k) -> (..., n, k); stacks that were broadcast forward are
+            # summed here
+            to_a = xp.reshape(
+                unbroadcast(xp, self.multiply(grad, columns.swapaxes(-1, -2)), rows.shape), a.shape
+            )
         if self.needs[1]:
             # (..., k, n) @ (..., n, m) -> (..., k, m)
-            to_b = xp.reshape(unbroadcast(xp, self.multiply(rows.swapaxes(-1, -2), grad), columns.shape), b.shape)
+            to_b = xp.reshape(
+                unbroadcast(xp, self.multiply(rows.swapaxes(-1, -2), grad), columns.shape), b.shape
+            )
         return to_a, to_b
 
     def multiply(self, a: Array, b: Array) -> Array:
@@ -170,4 +190,6 @@ class MatMul(Function):
         if b.ndim > 2 or a.ndim == 2:
             return gemm(xp, a, b)
         rows = prod(a.shape[:-1])  # one matrix for all of a stack: it is one product
-        return xp.reshape(gemm(xp, xp.reshape(a, (rows, a.shape[-1])), b), (*a.shape[:-1], b.shape[-1]))
+        return xp.reshape(
+            gemm(xp, xp.reshape(a, (rows, a.shape[-1])), b), (*a.shape[:-1], b.shape[-1])
+        )

@@ -1,4 +1,6 @@
-"""Operations that move or pick elements without changing them: reshape, transpose, join, pad, index."""
+"""Operations that move or pick elements without changing them: reshape, transpose, join, pad,
+index.
+"""
 
 from dataclasses import replace
 from math import prod
@@ -22,7 +24,9 @@ class Reshape(Function):
         self.wanted = wanted
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks, where some axis of it is cut between whole units."""
+        """Return how the result lies on the ranks, where some axis of it is cut between whole
+        units.
+        """
         (x,) = inputs
         cut, known = x.cut, prod(n for n in self.wanted if n != -1)
         new = tuple(x.size // known if n == -1 else n for n in self.wanted)
@@ -76,7 +80,9 @@ class Concatenate(Function):
         self.axis = axis
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as all of the inputs, joined along another axis."""
+        """Return how the result lies on the ranks: as all of the inputs, joined along another
+        axis.
+        """
         first = alike(self, inputs, "joins tensors that all lie on the ranks alike")
         return uncut(self, first, (self.axis,), "along that axis needs all of each")
 
@@ -115,8 +121,9 @@ class Pad(Function):
 class GetItem(Function):
     """x[key]; elements that the key names twice get both gradients.
 
-    On a device, CuPy lets an index out of range begin again from the other end. So NumPy looks first at a key in the
-    host's memory; at one on the device nobody looks, for which the host would have to wait.
+    On a device, CuPy lets an index out of range begin again from the other end. So NumPy looks
+    first at a key in the host's memory; at one on the device nobody looks, for which the host would
+    have to wait.
     """
 
     __slots__ = ("basic", "key")
@@ -126,7 +133,9 @@ class GetItem(Function):
     def __init__(self, key: Any) -> None:
         parts = key if isinstance(key, tuple) else (key,)
         self.key = key
-        self.basic = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts)
+        self.basic = all(
+            part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts
+        )
 
     def check(self, shape: Shape) -> None:
         """Raise IndexError for what does not fit the shape, unless a part lies on the device."""
@@ -135,7 +144,9 @@ class GetItem(Function):
             np.broadcast_to(False, shape)[self.key]
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: the key takes all of the cut axis, or some of its repeats."""
+        """Return how the result lies on the ranks: the key takes all of the cut axis, or some of
+        its repeats.
+        """
         (x,) = inputs
         cut, key = x.cut, self._expanded(x.ndim)
         if key is None:
@@ -147,7 +158,9 @@ class GetItem(Function):
         if placement is None:
             raise cut.refuse(self, f"picks {own} of that axis, no whole groups of its parts")
         repeat = cut.own() // (cut.placement.repeats or 1)
-        key[places[cut.axis]] = slice(start // cut.placement.once * repeat, stop // cut.placement.once * repeat)
+        key[places[cut.axis]] = slice(
+            start // cut.placement.once * repeat, stop // cut.placement.once * repeat
+        )
         self.key = tuple(key)
         gone = sum(isinstance(each, int) for each in key[: places[cut.axis]])
         return replace(placement, axis=places[cut.axis] - gone)
@@ -157,7 +170,9 @@ class GetItem(Function):
         parts = list(self.key) if isinstance(self.key, tuple) else [self.key]
         if not self.basic or any(isinstance(part, bool) for part in parts):
             return None
-        missing = [slice(None)] * (ndim - sum(part is not None and part is not Ellipsis for part in parts))
+        missing = [slice(None)] * (
+            ndim - sum(part is not None and part is not Ellipsis for part in parts)
+        )
         at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
         return [*parts[:at], *missing, *parts[at + 1 :]]
 

@@ -1,4 +1,5 @@
-"""Tensor: an array that remembers how it was computed, with the operations of its mathematics as methods.
+"""Tensor: an array that remembers how it was computed, with the operations of its mathematics as
+methods.
 
 A gradient in three lines:
 
@@ -6,8 +7,9 @@ A gradient in three lines:
     (x * x).sum().backward()
     x.grad                      # array([2., 4.], dtype=float32)
 
-Sums and means of float16 and bfloat16 are added up in float32. In a mode of mixed precision they stay float32, as
-losses do, since a sum may be beyond what float16 holds; else they are rounded to the dtype that they are of.
+Sums and means of float16 and bfloat16 are added up in float32. In a mode of mixed precision they
+stay float32, as losses do, since a sum may be beyond what float16 holds; else they are rounded to
+the dtype that they are of.
 """
 
 from __future__ import annotations
@@ -23,8 +25,25 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 import nnmpi.tensor.reduce as reduce
-from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace, ones
-from nnmpi.backend.precision import FLOAT32, cast, dtype_named, is_floating, is_low, precision, to_float32
+from nnmpi.backend.array import (
+    Array,
+    Dtype,
+    Shape,
+    is_array,
+    is_result,
+    mixed_error,
+    namespace,
+    ones,
+)
+from nnmpi.backend.precision import (
+    FLOAT32,
+    cast,
+    dtype_named,
+    is_floating,
+    is_low,
+    precision,
+    to_float32,
+)
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
 from nnmpi.launcher import read_launch
@@ -65,7 +84,8 @@ class Tensor(Variable):
         dtype: the dtype to convert to; None keeps an array's own.
 
     Raises:
-        DtypeError: when a gradient is wanted for values that are not floating point, or data are no numbers.
+        DtypeError: when a gradient is wanted for values that are not floating point, or data are no
+            numbers.
     """
 
     __slots__ = ()
@@ -73,7 +93,9 @@ class Tensor(Variable):
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None) -> None:
         self.data = _as_array(data, dtype)
         if requires_grad and not is_floating(self.data.dtype):
-            raise DtypeError(f"a tensor of {self.data.dtype} can have no gradient; use floating point")
+            raise DtypeError(
+                f"a tensor of {self.data.dtype} can have no gradient; use floating point"
+            )
         self.requires_grad = requires_grad
         self.grad = self.node = self.tape = self.buffer = self.hook = self.cut = None
 
@@ -85,18 +107,22 @@ class Tensor(Variable):
         tensor.grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.cut = None
         return tensor
 
-    def backward(self, grad: Any = None, retain_graph: bool = False, deferred: Deferred | None = None) -> None:
-        """Compute the gradients of all leaves that this tensor depends on, adding to the `grad` they have.
+    def backward(
+        self, grad: Any = None, retain_graph: bool = False, deferred: Deferred | None = None
+    ) -> None:
+        """Compute the gradients of all leaves that this tensor depends on, adding to the `grad`
+        they have.
 
         Args:
-            grad: the gradient of this tensor, of its shape, converted to its dtype; by default 1, for a tensor of one
-                element.
+            grad: the gradient of this tensor, of its shape, converted to its dtype; by default 1,
+                for a tensor of one element.
             retain_graph: keep what the operations saved, so that backward can be called again.
-            deferred: takes over the parameters' gradients, which its `finish` computes (see `backward.Deferred`).
+            deferred: takes over the parameters' gradients, which its `finish` computes (see
+                `backward.Deferred`).
 
         Raises:
-            GraphError: when nothing was recorded, or the graph or a part of it was used up by an earlier call; for
-                `deferred` together with hooks or `retain_graph`.
+            GraphError: when nothing was recorded, or the graph or a part of it was used up by an
+                earlier call; for `deferred` together with hooks or `retain_graph`.
             ShapeError: when `grad` is needed and missing, or has another shape.
             DeviceError: when `grad` is on a device and the tensor is not.
         """
@@ -114,7 +140,8 @@ class Tensor(Variable):
         if grad is None:
             if self.data.size != 1:
                 raise ShapeError(
-                    f"backward of a tensor of shape {self.shape} needs grad; without it, reduce to one number"
+                    f"backward of a tensor of shape {self.shape} needs grad; without it, reduce to"
+                    " one number"
                 )
             seed = ones(xp, 1, self.data.dtype).reshape(self.data.shape)
         else:
@@ -124,9 +151,13 @@ class Tensor(Variable):
             except TypeError as error:
                 raise mixed_error((self.data, values)) or error from None
             if seed.dtype != self.data.dtype:
-                seed = Tensor(seed).astype(self.data.dtype).data  # an operation, which a recording keeps
+                # an operation, which a recording keeps
+                seed = Tensor(seed).astype(self.data.dtype).data
             if seed.shape != self.shape:
-                raise ShapeError(f"backward of a tensor of shape {self.shape} got a gradient of shape {seed.shape}")
+                raise ShapeError(
+                    f"backward of a tensor of shape {self.shape} got a gradient of shape"
+                    f" {seed.shape}"
+                )
         walk_back(self, seed, retain_graph, deferred)
 
     def detach(self) -> Tensor:
@@ -185,7 +216,10 @@ class Tensor(Variable):
 
     def __repr__(self) -> str:
         suffix = ", requires_grad=True" if self.requires_grad else ""
-        return f"Tensor({np.array2string(self.numpy(), separator=', ', prefix='Tensor(')}, dtype={self.dtype}{suffix})"
+        return (
+            f"Tensor({np.array2string(self.numpy(), separator=', ', prefix='Tensor(')},"
+            f" dtype={self.dtype}{suffix})"
+        )
 
     def __bool__(self) -> bool:
         return bool(self.item())
@@ -204,7 +238,9 @@ class Tensor(Variable):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if self.requires_grad and self.data.ndim:  # the graph would end there, and nobody be told
-            raise GraphError("a tensor that needs a gradient becomes an array by x.numpy(), or x.detach()")
+            raise GraphError(
+                "a tensor that needs a gradient becomes an array by x.numpy(), or x.detach()"
+            )
         return np.array(self.numpy(), dtype, copy=copy)
 
     def __add__(self, other: Any) -> Tensor:
@@ -243,7 +279,9 @@ class Tensor(Variable):
 
     def __neg__(self) -> Tensor:
         if self.data.dtype.kind == "b":
-            raise DtypeError("negate of a bool tensor means nothing; convert with astype('float32')")
+            raise DtypeError(
+                "negate of a bool tensor means nothing; convert with astype('float32')"
+            )
         return in_float32(Pointwise("negative"), self)
 
     def __abs__(self) -> Tensor:
@@ -257,18 +295,24 @@ class Tensor(Variable):
                 function.check(self.data.shape)
             return function(self) if function.basic else in_float32(function, self)
         except IndexError as error:
-            raise ShapeError(f"index {key!r} does not fit shape {self.data.shape}: {error}") from None
+            raise ShapeError(
+                f"index {key!r} does not fit shape {self.data.shape}: {error}"
+            ) from None
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise UsageError(
-            "a Tensor's elements cannot be assigned; write to its array, x.data, or use nnmpi.tensor.where"
+            "a Tensor's elements cannot be assigned; write to its array, x.data, or use"
+            " nnmpi.tensor.where"
         )
 
-    # Comparisons give plain boolean arrays: they have no derivative. `==` is an error, as NumPy compares elements
-    # there, but with the tensor itself: sets, and those of weak references, compare a key with itself.
+    # Comparisons give plain boolean arrays: they have no derivative. `==` is an error, as NumPy
+    # compares elements there, but with the tensor itself: sets, and those of weak references,
+    # compare a key with itself.
     def __eq__(self, other: object) -> bool:
         if self is not other and (is_result(other) or isinstance(other, int | float | Tensor)):
-            raise UsageError("== does not compare a Tensor's elements; compare x.data outside of compiled steps")
+            raise UsageError(
+                "== does not compare a Tensor's elements; compare x.data outside of compiled steps"
+            )
         return self is other
 
     __hash__ = Variable.__hash__
@@ -283,7 +327,9 @@ class Tensor(Variable):
     __ge__ = partialmethod(_compare, ge)
 
     def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the sum over one axis or several, by default all; `keepdims` leaves them, with length 1."""
+        """Return the sum over one axis or several, by default all; `keepdims` leaves them, with
+        length 1.
+        """
         return in_float32(reduce.Sum(_axes(self, axis, keepdims), keepdims), self, narrow=_narrow())
 
     def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -299,7 +345,8 @@ class Tensor(Variable):
         """Return the variance over axes; the other arguments are those of `sum`.
 
         Args:
-            correction: what is taken off the number of elements in the denominator; 1 gives the unbiased estimate.
+            correction: what is taken off the number of elements in the denominator; 1 gives the
+                unbiased estimate.
 
         Raises:
             ShapeError: when there are not more elements than `correction`.
@@ -308,17 +355,26 @@ class Tensor(Variable):
         return in_float32(function, require_floating("variance", self), narrow=_narrow())
 
     def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the largest element over axes; ties share the gradient evenly. Arguments are those of `sum`."""
+        """Return the largest element over axes; ties share the gradient evenly. Arguments are those
+        of `sum`.
+        """
         return in_float32(reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=True), self)
 
     def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the smallest element over axes; ties share the gradient evenly. Arguments are those of `sum`."""
-        return in_float32(reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=False), self)
+        """Return the smallest element over axes; ties share the gradient evenly. Arguments are
+        those of `sum`.
+        """
+        return in_float32(
+            reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=False), self
+        )
 
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
-        """Return the indices of the largest elements along an axis, or of all, as a plain array of integers."""
+        """Return the indices of the largest elements along an axis, or of all, as a plain array of
+        integers.
+        """
         refuse("argmax")
-        values: Any = to_float32(namespace(self.data), self.data)  # of bfloat16 not every library finds the largest
+        # of bfloat16 not every library finds the largest
+        values: Any = to_float32(namespace(self.data), self.data)
         return values.argmax(axis=axis, keepdims=keepdims)
 
     def exp(self) -> Tensor:
@@ -356,26 +412,32 @@ class Tensor(Variable):
             raise UsageError("clip needs at least one of low and high")
         if low is not None and high is not None and low > high:
             raise UsageError(f"clip with low {low} above high {high} leaves nothing")
-        bounds = [None if bound is None else operands("clip", self, bound)[1] for bound in (low, high)]
+        bounds = [
+            None if bound is None else operands("clip", self, bound)[1] for bound in (low, high)
+        ]
         return in_float32(Clip(*bounds), self)
 
     def astype(self, dtype: Any) -> Tensor:
         """Return the tensor in another dtype; itself when it has that dtype already.
 
         Raises:
-            DtypeError: for a dtype that holds no numbers, and for a tensor that needs a gradient and a dtype that can
-                have none (integers, booleans).
+            DtypeError: for a dtype that holds no numbers, and for a tensor that needs a gradient
+                and a dtype that can have none (integers, booleans).
         """
         try:
             wanted = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
         except TypeError:
-            raise DtypeError(f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'") from None
+            raise DtypeError(
+                f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'"
+            ) from None
         if wanted.kind not in "fiub" and not is_floating(wanted):
             raise DtypeError(f"a tensor holds numbers, not {wanted}")
         if wanted == self.data.dtype:
             return self
         if self.requires_grad and not is_floating(wanted):
-            raise DtypeError(f"a tensor that needs a gradient cannot become {wanted}; use detach() first")
+            raise DtypeError(
+                f"a tensor that needs a gradient cannot become {wanted}; use detach() first"
+            )
         return AsType(wanted)(self)
 
     def reshape(self, *sizes: int | Sequence[int]) -> Tensor:
@@ -391,7 +453,11 @@ class Tensor(Variable):
         if self.shape[:1] == wanted[:1] == (0,) and wanted.count(-1) == 1 and rest > 0:
             wanted = tuple(prod(self.shape[1:]) // rest if n == -1 else n for n in wanted)
         known = prod(n for n in wanted if n != -1)
-        fits = size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and size % known == 0
+        fits = (
+            size == known
+            if -1 not in wanted
+            else wanted.count(-1) == 1 and known > 0 and size % known == 0
+        )
         if not fits or any(n < -1 for n in wanted):
             raise ShapeError(f"reshape of {self.shape} ({size} elements) to {wanted} does not fit")
         return Reshape(wanted)(self)
@@ -399,7 +465,9 @@ class Tensor(Variable):
     view = reshape  # PyTorch's name
 
     def flatten(self, start: int = 1) -> Tensor:
-        """Return the tensor with the axes from `start` on made into one, row by row; by default all but the batch."""
+        """Return the tensor with the axes from `start` on made into one, row by row; by default all
+        but the batch.
+        """
         return self.reshape(*self.shape[:start], prod(self.shape[start:]))
 
     def permute(self, *axes: int | Sequence[int]) -> Tensor:
@@ -411,11 +479,16 @@ class Tensor(Variable):
         ndim = self.data.ndim
         order = _numbers(axes) if axes else tuple(range(ndim))[::-1]
         if sorted(i + ndim if i < 0 else i for i in order) != list(range(ndim)):
-            raise ShapeError(f"transpose to {order} is no permutation of the {ndim} axes of shape {self.data.shape}")
+            raise ShapeError(
+                f"transpose to {order} is no permutation of the {ndim} axes of shape"
+                f" {self.data.shape}"
+            )
         return Transpose(tuple(i % ndim for i in order))(self)
 
     def transpose(self, *axes: int | Sequence[int]) -> Tensor:
-        """Return the tensor with its axes in another order, see `permute`; two numbers exchange these two axes."""
+        """Return the tensor with its axes in another order, see `permute`; two numbers exchange
+        these two axes.
+        """
         match axes:
             case (int(first), int(second)):
                 order = list(range(self.data.ndim))
@@ -437,7 +510,8 @@ class Tensor(Variable):
         pairs = tuple((int(a), int(b)) for a, b in widths)
         if len(pairs) != self.data.ndim or any(a < 0 or b < 0 for a, b in pairs):
             raise ShapeError(
-                f"pad needs one non-negative (before, after) per axis of shape {self.data.shape}, not {pairs}"
+                f"pad needs one non-negative (before, after) per axis of shape {self.data.shape},"
+                f" not {pairs}"
             )
         return Pad(pairs, value)(self) if pairs else self  # nothing goes around a single number
 
@@ -461,7 +535,10 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     """
     values = values_of(condition)
     if not hasattr(values, "dtype") or values.dtype.kind != "b":
-        raise DtypeError(f"where needs a boolean condition, not {getattr(values, 'dtype', type(values).__name__)}")
+        raise DtypeError(
+            "where needs a boolean condition, not"
+            f" {getattr(values, 'dtype', type(values).__name__)}"
+        )
     a, b = operands("where", a, b)
     if any(map(is_cut, (condition, a, b))):  # the operation says what lies alike
         return in_float32(Where(), condition, a, b)
@@ -483,8 +560,13 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     if len(dtypes) > 1 and mixes(*dtypes):
         tensors = [converted(x, FLOAT32) for x in tensors]
     elif len(dtypes) > 1:
-        raise DtypeError(f"concatenate of {sorted(map(str, dtypes))} would change a dtype; convert with astype")
-    if not -ndim <= axis < ndim or len({s[: axis % ndim] + s[axis % ndim + 1 :] + (len(s),) for s in shapes}) > 1:
+        raise DtypeError(
+            f"concatenate of {sorted(map(str, dtypes))} would change a dtype; convert with astype"
+        )
+    if (
+        not -ndim <= axis < ndim
+        or len({s[: axis % ndim] + s[axis % ndim + 1 :] + (len(s),) for s in shapes}) > 1
+    ):
         raise ShapeError(f"concatenate of shapes {shapes} along axis {axis} does not fit")
     return Concatenate(axis % ndim)(*tensors)
 
@@ -498,7 +580,9 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def _sum(function: Function, a: Any, b: Any) -> Tensor:
-    """Apply a sum or product; of two tensors of one dtype in that dtype, which rounds as float32 and back would."""
+    """Apply a sum or product; of two tensors of one dtype in that dtype, which rounds as float32
+    and back would.
+    """
     if isinstance(a, Variable) and isinstance(b, Variable) and a.data.dtype == b.data.dtype:
         return function(a, b)
     return in_float32(function, a, b)
@@ -507,7 +591,9 @@ def _sum(function: Function, a: Any, b: Any) -> Tensor:
 def _difference(a: Any, b: Any) -> Tensor:
     a, b = operands("subtract", a, b)
     if all(isinstance(x, bool) or getattr(values_of(x), "dtype", None) == "bool" for x in (a, b)):
-        raise DtypeError("subtract of bool and bool means nothing; convert one with astype('float32')")
+        raise DtypeError(
+            "subtract of bool and bool means nothing; convert one with astype('float32')"
+        )
     return _sum(Pointwise("subtract"), a, b)
 
 
@@ -528,11 +614,18 @@ def _product(a: Any, b: Any) -> Tensor:
     inner = y.shape[0] if y.ndim == 1 else y.shape[-2]
     if x.shape[-1] != inner:
         refuse_parts("matmul", a, b)
-        raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: the inner sizes {x.shape[-1]} and {inner} differ")
+        raise ShapeError(
+            f"matmul of shapes {x.shape} and {y.shape}: the inner sizes {x.shape[-1]} and {inner}"
+            " differ"
+        )
     reads = read_as("matmul", a, b)
     if is_floating(reads) if type(x) is not np.ndarray else is_low(reads):
         a, b = (
-            converted(each, reads) if isinstance(each, Variable) else cast(namespace(each), each, reads)
+            (
+                converted(each, reads)
+                if isinstance(each, Variable)
+                else cast(namespace(each), each, reads)
+            )
             for each in (a, b)
         )
     try:
@@ -556,9 +649,17 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> tuple[int, ...]:
         UsageError: where a second axis stands in the place of keepdims.
     """
     if not isinstance(keepdims, bool):
-        raise UsageError(f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)")
+        raise UsageError(
+            f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)"
+        )
     ndim = x.data.ndim
-    given = tuple(range(ndim)) if axis is None else tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    given = (
+        tuple(range(ndim))
+        if axis is None
+        else tuple(axis)
+        if isinstance(axis, tuple | list)
+        else (axis,)
+    )
     found = _own_axes(x, *given)
     if len(set(found)) != len(found):
         raise ShapeError(f"axis {axis} names an axis twice")
@@ -604,7 +705,10 @@ def _as_array(data: Any, dtype: Any) -> Array:
         array = data if dtype is None else data.astype(dtype, copy=False)
     else:
         if isinstance(data, list | tuple) and any(isinstance(each, Variable) for each in data):
-            raise UsageError("a tensor is not made of tensors; nnmpi.tensor.stack and concatenate put them together")
+            raise UsageError(
+                "a tensor is not made of tensors; nnmpi.tensor.stack and concatenate put them"
+                " together"
+            )
         array = np.asarray(data, dtype=dtype)
         if dtype is None and array.dtype == np.float64 and not isinstance(data, np.generic):
             array = array.astype(np.float32)

@@ -54,12 +54,15 @@ from nnmpi.train.config import (
 from nnmpi.train.inputs import Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
-# Adam's where runs are compared, in place of 1e-8: it divides each gradient by its size, so that what is 0 but for
-# rounding would become an update as large as any, and two equal runs would differ. Divided by this, rounding stays what
-# it is.
+# Adam's where runs are compared, in place of 1e-8: it divides each gradient by its size, so that
+# what is 0 but for rounding would become an update as large as any, and two equal runs would
+# differ. Divided by this, rounding stays what it is.
 VERIFIED_EPS = 1e-3
 # Options that a layout has, too, by the same names.
-SAME = "virtual_stages split reduction memory_limit sp zero activation_memory offload offload_state expert_parallel"
+SAME = (
+    "virtual_stages split reduction memory_limit sp zero activation_memory offload offload_state"
+    " expert_parallel"
+)
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 
@@ -75,11 +78,18 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
         UsageError: when the model does not take such samples, or the user's own cannot be built.
     """
     if is_custom(config.model):
-        model = call_custom(config.model, "--model", "(sample_shape, classes)", sample_shape, classes)
+        model = call_custom(
+            config.model, "--model", "(sample_shape, classes)", sample_shape, classes
+        )
         if not isinstance(model, Module):
-            raise UsageError(f"--model {config.model} gave a {type(model).__name__}; return a nnmpi.nn.Module")
+            raise UsageError(
+                f"--model {config.model} gave a {type(model).__name__}; return a nnmpi.nn.Module"
+            )
         if not list(model.parameters()):
-            raise UsageError(f"--model {config.model} gave a model without parameters; give it a layer that has some")
+            raise UsageError(
+                f"--model {config.model} gave a model without parameters; give it a layer that has"
+                " some"
+            )
         return model
     if config.model == "mlp":
         return mlp(sample_shape, classes, config.hidden, config.activation, dropout_of(config))
@@ -90,12 +100,16 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
     return _build_sequence_model(config, sample_shape, classes)
 
 
-def _build_sequence_model(config: ModelConfig, sample_shape: tuple[int, ...], tokens: int) -> Module:
-    """Return a language model, uninitialized. See `build_model`; the classes are the tokens of the vocabulary."""
+def _build_sequence_model(
+    config: ModelConfig, sample_shape: tuple[int, ...], tokens: int
+) -> Module:
+    """Return a language model, uninitialized. See `build_model`; the classes are the tokens of the
+    vocabulary.
+    """
     if len(sample_shape) != 1:
         raise UsageError(
-            f"model {config.model} needs sequences of tokens, not samples of shape {sample_shape}; give a text, or try "
-            "model cnn or mlp"
+            f"model {config.model} needs sequences of tokens, not samples of shape {sample_shape};"
+            " give a text, or try model cnn or mlp"
         )
     layers, features, heads = config.sizes
     if config.model == "lstm":
@@ -107,11 +121,15 @@ def _build_sequence_model(config: ModelConfig, sample_shape: tuple[int, ...], to
     for name in ("layers", "features", "heads"):
         given, has = getattr(config, name), getattr(size, name)
         if given not in (None, has):
-            raise UsageError(f"--{name} {given} is not what --pretrained {config.pretrained} has, {has}; leave it out")
+            raise UsageError(
+                f"--{name} {given} is not what --pretrained {config.pretrained} has, {has}; leave"
+                " it out"
+            )
     if size.vocabulary < tokens or size.context < sample_shape[0]:
         raise UsageError(
-            f"--pretrained {config.pretrained} has {size.vocabulary} tokens and a context of {size.context}, but the "
-            f"data {tokens} and {sample_shape[0]}; give its own tokenizer, and a --context of at most {size.context}"
+            f"--pretrained {config.pretrained} has {size.vocabulary} tokens and a context of"
+            f" {size.context}, but the data {tokens} and {sample_shape[0]}; give its own tokenizer,"
+            f" and a --context of at most {size.context}"
         )
     return gpt(**vars(size), dropout=dropout_of(config))
 
@@ -128,7 +146,8 @@ def dropout_of(config: ModelConfig) -> float:
 
 
 def check_samples(model: str, samples: Samples) -> None:
-    """Refuse quantities for a model of tokens, the other way round, and labels that its outputs are too few for.
+    """Refuse quantities for a model of tokens, the other way round, and labels that its outputs are
+    too few for.
 
     Raises:
         UsageError: naming both.
@@ -139,13 +158,17 @@ def check_samples(model: str, samples: Samples) -> None:
         labels = samples.labels(np.arange(1))
         if labels.ndim > 1 and labels.dtype.kind == "i" and not samples.is_tokens:
             raise UsageError(
-                f"{samples.name} has labels of shape {labels.shape[1:]} for each sample, and --model {model} predicts "
-                "one class; give one label for each sample, or a model of your own"
+                f"{samples.name} has labels of shape {labels.shape[1:]} for each sample, and"
+                f" --model {model} predicts one class; give one label for each sample, or a model"
+                " of your own"
             )
         return
-    what, others = ("tokens", SEQUENCE_MODELS) if samples.is_tokens else ("no text or tokens", ("mlp", "cnn"))
+    what, others = (
+        ("tokens", SEQUENCE_MODELS) if samples.is_tokens else ("no text or tokens", ("mlp", "cnn"))
+    )
     raise UsageError(
-        f"--model {model} does not go with {samples.name}, whose samples are {what}; give --model {' or '.join(others)}"
+        f"--model {model} does not go with {samples.name}, whose samples are {what}; give --model"
+        f" {' or '.join(others)}"
     )
 
 
@@ -155,11 +178,16 @@ def check_vocabulary(model: Module, samples: Samples) -> None:
     Raises:
         UsageError: with both numbers.
     """
-    entries = [module.num_embeddings for _, module in model.named_modules() if isinstance(module, Embedding)]
+    entries = [
+        module.num_embeddings
+        for _, module in model.named_modules()
+        if isinstance(module, Embedding)
+    ]
     if entries and samples.vocabulary > max(entries):
         raise UsageError(
-            f"{samples.name} has {samples.vocabulary} tokens, but the model's embedding {max(entries)} rows: token "
-            f"{samples.vocabulary - 1} is outside its vocabulary; make the model larger, or take its own tokenizer"
+            f"{samples.name} has {samples.vocabulary} tokens, but the model's embedding"
+            f" {max(entries)} rows: token {samples.vocabulary - 1} is outside its vocabulary; make"
+            " the model larger, or take its own tokenizer"
         )
 
 
@@ -175,7 +203,9 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
 
 
 def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
-    """Return over how many steps the learning rate rises: by default over an epoch, at most a tenth of all of them."""
+    """Return over how many steps the learning rate rises: by default over an epoch, at most a tenth
+    of all of them.
+    """
     if config.warmup_epochs is None:
         return min(extent.train_batches, extent.steps // 10)
     return round(config.warmup_epochs * extent.train_batches)
@@ -184,7 +214,8 @@ def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
 def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
     """Return the learning rate as a function of the step.
 
-    What follows the warm-up has the rest of the run; a run that is shorter than its warm-up sees nothing of it.
+    What follows the warm-up has the rest of the run; a run that is shorter than its warm-up sees
+    nothing of it.
     """
     lr = config.lr
     warmup = warmup_steps(config, extent)
@@ -197,18 +228,28 @@ def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
     elif is_custom(config.lr_schedule):
         wanted = "(step, steps, lr)"
         first = call_custom(config.lr_schedule, "--lr-schedule", wanted, 0, extent.steps, lr)
-        require(isinstance(first, int | float), f"--lr-schedule {config.lr_schedule} gave {first!r}; return a number")
+        require(
+            isinstance(first, int | float),
+            f"--lr-schedule {config.lr_schedule} gave {first!r}; return a number",
+        )
         rate = load_custom(config.lr_schedule, "--lr-schedule", wanted)
         after = lambda step: float(rate(step, extent.steps, lr))  # noqa: E731
     return Warmup(warmup, after) if warmup else after
 
 
-def build_optimizer(config: OptimizationConfig, storage: FlatStorage, eps: float | None = None) -> Optimizer:
-    """Return the optimizer over a model's storage; eps is Adam's, where another than its own is wanted."""
+def build_optimizer(
+    config: OptimizationConfig, storage: FlatStorage, eps: float | None = None
+) -> Optimizer:
+    """Return the optimizer over a model's storage; eps is Adam's, where another than its own is
+    wanted.
+    """
     if is_custom(config.optimizer):
         made = call_custom(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
         if not isinstance(made, Optimizer):
-            raise UsageError(f"--optimizer {config.optimizer} gave a {type(made).__name__}; return an optim.Optimizer")
+            raise UsageError(
+                f"--optimizer {config.optimizer} gave a {type(made).__name__}; return an"
+                " optim.Optimizer"
+            )
         return made
     return updates.build(
         config.optimizer,
@@ -234,7 +275,9 @@ def build_layout(config: ParallelConfig, rule: OptimizationConfig, model: ModelC
 
 
 def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
-    """Return the layout with ring attention where ranks that share sequences are more than the model's heads."""
+    """Return the layout with ring attention where ranks that share sequences are more than the
+    model's heads.
+    """
     if layout.sp == 1 or model.model != "gpt":
         return layout
     heads = model.sizes[2] if model.pretrained is None else read_size(model.pretrained).heads
@@ -250,7 +293,9 @@ def build_whole(config: Config, train: Samples, backend: Backend, group: Group) 
     """
     with agreed(group), explained(backend, TOO_LARGE):
         check_samples(config.model.model, train)
-        model = build_model(config.model, train.sample_shape, ModelSignature.of(train, None).outputs)
+        model = build_model(
+            config.model, train.sample_shape, ModelSignature.of(train, None).outputs
+        )
         check_vocabulary(model, train)
     return model
 
@@ -264,7 +309,8 @@ def build_trainer(
     layout: Layout | None = None,
     verified: bool = False,
 ) -> Trainer:
-    """Return what trains: an initialized model and its optimizer, on ranks that go on as the options say. Collective.
+    """Return what trains: an initialized model and its optimizer, on ranks that go on as the
+    options say. Collective.
 
     Args:
         config: every option.
@@ -273,8 +319,9 @@ def build_trainer(
         inputs: the data.
         backend: where this rank computes.
         layout: how the model is spread over the ranks; None for all of it on each.
-        verified: whether it is to be compared with another run, in step: every step is checked, gradients stay,
-            messages leave when they are awaited, and Adam makes no updates of rounding.
+        verified: whether it is to be compared with another run, in step: every step is checked,
+            gradients stay, messages leave when they are awaited, and Adam makes no updates of
+            rounding.
 
     Raises:
         UsageError: on all ranks, for what this number of ranks cannot do.
@@ -285,12 +332,15 @@ def build_trainer(
     if layout is not None and not sync.rule.asynchronous:
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
         sample = inputs.train.rows(np.arange(rows), config.run.dtype)
-        with use_precision(config.run.precision), explained(backend, TOO_LARGE):  # it measures what each layer takes
+        with use_precision(config.run.precision), explained(backend, TOO_LARGE):
+            # it measures what each layer takes
             where = arrange(model, group, layout, sample, config.run.dtype, backend)
         model = where.model
     with agreed(group), explained(backend, TOO_LARGE):
         storage = FlatStorage if where is None else where.storage
-        model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend, storage=storage)
+        model.initialize(
+            seed=config.run.seed, dtype=config.run.dtype, backend=backend, storage=storage
+        )
         if config.model.pretrained is not None:
             load_pretrained(model, config.model.pretrained)
         optimizer = build_optimizer(options, model.storage, VERIFIED_EPS if verified else None)
@@ -310,7 +360,15 @@ def build_trainer(
     fused = False if verified else None  # the fused update leaves no gradients
     allreduce = load_custom(config.parallel.allreduce, "--allreduce", "(rank, size)")
     exchange = GradientExchange(allreduce, fused_update=fused, check=verified)
-    return Worker(model, optimizer, group, exchange=exchange, arrangement=where, synchronous_sends=verified, **common)
+    return Worker(
+        model,
+        optimizer,
+        group,
+        exchange=exchange,
+        arrangement=where,
+        synchronous_sends=verified,
+        **common,
+    )
 
 
 @contextmanager
@@ -322,7 +380,8 @@ def trial_run(
     backend: Backend,
     verified: bool = False,
 ) -> Iterator[tuple[Worker, Inputs, Iterator[Batch]]]:
-    """Make what trains samples in a layout, and give it with its inputs and batches without an end. Collective.
+    """Make what trains samples in a layout, and give it with its inputs and batches without an end.
+    Collective.
 
     What is trained is thrown away.
 
@@ -340,7 +399,11 @@ def trial_run(
     trainer = build_trainer(config, model, group, inputs, backend, layout, verified)
     if not isinstance(trainer, Worker):
         raise UsageError("only ranks in step are measured and compared")
-    yield trainer, inputs, (batch for epoch in count() for batch in inputs.train_loader.epoch(epoch))
+    yield (
+        trainer,
+        inputs,
+        (batch for epoch in count() for batch in inputs.train_loader.epoch(epoch)),
+    )
     trainer.release()
     trainer.arrangement.free()
 
@@ -349,13 +412,17 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     """Return the layout that was asked for and the mesh that it means here. Collective.
 
     Raises:
-        LayoutError, UsageError: on all ranks, when it does not fit the world, or options do not go together.
+        LayoutError, UsageError: on all ranks, when it does not fit the world, or options do not go
+            together.
     """
     with agreed(group):
         layout = build_layout(config.parallel, config.optimization, config.model)
     mesh = find_mesh(group, layout)
     for name in given(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
-        fits = mesh.pp > 1 or config.run.resume is not None  # then it may be that of a run that had a pipeline
-        sentence = f"belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out"
+        # then it may be that of a run that had a pipeline
+        fits = mesh.pp > 1 or config.run.resume is not None
+        sentence = (
+            f"belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out"
+        )
         require(fits, f"{flag_of(name)} {sentence}")
     return layout, mesh

@@ -1,4 +1,5 @@
-"""Where a run stands, and its checkpoints: folders of safetensors and JSON that are whole or absent.
+"""Where a run stands, and its checkpoints: folders of safetensors and JSON that are whole or
+absent.
 
     checkpoints/
       step-00000120/  model.safetensors  optimizer.safetensors  state.json
@@ -11,13 +12,14 @@
     restore     the trainer's arrays and the loop's state from what was found
     save, resume    the same for a loop of one's own
 
-Rank 0 reads and writes, so no shared file system is needed. Arrays go between its file and the ranks' parts of them one
-at a time (see `parallel.model_state`): a checkpoint fits a layout that no single rank's memory would hold, and any
-layout reads what any other has written.
+Rank 0 reads and writes, so no shared file system is needed. Arrays go between its file and the
+ranks' parts of them one at a time (see `parallel.model_state`): a checkpoint fits a layout that no
+single rank's memory would hold, and any layout reads what any other has written.
 
-A checkpoint is written under a temporary name (see `CheckpointWriter`), every file is brought to disk, and then the
-folder is renamed: a kill at any moment leaves the older ones as they were. state.json holds the size and SHA-256 of the
-other two files, and the SHA-256 of its own values, so that damage is found before a weight is used. No pickle anywhere.
+A checkpoint is written under a temporary name (see `CheckpointWriter`), every file is brought to
+disk, and then the folder is renamed: a kill at any moment leaves the older ones as they were.
+state.json holds the size and SHA-256 of the other two files, and the SHA-256 of its own values, so
+that damage is found before a weight is used. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -48,7 +50,16 @@ from nnmpi.compose.arrange import replicate
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.errors import CheckpointError, DataError, UsageError, counted, raised_as
-from nnmpi.files import foreign, read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
+from nnmpi.files import (
+    foreign,
+    read_json,
+    read_text,
+    rebuilt,
+    sha256,
+    sync_folder,
+    write_atomically,
+    write_synced,
+)
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
@@ -77,8 +88,10 @@ class Extent:
     """How long a run is.
 
     Attributes:
-        epochs, steps: passes over the training data, and updates; the run ends with whichever comes first.
-        train_batches, test_batches: batches of one pass over the training data, and over the test data.
+        epochs, steps: passes over the training data, and updates; the run ends with whichever comes
+            first.
+        train_batches, test_batches: batches of one pass over the training data, and over the test
+            data.
         stop: after how many updates it ends this time.
     """
 
@@ -95,15 +108,16 @@ class Extent:
 
 @dataclass
 class RunState:
-    """A run between two steps. (Making a frozen one takes longer, and an epoch has several.) Nobody writes to one.
+    """A run between two steps. (Making a frozen one takes longer, and an epoch has several.) Nobody
+    writes to one.
 
     Attributes:
         step: updates done.
         epoch, batch: the next batch: its epoch (from 0), and its number in the epoch.
         window: sums since the last line of training metrics.
         in_epoch: sums since the epoch began.
-        best, best_step: the accuracy of the best evaluation so far, of tokens and quantities its loss, and after how
-            many steps it was; 0 for none.
+        best, best_step: the accuracy of the best evaluation so far, of tokens and quantities its
+            loss, and after how many steps it was; 0 for none.
         elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
         samples: rows of the training set, which `batch` counts in.
         data: what tells the data from others, see `Inputs.identity`.
@@ -121,9 +135,13 @@ class RunState:
     data: str = ""
 
     def after(self, totals: Totals, window: Totals) -> RunState:
-        """Return the state after the steps that have these sums, with those since the last line of metrics."""
+        """Return the state after the steps that have these sums, with those since the last line of
+        metrics.
+        """
         step, batch = self.step + totals.steps, self.batch + totals.steps
-        return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals), window=window)
+        return replace(
+            self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals), window=window
+        )
 
     def after_epoch(self) -> RunState:
         """Return the state at the beginning of the next epoch."""
@@ -153,11 +171,12 @@ class Checkpoint:
     """Everything that a run needs to go on, found and verified once.
 
     Attributes:
-        values: JSON values of state.json: step, epoch, batch, seed, the optimizer's scalars and what the loop adds.
+        values: JSON values of state.json: step, epoch, batch, seed, the optimizer's scalars and
+            what the loop adds.
         folder: where it lies, on rank 0's node.
         notices: lines to print about it.
-        model: parameters and buffers of the whole model by full name, whatever the layout of the run was; read when
-            they are asked for. On rank 0 alone, as the optimizer.
+        model: parameters and buffers of the whole model by full name, whatever the layout of the
+            run was; read when they are asked for. On rank 0 alone, as the optimizer.
         optimizer: state arrays by "slot/full.parameter.name".
     """
 
@@ -173,7 +192,9 @@ class Checkpoint:
         return rebuilt(Mesh, self.values["layout"])
 
     def cuts(self, mesh: Mesh, virtual_stages: int) -> list[int] | None:
-        """Return how many layers of the model's chain each stage had; None with another number of stages."""
+        """Return how many layers of the model's chain each stage had; None with another number of
+        stages.
+        """
         cuts: list[int] = self.values["cuts"]
         return cuts if len(cuts) == mesh.pp * virtual_stages and mesh.pp > 1 else None
 
@@ -184,17 +205,20 @@ class Saver(AbstractContextManager["Saver"]):
         training    step |write| step | step | step | step |write| step |end|   "write" waits for the checkpoint before
         beside it        '-----sum, sync, name, remove-----'     '----------'
 
-    The values are copied where they must go anyway: into the files, which the system keeps in memory until it has
-    brought them to the disk. So nothing that is as long as the model stays in the program, whatever the layout is. All
-    that waits for the disk or looks at every byte is done beside training.
+    The values are copied where they must go anyway: into the files, which the system keeps in
+    memory until it has brought them to the disk. So nothing that is as long as the model stays in
+    the program, whatever the layout is. All that waits for the disk or looks at every byte is done
+    beside training.
 
     Args:
         folder: of the run.
-        recorder: its records are brought to the disk first: a checkpoint must not be newer than they are.
+        recorder: its records are brought to the disk first: a checkpoint must not be newer than
+            they are.
         group: all ranks of the run.
 
     Attributes:
-        spent_s, last_s: what all of them, and the last one, have taken, beside training too; on rank 0.
+        spent_s, last_s: what all of them, and the last one, have taken, beside training too; on
+            rank 0.
     """
 
     def __init__(self, folder: RunFolder, recorder: MetricsRecorder, group: Group) -> None:
@@ -203,7 +227,11 @@ class Saver(AbstractContextManager["Saver"]):
         self.spent_s = self.last_s = 0.0
 
     def save(
-        self, trainer: Trainer, state: RunState, metadata: Mapping[str, str] | None = None, best: bool = False
+        self,
+        trainer: Trainer,
+        state: RunState,
+        metadata: Mapping[str, str] | None = None,
+        best: bool = False,
     ) -> None:
         """Write a checkpoint of this state, but for what is done beside what follows. Collective.
 
@@ -214,11 +242,12 @@ class Saver(AbstractContextManager["Saver"]):
             best: whether these are the best weights so far, which stay too.
 
         Raises:
-            CheckpointError: on all ranks, when it cannot be written, or the one before could not; older ones are
-                intact.
+            CheckpointError: on all ranks, when it cannot be written, or the one before could not;
+                older ones are intact.
         """
         began, group, folder = clock.now(), self._group, self._folder.checkpoints
-        writer, values = CheckpointWriter(folder, state.step), _values(trainer, state)  # used on rank 0 alone
+        # used on rank 0 alone
+        writer, values = CheckpointWriter(folder, state.step), _values(trainer, state)
         what = f"no checkpoint of step {state.step} can be written into {folder}"
         explained = raised_as(CheckpointError, what, "older ones are intact")
 
@@ -260,7 +289,8 @@ class Saver(AbstractContextManager["Saver"]):
         on_root(self._group, self._end_last)
 
     def is_affordable(self, limit_s: float) -> bool:
-        """Return whether with one more like the last one all take at most so many seconds; call it on rank 0.
+        """Return whether with one more like the last one all take at most so many seconds; call it
+        on rank 0.
 
         Raises:
             CheckpointError: when the last one could not be written.
@@ -271,7 +301,9 @@ class Saver(AbstractContextManager["Saver"]):
         return self.spent_s + self.last_s <= limit_s
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for the last checkpoint, which a run that ends with an error leaves too. Not collective."""
+        """Wait for the last checkpoint, which a run that ends with an error leaves too. Not
+        collective.
+        """
         with nullcontext() if error is None else suppress(CheckpointError):
             self._end_last()
 
@@ -283,7 +315,9 @@ class Saver(AbstractContextManager["Saver"]):
             self.spent_s += self.last_s
 
 
-def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = False) -> Checkpoint | None:
+def find(
+    folder: RunFolder, group: Group, writes: bool = True, best: bool = False
+) -> Checkpoint | None:
     """Return the run's last good checkpoint; None where there is none yet. Collective.
 
     Args:
@@ -293,7 +327,8 @@ def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = Fals
         best: take the one with the best evaluation.
 
     Raises:
-        CheckpointError: on all ranks, when none is whole, it holds what no run writes, or the folder cannot be used.
+        CheckpointError: on all ranks, when none is whole, it holds what no run writes, or the
+            folder cannot be used.
     """
     found: list[Checkpoint] = []  # on rank 0
 
@@ -302,10 +337,15 @@ def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = Fals
         loaded = load_checkpoint(folder.checkpoints, best)
         if loaded is None:
             return None
-        with foreign(loaded.folder / STATE_FILE, CheckpointError, "not what a run writes"):  # before any work is done
+        with foreign(loaded.folder / STATE_FILE, CheckpointError, "not what a run writes"):
+            # before any work is done
             _ = RunState.from_json(loaded.values), loaded.cuts(loaded.mesh, 1)
         found.append(loaded)
-        return [dict(loaded.values), str(loaded.folder), [*loaded.notices, f"resuming from {loaded.folder}"]]
+        return [
+            dict(loaded.values),
+            str(loaded.folder),
+            [*loaded.notices, f"resuming from {loaded.folder}"],
+        ]
 
     answer: list[Any] | None = on_root(group, read)
     if answer is None:
@@ -333,12 +373,18 @@ def restore(
         return first, [f"{folder.path} has no checkpoint yet: starting at the beginning"]
     state = RunState.from_json(last.values)
     if (state.samples, state.data or first.data) != (first.samples, first.data):
-        had, has = f"a run with {state.samples} training samples", f"the data set now gives {first.samples}"
+        had, has = (
+            f"a run with {state.samples} training samples",
+            f"the data set now gives {first.samples}",
+        )
         if state.samples == first.samples:
-            had, has = "a run on other data", "the samples or labels have changed since, as many as they are"
+            had, has = (
+                "a run on other data",
+                "the samples or labels have changed since, as many as they are",
+            )
         raise DataError(
-            f"{last.folder} is of {had}, but {has}; resume with the data that it began with, or start a new run with "
-            "another --out"
+            f"{last.folder} is of {had}, but {has}; resume with the data that it began with, or"
+            " start a new run with another --out"
         )
     _read(last, trainer.state())
     with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
@@ -347,18 +393,28 @@ def restore(
 
 
 def _write(
-    writer: CheckpointWriter, arrays: Arrays, group: Group, explained: Any, about: Mapping[str, str] | None = None
+    writer: CheckpointWriter,
+    arrays: Arrays,
+    group: Group,
+    explained: Any,
+    about: Mapping[str, str] | None = None,
 ) -> None:
     """Write the model's arrays and the optimizer's; errors come through `explained`. Collective."""
     for file, each in zip((MODEL_FILE, OPTIMIZER_FILE), arrays, strict=True):
-        on_root(group, partial(explained(writer.open), file, each.specs(), about if file == MODEL_FILE else None))
+        on_root(
+            group,
+            partial(
+                explained(writer.open), file, each.specs(), about if file == MODEL_FILE else None
+            ),
+        )
         each.gather(explained(writer.write))
 
 
 def _read(last: Checkpoint, arrays: Arrays) -> None:
     """Give the model and the optimizer what a checkpoint holds, or change nothing. Collective."""
     sources = [source_of(last.model), source_of(last.optimizer)]
-    for each, (_, specs, file) in zip(arrays, sources, strict=True):  # both, before either is written
+    for each, (_, specs, file) in zip(arrays, sources, strict=True):
+        # both, before either is written
         each.check(specs, file)
     for each, source in zip(arrays, sources, strict=True):
         each.scatter(*source)
@@ -368,7 +424,8 @@ def _read(last: Checkpoint, arrays: Arrays) -> None:
 
 
 def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None:
-    """Write a checkpoint of a loop of one's own: weights, the optimizer's state, and the place in the data. Collective.
+    """Write a checkpoint of a loop of one's own: weights, the optimizer's state, and the place in
+    the data. Collective.
 
         nnmpi.save("checkpoints", worker, epoch=epoch + 1)
 
@@ -376,7 +433,8 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
 
     Args:
         folder: of its checkpoints, which may be made; each is named after the optimizer's steps.
-        loop: a `Worker`; or model, optimizer and group, where the ranks of the group have the same of both.
+        loop: a `Worker`; or model, optimizer and group, where the ranks of the group have the same
+            of both.
         keep: how many of the newest ones stay.
         place: numbers and texts, which `resume` returns.
 
@@ -387,8 +445,12 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
     try:
         json.dumps(place, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"the place is numbers and texts of Python's, such as int(epoch): {error}") from None
-    explained = raised_as(CheckpointError, f"no checkpoint can be written into {folder}", "older ones are intact")
+        raise UsageError(
+            f"the place is numbers and texts of Python's, such as int(epoch): {error}"
+        ) from None
+    explained = raised_as(
+        CheckpointError, f"no checkpoint can be written into {folder}", "older ones are intact"
+    )
     with _training(loop) as training:
         writer, group = CheckpointWriter(Path(folder), training.optimizer.steps), training.group
         values = {"optimizer": training.scalars(), "place": place}
@@ -402,10 +464,11 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
 
 
 def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
-    """Put back the last good checkpoint that `save` wrote, and return its place; {} where there is none. Collective.
+    """Put back the last good checkpoint that `save` wrote, and return its place; {} where there is
+    none. Collective.
 
-    The loop then goes on to the bits of one without a break: dropout depends on the optimizer's steps, and the order of
-    the data on seed and epoch.
+    The loop then goes on to the bits of one without a break: dropout depends on the optimizer's
+    steps, and the order of the data on seed and epoch.
 
         place = nnmpi.resume("checkpoints", worker)
         for epoch in range(place.get("epoch", 0), 20): ...
@@ -414,8 +477,8 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
         folder, loop: as of `save`.
 
     Raises:
-        CheckpointError: on all ranks, when none is whole, it does not fit the model, or it is of another program;
-            nothing is changed then.
+        CheckpointError: on all ranks, when none is whole, it does not fit the model, or it is of
+            another program; nothing is changed then.
     """
     found: list[Checkpoint] = []  # on rank 0
 
@@ -426,7 +489,8 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
             return None
         if "place" not in last.values:
             raise CheckpointError(
-                f"{last.folder} is of the train command, which goes on by --resume; nnmpi.load opens it"
+                f"{last.folder} is of the train command, which goes on by --resume; nnmpi.load"
+                " opens it"
             )
         for notice in last.notices:
             warnings.warn(notice, stacklevel=2)
@@ -453,8 +517,12 @@ def _training(loop: Loop) -> Iterator[Training]:
     where.free()
 
 
-def source_of(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
-    """Return what `ModelState.scatter` takes: on rank 0 how to read the file, what is in it, and its name."""
+def source_of(
+    file: TensorFile | None,
+) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
+    """Return what `ModelState.scatter` takes: on rank 0 how to read the file, what is in it, and
+    its name.
+    """
     if file is None:
         return dict[str, Array]().__getitem__, None, None
     return file.__getitem__, file.specs, file.file
@@ -474,7 +542,9 @@ def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
 
 
 def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
-    """Return a line where a run goes on with another layout: which, and whether its results stay equal to the bit."""
+    """Return a line where a run goes on with another layout: which, and whether its results stay
+    equal to the bit.
+    """
     before, now = last.mesh, trainer.arrangement.mesh.mesh
     if before.shape == now.shape:
         return []
@@ -489,7 +559,8 @@ def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
 
 
 def check_folder(folder: Path, writes: bool = True) -> None:
-    """Check that a run can go on from what is here and write more, before it does work that could not be kept.
+    """Check that a run can go on from what is here and write more, before it does work that could
+    not be kept.
 
     A folder that is not there yet is fine.
 
@@ -498,11 +569,15 @@ def check_folder(folder: Path, writes: bool = True) -> None:
     """
     if not os.path.lexists(folder):
         return
-    if not folder.is_dir():  # a file, or a link that leads nowhere: there is no checkpoint, and none can be written
-        raise CheckpointError(f"{folder} is not a folder; put the run's checkpoints there, or move it away")
+    if not folder.is_dir():
+        # a file, or a link that leads nowhere: there is no checkpoint, and none can be written
+        raise CheckpointError(
+            f"{folder} is not a folder; put the run's checkpoints there, or move it away"
+        )
     if not os.access(folder, os.R_OK | os.X_OK | (os.W_OK if writes else 0)):
         raise CheckpointError(
-            f"{folder} cannot be used; let this user read and write it, or copy the run to where that is so"
+            f"{folder} cannot be used; let this user read and write it, or copy the run to where"
+            " that is so"
         )
 
 
@@ -530,7 +605,9 @@ def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
         except CheckpointError as error:
             notices.append(f"{error}; an older checkpoint is used instead")
     if notices:
-        raise CheckpointError(f"no checkpoint in {folder} is whole: {notices[0].rpartition(';')[0]}")
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole: {notices[0].rpartition(';')[0]}"
+        )
     return None
 
 
@@ -538,14 +615,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in this folder.
 
     Raises:
-        CheckpointError: when a file is missing, unreadable, cut, changed, or of a newer format; the message names it.
+        CheckpointError: when a file is missing, unreadable, cut, changed, or of a newer format; the
+            message names it.
     """
     file = folder / STATE_FILE
     with foreign(file, CheckpointError, "damaged or missing"):
         state = read_json(file)
         found, files = state.pop("sha256"), state["files"]
     if state.get("format") != FORMAT:
-        raise CheckpointError(f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it")
+        raise CheckpointError(
+            f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it"
+        )
     if found != digest(state):
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
     try:
@@ -554,7 +634,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (AttributeError, KeyError, TypeError):
         raise CheckpointError(f"{file} does not say the sizes and sums of its files") from None
     del state["format"], state["files"]
-    return Checkpoint(state, folder, (), TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE))
+    return Checkpoint(
+        state, folder, (), TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE)
+    )
 
 
 def digest(state: Mapping[str, Any]) -> str:
@@ -577,7 +659,9 @@ def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def steps(folder: Path) -> list[Path]:
-    """Return the checkpoints' folders, newest first; temporary ones begin with a dot and are not among them."""
+    """Return the checkpoints' folders, newest first; temporary ones begin with a dot and are not
+    among them.
+    """
     return sorted((each for each in folder.glob(f"{PREFIX}*") if each.is_dir()), reverse=True)
 
 
@@ -597,7 +681,8 @@ def _named(folder: Path, file: str) -> Path | None:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint that nobody sees until it is whole: a folder under a temporary name, which `finish` renames.
+    """Writes a checkpoint that nobody sees until it is whole: a folder under a temporary name,
+    which `finish` renames.
 
         writer = CheckpointWriter(folder, step=120)
         try:
@@ -605,11 +690,13 @@ class CheckpointWriter:
             writer.open(MODEL_FILE, outlines)
             writer.write("0.weight", array)     # one array at a time, in the order of the outlines
             ...
-            writer.finish(state, keep=3)        # all that waits for the disk, or looks at every byte, is done here
+            writer.finish(state, keep=3)        # all that waits for the disk, or looks at every
+                                                byte, is done here
         finally:
             writer.discard()                    # what is not finished is removed
 
-    All methods but `discard` raise OSError when the disk is full or not writable. Older checkpoints are then as before.
+    All methods but `discard` raise OSError when the disk is full or not writable. Older checkpoints
+    are then as before.
 
     Args:
         folder: of the run's checkpoints; it is made if needed.
@@ -631,7 +718,9 @@ class CheckpointWriter:
             shutil.rmtree(left, ignore_errors=True)
         self._temporary.mkdir()
 
-    def open(self, name: str, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None) -> None:
+    def open(
+        self, name: str, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None
+    ) -> None:
         """Begin a file of arrays."""
         self._writers[name] = TensorWriter(self._temporary / name, specs, metadata)
 
@@ -640,10 +729,11 @@ class CheckpointWriter:
         self._writers[next(reversed(self._writers))].write(name, array)
 
     def finish(self, state: Mapping[str, Any], keep: int, best: bool = False) -> str:
-        """Write state.json, wait until the disk has everything, give the checkpoint its name, and return that.
+        """Write state.json, wait until the disk has everything, give the checkpoint its name, and
+        return that.
 
-        Keeps the `keep` newest ones, and the best. Checkpoints of later steps are removed too: they belong to a future
-        that a resumed run has left.
+        Keeps the `keep` newest ones, and the best. Checkpoints of later steps are removed too: they
+        belong to a future that a resumed run has left.
 
         Args:
             state: JSON values.
@@ -672,7 +762,9 @@ class CheckpointWriter:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove checkpoints beyond the `keep` newest and the best, and those of later steps than the one just written."""
+    """Remove checkpoints beyond the `keep` newest and the best, and those of later steps than the
+    one just written.
+    """
     found, best = steps(folder), _named(folder, BEST_FILE)
     past = [each for each in found if each <= newest]
     for each in found:
@@ -682,7 +774,8 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 
 # ---- one file of arrays ----
 #
-# The library writes all arrays at once, so that all of them would have to be there; here they come one at a time:
+# The library writes all arrays at once, so that all of them would have to be there; here they come
+# one at a time:
 #
 #     8 bytes      N, the length of the header, little-endian
 #     N bytes      the header, JSON: {"0.weight": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
@@ -692,7 +785,11 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 
 HEADER_STEP_BYTES = 8  # the header is filled up with spaces, so that the elements are aligned
 NAMES = {
-    **{f"{kind}{bits}": f"{short}{bits}" for kind, short in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)},
+    **{
+        f"{kind}{bits}": f"{short}{bits}"
+        for kind, short in (("int", "I"), ("uint", "U"))
+        for bits in (8, 16, 32, 64)
+    },
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     "complex64": "C64",
     "bool": "BOOL",
@@ -704,7 +801,8 @@ class TensorWriter:
     """Writes one file.
 
     Args:
-        file: a new file; it is seen half-written, so it belongs into a folder that nobody reads yet.
+        file: a new file; it is seen half-written, so it belongs into a folder that nobody reads
+            yet.
         specs: shape and dtype of each array, in the order in which they will come.
         metadata: texts by name, which the file holds too.
 
@@ -713,7 +811,9 @@ class TensorWriter:
         OSError: when the disk is full or not writable; so do the methods.
     """
 
-    def __init__(self, file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self._file = file
         header = _header(file, specs, metadata or {})
         self._stream = file.open("wb")
@@ -731,7 +831,8 @@ class TensorWriter:
     def close(self) -> dict[str, str | int]:
         """Wait until the disk has the file, and return its "bytes" and "sha256".
 
-        The sum is taken here, of what the file holds, so that whoever waits for `write` does not wait for it.
+        The sum is taken here, of what the file holds, so that whoever waits for `write` does not
+        wait for it.
         """
         self._stream.flush()
         found: dict[str, str | int] = {"bytes": self._stream.tell(), "sha256": sha256(self._file)}
@@ -768,7 +869,9 @@ class TensorFile:
             self.metadata: dict[str, str] = opened.metadata() or {}
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             self.specs = {
-                name: ArraySpec(tuple(each.get_shape()), DTYPES.get(each.get_dtype(), each.get_dtype()))
+                name: ArraySpec(
+                    tuple(each.get_shape()), DTYPES.get(each.get_dtype(), each.get_dtype())
+                )
                 for name, each in slices.items()
             }
 
@@ -778,7 +881,8 @@ class TensorFile:
         Raises:
             CheckpointError: when it cannot be read, or there is none of this name.
         """
-        with open_arrays(self.file, CheckpointError) as opened:  # kept open, it would keep a removed file on the disk
+        with open_arrays(self.file, CheckpointError) as opened:
+            # kept open, it would keep a removed file on the disk
             array: Array = opened.get_tensor(name)
         return array
 
@@ -789,8 +893,14 @@ def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, s
     at = 0
     for name, spec in specs.items():
         if spec.dtype not in NAMES:
-            raise CheckpointError(f"{name} is {spec.dtype}, which {file.name} cannot hold; use float32 or float64")
-        entries[name] = {"dtype": NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [at, at + spec.bytes]}
+            raise CheckpointError(
+                f"{name} is {spec.dtype}, which {file.name} cannot hold; use float32 or float64"
+            )
+        entries[name] = {
+            "dtype": NAMES[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": [at, at + spec.bytes],
+        }
         at += spec.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % HEADER_STEP_BYTES)

@@ -1,10 +1,11 @@
 """The command: from the words on the command line to a trained network. Every rank calls `main`.
 
-Options come in layers, and the stronger one wins: defaults < resumed run < file < command line. Every check happens
-once, on the values that will be used.
+Options come in layers, and the stronger one wins: defaults < resumed run < file < command line.
+Every check happens once, on the values that will be used.
 
-Errors leave as exceptions. Those of this package carry one sentence and an exit status; the hook that `comm.mpi.start`
-installs prints what all ranks raise once, and lets all of them end with the same status.
+Errors leave as exceptions. Those of this package carry one sentence and an exit status; the hook
+that `comm.mpi.start` installs prints what all ranks raise once, and lets all of them end with the
+same status.
 """
 
 import os
@@ -59,7 +60,8 @@ FIRST = """
 model hidden layers features dataset data_dir epochs max_steps batch_size optimizer lr weight_decay lr_schedule clip
 dp pp tp pipeline microbatches zero allreduce sync slow network simulate seed out resume verbose
 """
-# What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
+# What a run cannot change when it goes on: its weights, its data and its order of samples hang on
+# these.
 FIXED = """
 model hidden activation dropout layers features heads experts experts_top experts_capacity context dataset
 target tokenizer text_columns text_samples test_fraction normalize partition batch_size optimizer loss dtype seed
@@ -77,12 +79,19 @@ def launch(words: Sequence[str]) -> None:
         config = parse(words)
         sync = config.sync
         cpu_factor = 0.0 if sync.slowness(0).minimum_s else 1.0
-        return {"ranks": sync.simulate, "machine": sync.machine, "seed": config.run.seed, "cpu_factor": cpu_factor}
+        return {
+            "ranks": sync.simulate,
+            "machine": sync.machine,
+            "seed": config.run.seed,
+            "cpu_factor": cpu_factor,
+        }
 
     run_on_ranks(words, main, simulation, StopSignals)
 
 
-def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group) -> tuple[Console, T]:
+def ask(
+    words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group
+) -> tuple[Console, T]:
     """Return where a command prints, and what its words ask for. Collective.
 
     Raises:
@@ -98,18 +107,21 @@ def run_on_ranks(
     simulation: Callable[[], dict[str, Any]] = lambda: {"ranks": 0},
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
-    """Call the program on the ranks that MPI has started, or with --simulate on simulated ones; return what it does.
+    """Call the program on the ranks that MPI has started, or with --simulate on simulated ones;
+    return what it does.
 
     Help that was asked for is printed, by one rank.
 
     Args:
         words: of the command line.
         program: is given the words, and the group.
-        simulation: returns the arguments of `simulate`, as the words have them; 0 ranks for those of MPI.
+        simulation: returns the arguments of `simulate`, as the words have them; 0 ranks for those
+            of MPI.
         around: entered while ranks are simulated.
 
     Raises:
-        LaunchError, UsageError: as `comm.mpi.start.start` does, and for --simulate under a launcher of processes.
+        LaunchError, UsageError: as `comm.mpi.start.start` does, and for --simulate under a launcher
+            of processes.
         NnmpiError: as the program.
     """
     started = read_launch(os.environ)
@@ -121,9 +133,11 @@ def run_on_ranks(
             if options["ranks"]:
                 if started is not None and started.size > 1:
                     raise UsageError(
-                        f"--simulate runs all ranks in one process, and {started.name} has started {started.size}"
+                        f"--simulate runs all ranks in one process, and {started.name} has started"
+                        f" {started.size}"
                     )
-                from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
+                # of no use to ranks of MPI
+                from nnmpi.comm.simulated.simulated_world import simulate
 
                 with around(), exit_refused():
                     return simulate(partial(program, words), **options)
@@ -145,7 +159,8 @@ def main(words: Sequence[str], group: Group) -> None:
 
     Raises:
         HelpAsked: on all ranks, for -h or --help.
-        UsageError: on all ranks, for wrong options, data that does not fit the model, or a folder that is taken.
+        UsageError: on all ranks, for wrong options, data that does not fit the model, or a folder
+            that is taken.
         NnmpiError: for everything else that has a sentence; see `loop.begin` and `Loop.run`.
     """
     console = Console(quiet=not group.is_root)
@@ -187,15 +202,19 @@ def read_options(words: Sequence[str], group: Group) -> Config:
 def parse(words: Sequence[str]) -> Config:
     """Return the configuration for these command-line words.
 
-    With --resume the run's own config.json is the layer above the defaults and its `resume` is the run's folder.
+    With --resume the run's own config.json is the layer above the defaults and its `resume` is the
+    run's folder.
 
     Raises:
         HelpAsked: for -h or --help.
-        UsageError: for wrong names, values or combinations, a file that cannot be read, or a run that is not there.
+        UsageError: for wrong names, values or combinations, a file that cannot be read, or a run
+            that is not there.
     """
     given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION, FIRST.split())
     given = (read_file(Path(given["config"])) if given.get("config") else {}) | given
-    resumed = read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
+    resumed = (
+        read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
+    )
     if resumed:
         check_trust(Path(given["resume"]), resumed, given, given.get("trust"))
     outdated = ONLY_WITH["sync"].keys() if "sync" in given else ()  # they belong to the run's own
@@ -209,7 +228,8 @@ def read_file(file: Path) -> dict[str, Any]:
     """Return the options in a TOML file.
 
     Raises:
-        UsageError: when it cannot be read, or holds what is no option or belongs on the command line.
+        UsageError: when it cannot be read, or holds what is no option or belongs on the command
+            line.
     """
     try:
         text = read_text(file)
@@ -217,7 +237,8 @@ def read_file(file: Path) -> dict[str, Any]:
         raise UsageError(f"--config {file} cannot be read: {error}; give a TOML file") from None
     try:
         flat = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # of TOML, of a number's digits, of lists within lists
+    except (ValueError, RecursionError) as error:
+        # of TOML, of a number's digits, of lists within lists
         raise UsageError(f"--config {file} is not TOML that can be read: {error}") from None
     for name in ("config", "resume", "trust", "simulate"):
         if name in flat:
@@ -232,18 +253,27 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
         before = resumed.get(name, given[name])
         before = list(before) if isinstance(before, tuple) else before
         places = {str(before), str(given[name])}
-        moved = name == "dataset" and len({Path(each).name for each in places}) == 1 and not places & {*NAMES}
+        moved = (
+            name == "dataset"
+            and len({Path(each).name for each in places}) == 1
+            and not places & {*NAMES}
+        )
         if before != given[name] and not moved:
             flag = all_options()[name].flag
             raise UsageError(
-                f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot become "
-                f"{shown(given[name])}; leave {flag} out, or start a new run with another --out"
+                f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot"
+                f" become {shown(given[name])}; leave {flag} out, or start a new run with another"
+                " --out"
             )
-    outer = [(each["outer_lr"], each["outer_momentum"]) != (1, 0) for each in ({**given, **resumed}, given)]
+    outer = [
+        (each["outer_lr"], each["outer_momentum"]) != (1, 0)
+        for each in ({**given, **resumed}, given)
+    ]
     if outer[0] != outer[1]:
         raise UsageError(
-            f"--resume {given['resume']}: the run {'is' if outer[0] else 'is not'} trained by DiLoCo, and goes on so; "
-            "leave --sync, --outer-lr and --outer-momentum out, or start a new run with another --out"
+            f"--resume {given['resume']}: the run {'is' if outer[0] else 'is not'} trained by"
+            " DiLoCo, and goes on so; leave --sync, --outer-lr and --outer-momentum out, or start"
+            " a new run with another --out"
         )
 
 
@@ -255,10 +285,13 @@ class PlaceConfig:
     """Which weights, and where they compute."""
 
     best: bool = False
-    """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
+    """Take the weights with the best evaluation, which --keep-best has kept, and not the last
+    ones.
+    """
     weights: Path | None = None
-    """Take the weights of a state_dict of PyTorch's, a .safetensors with the names of python -m nnmpi.export, and not
-    the run's (default: the run's)."""
+    """Take the weights of a state_dict of PyTorch's, a .safetensors with the names of python -m
+    nnmpi.export, and not the run's (default: the run's).
+    """
     dp: int | None = None
     """Replicas that share the samples (default: what is missing to the number of ranks)."""
     pp: int = 1
@@ -295,7 +328,8 @@ def launch_use(
     parse: Callable[[Sequence[str]], tuple[Any, ...]],
     main: Callable[[Sequence[str], Group], None],
 ) -> None:
-    """Do a command that uses a run on the ranks that MPI has started, or with --simulate on simulated ones.
+    """Do a command that uses a run on the ranks that MPI has started, or with --simulate on
+    simulated ones.
 
     Args:
         words: of the command line.
@@ -307,7 +341,11 @@ def launch_use(
     """
 
     def simulation() -> dict[str, Any]:
-        return {"ranks": next((each.simulate for each in parse(words) if isinstance(each, PlaceConfig)), 0)}
+        return {
+            "ranks": next(
+                (each.simulate for each in parse(words) if isinstance(each, PlaceConfig)), 0
+            )
+        }
 
     run_on_ranks(words, main, simulation)
 
@@ -331,7 +369,10 @@ def read_command(
     count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     given = read_words(words[count:], known, program, description)
     if count != len(names.split()):
-        raise UsageError(f"give {names} first and then the options, not {' '.join(words[:count]) or 'options alone'}")
+        raise UsageError(
+            f"give {names} first and then the options, not"
+            f" {' '.join(words[:count]) or 'options alone'}"
+        )
     return *map(Path, words[:count]), *(made(section, given) for section in sections)
 
 
@@ -343,13 +384,14 @@ def read_shared(
     description: str,
     different: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[Any, ...]:
-    """Return a command's own sections of options, the configuration of those that it shares with the train command,
-    and which values of these it was given, as JSON.
+    """Return a command's own sections of options, the configuration of those that it shares with
+    the train command, and which values of these it was given, as JSON.
 
     Args:
         words: of the command line.
         own: dataclasses of options.
-        shared: sections of the train command's, with the names of those that mean something here; "" for all.
+        shared: sections of the train command's, with the names of those that mean something here;
+            "" for all.
         program, description: for --help.
         different: default and help of shared options, where they are others here.
 
@@ -366,5 +408,7 @@ def read_shared(
     ]
     read = read_words(words, [*mine, *others], program, description)
     given = {each.name: plain(read[each.name]) for each in others if each.name in read}
-    defaults = {each.name: each.default for each in others if "default" in different.get(each.name, {})}
+    defaults = {
+        each.name: each.default for each in others if "default" in different.get(each.name, {})
+    }
     return *(made(section, read) for section in own), assemble({**defaults, **given}), given

@@ -1,7 +1,8 @@
-"""What computes: the backend of a run, shared by the ranks of a device, and its errors in sentences; BLAS and numba.
+"""What computes: the backend of a run, shared by the ranks of a device, and its errors in
+sentences; BLAS and numba.
 
-On the host each rank has one BLAS thread unless the environment says otherwise, and numba computes in long runs.
-Nothing is timed, so a repeated command has the same bits.
+On the host each rank has one BLAS thread unless the environment says otherwise, and numba computes
+in long runs. Nothing is timed, so a repeated command has the same bits.
 """
 
 import platform
@@ -24,15 +25,17 @@ from nnmpi.nn.module import Module
 from nnmpi.train.config import Config, OptimizationConfig, RunConfig
 from nnmpi.units import format_bytes
 
-# Multiplications of a whole run's ways forward from which on numba's kernels compute: training then takes some seconds,
-# beside which the 0.2 s that loading numba takes are little. A CNN on digits gains as much at 4e10, on MNIST
-# a third of its time at 9e11 (docs/speed.md: AMD EPYC, Zen 4).
+# Multiplications of a whole run's ways forward from which on numba's kernels compute: training then
+# takes some seconds, beside which the 0.2 s that loading numba takes are little. A CNN on digits
+# gains as much at 4e10, on MNIST a third of its time at 9e11 (docs/speed.md: AMD EPYC, Zen 4).
 PAYS = 3e11
 
 
 @contextmanager
 def computing(config: Config) -> Iterator[None]:
-    """Compute on the host as was chosen, each rank with one BLAS thread unless the environment sets another number."""
+    """Compute on the host as was chosen, each rank with one BLAS thread unless the environment sets
+    another number.
+    """
     with one_blas_thread(), jit() if config.run.jit == "on" else nullcontext():
         yield
 
@@ -40,10 +43,11 @@ def computing(config: Config) -> Iterator[None]:
 def choose_computing(
     config: Config, model: Module, train: Samples, backend: Backend, group: Group
 ) -> tuple[Config, str]:
-    """Return the configuration with --jit on or off, the same on all ranks, and a line that says why. Collective.
+    """Return the configuration with --jit on or off, the same on all ranks, and a line that says
+    why. Collective.
 
-    The choice depends on the options and on the installed numba, so the same command on other ranks has the same bits.
-    A run that resumes finds "on" or "off" in its config.json.
+    The choice depends on the options and on the installed numba, so the same command on other ranks
+    has the same bits. A run that resumes finds "on" or "off" in its config.json.
     """
     run = config.run
     if run.jit != "auto":
@@ -58,13 +62,17 @@ def choose_computing(
         if work < PAYS:
             line = f"kernels: NumPy's; loading numba's, which are faster, {why}"
         elif all(group.gather(_loads())):
-            chosen, line = "on", f"kernels: numba's, which are faster than NumPy's; loading them {why}"
+            chosen, line = (
+                "on",
+                f"kernels: numba's, which are faster than NumPy's; loading them {why}",
+            )
     return config.having(jit=chosen), line
 
 
 def installed_numba() -> str:
     """Return the version of numba, without loading it; empty where it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version  # it brings email and more, so not to every start
+    # it brings email and more, so not to every start
+    from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("numba")
@@ -73,7 +81,9 @@ def installed_numba() -> str:
 
 
 def _loads() -> bool:
-    """Return whether the compiled kernels can be had: a numba that is too old for this NumPy is none."""
+    """Return whether the compiled kernels can be had: a numba that is too old for this NumPy is
+    none.
+    """
     try:
         load()
     except UsageError:
@@ -82,10 +92,11 @@ def _loads() -> bool:
 
 
 def multiplications(options: OptimizationConfig, model: Module, train: Samples) -> float:
-    """Return about how many multiplications all ways forward of a run have: its samples by the weights that each meets.
+    """Return about how many multiplications all ways forward of a run have: its samples by the
+    weights that each meets.
 
-    A convolution's weights count for each pixel of a sample, as if nothing were pooled; of a language model all weights
-    count for each token.
+    A convolution's weights count for each pixel of a sample, as if nothing were pooled; of a
+    language model all weights count for each token.
     """
     shape = train.sample_shape
     places = shape[0] if train.is_tokens else 1
@@ -102,8 +113,8 @@ def multiplications(options: OptimizationConfig, model: Module, train: Samples) 
 
 # The options that do what REMEDY says.
 REMEDY_OPTIONS = (
-    "lower --batch-size, raise --microbatches, use --activation-memory least or --precision bf16, or "
-    "spread the model over more ranks with --tp or --pp"
+    "lower --batch-size, raise --microbatches, use --activation-memory least or --precision bf16,"
+    " or spread the model over more ranks with --tp or --pp"
 )
 
 
@@ -126,7 +137,10 @@ def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Bac
     names = group.gather(backend.name)
     if len(set(names)) > 1:
         without = [rank for rank, each in enumerate(names) if each == "numpy"]
-        reason = f"auto chose numpy on all ranks: rank {without[0]} ({len(without)} of {group.size}) has no device"
+        reason = (
+            f"auto chose numpy on all ranks: rank {without[0]} ({len(without)} of {group.size}) has"
+            " no device"
+        )
         backend = replace(numpy_backend(), reason=reason)
     ranks = group.gather([platform.node(), backend.card]).count([platform.node(), backend.card])
     with agreed(group):
@@ -137,7 +151,8 @@ def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Bac
 
 
 def check_backend(options: RunConfig, backend: Backend) -> None:
-    """Refuse kernels that are compiled for the CPU where there is a device, and products that only a device rounds.
+    """Refuse kernels that are compiled for the CPU where there is a device, and products that only
+    a device rounds.
 
     Raises:
         UsageError: saying so; also where there is no numba, and --jit on.
@@ -146,13 +161,13 @@ def check_backend(options: RunConfig, backend: Backend) -> None:
         load()
         if backend.is_device:
             raise UsageError(
-                f"--jit compiles for the CPU, and this run is on {backend.device}, which has kernels of its own; leave "
-                "it out, or give --backend numpy"
+                f"--jit compiles for the CPU, and this run is on {backend.device}, which has"
+                " kernels of its own; leave it out, or give --backend numpy"
             )
     if options.precision != "float32" and not backend.is_device:
         raise UsageError(
-            f"--precision {options.precision} needs a CUDA device, and this run is on the CPU ({backend.reason}); "
-            "leave it out"
+            f"--precision {options.precision} needs a CUDA device, and this run is on the CPU"
+            f" ({backend.reason}); leave it out"
         )
 
 
@@ -166,9 +181,13 @@ def describe_device(backend: Backend, group: Group, verbose: bool = False) -> li
         group: all ranks of the run.
         verbose: say why this backend anyway.
     """
-    found = group.gather([platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()])
+    found = group.gather(
+        [platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()]
+    )
     places = [each[:2] for each in found]
-    lines = [f"chosen: {backend.reason}"] if backend.reason and any(each[2] for each in found) else []
+    lines = (
+        [f"chosen: {backend.reason}"] if backend.reason and any(each[2] for each in found) else []
+    )
     if not backend.is_device:
         return lines
     cards = {tuple(place) for place in places}
@@ -188,7 +207,8 @@ def describe_device(backend: Backend, group: Group, verbose: bool = False) -> li
 
 @contextmanager
 def explained(
-    backend: Backend, words: str = "out of memory ({}); give a smaller --batch-size, or --microbatches 2 or more"
+    backend: Backend,
+    words: str = "out of memory ({}); give a smaller --batch-size, or --microbatches 2 or more",
 ) -> Iterator[None]:
     """Turn an error of the device, or of memory, into a sentence.
 

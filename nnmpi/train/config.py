@@ -1,7 +1,8 @@
 """What a run is: one frozen section per subject, each checked when it is made.
 
-The fields are the options of the command line (see `nnmpi.command`), so a field's docstring is the option's help, and
-every name must be unique over all sections. `None` stands for "not given". Options by name, as files have them:
+The fields are the options of the command line (see `nnmpi.command`), so a field's docstring is the
+option's help, and every name must be unique over all sections. `None` stands for "not given".
+Options by name, as files have them:
 
     flatten(Config())            {"model": "cnn", "hidden": [128, 64], ..., "keep": 3}       JSON values only
     assemble({"epochs": 3})      Config with 3 epochs and defaults elsewhere
@@ -28,7 +29,8 @@ from nnmpi.units import Bytes, Every
 
 T = TypeVar("T")
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
-LONG = 1e9  # more epochs, MiB or milliseconds than anybody uses; what is computed from them stays finite
+# more epochs, MiB or milliseconds than anybody uses; what is computed from them stays finite
+LONG = 1e9
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -37,8 +39,11 @@ def require(holds: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def check_numbers(section: Any, names: str, least: float, below: float = math.inf, above: bool = False) -> None:
-    """Refuse numbers below `least`, or not below `below`, among these options of a section; words and None pass.
+def check_numbers(
+    section: Any, names: str, least: float, below: float = math.inf, above: bool = False
+) -> None:
+    """Refuse numbers below `least`, or not below `below`, among these options of a section; words
+    and None pass.
 
     Args:
         section: has the options.
@@ -61,7 +66,11 @@ def check_numbers(section: Any, names: str, least: float, below: float = math.in
 
 def given(section: Any) -> dict[str, Any]:
     """Return the options of a section that are not their defaults."""
-    return {each.name: value for each in fields(section) if (value := getattr(section, each.name)) != each.default}
+    return {
+        each.name: value
+        for each in fields(section)
+        if (value := getattr(section, each.name)) != each.default
+    }
 
 
 SEQUENCE_MODELS = ("lstm", "gpt")
@@ -72,9 +81,16 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "activation": ("mlp",),
         "dropout": ("mlp", "cnn", "lstm", "gpt"),
         **dict.fromkeys(("layers", "features", "context"), SEQUENCE_MODELS),
-        **dict.fromkeys(("heads", "experts", "experts_top", "experts_capacity", "pretrained"), ("gpt",)),
+        **dict.fromkeys(
+            ("heads", "experts", "experts_top", "experts_capacity", "pretrained"), ("gpt",)
+        ),
     },
-    "sync": {"staleness": ("ssp",), "local_steps": ("local",), "outer_lr": ("local",), "outer_momentum": ("local",)},
+    "sync": {
+        "staleness": ("ssp",),
+        "local_steps": ("local",),
+        "outer_lr": ("local",),
+        "outer_momentum": ("local",),
+    },
     "optimizer": {"momentum": ("sgd", "rmsprop", "muon")},
     "loss": {"label_smoothing": ("cross-entropy",)},
 }
@@ -89,7 +105,10 @@ def check_idle(section: Any, option: str) -> None:
     has = getattr(section, option)
     for name, values in ONLY_WITH[option].items():
         fits = name not in given(section) or has in values or (name == "context" and is_custom(has))
-        require(fits, f"{flag_of(name)} is for --{option} {' or '.join(values)}, not for {has}; leave it out")
+        require(
+            fits,
+            f"{flag_of(name)} is for --{option} {' or '.join(values)}, not for {has}; leave it out",
+        )
 
 
 @dataclass(frozen=True)
@@ -97,68 +116,114 @@ class ParallelConfig:
     """How the work is laid out over the ranks."""
 
     layout: Literal["given", "auto"] = "given"
-    """auto: the layout that is predicted to take the least time for a step, as python -m nnmpi.plan finds it, within
-    --memory-limit; the options below that say a layout are then left out."""
+    """auto: the layout that is predicted to take the least time for a step, as python -m nnmpi.plan
+    finds it, within --memory-limit; the options below that say a layout are then left out.
+    """
     dp: int | Literal["auto"] = "auto"
-    """Replicas that share each batch; dp x pp x tp x sp must be the number of MPI ranks; auto is what is missing."""
+    """Replicas that share each batch; dp x pp x tp x sp must be the number of MPI ranks; auto is
+    what is missing.
+    """
     pp: int | Literal["auto"] = "auto"
-    """Ranks in each pipeline, which have the layers one after the other (auto: what is missing, else 1)."""
+    """Ranks in each pipeline, which have the layers one after the other (auto: what is missing,
+    else 1).
+    """
     tp: int | Literal["auto"] = "auto"
     """Ranks that share out each layer (auto: what is missing, else 1)."""
     sp: int = 1
-    """Ranks that share the positions of each sequence, for models such as gpt whose layers, but for attention, take
-    each position by itself. Attention gives each rank all positions of some heads (Ulysses); with fewer heads than
-    ranks keys and values go round (ring attention)."""
+    """Ranks that share the positions of each sequence, for models such as gpt whose layers, but for
+    attention, take each position by itself. Attention gives each rank all positions of some heads
+    (Ulysses); with fewer heads than ranks keys and values go round (ring attention).
+    """
     pipeline: (
-        Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "v-half", "v-min", "pipedream"] | Custom
+        Literal[
+            "naive",
+            "gpipe",
+            "1f1b",
+            "interleaved",
+            "zero-bubble",
+            "zb-v",
+            "v-half",
+            "v-min",
+            "pipedream",
+        ]
+        | Custom
     ) = "1f1b"
-    """Schedule of the pipeline; zb-v, v-half and v-min have two stages on each rank; pipedream updates after every
-    microbatch, with weights that are out of date; or a function (rank, ranks, microbatches) of your own,
-    FILE.py:NAME."""
+    """Schedule of the pipeline; zb-v, v-half and v-min have two stages on each rank; pipedream
+    updates after every microbatch, with weights that are out of date; or a function (rank, ranks,
+    microbatches) of your own, FILE.py:NAME.
+    """
     virtual_stages: int = 1
     """For --pipeline interleaved: stages on each rank."""
     microbatches: int | None = None
-    """Parts in which a batch is worked on, one after the other, or on their way through the pipeline: less memory
-    (default: 1; 4 for each rank of a pipeline; with --reduction fixed 16, whatever the layout)."""
+    """Parts in which a batch is worked on, one after the other, or on their way through the
+    pipeline: less memory (default: 1; 4 for each rank of a pipeline; with --reduction fixed 16,
+    whatever the layout).
+    """
     split: Literal["auto"] | tuple[int, ...] = "auto"
-    """Where the pipeline is cut: auto balances measured times; or the number of layers in each stage, such as 5,4,3."""
+    """Where the pipeline is cut: auto balances measured times; or the number of layers in each
+    stage, such as 5,4,3.
+    """
     reduction: Literal["fast", "fixed"] = "fast"
-    """fixed: add the gradients of whole microbatches in an order that does not depend on --dp, so that any
-    number of replicas gives the same bits, for the same number of --microbatches."""
+    """fixed: add the gradients of whole microbatches in an order that does not depend on --dp, so
+    that any number of replicas gives the same bits, for the same number of --microbatches.
+    """
     zero: int = 0
-    """What the replicas share out (ZeRO), each keeping a part: 1: the optimizer's state; 2: gradients, too; 3: the
-    weights, too, which are gathered block by block when they are needed. 2 and 3 go with --pp 1 alone."""
+    """What the replicas share out (ZeRO), each keeping a part: 1: the optimizer's state; 2:
+    gradients, too; 3: the weights, too, which are gathered block by block when they are needed. 2
+    and 3 go with --pp 1 alone.
+    """
     expert_parallel: bool = False
-    """Share out the experts of --experts among the replicas: tokens go to where their experts are, and results back."""
+    """Share out the experts of --experts among the replicas: tokens go to where their experts are,
+    and results back.
+    """
     memory_limit: Bytes | None = None
-    """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA device, for
-    everything there."""
+    """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a
+    CUDA device, for everything there.
+    """
     activation_memory: Bytes | Literal["least"] | None = None
-    """Bytes that a rank may use for activations, such as 64MiB: what does not fit is computed again for the backward
-    pass, whatever costs least time; or least: as few as possible, with --pp each stage keeps its input alone."""
+    """Bytes that a rank may use for activations, such as 64MiB: what does not fit is computed again
+    for the backward pass, whatever costs least time; or least: as few as possible, with --pp each
+    stage keeps its input alone.
+    """
     offload: str | None = None
-    """With --activation-memory: a folder for a file, or host for those of a CUDA device: activations may also go there
-    and come back ahead of their use, where that is quicker than to compute them again."""
+    """With --activation-memory: a folder for a file, or host for those of a CUDA device:
+    activations may also go there and come back ahead of their use, where that is quicker than to
+    compute them again.
+    """
     offload_state: Literal["optimizer", "all"] | None = None
-    """What lies in --offload's file (or the host's memory) for good, and comes when it is needed: the optimizer's
-    state; with --zero 3 also all, that and the weights."""
+    """What lies in --offload's file (or the host's memory) for good, and comes when it is needed:
+    the optimizer's state; with --zero 3 also all, that and the weights.
+    """
     allreduce: (
-        Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"] | Custom
+        Literal[
+            "auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"
+        ]
+        | Custom
     ) = "auto"
-    """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
-    fitted model predicts to be fastest, or what suits the size. Or a function (rank, size) of your own, FILE.py:NAME,
-    which is proved before it runs."""
+    """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...;
+    auto takes what the fitted model predicts to be fastest, or what suits the size. Or a function
+    (rank, size) of your own, FILE.py:NAME, which is proved before it runs.
+    """
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
-        check_numbers(self, "dp pp tp sp virtual_stages microbatches memory_limit activation_memory", 1)
+        check_numbers(
+            self, "dp pp tp sp virtual_stages microbatches memory_limit activation_memory", 1
+        )
         layers = self.split == "auto" or min(self.split, default=0) > 0
-        require(layers, f"--split is {shown(self.split)}; give auto, or numbers of layers such as 5,4,3")
+        require(
+            layers, f"--split is {shown(self.split)}; give auto, or numbers of layers such as 5,4,3"
+        )
         require(self.offload != "", "--offload is empty; give a folder or host, or leave it out")
         sums = ("auto", "shared", "native", "ring", "tree")
-        why = f"scatters sums and gathers parts, which {self.allreduce} does not; give {', '.join(sums)}"
+        why = (
+            f"scatters sums and gathers parts, which {self.allreduce} does not; give"
+            f" {', '.join(sums)}"
+        )
         fits = not self.zero or self.allreduce in sums
-        require(fits, f"--allreduce {self.allreduce} does not go with --zero {self.zero}, which {why}")
+        require(
+            fits, f"--allreduce {self.allreduce} does not go with --zero {self.zero}, which {why}"
+        )
 
 
 MOST_SIMULATED_RANKS = 1024
@@ -169,30 +234,37 @@ class SyncConfig:
     """Whether ranks wait for one another."""
 
     sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
-    """bsp: in every step; asp: never; ssp: when more than --staleness steps ahead of the slowest; local: every
-    --local-steps steps, to average weights; gossip: each for its neighbours, to average weights."""
+    """bsp: in every step; asp: never; ssp: when more than --staleness steps ahead of the slowest;
+    local: every --local-steps steps, to average weights; gossip: each for its neighbours, to
+    average weights.
+    """
     staleness: int | None = None
-    """For --sync ssp: how many steps a worker may be ahead of the slowest (default: 4; 0 is bsp, but for
-    --clip, which clips each worker's gradient and not their sum)."""
+    """For --sync ssp: how many steps a worker may be ahead of the slowest (default: 4; 0 is bsp,
+    but for --clip, which clips each worker's gradient and not their sum).
+    """
     local_steps: int | None = None
     """For --sync local: steps that each worker does alone between two averages (default: 8)."""
     outer_lr: float = 1.0
-    """For --sync local: DiLoCo's outer learning rate, of a step along the mean displacement; 0.7 with
-    --outer-momentum 0.5 allows more --local-steps."""
+    """For --sync local: DiLoCo's outer learning rate, of a step along the mean displacement; 0.7
+    with --outer-momentum 0.5 allows more --local-steps.
+    """
     outer_momentum: float = 0.0
     """For --sync local: Nesterov's momentum of that step; 0.9 amplifies steps up to 10 times."""
     slow: str = ""
-    """Slow ranks on purpose. "ms=20": every step takes at least 20 ms, with --simulate exactly; "rank=2,factor=3": rank
-    2 takes 3 times as long; "probability=0.25,factor=3": so does any rank by chance; several separated by
-    semicolons."""
+    """Slow ranks on purpose. "ms=20": every step takes at least 20 ms, with --simulate exactly;
+    "rank=2,factor=3": rank 2 takes 3 times as long; "probability=0.25,factor=3": so does any rank
+    by chance; several separated by semicolons.
+    """
     network: str = ""
     """For --simulate: the links, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds;
-    per_node=8,inside_gbit=80 for nodes of several ranks; fit, as measured here; or the file of a fit (default: messages
-    take no time)."""
+    per_node=8,inside_gbit=80 for nodes of several ranks; fit, as measured here; or the file of a
+    fit (default: messages take no time).
+    """
     simulate: int = 0
-    """Run so many ranks in this process, without MPI, on simulated clocks. With --slow ms=20 a step's computing
-    takes just that; else the processor time that it takes here. --seed also decides about all that MPI leaves open,
-    such as who comes first."""
+    """Run so many ranks in this process, without MPI, on simulated clocks. With --slow ms=20 a
+    step's computing takes just that; else the processor time that it takes here. --seed also
+    decides about all that MPI leaves open, such as who comes first.
+    """
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
@@ -219,7 +291,9 @@ class SyncConfig:
 
     @property
     def machine(self) -> Machine | None:
-        """What messages cost between simulated ranks, each a node of its own unless it says else; None for no time."""
+        """What messages cost between simulated ranks, each a node of its own unless it says else;
+        None for no time.
+        """
         return parse_network(self.network, self.simulate) if self.network else None
 
     def slowness(self, seed: int) -> Slow:
@@ -236,8 +310,14 @@ class SyncConfig:
             return
         for name, value in given(parallel).items():
             what = f"{flag_of(name)} does not go with --sync {self.sync}"
-            fits = name in ("dp", "microbatches", "layout") or (name in ("pp", "tp", "sp") and value == 1)
-            require(fits, f"{what}, whose workers have the whole model each and sum no gradients; leave it out")
+            fits = name in ("dp", "microbatches", "layout") or (
+                name in ("pp", "tp", "sp") and value == 1
+            )
+            require(
+                fits,
+                f"{what}, whose workers have the whole model each and sum no gradients; leave"
+                " it out",
+            )
 
 
 @dataclass(frozen=True)
@@ -245,43 +325,59 @@ class ModelConfig:
     """The network."""
 
     model: str = "cnn"
-    """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual network; lstm and gpt:
-    language models, for texts; or one of your own, a function of (sample_shape, classes), as FILE.py:NAME or
-    package.module:NAME."""
+    """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual
+    network; lstm and gpt: language models, for texts; or one of your own, a function of
+    (sample_shape, classes), as FILE.py:NAME or package.module:NAME.
+    """
     hidden: tuple[int, ...] = (128, 64)
-    """Widths of the hidden dense layers of mlp and cnn, from the input on; with none an mlp is linear."""
+    """Widths of the hidden dense layers of mlp and cnn, from the input on; with none an mlp is
+    linear.
+    """
     activation: Literal["relu", "gelu", "tanh", "sigmoid"] = "relu"
     """Activation of the hidden layers of mlp."""
     dropout: float | None = None
-    """Share of values set to zero while training: of mlp's and cnn's hidden dense layers, between lstm's layers, and of
-    gpt's embedding, attention probabilities and what its blocks add (default: 0; with --pretrained, what that has)."""
+    """Share of values set to zero while training: of mlp's and cnn's hidden dense layers, between
+    lstm's layers, and of gpt's embedding, attention probabilities and what its blocks add (default:
+    0; with --pretrained, what that has).
+    """
     layers: int | None = None
     """Layers of lstm, blocks of gpt (default: 2; with --pretrained, what that has)."""
     features: int | None = None
     """Width of lstm and gpt (default: 128; with --pretrained, what that has)."""
     heads: int | None = None
-    """Heads of each attention of gpt; they divide --features (default: 4; with --pretrained, what that has)."""
+    """Heads of each attention of gpt; they divide --features (default: 4; with --pretrained, what
+    that has).
+    """
     experts: int | None = None
-    """In each block of gpt, in the place of its perceptron, a mixture of so many: each token takes the few that a gate
-    gives it (default: one perceptron)."""
+    """In each block of gpt, in the place of its perceptron, a mixture of so many: each token takes
+    the few that a gate gives it (default: one perceptron).
+    """
     experts_top: int = 2
     """With --experts: how many each token takes."""
     experts_capacity: float | None = None
-    """With --experts: how many tokens of a sequence an expert takes at most, beside an even share, such as 1.25
-    (default: any number)."""
+    """With --experts: how many tokens of a sequence an expert takes at most, beside an even share,
+    such as 1.25 (default: any number).
+    """
     context: int | None = None
-    """Tokens that lstm and gpt are trained on at once, and the most that gpt can see (default: 64; with --pretrained,
-    what that has)."""
+    """Tokens that lstm and gpt are trained on at once, and the most that gpt can see (default: 64;
+    with --pretrained, what that has).
+    """
     pretrained: Path | None = None
-    """A GPT-2 to begin with: a finished run of --model gpt, or a folder that Hugging Face's transformers wrote, with
-    config.json, model.safetensors and its tokenizer."""
+    """A GPT-2 to begin with: a finished run of --model gpt, or a folder that Hugging Face's
+    transformers wrote, with config.json, model.safetensors and its tokenizer.
+    """
 
     def __post_init__(self) -> None:
         """Check the values and that the model knows the options given."""
-        known = f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
+        known = (
+            f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
+        )
         require(self.model in MODELS or is_custom(self.model), f"--model is {self.model}; {known}")
         for width in self.hidden:
-            require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
+            require(
+                1 <= width <= LONG,
+                f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}",
+            )
         check_numbers(self, "dropout", 0, 1)
         check_idle(self, "model")
         check_numbers(self, "layers features heads context experts experts_top", 1)
@@ -289,20 +385,31 @@ class ModelConfig:
         top, experts = self.experts_top, self.experts
         alone = top == 2 and self.experts_capacity is None
         require(bool(experts) or alone, "--experts-top and --experts-capacity need --experts, too")
-        require(not experts or experts >= top, f"--experts-top {top} is more than --experts {experts}")
-        require(not (experts and self.pretrained), "--pretrained has no experts; leave --experts out")
+        require(
+            not experts or experts >= top, f"--experts-top {top} is more than --experts {experts}"
+        )
+        require(
+            not (experts and self.pretrained), "--pretrained has no experts; leave --experts out"
+        )
         if self.model == "gpt" and self.pretrained is None:
             _, features, heads = self.sizes
-            require(features % heads == 0, f"--features {features} is not a multiple of --heads {heads}; choose others")
+            require(
+                features % heads == 0,
+                f"--features {features} is not a multiple of --heads {heads}; choose others",
+            )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Layers, features and heads, as given or by default; those of a pretrained model are in its own files."""
+        """Layers, features and heads, as given or by default; those of a pretrained model are in
+        its own files.
+        """
         return self.layers or 2, self.features or 128, self.heads or 4
 
 
 def check_positions(given: ModelConfig, sp: int) -> None:
-    """Refuse to share out the positions of a model that has none, or does not take each by itself."""
+    """Refuse to share out the positions of a model that has none, or does not take each by
+    itself.
+    """
     model = given.model
     mixes = sp > 1 and (given.experts or model in MODELS and model != "gpt")
     why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
@@ -316,44 +423,66 @@ class DataConfig:
     """The data set."""
 
     dataset: str = "digits"
-    """iris, digits (both bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or folder; for language
-    models paradise-lost (bundled), or the path of a text: .txt, .jsonl, or .csv with --text-columns; or a function
-    () of your own, FILE.py:NAME, that returns a training and a test Dataset."""
+    """iris, digits (both bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or
+    folder; for language models paradise-lost (bundled), or the path of a text: .txt, .jsonl, or
+    .csv with --text-columns; or a function () of your own, FILE.py:NAME, that returns a training
+    and a test Dataset.
+    """
     tokenizer: str | None = None
-    """Of a text: characters, bytes, or the folder or file where one was saved: a tokenizer.json, or GPT-2's vocab.json
-    and merges.txt, which need pip install tokenizers (default: characters; with --pretrained, what lies there)."""
+    """Of a text: characters, bytes, or the folder or file where one was saved: a tokenizer.json, or
+    GPT-2's vocab.json and merges.txt, which need pip install tokenizers (default: characters; with
+    --pretrained, what lies there).
+    """
     text_columns: str = ""
-    """Of a .csv or .jsonl: the columns that make up a text, one under the other, such as problem,solution."""
+    """Of a .csv or .jsonl: the columns that make up a text, one under the other, such as
+    problem,solution.
+    """
     text_samples: Literal["blocks", "sentences"] = "blocks"
-    """Of a text: blocks of --context tokens; or sentences, one for each line or row, in batches of like lengths."""
+    """Of a text: blocks of --context tokens; or sentences, one for each line or row, in batches of
+    like lengths.
+    """
     target: str = ""
-    """Of a .csv: the column of the labels, or numbers, that are predicted, by its name or its number from 1 (default:
-    the last one)."""
+    """Of a .csv: the column of the labels, or numbers, that are predicted, by its name or its
+    number from 1 (default: the last one).
+    """
     data_dir: Path | None = None
     """Folder that holds the data set's files; without it they are downloaded once per node."""
     test_fraction: float = 0.2
     """Share of the samples kept for the test, for data sets that come without a test set."""
     augment: str = "none"
-    """Random changes of the training images, one or several with dashes, such as shift-flip: shift by up to a twelfth
-    of the shorter side, flip left-right, rotate by up to 10 degrees, color by a fifth, cutout of a quarter."""
+    """Random changes of the training images, one or several with dashes, such as shift-flip: shift
+    by up to a twelfth of the shorter side, flip left-right, rotate by up to 10 degrees, color by a
+    fifth, cutout of a quarter.
+    """
     partition: Literal["none", "iid", "label"] = "none"
-    """Which samples a worker sees: none: any; iid: a random part that is its own for the whole run; label: its own part
-    of the samples sorted by class, as different from the others' as can be."""
+    """Which samples a worker sees: none: any; iid: a random part that is its own for the whole run;
+    label: its own part of the samples sorted by class, as different from the others' as can be.
+    """
 
     normalize: bool = True
-    """Shift and scale inputs by the training set's mean and standard deviation (per channel or column)."""
+    """Shift and scale inputs by the training set's mean and standard deviation (per channel or
+    column).
+    """
 
     def __post_init__(self) -> None:
         """Check the values; whether the data set exists is found out when it is loaded."""
         require(self.dataset != "", "--dataset is empty; give a name such as digits, or a path")
         check_numbers(self, "test_fraction", 0, 1, above=True)
         known = self.augment == "none" or {*self.augment.split("-")} <= AUGMENTATIONS.keys()
-        require(known, f"--augment {self.augment} is unknown; give none, or {', '.join(AUGMENTATIONS)}, with dashes")
+        require(
+            known,
+            f"--augment {self.augment} is unknown; give none, or {', '.join(AUGMENTATIONS)}, with"
+            " dashes",
+        )
         require(
             bool(self.columns) or not self.text_columns,
-            f"--text-columns {self.text_columns!r} has no name; give names with commas, or leave it out",
+            f"--text-columns {self.text_columns!r} has no name; give names with commas, or leave"
+            " it out",
         )
-        require(self.tokenizer != "", "--tokenizer is empty; give characters, bytes, or where one was saved")
+        require(
+            self.tokenizer != "",
+            "--tokenizer is empty; give characters, bytes, or where one was saved",
+        )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -368,18 +497,26 @@ class OptimizationConfig:
     epochs: int = 20
     """How often the whole training set is gone through."""
     max_steps: int | None = None
-    """Train for this many updates, if the epochs are not over before; the learning rate's schedule ends with them."""
+    """Train for this many updates, if the epochs are not over before; the learning rate's schedule
+    ends with them.
+    """
     stop_after: int | None = None
     """Stop after this many updates, in the middle of the schedule; --resume goes on with it."""
     batch_size: int | Literal["full"] = 32
-    """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
-    optimizer: Literal["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "muon"] | Custom = "adam"
-    """Rule of the update: muon moves whole matrices along orthogonal ones, and the rest as adamw. Or a subclass of
-    optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr)."""
+    """Samples per update, over all ranks together; full: the whole training set (full gradient
+    descent).
+    """
+    optimizer: (
+        Literal["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "muon"] | Custom
+    ) = "adam"
+    """Rule of the update: muon moves whole matrices along orthogonal ones, and the rest as adamw.
+    Or a subclass of optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr).
+    """
     loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Custom = "cross-entropy"
-    """What is minimized: cross-entropy for classes; the squared error mse, the absolute one mae, or huber for numbers
-    in a .csv or .npz that are predicted; bce for yes or no, by one output. Or a function (logits, labels) of your own,
-    FILE.py:NAME: the loss of each label."""
+    """What is minimized: cross-entropy for classes; the squared error mse, the absolute one mae, or
+    huber for numbers in a .csv or .npz that are predicted; bce for yes or no, by one output. Or a
+    function (logits, labels) of your own, FILE.py:NAME: the loss of each label.
+    """
     lr: float = 3e-3
     """Learning rate (the highest one, where a schedule changes it)."""
     momentum: float = 0.0
@@ -387,14 +524,18 @@ class OptimizationConfig:
     weight_decay: float | None = None
     """Weight decay: decoupled for adamw and muon (default 0.01), L2 for the others (default 0)."""
     lr_schedule: str = "cosine"
-    """How the learning rate goes on after the warm-up: constant; cosine, which ends at 0 with the last step;
-    step:10,0.1, which multiplies it by 0.1 every 10 epochs; or a function (step, steps, lr) of your own,
-    FILE.py:NAME."""
+    """How the learning rate goes on after the warm-up: constant; cosine, which ends at 0 with the
+    last step; step:10,0.1, which multiplies it by 0.1 every 10 epochs; or a function (step, steps,
+    lr) of your own, FILE.py:NAME.
+    """
     warmup_epochs: float | None = None
-    """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a tenth of the
-    run)."""
+    """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a
+    tenth of the run).
+    """
     clip: float | None = None
-    """Scale gradients down to this global norm where they exceed it; with --sync asp and ssp each worker's own."""
+    """Scale gradients down to this global norm where they exceed it; with --sync asp and ssp each
+    worker's own.
+    """
     label_smoothing: float = 0.0
     """Probability taken from the right class and spread over all, in the training loss."""
 
@@ -409,7 +550,11 @@ class OptimizationConfig:
         check_idle(self, "loss")
         check_idle(self, "optimizer")
         fixed = not is_custom(self.optimizer) or self.weight_decay is None
-        require(fixed, f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it itself")
+        require(
+            fixed,
+            f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it"
+            " itself",
+        )
 
     @property
     def state_arrays(self) -> int:
@@ -423,7 +568,9 @@ class OptimizationConfig:
 
     @property
     def drops(self) -> tuple[float, float] | None:
-        """Of --lr-schedule step:EPOCHS,FACTOR: the epochs between two drops, and what each multiplies the rate by."""
+        """Of --lr-schedule step:EPOCHS,FACTOR: the epochs between two drops, and what each
+        multiplies the rate by.
+        """
         name, _, values = self.lr_schedule.partition(":")
         if name != "step":
             known = self.lr_schedule in ("constant", "cosine") or is_custom(self.lr_schedule)
@@ -435,7 +582,11 @@ class OptimizationConfig:
         except ValueError:
             epochs = factor = 0.0
         fits = 0 < epochs < LONG and 0 < factor <= 1
-        require(fits, f"--lr-schedule is {self.lr_schedule}; give epochs and a factor up to 1, such as step:10,0.1")
+        require(
+            fits,
+            f"--lr-schedule is {self.lr_schedule}; give epochs and a factor up to 1, such as"
+            " step:10,0.1",
+        )
         return epochs, factor
 
 
@@ -448,11 +599,15 @@ class RunConfig:
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights, inputs and gradients."""
     precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
-    """What products of matrices and convolutions read; all but float32 need a CUDA device. tf32: float32 with 10 bits
-    of the fraction; bf16 and fp16: half precision, also of activations (weights and gradients stay float32)."""
+    """What products of matrices and convolutions read; all but float32 need a CUDA device. tf32:
+    float32 with 10 bits of the fraction; bf16 and fp16: half precision, also of activations
+    (weights and gradients stay float32).
+    """
     jit: Switch = "auto"
-    """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install numba); auto: where that is
-    installed and the whole run multiplies so much that they save more time than they take to load."""
+    """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install numba);
+    auto: where that is installed and the whole run multiplies so much that they save more time than
+    they take to load.
+    """
     seed: int = 0
     """Seed of everything random: split, initial weights, order, augmentation, dropout."""
     out: Path | None = None
@@ -462,43 +617,70 @@ class RunConfig:
     trust: bool = False
     """Execute code of its own, FILE.py:NAME, that the run to go on with names."""
     config: Path | None = None
-    """TOML file with options, as on the command line without the dashes; the command line is stronger."""
+    """TOML file with options, as on the command line without the dashes; the command line is
+    stronger.
+    """
     log_every: int = 10
     """Steps between two lines of training metrics in metrics.jsonl."""
     callback: Custom | None = None
-    """Function (record) of your own, FILE.py:NAME, called on rank 0 with each record of metrics.jsonl, a dictionary."""
+    """Function (record) of your own, FILE.py:NAME, called on rank 0 with each record of
+    metrics.jsonl, a dictionary.
+    """
     quiet: bool = False
-    """Print nothing but errors; what would be printed is in console.txt in the run's folder, as always."""
+    """Print nothing but errors; what would be printed is in console.txt in the run's folder, as
+    always.
+    """
     verbose: bool = False
     """Say below each epoch where the time of a step went, and what was sent."""
     eval_every: Every = Every("1")
     """Epochs between two evaluations on the test data, or steps: 100steps; 0: only at the end."""
     save_every: Every | None = None
-    """Epochs between two checkpoints, or steps: 100steps; 0: only at the end (default: as many epochs as take at most
-    1 % of the time)."""
+    """Epochs between two checkpoints, or steps: 100steps; 0: only at the end (default: as many
+    epochs as take at most 1 % of the time).
+    """
     trace: bool = False
-    """Write what every rank did in the first 20 steps into trace.json.gz in the run's folder, for ui.perfetto.dev; on a
-    CUDA device, when the host asked for it."""
+    """Write what every rank did in the first 20 steps into trace.json.gz in the run's folder, for
+    ui.perfetto.dev; on a CUDA device, when the host asked for it.
+    """
     keep_best: bool = False
     """Save after an evaluation that is better than all before, and keep that checkpoint, too."""
     stall_limit: float = LIMIT_S
-    """Seconds after which a job that stands still is ended, with status 75, and each rank leaves a record in flight/ of
-    the run's folder; ten times as long while the missing rank does something. 0: never."""
+    """Seconds after which a job that stands still is ended, with status 75, and each rank leaves a
+    record in flight/ of the run's folder; ten times as long while the missing rank does something.
+    0: never.
+    """
 
     def __post_init__(self) -> None:
         """Check the values and combinations; the folders are looked at when the run starts."""
         check_numbers(self, "log_every", 1)
         check_numbers(self, "stall_limit seed", 0)
         in_order = not self.stall_limit or self.stall_limit >= WARNING_S
-        require(in_order, f"--stall-limit {self.stall_limit:g} is less than the {WARNING_S:g} s before a warning")
+        require(
+            in_order,
+            f"--stall-limit {self.stall_limit:g} is less than the {WARNING_S:g} s before a warning",
+        )
         wide = self.dtype == "float64" and self.precision != "float32"
-        require(not wide, f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of them out")
+        require(
+            not wide,
+            f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of"
+            " them out",
+        )
         there = self.precision == "float32" or self.backend != "numpy"
-        require(there, f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave it out")
+        require(
+            there,
+            f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave"
+            " it out",
+        )
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
-        require(compiled or self.jit != "on", "--jit compiles for float32 on the CPU alone; leave it out otherwise")
+        require(
+            compiled or self.jit != "on",
+            "--jit compiles for float32 on the CPU alone; leave it out otherwise",
+        )
         both = self.out is not None and self.resume is not None and self.out != self.resume
-        require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out")
+        require(
+            not both,
+            f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out",
+        )
 
 
 @dataclass(frozen=True)
@@ -516,27 +698,42 @@ class Config:
         """Check that the sections go together."""
         self.sync.check(self.parallel)
         if self.parallel.layout == "auto":
-            require(not self.sync.rule.asynchronous, "--layout auto is for ranks in step; leave it, or --sync, out")
-            new = "--layout auto is for a new run; leave it out: with --resume the run's own layout goes on"
+            require(
+                not self.sync.rule.asynchronous,
+                "--layout auto is for ranks in step; leave it, or --sync, out",
+            )
+            new = (
+                "--layout auto is for a new run; leave it out: with --resume the run's own layout"
+                " goes on"
+            )
             require(self.run.resume is None, new)
             for name in given(self.parallel):
                 left = name in ("layout", "memory_limit", "offload")
-                require(left, f"--layout auto is in the place of your own {flag_of(name)}; leave one of them out")
+                require(
+                    left,
+                    f"--layout auto is in the place of your own {flag_of(name)}; leave one of"
+                    " them out",
+                )
         check_positions(self.model, self.parallel.sp)
         mixed = self.model.experts and self.data.text_samples == "sentences"
         why = (
-            "--experts counts the tokens of a sequence, and --text-samples sentences pads them to their batch's longest"
+            "--experts counts the tokens of a sequence, and --text-samples sentences pads them to"
+            " their batch's longest"
         )
         require(not mixed, f"{why}; leave one of them out")
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
-            not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"
+            not fixed,
+            f"--partition {self.data.partition} does not go with --reduction fixed, which deals any"
+            " sample",
         )
 
     def having(self, **values: Any) -> "Config":
         """Return the options with other values of some, by their names."""
         sections = {
-            name: replace(section, **{each: values[each] for each in vars(section).keys() & values.keys()})
+            name: replace(
+                section, **{each: values[each] for each in vars(section).keys() & values.keys()}
+            )
             for name, section in vars(self).items()
         }
         return Config(**sections)
@@ -552,13 +749,17 @@ def all_options() -> Mapping[str, Option]:
     for section in get_type_hints(Config).values():
         for option in options_of(section):
             if option.name in found:
-                raise TypeError(f"option {option.name} stands in {found[option.name].section} and in {section}")
+                raise TypeError(
+                    f"option {option.name} stands in {found[option.name].section} and in {section}"
+                )
             found[option.name] = option
     return types.MappingProxyType(found)
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return the options by name as JSON values (paths as text, tuples as lists), in the order of the sections."""
+    """Return the options by name as JSON values (paths as text, tuples as lists), in the order of
+    the sections.
+    """
     flat: dict[str, Any] = {}
     for section in fields(config):
         flat |= to_json(getattr(config, section.name))
@@ -572,7 +773,13 @@ def to_json(section: Any) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Return an option's value as a JSON value."""
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    return (
+        str(value)
+        if isinstance(value, Path)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def shown(value: Any) -> str:
@@ -581,8 +788,12 @@ def shown(value: Any) -> str:
 
 
 def made(section: type[T], values: Mapping[str, Any]) -> T:
-    """Return a section with those of the values that are options of it, and defaults for the rest."""
-    return section(**{each.name: values[each.name] for each in options_of(section) if each.name in values})
+    """Return a section with those of the values that are options of it, and defaults for the
+    rest.
+    """
+    return section(
+        **{each.name: values[each.name] for each in options_of(section) if each.name in values}
+    )
 
 
 def assemble(flat: Mapping[str, Any]) -> Config:
@@ -592,7 +803,9 @@ def assemble(flat: Mapping[str, Any]) -> Config:
         UsageError: for a name that is no option, a value of the wrong type or out of range.
     """
     values = check(flat, "options")
-    return Config(**{name: made(section, values) for name, section in get_type_hints(Config).items()})
+    return Config(
+        **{name: made(section, values) for name, section in get_type_hints(Config).items()}
+    )
 
 
 def check(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -603,7 +816,8 @@ def check(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
         origin: where the values come from, for the message.
 
     Raises:
-        UsageError: for a name that is no option (with the nearest ones) or a value of the wrong type.
+        UsageError: for a name that is no option (with the nearest ones) or a value of the wrong
+            type.
     """
     values: dict[str, Any] = {}
     for written, value in flat.items():

@@ -1,12 +1,15 @@
-"""The folder of a run: what lies where, who may write into it, and how files are written so that a kill costs nothing.
+"""The folder of a run: what lies where, who may write into it, and how files are written so that a
+kill costs nothing.
 
 runs/latest           a link to the newest run there
 runs/digits-cnn-20260101-120000/
   config.json         every option of the run
   metrics.jsonl       see metrics.py
   console.txt         what was printed
-  starts.jsonl        a line for each start of the run: its command, when, where, with which versions, its header
-  finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
+  starts.jsonl        a line for each start of the run: its command, when, where, with which
+                      versions, its header
+  finished.json       once each rank has come to its end: the last step, results, the weights' hash;
+                      else there is none
   evaluation.json     what `python -m nnmpi.evaluate` found last, with the confusion matrix
   faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
   flight/             after a standstill: where each rank was, what it did last, and its stacks
@@ -29,14 +32,24 @@ from typing import Any
 from nnmpi.custom import is_foreign, short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError, raised_as
-from nnmpi.files import LOCK_FILE, appending, folder_atomically, foreign, read_json, sync_folder, write_atomically
+from nnmpi.files import (
+    LOCK_FILE,
+    appending,
+    folder_atomically,
+    foreign,
+    read_json,
+    sync_folder,
+    write_atomically,
+)
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, all_options, check, flatten
 from nnmpi.train.signature import versions
 
 CONFIG_FILE = "config.json"
-RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a link to the newest of them
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # no mistake in the command: another start may find it mended
+# where runs go by default, and a link to the newest of them
+RUNS, LATEST_RUN = Path("runs"), "latest"
+# no mistake in the command: another start may find it mended
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class RunFolder:
@@ -44,7 +57,11 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.config, self.metrics = path, path / CONFIG_FILE, path / "metrics.jsonl"
-        self.console, self.starts, self.faults = path / "console.txt", path / "starts.jsonl", path / "faults.jsonl"
+        self.console, self.starts, self.faults = (
+            path / "console.txt",
+            path / "starts.jsonl",
+            path / "faults.jsonl",
+        )
         self.finished, self.checkpoints = path / "finished.json", path / "checkpoints"
         self.evaluation = path / "evaluation.json"
         self.tokenizer, self.model = path / "tokenizer", path / "model"
@@ -53,14 +70,15 @@ class RunFolder:
         """Check that a new run may be written here, before any work is done.
 
         Raises:
-            UsageError: when the folder holds a run, or the path is no folder, or a name that the system refuses.
+            UsageError: when the folder holds a run, or the path is no folder, or a name that the
+                system refuses.
         """
         with self._written():
             for file in (self.config, self.metrics, self.checkpoints):
                 if file.exists():
                     raise UsageError(
-                        f"--out {self.path} already holds a run ({file.name}); go on with it by --resume {self.path}, "
-                        "or give another folder"
+                        f"--out {self.path} already holds a run ({file.name}); go on with it by"
+                        f" --resume {self.path}, or give another folder"
                     )
             if self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"--out {self.path} is a file; give a folder")
@@ -76,10 +94,12 @@ class RunFolder:
             sync_folder(self.path.parent)
 
     def keep_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Save the tokenizer of a text, or check that a run which goes on has the one that it began with.
+        """Save the tokenizer of a text, or check that a run which goes on has the one that it began
+        with.
 
         Raises:
-            UsageError: when it has another one, whose tokens its weights know nothing of; when it cannot be written.
+            UsageError: when it has another one, whose tokens its weights know nothing of; when it
+                cannot be written.
         """
         if tokenizer is None:
             return
@@ -88,8 +108,9 @@ class RunFolder:
                 tokenizer.save(temporary)
         elif load_tokenizer(self.tokenizer).identity != tokenizer.identity:
             raise UsageError(
-                f"{self.path} was begun with another tokenizer, which lies in {self.tokenizer}: the text or the "
-                "tokenizer's files have changed since; begin a new run, or bring them back"
+                f"{self.path} was begun with another tokenizer, which lies in {self.tokenizer}: the"
+                " text or the tokenizer's files have changed since; begin a new run, or bring them"
+                " back"
             )
 
     def create(self, config: Config) -> None:
@@ -110,7 +131,8 @@ class RunFolder:
         library: str,
         facts: Sequence[tuple[str, str]],
     ) -> None:
-        """Write down how the run was started, and link runs/latest to it. A disk that takes neither costs only that.
+        """Write down how the run was started, and link runs/latest to it. A disk that takes neither
+        costs only that.
 
         Args:
             words: of the command line.
@@ -136,7 +158,9 @@ class RunFolder:
                 temporary.replace(RUNS / LATEST_RUN)
 
     def withdraw(self) -> None:
-        """Remove what a new run has written that is refused in its first step, so that a better one can begin here."""
+        """Remove what a new run has written that is refused in its first step, so that a better one
+        can begin here.
+        """
         for file in (self.config, self.metrics, self.console, self.starts, self.path / LOCK_FILE):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.tokenizer, ignore_errors=True)
@@ -153,8 +177,12 @@ class RunFolder:
         except OSError as error:
             reason = error.strerror or error
             if error.errno in PASSING:
-                raise CheckpointError(f"--out {self.path} cannot be written ({reason}); make room there") from None
-            raise UsageError(f"--out {self.path} cannot be written ({reason}); give a folder that can") from None
+                raise CheckpointError(
+                    f"--out {self.path} cannot be written ({reason}); make room there"
+                ) from None
+            raise UsageError(
+                f"--out {self.path} cannot be written ({reason}); give a folder that can"
+            ) from None
 
 
 def read_run(folder: Path, named: str) -> dict[str, Any]:
@@ -173,8 +201,8 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
     for name in flat:
         if name not in all_options():
             raise UsageError(
-                f"{file} has {name}, an option that left nnmpi (CHANGELOG.md says what is written instead); go on with "
-                "the version of nnmpi that began the run"
+                f"{file} has {name}, an option that left nnmpi (CHANGELOG.md says what is written"
+                " instead); go on with the version of nnmpi that began the run"
             )
     values = check(flat, str(file))
     # In which world a run goes on is said anew: it may begin in one and go on in the other.
@@ -182,10 +210,14 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in left_out}
 
 
-def check_trust(folder: Path, options: Mapping[str, Any], given: Mapping[str, Any], trust: bool | None) -> None:
-    """Refuse a run that names code outside of nnmpi, which would be executed, unless the user has said so.
+def check_trust(
+    folder: Path, options: Mapping[str, Any], given: Mapping[str, Any], trust: bool | None
+) -> None:
+    """Refuse a run that names code outside of nnmpi, which would be executed, unless the user has
+    said so.
 
-    A folder of a run is data: whoever gets one from somebody else need not look into its config.json first.
+    A folder of a run is data: whoever gets one from somebody else need not look into its
+    config.json first.
 
     Args:
         options: of the run.
@@ -195,17 +227,20 @@ def check_trust(folder: Path, options: Mapping[str, Any], given: Mapping[str, An
     Raises:
         UsageError: naming the code, and how to say so.
     """
-    named = [name for name, value in options.items() if is_foreign(value) and given.get(name) != value]
+    named = [
+        name for name, value in options.items() if is_foreign(value) and given.get(name) != value
+    ]
     if named and not trust:
         code = ", ".join(f"{all_options()[name].flag} {options[name]}" for name in named)
         raise UsageError(
-            f"{folder} names code outside of nnmpi, {code}, which would be executed; if you trust whoever made the "
-            "run, say so: --trust, or nnmpi.load(run, trust=True)"
+            f"{folder} names code outside of nnmpi, {code}, which would be executed; if you trust"
+            " whoever made the run, say so: --trust, or nnmpi.load(run, trust=True)"
         )
 
 
 def find_model(pretrained: Path) -> Path:
-    """Return the folder with Hugging Face's files: the one that is given, or the one that a run has left in it.
+    """Return the folder with Hugging Face's files: the one that is given, or the one that a run has
+    left in it.
 
     Raises:
         UsageError: when there is none, or the folder is of a run that has left none.
@@ -215,19 +250,20 @@ def find_model(pretrained: Path) -> Path:
         return run.model
     if run.metrics.is_file():
         raise UsageError(
-            f"--pretrained {pretrained} is a run that has left no model, as one with --model gpt does at its end; go "
-            f"on with it by --resume {pretrained}, or give another"
+            f"--pretrained {pretrained} is a run that has left no model, as one with --model gpt"
+            f" does at its end; go on with it by --resume {pretrained}, or give another"
         )
     if not (pretrained / CONFIG).is_file():
         raise UsageError(
-            f"--pretrained {pretrained} has no {CONFIG}; give a finished run of --model gpt, or a folder that Hugging "
-            "Face's transformers wrote"
+            f"--pretrained {pretrained} has no {CONFIG}; give a finished run of --model gpt, or a"
+            " folder that Hugging Face's transformers wrote"
         )
     return pretrained
 
 
 def default_folder(config: Config, runs: Path = RUNS) -> Path:
-    """Make an empty folder for the run, and return it: runs/DATASET-MODEL-TIME, with a number if that is taken.
+    """Make an empty folder for the run, and return it: runs/DATASET-MODEL-TIME, with a number if
+    that is taken.
 
     Made at once, so that jobs which begin in the same second get one each.
 
@@ -237,7 +273,9 @@ def default_folder(config: Config, runs: Path = RUNS) -> Path:
     data = Path(short_name(config.data.dataset)).stem
     stem = f"{data}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (runs / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 10_000))
-    with raised_as(UsageError, f"the folder {runs} cannot be written", "give another one with --out"):
+    with raised_as(
+        UsageError, f"the folder {runs} cannot be written", "give another one with --out"
+    ):
         runs.mkdir(parents=True, exist_ok=True)
         for name in names:
             with suppress(FileExistsError):

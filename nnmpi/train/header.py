@@ -34,21 +34,34 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     kernels = f", kernels compiled by numba {installed_numba()}" if config.run.jit == "on" else ""
     slow, exchange = sync.slowness(config.run.seed), trainer.describe_exchange()
     named = [
-        f"layout: {_layout(where)}, {counted(group.size, 'rank')} on {counted(len(nodes), 'node')} "
-        f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
+        (
+            f"layout: {_layout(where)}, {counted(group.size, 'rank')} on"
+            f" {counted(len(nodes), 'node')}"
+            f" ({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})"
+        ),
         *(_pipeline(inputs, where) if where.stages else []),
         f"simulated: {_world(run, slow)}" if sync.simulate else "",
         f"sync: {sync.rule.describe()}" if sync.rule.asynchronous else "",
         f"slow: {slow.describe()}" if slow else "",
         f"MPI: {group.comm.world.library}",
-        f"backend: {backend.name} on {backend.device}, {config.run.dtype}{precision}{kernels}; "
-        f"{'kernels of its own' if backend.is_device else blas()}",
+        (
+            f"backend: {backend.name} on {backend.device}, {config.run.dtype}{precision}{kernels}; "
+            f"{'kernels of its own' if backend.is_device else blas()}"
+        ),
         run.kernels,
         *describe_device(backend, group, config.run.verbose),
-        f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{partition}",
-        f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
-        f"{counted(extent.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",
-        f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(config.optimization, extent)}",
+        (
+            f"data: {train.name}, {len(train)} training and {len(test)} test"
+            f" {_samples(train)}{partition}"
+        ),
+        (
+            f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
+            f"{counted(extent.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all"
+        ),
+        (
+            f"model: {config.model.model}, {_parameters(trainer)};"
+            f" {_optimizer(config.optimization, extent)}"
+        ),
         _statistics(group, inputs, trainer),
         *([f"all-reduce: {exchange}", f"cost model: {_fit(group)}"] if exchange else []),
         f"run folder: {config.run.out}",
@@ -60,13 +73,20 @@ def _samples(samples: Samples) -> str:
     """Return what the samples of a data set are."""
     if isinstance(samples, Text):
         kind = "sentences of at most" if samples.sentences else "blocks of"
-        return f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes} ({samples.tokenizer.name})"
-    targets = samples.describe_targets() if isinstance(samples, Dataset) else f"{samples.classes} classes"
+        return (
+            f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes}"
+            f" ({samples.tokenizer.name})"
+        )
+    targets = (
+        samples.describe_targets() if isinstance(samples, Dataset) else f"{samples.classes} classes"
+    )
     return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}"
 
 
 def blas() -> str:
-    """Return the BLAS that NumPy uses: its name, version, the processor it is for, and its threads."""
+    """Return the BLAS that NumPy uses: its name, version, the processor it is for, and its
+    threads.
+    """
     pool, mkl = blas_pool(threadpoolctl.threadpool_info()), installed_mkl()
     large = "" if mkl is None else f", mkl {mkl.version} for large products"
     return f"{name_blas(pool)}{large}, {counted(pool.get('num_threads', 1), 'thread')} per rank"
@@ -86,9 +106,9 @@ def _world(run: TrainingRun, slow: Slow) -> str:
     """Return what takes time on simulated ranks."""
     network = run.config.sync.network
     return (
-        f"{counted(run.group.size, 'rank')} in this process, seed {run.config.run.seed}; computing takes "
-        f"{'just the time of --slow' if slow.minimum_s else 'its processor time'}, "
-        f"{f'links of {describe_network(network)}' if network else 'messages no time'}"
+        f"{counted(run.group.size, 'rank')} in this process, seed {run.config.run.seed}; computing"
+        f" takes {'just the time of --slow' if slow.minimum_s else 'its processor time'},"
+        f" {f'links of {describe_network(network)}' if network else 'messages no time'}"
     )
 
 
@@ -100,8 +120,8 @@ def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
         return ""
     samples = counted(-(-inputs.batch_size // parts), "sample")
     return (
-        f"statistics: batch normalization takes those of each of {parts} microbatches ({samples}); a run of whole "
-        "batches has other numbers"
+        f"statistics: batch normalization takes those of each of {parts} microbatches ({samples});"
+        " a run of whole batches has other numbers"
     )
 
 
@@ -111,8 +131,10 @@ def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
     recompute = ", computing activations again" if where.layout.recomputes else ""
     samples = -(-inputs.batch_size // microbatches)
     return [
-        f"pipeline: {name_of(where.layout.schedule)}, {counted(len(where.cuts), 'stage')}, "
-        f"{counted(microbatches, 'microbatch', 'microbatches')} of {samples} samples{recompute}",
+        (
+            f"pipeline: {name_of(where.layout.schedule)}, {counted(len(where.cuts), 'stage')}, "
+            f"{counted(microbatches, 'microbatch', 'microbatches')} of {samples} samples{recompute}"
+        ),
         *describe_stages(where),
     ]
 
@@ -141,4 +163,6 @@ def _fit(group: Group) -> str:
         return "none, one rank sends nothing"
     if group.fit is None:
         return f"none; make one with: mpirun -n {group.size} python -m nnmpi.comm fit"
-    return f"fitted to {group.fit.facts['host']} with {group.size} ranks on {group.fit.facts['date']}"
+    return (
+        f"fitted to {group.fit.facts['host']} with {group.size} ranks on {group.fit.facts['date']}"
+    )

@@ -25,12 +25,21 @@ from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tok
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
 from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
-from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, flatten, given, require
+from nnmpi.train.config import (
+    SEQUENCE_MODELS,
+    Config,
+    DataConfig,
+    check_numbers,
+    flatten,
+    given,
+    require,
+)
 from nnmpi.train.signature import ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits
-SMALL_BYTES = 2**20  # a set that is not larger is scaled and normalized once, and not batch by batch
+# a set that is not larger is scaled and normalized once, and not batch by batch
+SMALL_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,8 @@ class Inputs:
     Attributes:
         train, test: the whole sets.
         batch_size: rows of a global batch, at most those of the training set.
-        train_loader, test_loader: this rank's part of every batch; the test's keeps the order and is not augmented.
+        train_loader, test_loader: this rank's part of every batch; the test's keeps the order and
+            is not augmented.
         signature: what a model of these samples takes and gives.
     """
 
@@ -53,7 +63,9 @@ class Inputs:
 
     @property
     def best_by_loss(self) -> bool:
-        """Whether the best evaluation is the one of the lowest loss, and not of the highest accuracy."""
+        """Whether the best evaluation is the one of the lowest loss, and not of the highest
+        accuracy.
+        """
         return self.train.is_tokens or self.signature.predicts == "quantities"
 
     @property
@@ -67,8 +79,11 @@ class Inputs:
         return self.train.tokenizer if isinstance(self.train, Text) else None
 
 
-def load_samples(config: Config, group: Group, say: Callable[[str], None]) -> tuple[Samples, Samples]:
-    """Return the training and the test set, after the first rank of each node has made or downloaded what is missing.
+def load_samples(
+    config: Config, group: Group, say: Callable[[str], None]
+) -> tuple[Samples, Samples]:
+    """Return the training and the test set, after the first rank of each node has made or
+    downloaded what is missing.
 
     Collective.
 
@@ -83,20 +98,25 @@ def load_samples(config: Config, group: Group, say: Callable[[str], None]) -> tu
         CommError: for ranks with different data or programs.
     """
     data = config.data
-    where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
+    where = f"--dataset {data.dataset}" + (
+        "" if data.data_dir is None else f" --data-dir {data.data_dir}"
+    )
     source: TextSource | None = None
     is_first = group.local_rank() == 0
     with agreed(group), _prefixed(where):
         source = text_source(config)
         downloads = source is not None or (data.dataset in DOWNLOADED and data.data_dir is None)
-        if is_first or not downloads:  # what makes nothing checks the options, with the same error on all ranks
+        if is_first or not downloads:
+            # what makes nothing checks the options, with the same error on all ranks
             if source is not None:
                 prepare_tokens(source)
             elif not is_custom(data.dataset):
                 prepare(data.dataset, data.data_dir, report=say)
     with agreed(group):
         with _prefixed(where):
-            train, test = group.comm.world.once(("data", repr(config)), lambda: _load(config, source))
+            train, test = group.comm.world.once(
+                ("data", repr(config)), lambda: _load(config, source)
+            )
             train, test = (match_loss(config.optimization.loss, each) for each in (train, test))
         if isinstance(train, Text):
             check_tokenizer(config, train.tokenizer)
@@ -131,7 +151,10 @@ def load_inputs(
     train, test = samples or load_samples(config, group, say)
     with agreed(group):
         if isinstance(train, Dataset) and train.classes == 1:
-            raise UsageError(f"--dataset {data.dataset} has one class alone, so that there is nothing to tell apart")
+            raise UsageError(
+                f"--dataset {data.dataset} has one class alone, so that there is nothing to tell"
+                " apart"
+            )
         batch_size = config.optimization.rows(len(train))
         with _prefixed("--partition"):
             check_partition(len(train), data.partition, replica[1])
@@ -144,7 +167,9 @@ def load_inputs(
 
         def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:
             if is_small(dataset, run.dtype) and transforms == after:
-                dataset = once(("input", training, repr(config)), partial(made_input, dataset, normalize))
+                dataset = once(
+                    ("input", training, repr(config)), partial(made_input, dataset, normalize)
+                )
                 transforms = []
             return Loader(
                 dataset,
@@ -166,7 +191,9 @@ def load_inputs(
 
 
 def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:
-    """Return whether samples can stand in memory as a model takes them: few quantities, of a data set's own dtype."""
+    """Return whether samples can stand in memory as a model takes them: few quantities, of a data
+    set's own dtype.
+    """
     if not isinstance(samples, Dataset) or samples.is_tokens or dtype != "float32":
         return False
     return samples.x.size * np.dtype(dtype).itemsize <= SMALL_BYTES
@@ -184,8 +211,9 @@ class SampleConfig:
     """Random samples in the place of a data set."""
 
     shape: tuple[int, ...] | None = None
-    """Random samples of this shape, such as 28 28 1, in the place of --dataset; for lstm and gpt tokens, by their
-    number, such as 64."""
+    """Random samples of this shape, such as 28 28 1, in the place of --dataset; for lstm and gpt
+    tokens, by their number, such as 64.
+    """
     classes: int | None = None
     """Classes of random samples, or tokens of the vocabulary (default: 10)."""
 
@@ -194,7 +222,10 @@ class SampleConfig:
         check_numbers(self, "classes", 1)
         if self.shape is not None:
             fits = min(self.shape, default=0) > 0
-            require(fits, f"--shape is {self.shape}; give the lengths of one sample's axes, such as 28 28 1")
+            require(
+                fits,
+                f"--shape is {self.shape}; give the lengths of one sample's axes, such as 28 28 1",
+            )
 
     def draw(self, count: int, config: Config) -> Dataset:
         """Return so many samples, of tokens of several lengths.
@@ -207,13 +238,17 @@ class SampleConfig:
         try:
             if config.model.model in SEQUENCE_MODELS:
                 tokens = draws.integers(0, classes, (count, shape[0] + 1))
-                ends = draws.integers(1, shape[0] + 1, (count, 1))  # what is behind them does not count
+                # what is behind them does not count
+                ends = draws.integers(1, shape[0] + 1, (count, 1))
                 labels = np.where(np.arange(shape[0]) < ends, tokens[:, 1:], IGNORED)
                 return Dataset("random tokens", tokens[:, :-1], labels, classes)
             x = draws.standard_normal((count, *shape), dtype=np.float32)
             return Dataset("random samples", x, draws.integers(0, classes, count), classes)
-        except (MemoryError, ValueError):  # NumPy raises the second where no address could tell the bytes apart
-            sentence = f"{count} samples of shape {shape} do not fit this memory; give a smaller --shape"
+        except (MemoryError, ValueError):
+            # NumPy raises the second where no address could tell the bytes apart
+            sentence = (
+                f"{count} samples of shape {shape} do not fit this memory; give a smaller --shape"
+            )
             raise UsageError(sentence) from None
 
 
@@ -227,14 +262,22 @@ def match_loss(loss: str, samples: Samples) -> Samples:
     if loss == YES_OR_NO and isinstance(samples, Dataset):
         return as_yes_or_no(samples)
     if loss in ERRORS and predicts == "classes":
-        raise UsageError(f"{samples.name} has classes, and --loss {loss} predicts numbers; give --loss cross-entropy")
+        raise UsageError(
+            f"{samples.name} has classes, and --loss {loss} predicts numbers; give --loss"
+            " cross-entropy"
+        )
     if loss == "cross-entropy" and predicts != "classes":
-        raise UsageError(f"{samples.name} has numbers, and --loss {loss} predicts classes; give --loss mse")
+        raise UsageError(
+            f"{samples.name} has numbers, and --loss {loss} predicts classes; give --loss mse"
+        )
     return samples
 
 
-def check_same_start(config: Config, group: Group, train: Samples, test: Samples, where: str) -> None:
-    """Refuse ranks that would compute with different data or programs: nothing else would ever tell. Collective.
+def check_same_start(
+    config: Config, group: Group, train: Samples, test: Samples, where: str
+) -> None:
+    """Refuse ranks that would compute with different data or programs: nothing else would ever
+    tell. Collective.
 
     Args:
         config: every option, which rank 0 has told the others.
@@ -248,17 +291,24 @@ def check_same_start(config: Config, group: Group, train: Samples, test: Samples
     if group.size == 1:
         return
     with agreed(group):
-        own = group.comm.world.once(("start", repr(config)), partial(_describe_start, config, train, test))
+        own = group.comm.world.once(
+            ("start", repr(config)), partial(_describe_start, config, train, test)
+        )
     sizes = f"{where} is not the same on all ranks"
     problems = "the ranks have different versions", "the program's files differ", sizes, sizes
     require_equal(group, own, problems.__getitem__, "give all nodes the same")
 
 
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
-    """Return the versions, a hash of the program's files, the data's sizes, and a hash of the data."""
+    """Return the versions, a hash of the program's files, the data's sizes, and a hash of the
+    data.
+    """
     program, folder = hashlib.sha256(), Path(__file__).parents[1]
-    own = (file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz"))
-    written = {file for value in flatten(config).values() if (file := custom_file(value))}  # by the user
+    own = (
+        file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz")
+    )
+    # by the user
+    written = {file for value in flatten(config).values() if (file := custom_file(value))}
     for file in [*sorted(own), *sorted(written)]:
         program.update(file.read_bytes())
     sizes = f"{len(train)} training and {len(test)} test samples"
@@ -280,15 +330,24 @@ def text_source(config: Config) -> TextSource | None:
     path = None if is_custom(data.dataset) else find_text(data.dataset, data.columns)
     if path is None:
         if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
-            raise UsageError(f"--model {model.model} needs a text; say with --text-columns which columns are it")
+            raise UsageError(
+                f"--model {model.model} needs a text; say with --text-columns which columns are it"
+            )
         for name in ("tokenizer", "text_samples"):
-            sentence = f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out"
+            sentence = (
+                f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out"
+            )
             require(name not in given(data), sentence)
         return None
     for name in ("data_dir", "target"):
-        sentence = f"a text names its file itself, and its tokens are the labels; leave {flag_of(name)} out"
+        sentence = (
+            "a text names its file itself, and its tokens are the labels; leave"
+            f" {flag_of(name)} out"
+        )
         require(name not in given(data), sentence)
-    tokenizer = data.tokenizer or (CHARACTERS if model.pretrained is None else str(model.pretrained))
+    tokenizer = data.tokenizer or (
+        CHARACTERS if model.pretrained is None else str(model.pretrained)
+    )
     return TextSource(path, tokenizer, data.columns, data.text_samples == "sentences")
 
 
@@ -303,8 +362,8 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
         return
     if load_tokenizer(folder).identity != tokenizer.identity:
         raise UsageError(
-            f"--tokenizer {given} is not the tokenizer in --pretrained {folder}, whose weights know nothing of its "
-            "tokens; leave --tokenizer out"
+            f"--tokenizer {given} is not the tokenizer in --pretrained {folder}, whose weights know"
+            " nothing of its tokens; leave --tokenizer out"
         )
 
 
@@ -312,25 +371,41 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
     data, seed = config.data, config.run.seed
     if is_custom(data.dataset):
         pair = call_custom(data.dataset, "--dataset", "()")
-        fits = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(each, Dataset) for each in pair)
+        fits = (
+            isinstance(pair, tuple | list)
+            and len(pair) == 2
+            and all(isinstance(each, Dataset) for each in pair)
+        )
         if not fits:
-            raise UsageError("the function must return two nnmpi.data.Dataset, for training and for the test")
+            raise UsageError(
+                "the function must return two nnmpi.data.Dataset, for training and for the test"
+            )
         return check_pair(*pair)
     if source is None:
         loss = config.optimization.loss
         wanted: Wanted = (
-            "any" if loss == YES_OR_NO or is_custom(loss) else "quantities" if loss in ERRORS else "classes"
+            "any"
+            if loss == YES_OR_NO or is_custom(loss)
+            else "quantities"
+            if loss in ERRORS
+            else "classes"
         )
         return load(data.dataset, data.data_dir, seed, data.test_fraction, wanted, data.target)
     context = config.model.context
     if context is None:
-        context = DEFAULT_CONTEXT if config.model.pretrained is None else read_size(config.model.pretrained).context
+        context = (
+            DEFAULT_CONTEXT
+            if config.model.pretrained is None
+            else read_size(config.model.pretrained).context
+        )
     return load_text(source, context, seed, data.test_fraction)
 
 
 @contextmanager
 def _prefixed(options: str) -> Iterator[None]:
-    """Begin the sentence of a UsageError with the options that it is about: data/ does not know their names."""
+    """Begin the sentence of a UsageError with the options that it is about: data/ does not know
+    their names.
+    """
     try:
         yield
     except UsageError as error:
@@ -353,7 +428,10 @@ def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
     parts = config.parallel.microbatches
     if parts is not None:
         samples = counted(batch_size, "sample")
-        require(parts <= batch_size, f"--microbatches {parts} is more parts than the {samples} of a batch; give less")
+        require(
+            parts <= batch_size,
+            f"--microbatches {parts} is more parts than the {samples} of a batch; give less",
+        )
         return parts
     if config.parallel.reduction == "fixed":
         return min(FIXED_MICROBATCHES, batch_size)
@@ -369,7 +447,10 @@ def augmentations(data: DataConfig, train: Samples) -> list[Transform]:
     if data.augment == "none":
         return []
     what, shape = f"--augment {data.augment}", train.sample_shape
-    require(len(shape) == 3, f"{what} is for images, but samples of {train.name} have shape {shape}; leave it out")
+    require(
+        len(shape) == 3,
+        f"{what} is for images, but samples of {train.name} have shape {shape}; leave it out",
+    )
     side = min(shape[:2])
     sentence = f"{what} moves images of shape {shape} away; leave shift out of it"
     require("shift" not in data.augment or side > 1, sentence)

@@ -1,10 +1,10 @@
 """What a run reports, in lines for people and in records for programs; both on rank 0 only.
 
-Lines are plain, without colour or moving parts, the same on a terminal and in a log file: under MPI no rank can know
-whether its output is a terminal (Open MPI gives every rank one).
+Lines are plain, without colour or moving parts, the same on a terminal and in a log file: under MPI
+no rank can know whether its output is a terminal (Open MPI gives every rank one).
 
-To log one more number per step: add it to `compose.stats.Totals` if it is a sum over steps, or to `Trainer.details`,
-write it in `Reporter.steps` and explain it in metrics.py.
+To log one more number per step: add it to `compose.stats.Totals` if it is a sum over steps, or to
+`Trainer.details`, write it in `Reporter.steps` and explain it in metrics.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,9 @@ def describe_measures(measures: Mapping[str, float]) -> str:
 
 
 def measures_of(found: Totals, variance: float | None) -> dict[str, float]:
-    """Return how good outputs are besides their loss: the accuracy; of quantities of this variance RMSE and R2."""
+    """Return how good outputs are besides their loss: the accuracy; of quantities of this variance
+    RMSE and R2.
+    """
     if variance is None:
         return {"accuracy": found.accuracy}
     return {"rmse": found.rmse, "r2": r2(found.score, variance)}
@@ -50,19 +52,28 @@ def describe_result(found: Totals, measures: Mapping[str, float], tokens: bool) 
 
 
 def compare_hosts(window: Totals, hosts: int) -> str:
-    """Return what several hosts gain over one, by the model of the links, or as measured where there is none.
+    """Return what several hosts gain over one, by the model of the links, or as measured where
+    there is none.
 
-    One host would have the rows of all, and sum gradients in its memory, for which nothing is counted.
+    One host would have the rows of all, and sum gradients in its memory, for which nothing is
+    counted.
     """
-    compute_s, exposed_s, hidden_s = map(window.per_step, (window.compute_s, window.sync_s, window.hidden_s))
+    compute_s, exposed_s, hidden_s = map(
+        window.per_step, (window.compute_s, window.sync_s, window.hidden_s)
+    )
     sums_s, source, one_s = window.predicted_step_s, "as measured", hosts * compute_s
     if sums_s is not None:
         exposed_s, source = max(sums_s - hidden_s, 0.0), "by the fitted model"
     ratio = (compute_s + exposed_s) / max(one_s, 1e-12)
-    gain = f"take {ratio:.2g} times as long as one" if ratio >= 1 else f"are {1 / ratio:.2g} times as fast as one"
+    gain = (
+        f"take {ratio:.2g} times as long as one"
+        if ratio >= 1
+        else f"are {1 / ratio:.2g} times as fast as one"
+    )
     return (
-        f"on these links {hosts} hosts {gain}: a step computes for {format_seconds(compute_s)} and waits for sums for "
-        f"{format_seconds(exposed_s)} ({source}); one host would compute for {format_seconds(one_s)}"
+        f"on these links {hosts} hosts {gain}: a step computes for {format_seconds(compute_s)} and"
+        f" waits for sums for {format_seconds(exposed_s)} ({source}); one host would compute for"
+        f" {format_seconds(one_s)}"
     )
 
 
@@ -82,7 +93,8 @@ class Reporter:
         recorder: MetricsRecorder,
     ) -> None:
         self._extent, self._console, self._recorder = run.extent, console, recorder
-        self._tokens = run.inputs.train.is_tokens  # then perplexities and tokens per second are told as well
+        # then perplexities and tokens per second are told as well
+        self._tokens = run.inputs.train.is_tokens
         self._inputs, self._verbose = run.inputs, run.config.run.verbose
         self._due_s = clock.now() + PRINT_EVERY_S  # when the next line of progress may come
         self._below: Sequence[str] = ()
@@ -97,7 +109,8 @@ class Reporter:
             state: after the last of the steps.
             norm: the length of the last gradient; NaN if there is none.
             lr: the learning rate of the last step.
-            more: what else stands in the record, or stands there in the place of a mean over the window.
+            more: what else stands in the record, or stands there in the place of a mean over the
+                window.
         """
         window = state.window
         self._windows += 1
@@ -114,7 +127,10 @@ class Reporter:
                 "elapsed_s": state.elapsed_s,
                 "samples_per_second": window.samples_per_second,
                 "step_s": window.per_step(window.wall_s),
-                **{part: window.per_step(getattr(window, part)) for part in (*PARTS, "hidden_s", *TRAFFIC)},
+                **{
+                    part: window.per_step(getattr(window, part))
+                    for part in (*PARTS, "hidden_s", *TRAFFIC)
+                },
                 "predicted_sync_s": window.predicted_step_s,
                 **self._of_tokens(window.perplexity, window.targets_per_second),
                 **more,
@@ -130,11 +146,16 @@ class Reporter:
 
     def result(self, found: Totals, prefix: str = "") -> str:
         """Return the loss and how good outputs are in words, see `describe_result`."""
-        return ", ".join(f"{prefix}{each}" for each in describe_result(found, self.measures(found), self._tokens))
+        return ", ".join(
+            f"{prefix}{each}" for each in describe_result(found, self.measures(found), self._tokens)
+        )
 
     def measures(self, found: Totals) -> dict[str, float]:
-        """Return how good outputs are besides their loss: the accuracy, or of quantities RMSE and R2."""
-        samples = self._inputs.train if found.steps else self._inputs.test  # an evaluation does no step
+        """Return how good outputs are besides their loss: the accuracy, or of quantities RMSE and
+        R2.
+        """
+        # an evaluation does no step
+        samples = self._inputs.train if found.steps else self._inputs.test
         return measures_of(found, samples.variance)
 
     def _rate(self, totals: Totals) -> str:
@@ -145,8 +166,16 @@ class Reporter:
     def _of_tokens(self, perplexity: float, per_second: float) -> dict[str, float]:
         return {"perplexity": perplexity, "tokens_per_second": per_second} if self._tokens else {}
 
-    def epoch(self, number: int, totals: Totals, report: Totals | None, more: Sequence[str] = (), of: str = "") -> None:
-        """Print an epoch, or what a run has done of its last one, in a line that fits into 100 columns.
+    def epoch(
+        self,
+        number: int,
+        totals: Totals,
+        report: Totals | None,
+        more: Sequence[str] = (),
+        of: str = "",
+    ) -> None:
+        """Print an epoch, or what a run has done of its last one, in a line that fits into 100
+        columns.
 
         Args:
             number: of the epoch, from 1.
@@ -162,7 +191,9 @@ class Reporter:
             trained += f", {self.result(report, 'test ')}"
         batches = self._extent.train_batches
         part = f" ({totals.steps} of {batches} batches)" if totals.steps < batches else ""
-        self._console.say(f"epoch {number}/{self._extent.epochs}{part}: {trained}, {self._rate(totals)}")
+        self._console.say(
+            f"epoch {number}/{self._extent.epochs}{part}: {trained}, {self._rate(totals)}"
+        )
         if self._verbose:
             self._console.say(f"  {totals.breakdown(of)}")
             self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
@@ -171,10 +202,14 @@ class Reporter:
 
     def between(self, state: RunState, report: Totals) -> None:
         """Print an evaluation within an epoch."""
-        self._progress(f"{self._place(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s")
+        self._progress(
+            f"{self._place(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s"
+        )
 
     def best(self, state: RunState, report: Totals) -> str:
-        """Return the best evaluation in words, of those in the run and the last one; nothing if there was but one."""
+        """Return the best evaluation in words, of those in the run and the last one; nothing if
+        there was but one.
+        """
         if not state.best_step:
             return ""
         state = state.after_evaluation(report, self._inputs.best_by_loss)
@@ -182,7 +217,9 @@ class Reporter:
         when = f"best after step {state.best_step}" if within else f"best epoch {epoch}"
         if self._inputs.train.variance is not None:
             return f"; {when} with loss {state.best:.4f}"
-        return f"; {when} with " + (f"perplexity {perplexity(state.best):.4g}" if self._tokens else percent(state.best))
+        return f"; {when} with " + (
+            f"perplexity {perplexity(state.best):.4g}" if self._tokens else percent(state.best)
+        )
 
     def _place(self, state: RunState) -> str:
         return f"  step {state.step}/{self._extent.steps}, epoch {self._extent.passes(state):.2f}"
@@ -213,7 +250,9 @@ class Reporter:
         )
 
     def whole_run(self, state: RunState) -> None:
-        """Record and print how stale the gradients of the whole run were, its parts before a resume as well."""
+        """Record and print how stale the gradients of the whole run were, its parts before a resume
+        as well.
+        """
         total = sum_staleness(self._recorder.read())
         if total.count():
             self._write(RUN_STALENESS, state, total.to_json())

@@ -1,15 +1,17 @@
 """The training loop: epochs, evaluations, checkpoints, and stopping at a signal.
 
-How batches are trained on is left to the trainer, which trains up to the next point where something is due: a segment.
+How batches are trained on is left to the trainer, which trains up to the next point where something
+is due: a segment.
 
 step    0 ------------------ 100 ------------------ 200 ------ 235      235 batches in an epoch, --save-every 100steps
         |      segment        |       segment        | segment  |
                            checkpoint             checkpoint   evaluation, checkpoint
 
-What is due at a step is done in this order, so that a checkpoint holds all that was recorded up to it: metrics,
-evaluation, checkpoint, stop.
+What is due at a step is done in this order, so that a checkpoint holds all that was recorded up to
+it: metrics, evaluation, checkpoint, stop.
 
-What is around the loop: the folder is taken, a checkpoint restored, the header printed; the end proved and told.
+What is around the loop: the folder is taken, a checkpoint restored, the header printed; the end
+proved and told.
 """
 
 from __future__ import annotations
@@ -37,7 +39,15 @@ from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.custom import load_custom
 from nnmpi.data.loader import Batch
-from nnmpi.errors import CheckpointError, NnmpiError, ShapeError, UsageError, counted, raised_as, shortened
+from nnmpi.errors import (
+    CheckpointError,
+    NnmpiError,
+    ShapeError,
+    UsageError,
+    counted,
+    raised_as,
+    shortened,
+)
 from nnmpi.files import locked, read_json, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.train.build import dropout_of
@@ -66,12 +76,14 @@ SAVING = 0.01  # the part of the time that checkpoints may take by default
 class StopSignals:
     """Catches SIGTERM, SIGINT and SIGHUP while it is entered, and SIGCONT.
 
-    Open MPI's mpirun that is to end sends its ranks SIGCONT at once, SIGTERM after a quarter of a second, and SIGKILL
-    after another one. So a rank that is woken up asks for a checkpoint, and the run goes on.
+    Open MPI's mpirun that is to end sends its ranks SIGCONT at once, SIGTERM after a quarter of a
+    second, and SIGKILL after another one. So a rank that is woken up asks for a checkpoint, and the
+    run goes on.
 
-    A signal may reach one rank or all of them, at different steps; so the ranks must ask one another what they `noted`.
-    A second SIGINT raises KeyboardInterrupt at once, for a step that does not end. Python gives signals to the main
-    thread alone: simulated ranks, which are other threads, see those that it catches.
+    A signal may reach one rank or all of them, at different steps; so the ranks must ask one
+    another what they `noted`. A second SIGINT raises KeyboardInterrupt at once, for a step that
+    does not end. Python gives signals to the main thread alone: simulated ranks, which are other
+    threads, see those that it catches.
     """
 
     _main: ClassVar[StopSignals | None] = None
@@ -91,7 +103,10 @@ class StopSignals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Give the signals back to those who had them."""
         give_back(self._before)
@@ -99,7 +114,9 @@ class StopSignals:
             StopSignals._main = None
 
     def noted(self) -> int:
-        """Return the signal that this rank got, 0 for none, `WOKEN` for SIGCONT (not collective)."""
+        """Return the signal that this rank got, 0 for none, `WOKEN` for SIGCONT (not
+        collective).
+        """
         return self._caught_by._noted
 
     def forget_waking(self) -> None:
@@ -116,7 +133,8 @@ class StopSignals:
 def catch(note: Callable[[int, FrameType | None], None], *more: int) -> Handlers:
     """Give these signals, and those that end a run, to a function, and return who had them before.
 
-    SIGHUP, which a terminal sends that is closed, stays ignored where it is: nohup has asked for that.
+    SIGHUP, which a terminal sends that is closed, stays ignored where it is: nohup has asked for
+    that.
     """
     hangs_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [number for number in (*STOPPING, *more) if number != signal.SIGHUP or not hangs_on]
@@ -124,13 +142,17 @@ def catch(note: Callable[[int, FrameType | None], None], *more: int) -> Handlers
 
 
 def give_back(before: Handlers) -> None:
-    """Give the signals back to those who had them; a handler of C, as Open MPI's for SIGHUP, cannot be set again."""
+    """Give the signals back to those who had them; a handler of C, as Open MPI's for SIGHUP, cannot
+    be set again.
+    """
     for number, handler in before.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Stopped(NnmpiError):
-    """A run that ended early, by a signal; its status is 128 plus the signal's number, as shells have it."""
+    """A run that ended early, by a signal; its status is 128 plus the signal's number, as shells
+    have it.
+    """
 
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
@@ -151,7 +173,9 @@ class Loop:
         report: the evaluation of the final weights, once they are there.
     """
 
-    def __init__(self, run: TrainingRun, state: RunState, reporter: Reporter, recorder: MetricsRecorder) -> None:
+    def __init__(
+        self, run: TrainingRun, state: RunState, reporter: Reporter, recorder: MetricsRecorder
+    ) -> None:
         self.state = state
         self._run, self._trainer, self.reporter = run, run.trainer, reporter
         self.report = Totals()
@@ -173,7 +197,8 @@ class Loop:
         Each turn trains up to where something is due, reports that, and does what is due.
 
         Raises:
-            DivergenceError: for a loss or gradient that is not finite; older checkpoints are intact.
+            DivergenceError: for a loss or gradient that is not finite; older checkpoints are
+                intact.
             CheckpointError: when a checkpoint cannot be written.
             Stopped: after a signal, with a checkpoint of the last whole step.
         """
@@ -205,11 +230,14 @@ class Loop:
                 self.report = self._evaluate()
                 if run.config.run.keep_best:
                     before, self.state = self.state, self._with_best(self.report)
-                    self._saved_step = self._saved_step if self.state == before else -1  # it is not known as the best
+                    # it is not known as the best
+                    self._saved_step = self._saved_step if self.state == before else -1
                 self._save()
                 self._saver.wait()
             except KeyboardInterrupt:  # the second one: this rank does not wait for the others
-                raise Stopped(f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT) from None
+                raise Stopped(
+                    f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT
+                ) from None
         self.reporter.evaluation("test", self._on_time(), self.report)
         if not trainer.in_step:
             self.reporter.whole_run(self.state)
@@ -227,14 +255,20 @@ class Loop:
         """Return the batch of this epoch up to which nothing is due."""
         options, extent, state = self._run.config.run, self._run.extent, self.state
         steps = [extent.train_batches - state.batch, extent.stop - state.step]
-        due = [each.steps for each in (options.eval_every, options.save_every) if each is not None and each.steps]
+        due = [
+            each.steps
+            for each in (options.eval_every, options.save_every)
+            if each is not None and each.steps
+        ]
         steps += [every - state.step % every for every in due]
         if self._tracer.left:
             steps.append(self._tracer.left)
         return state.batch + min(steps)
 
     def _note(self, one: Progress) -> None:
-        """Count a step, or one of the gradients that make it up; report the steps so far when it is due."""
+        """Count a step, or one of the gradients that make it up; report the steps so far when it is
+        due.
+        """
         self._told, self._last = self._told + 1, one
         if not self._run.group.is_root:
             return
@@ -249,7 +283,12 @@ class Loop:
         last, step = self._last, self._step
         if self._window.samples:
             window = replace(self._window, steps=max(self._window.steps, 1))
-            state = replace(self._on_time(), step=step, batch=self.state.batch + step - self.state.step, window=window)
+            state = replace(
+                self._on_time(),
+                step=step,
+                batch=self.state.batch + step - self.state.step,
+                window=window,
+            )
             more = self._trainer.details(last.totals)
             if self._run.backend.is_device:
                 more["device_peak_bytes"] = self._run.backend.memory().peak_bytes
@@ -259,7 +298,8 @@ class Loop:
         self._window = Totals()
 
     def _do_what_is_due(self, number: int) -> None:
-        """Evaluate, end the epoch and save if it is time, and stop for a signal of this number, or 0. Collective.
+        """Evaluate, end the epoch and save if it is time, and stop for a signal of this number, or
+        0. Collective.
 
         Raises:
             Stopped: with a checkpoint of the last whole step.
@@ -287,10 +327,14 @@ class Loop:
         elif number and not self._finished:
             self._tracer.finish()
             name = signal.Signals(number).name
-            raise Stopped(f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number)
+            raise Stopped(
+                f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number
+            )
 
     def _end_epoch(self, report: Totals | None) -> None:
-        """Report the epoch, with the evaluation after it if there was one; after a whole one go on. Collective."""
+        """Report the epoch, with the evaluation after it if there was one; after a whole one go on.
+        Collective.
+        """
         totals, of = self._over_ranks(self.state.in_epoch)
         number = self.state.epoch + 1
         if self.state.batch == self._run.extent.train_batches:
@@ -298,22 +342,29 @@ class Loop:
         self.reporter.epoch(number, totals, report, self._trainer.summary(), of)
 
     def _over_ranks(self, totals: Totals) -> tuple[Totals, str]:
-        """Return the totals with the ranks' mean in the place of each time, and words that say so. Collective.
+        """Return the totals with the ranks' mean in the place of each time, and words that say so.
+        Collective.
 
-        Stages that are done with a step meet the first one, which is the last to come, in the sum of the losses. What
-        they stand there for longer than it does is the pipeline's bubble.
+        Stages that are done with a step meet the first one, which is the last to come, in the sum
+        of the losses. What they stand there for longer than it does is the pipeline's bubble.
         """
         group, pp = self._run.group, self._run.arrangement.mesh.pp
         if group.size == 1:
             return totals, ""
         if pp.size > 1:
             drained_s = totals.sync_s - min(pp.gather(totals.sync_s))
-            totals = replace(totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s)
+            totals = replace(
+                totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s
+            )
         names = (*PARTS, "wall_s", "hidden_s")  # computing first
         of = np.array(group.gather([getattr(totals, name) for name in names]))
         means: dict[str, Any] = dict(zip(names, of.mean(0).tolist(), strict=True))
         slowest, most_ms = of[:, 0].argmax(), 1e3 * totals.per_step(of[:, 0].max())
-        words = f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing" if self._trainer.in_step else ""
+        words = (
+            f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
+            if self._trainer.in_step
+            else ""
+        )
         return replace(totals, **means), f"; mean over {group.size} ranks{words}"
 
     def _with_best(self, report: Totals) -> RunState:
@@ -321,7 +372,9 @@ class Loop:
         return self.state.after_evaluation(report, self._run.inputs.best_by_loss)
 
     def _evaluate(self) -> Totals:
-        """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""
+        """Return the evaluation of the weights as they are on the test data, without doing it
+        twice. Collective.
+        """
         if self._evaluated is None or self._evaluated[0] != self.state.step:
             with self._test_batches() as batches:
                 self._evaluated = self.state.step, self._trainer.evaluate(batches)
@@ -341,17 +394,23 @@ class Loop:
         return nullcontext(self._test)
 
     def _is_saving_due(self, ended: bool) -> bool:
-        """Return whether it is time for a checkpoint after this epoch, if one has ended. Collective."""
+        """Return whether it is time for a checkpoint after this epoch, if one has ended.
+        Collective.
+        """
         every = self._run.config.run.save_every
         if every is not None:
-            return is_due(self.state.step, every.steps) or (ended and is_due(self.state.epoch, every.epochs))
+            return is_due(self.state.step, every.steps) or (
+                ended and is_due(self.state.epoch, every.epochs)
+            )
         if not ended:
             return False
         elapsed_s = clock.now() - self._started
         return bool(on_root(self._run.group, lambda: self._saver.is_affordable(SAVING * elapsed_s)))
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this step has one; what waits for the disk is done beside training. Collective."""
+        """Write a checkpoint, unless this step has one; what waits for the disk is done beside
+        training. Collective.
+        """
         if self._saved_step == self.state.step:
             return
         run, self.state = self._run, self._on_time()
@@ -369,7 +428,9 @@ class Loop:
 
 
 def is_due(count: int, every: int) -> bool:
-    """Return whether something that is done every so many times is due at this count; `every` 0 means never."""
+    """Return whether something that is done every so many times is due at this count; `every` 0
+    means never.
+    """
     return every > 0 and count % every == 0
 
 
@@ -377,8 +438,11 @@ PATIENCE_S = 5.0  # for a job in the same folder that is just being killed
 
 
 @contextmanager
-def begin(config: Config, group: Group, console: Console, words: Sequence[str] = ()) -> Iterator[Loop]:
-    """Give the loop that trains with this configuration, in the folder `config.run.out`, and end its run. Collective.
+def begin(
+    config: Config, group: Group, console: Console, words: Sequence[str] = ()
+) -> Iterator[Loop]:
+    """Give the loop that trains with this configuration, in the folder `config.run.out`, and end
+    its run. Collective.
 
         with begin(config, group, console) as loop:
             loop.run()
@@ -390,7 +454,8 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         words: of the command line, to be written down.
 
     Raises:
-        UsageError: for a folder that is taken or cannot be written, and options that do not fit data or world.
+        UsageError: for a folder that is taken or cannot be written, and options that do not fit
+            data or world.
         DataError: for files that cannot be had or are damaged.
         DeviceError: for a backend that is not there, or too little memory.
         CheckpointError: for checkpoints that are damaged or cannot be written.
@@ -401,8 +466,13 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
     backend = take_backend(config.run.backend, group, config.parallel.memory_limit)
     with agreed(group):
         check_backend(config.run, backend)
-        callback = load_custom(config.run.callback, "--callback", "(record)") if config.run.callback else None
-    # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
+        callback = (
+            load_custom(config.run.callback, "--callback", "(record)")
+            if config.run.callback
+            else None
+        )
+    # A loss that overflows is found and explained by the worker; NumPy's warnings would come first,
+    # once per rank.
     with explained(backend), np.errstate(all="ignore"), ExitStack() as stack:
 
         def take() -> None:
@@ -412,7 +482,8 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         last = find(folder, group) if resuming else None
         chosen = None
         if config.parallel.layout == "auto":
-            from nnmpi.train.planner.auto_layout import choose  # the planner, which other starts do without
+            # the planner, which other starts do without
+            from nnmpi.train.planner.auto_layout import choose
 
             chosen = choose(config, group, backend, console.say)
             config = chosen.config
@@ -421,10 +492,13 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         first = RunState(samples=len(run.inputs.train), data=run.inputs.identity)
         state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])
         if resuming and group.is_root and not folder.finished.exists():
-            notices.append(f"{folder.path} had not come to its end: it has no {folder.finished.name}")
+            notices.append(
+                f"{folder.path} had not come to its end: it has no {folder.finished.name}"
+            )
         if not 0 <= state.batch <= run.extent.train_batches:
             raise CheckpointError(
-                f"{folder.checkpoints}: the last one stands behind batch {shortened(str(state.batch))}"
+                f"{folder.checkpoints}: the last one stands behind batch"
+                f" {shortened(str(state.batch))}"
             )
         if state.step >= run.extent.stop:
             notices = [*notices, f"the run is finished, {_how_to_go_on(run)}"]
@@ -464,16 +538,23 @@ def _how_to_go_on(run: TrainingRun) -> str:
     """Return what is done, and what would do more."""
     options, extent = run.config.optimization, run.extent
     if extent.stop < extent.steps:
-        return f"{extent.stop} of {extent.steps} steps are done, as --stop-after says; without it the run goes on"
+        return (
+            f"{extent.stop} of {extent.steps} steps are done, as --stop-after says; without it the"
+            " run goes on"
+        )
     if options.max_steps is not None and extent.steps == options.max_steps:
         return f"all {extent.steps} steps are done; a larger --max-steps goes on"
     return f"all {extent.epochs} epochs are done; more --epochs, such as {2 * extent.epochs}, go on"
 
 
-def _finish(run: TrainingRun, state: RunState, report: Totals, console: Console, reporter: Reporter) -> None:
-    """Leave a GPT's weights, prove that the run is finished when each rank has said so, and tell. Collective.
+def _finish(
+    run: TrainingRun, state: RunState, report: Totals, console: Console, reporter: Reporter
+) -> None:
+    """Leave a GPT's weights, prove that the run is finished when each rank has said so, and tell.
+    Collective.
 
-    A launcher may tell of success where a rank has left early: MPICH's does, if that rank's own status was 0.
+    A launcher may tell of success where a rank has left early: MPICH's does, if that rank's own
+    status was 0.
     """
     folder, options, tokenizer, group = run.folder, run.config.model, run.tokenizer, run.group
     gpt = options.model == "gpt" and options.experts is None  # those files know no experts
@@ -483,9 +564,15 @@ def _finish(run: TrainingRun, state: RunState, report: Totals, console: Console,
 
     def write() -> None:
         kept = f"its last checkpoint is whole: make room, and go on with --resume {folder.path}"
-        with raised_as(CheckpointError, f"the end of the run cannot be written into {folder.path}", kept):
+        with raised_as(
+            CheckpointError, f"the end of the run cannot be written into {folder.path}", kept
+        ):
             if gpt:  # as Hugging Face's transformers reads it
-                heads = options.sizes[2] if options.pretrained is None else read_size(options.pretrained).heads
+                heads = (
+                    options.sizes[2]
+                    if options.pretrained is None
+                    else read_size(options.pretrained).heads
+                )
                 end = None if tokenizer is None else tokenizer.end
                 save_pretrained(folder.model, weights, heads, dropout_of(options), end)
                 if tokenizer is not None:

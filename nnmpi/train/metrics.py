@@ -1,4 +1,5 @@
-"""metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole lines.
+"""metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole
+lines.
 
     {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
      "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "step_s": ..., "compute_s": ..., "wait_s": ...,
@@ -12,45 +13,52 @@
     {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ..., "updates": ...,
      "disagreement": ..., "messages": ..., "bytes": ...,
      "workers": [{"worker": 0, "steps": 22, "mean": ..., "max": ..., "histogram": [[staleness, count], ...]}, ...]}
-    {"kind": "staleness_run", ...}     mean, max, histogram and workers over all of these, once, at the end
+    {"kind": "staleness_run", ...}     mean, max, histogram and workers over all of these, once, at
+                                       the end
 
-Times are rank 0's, in seconds and per step; `step_s` lasts from the end of the step before to its own. `comm_bytes`
-and `comm_calls` are per step as well: what was summed over the ranks. While
-messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model gives them
-`predicted_sync_s` (null without a fit). `wait_s` is the pipeline's bubble: waiting for other stages. `epoch` counts
-passes over the data, with its fraction.
+Times are rank 0's, in seconds and per step; `step_s` lasts from the end of the step before to its
+own. `comm_bytes` and `comm_calls` are per step as well: what was summed over the ranks. While
+messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model
+gives them `predicted_sync_s` (null without a fit). `wait_s` is the pipeline's bubble: waiting for
+other stages. `epoch` counts passes over the data, with its fraction.
 
-The bytes that rank 0 has had at most for each purpose, and for all together, begin with "memory" (see `memory.ledger`);
-activations are 0 before they are measured, in the second step, and again with each larger batch.
+The bytes that rank 0 has had at most for each purpose, and for all together, begin with "memory"
+(see `memory.ledger`); activations are 0 before they are measured, in the second step, and again
+with each larger batch.
 
-A record of kind staleness is there for each segment in which the ranks were not in step, at its end. A gradient's
-staleness is the number of updates that its weights have seen between being read and being updated with it; with local
-SGD, the number of the worker's own steps since the weights were the same everywhere; with gossip there is none ("mean"
-and "max" are null, "workers" is empty). In such segments the train records are made of the gradients as rank 0 gets
-them, or of rank 0's own, and have no `comm_bytes` and `comm_calls`.
+A record of kind staleness is there for each segment in which the ranks were not in step, at its
+end. A gradient's staleness is the number of updates that its weights have seen between being read
+and being updated with it; with local SGD, the number of the worker's own steps since the weights
+were the same everywhere; with gossip there is none ("mean" and "max" are null, "workers" is empty).
+In such segments the train records are made of the gradients as rank 0 gets them, or of rank 0's
+own, and have no `comm_bytes` and `comm_calls`.
 
-`lead` is the largest number of steps by which a worker was ahead of the slowest, `updates` how often the weights were
-updated. `disagreement` is how far the ranks' weights were from their mean before they became that, relative to
-its length. `messages` and `bytes` are per step, over all ranks.
+`lead` is the largest number of steps by which a worker was ahead of the slowest, `updates` how
+often the weights were updated. `disagreement` is how far the ranks' weights were from their mean
+before they became that, relative to its length. `messages` and `bytes` are per step, over all
+ranks.
 
-With --precision fp16, train records have "loss_scale", what the gradients of the last step were multiplied by on their
-way, and "skipped_steps": how many updates of the run were left out, as a gradient was beyond the range of float16.
+With --precision fp16, train records have "loss_scale", what the gradients of the last step were
+multiplied by on their way, and "skipped_steps": how many updates of the run were left out, as a
+gradient was beyond the range of float16.
 
-With --pipeline pipedream, train records have "staleness": by how many updates the weights of a microbatch's forward
-were older than those that its gradient changed, as a mean over the last step.
+With --pipeline pipedream, train records have "staleness": by how many updates the weights of a
+microbatch's forward were older than those that its gradient changed, as a mean over the last step.
 
-Where quantities are predicted, train, eval and test records have "rmse" and "r2" in the place of "accuracy": the root
-of the mean squared error, and the share of the variance of all training (or test) targets that is explained.
+Where quantities are predicted, train, eval and test records have "rmse" and "r2" in the place of
+"accuracy": the root of the mean squared error, and the share of the variance of all training (or
+test) targets that is explained.
 
-Where tokens are predicted, loss and accuracy are means over them, and train, eval and test records have "perplexity", e
-to the loss, and "tokens_per_second"; padding is no token.
+Where tokens are predicted, loss and accuracy are means over them, and train, eval and test records
+have "perplexity", e to the loss, and "tokens_per_second"; padding is no token.
 
-On a device, train records have "device_peak_bytes": the most that rank 0 has had of its memory at once.
+On a device, train records have "device_peak_bytes": the most that rank 0 has had of its memory at
+once.
 
 Every record ends with "time", when it was written, in seconds since the beginning of 1970.
 
-`elapsed_s` are the seconds of the run so far, without those between its parts if it was resumed. On simulated ranks all
-times are simulated ones.
+`elapsed_s` are the seconds of the run so far, without those between its parts if it was resumed. On
+simulated ranks all times are simulated ones.
 """
 
 import json
@@ -95,25 +103,33 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 def cut_metrics(file: Path, step: int) -> int:
     """Remove the records after this step, so that a run that goes on from it writes each step once.
 
-    What is reported at the end of a run goes too, since it will be reported again. Returns the number of lines removed.
+    What is reported at the end of a run goes too, since it will be reported again. Returns the
+    number of lines removed.
 
     Raises:
         CheckpointError: when the file is damaged or cannot be written.
     """
     if not file.exists():
         return 0
-    with foreign(file, CheckpointError, "damaged or cannot be written; move it away to go on without it"):
+    with foreign(
+        file, CheckpointError, "damaged or cannot be written; move it away to go on without it"
+    ):
         records = read_metrics(file)
-        kept = [each for each in records if each["global_step"] <= step and each["kind"] not in AT_THE_END]
+        kept = [
+            each
+            for each in records
+            if each["global_step"] <= step and each["kind"] not in AT_THE_END
+        ]
         write_atomically(file, "".join(json.dumps(record) + "\n" for record in kept).encode())
         return len(records) - len(kept)
 
 
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
-    """Writes records on the rank that has a folder, and nothing on the others: whole lines or nothing.
+    """Writes records on the rank that has a folder, and nothing on the others: whole lines or
+    nothing.
 
-    What a full disk does not take waits in memory for the next record: a run ends at a checkpoint that cannot be
-    written, and not before.
+    What a full disk does not take waits in memory for the next record: a run ends at a checkpoint
+    that cannot be written, and not before.
 
     Args:
         folder: of the run; None on the ranks that record nothing.
@@ -123,7 +139,9 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         NnmpiError: when a file cannot be written.
     """
 
-    def __init__(self, folder: RunFolder | None, callback: Callable[[dict[str, Any]], object] | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder | None, callback: Callable[[dict[str, Any]], object] | None = None
+    ) -> None:
         self._folder, self._waiting, self._callback = folder, b"", callback
         self._stream: FileIO | None = None
         if folder is not None:
@@ -135,12 +153,14 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def write(self, record: dict[str, Any]) -> None:
         """Write one record; the docstring above explains its keys.
 
-        It is there when this returns, if the disk takes it. Numbers that JSON has not (nan, inf) become null.
+        It is there when this returns, if the disk takes it. Numbers that JSON has not (nan, inf)
+        become null.
         """
         if self._stream is not None:
             timed = {**record, "time": clock.calendar()}
             finite = {
-                k: None if isinstance(value, float) and not isfinite(value) else value for k, value in timed.items()
+                k: None if isinstance(value, float) and not isfinite(value) else value
+                for k, value in timed.items()
             }
             self._waiting += to_line(finite).encode() + b"\n"
             with suppress(OSError):
@@ -162,7 +182,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             raise NnmpiError(f"{self._folder.metrics} cannot be read again: {error}") from None
 
     def sync(self) -> None:
-        """Wait until the disk has what `flush` brought to the file: a checkpoint must not be newer than its metrics.
+        """Wait until the disk has what `flush` brought to the file: a checkpoint must not be newer
+        than its metrics.
 
         A thread may do so while lines are written.
 
@@ -177,7 +198,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
         Raises:
             OSError: when the disk has no room for it.
-            CheckpointError: when the folder is not the one in which the run began: half of it would be made again.
+            CheckpointError: when the folder is not the one in which the run began: half of it would
+                be made again.
         """
         if self._folder is None:
             return
@@ -187,13 +209,17 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             there = False
         if not there:
             raise CheckpointError(
-                f"the run's folder {self._folder.path} was removed or moved while the run went on; nothing more is "
-                "written there, and where it was moved to, its last checkpoint can be resumed"
+                f"the run's folder {self._folder.path} was removed or moved while the run went on;"
+                " nothing more is written there, and where it was moved to, its last checkpoint"
+                " can be resumed"
             )
         self._write_out()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close the file.
 
@@ -219,12 +245,18 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     def _explained(self) -> AbstractContextManager[None]:
         place = self._folder.path if self._folder else ""
-        return raised_as(NnmpiError, f"metrics cannot be written into {place}", "checkpoints are intact")
+        return raised_as(
+            NnmpiError, f"metrics cannot be written into {place}", "checkpoints are intact"
+        )
 
 
 def sum_staleness(records: Sequence[Mapping[str, Any]]) -> Staleness:
-    """Return the counts of a whole run, of all its records of kind "staleness"; without workers if there are none.
+    """Return the counts of a whole run, of all its records of kind "staleness"; without workers if
+    there are none.
 
-    Workers are counted together by their number also where a run was resumed with more or fewer of them.
+    Workers are counted together by their number also where a run was resumed with more or fewer of
+    them.
     """
-    return Staleness.sum([Staleness.from_json(each) for each in records if each["kind"] == "staleness"])
+    return Staleness.sum(
+        [Staleness.from_json(each) for each in records if each["kind"] == "staleness"]
+    )

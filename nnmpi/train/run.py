@@ -1,9 +1,11 @@
 """One run as a value: configuration, data, model, optimizer, trainer and folder.
 
     set_up      a run that trains: all that the options ask for; the loop works with it
-    open_run    a run, opened: its model with values, wherever a layout puts them, and what is done to samples before
+    open_run    a run, opened: its model with values, wherever a layout puts them, and what is done
+                to samples before
 
-RUN/checkpoints/latest -> step-00000900/model.safetensors     weights, and in their metadata: options, signature
+RUN/checkpoints/latest -> step-00000900/model.safetensors     weights, and in their metadata:
+                                                              options, signature
 RUN with config.json and model.safetensors                     a GPT-2 in Hugging Face's files
 """
 
@@ -65,11 +67,13 @@ class Run:
         group: all ranks.
         backend: where this rank computes.
         folder: what it has left, and leaves.
-        signature: what samples the model takes, what is done to them, and what its outputs stand for.
+        signature: what samples the model takes, what is done to them, and what its outputs stand
+            for.
         tokenizer: of a text; of an opened run on rank 0 alone.
         model: with its values; in a pipeline this rank's part of it.
         arrangement: how the model lies on the ranks.
-        step: how many updates the weights had seen at first; None for a model in Hugging Face's files.
+        step: how many updates the weights had seen at first; None for a model in Hugging Face's
+            files.
     """
 
     config: Config
@@ -126,7 +130,8 @@ class Run:
         return shifted / shifted.sum(axis=-1, keepdims=True)
 
     def outputs(self, x: Array, rows: int = 256) -> Array:
-        """Return the model's outputs for model input, (n, ...). Collective over the ranks of a replica.
+        """Return the model's outputs for model input, (n, ...). Collective over the ranks of a
+        replica.
 
         Args:
             x: (n, *sample_shape).
@@ -135,12 +140,19 @@ class Run:
         inference = Inference(self.arrangement, self.backend, self.config.run.precision)
         parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
         inference.release()
-        return np.concatenate(parts) if parts else np.zeros((0, self.signature.outputs), self.config.run.dtype)
+        return (
+            np.concatenate(parts)
+            if parts
+            else np.zeros((0, self.signature.outputs), self.config.run.dtype)
+        )
 
     def __repr__(self) -> str:
         """Say which run it is, and what it knows."""
         after = "" if self.step is None else f", after {self.step} steps"
-        return f"Run({str(self.folder.path)!r}: {self.config.model.model} on {self.signature.data}{after})"
+        return (
+            f"Run({str(self.folder.path)!r}: {self.config.model.model} on"
+            f" {self.signature.data}{after})"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,12 +174,16 @@ class TrainingRun(Run):
     kernels: str
 
     def settled(self) -> Config:
-        """Return the options with what was derived from others: the layout of a replica, microbatches, the tokenizer.
+        """Return the options with what was derived from others: the layout of a replica,
+        microbatches, the tokenizer.
 
-        They go into config.json, since a run that goes on with other ranks must cut model and batches as before.
+        They go into config.json, since a run that goes on with other ranks must cut model and
+        batches as before.
         """
         mesh, source = self.arrangement.mesh.mesh, text_source(self.config)
-        config = self.config.having(**{axis: n for axis, n in (("pp", mesh.pp), ("tp", mesh.tp)) if n > 1})
+        config = self.config.having(
+            **{axis: n for axis, n in (("pp", mesh.pp), ("tp", mesh.tp)) if n > 1}
+        )
         if self.tokenizer is not None and source is not None:
             config = config.having(tokenizer=source.tokenizer)
         if not self.arrangement.stages:
@@ -194,7 +210,8 @@ def set_up(
 
     Raises:
         UsageError: on all ranks, for options that do not fit the data or the number of ranks.
-        DataError, DeviceError: on all ranks, for data that cannot be had, and a device that cannot do it.
+        DataError, DeviceError: on all ranks, for data that cannot be had, and a device that cannot
+            do it.
     """
     layout, mesh = find_layout(config, group)
     config.sync.rule.check(group.size)
@@ -234,13 +251,18 @@ def set_up(
 # ---- opening one ----
 
 
-def load(run: str | Path, best: bool = False, weights: str | Path | None = None, trust: bool = False) -> Run:
-    """Return a run's model with its values, its classes, and what is done to samples before, on this process alone.
+def load(
+    run: str | Path, best: bool = False, weights: str | Path | None = None, trust: bool = False
+) -> Run:
+    """Return a run's model with its values, its classes, and what is done to samples before, on
+    this process alone.
 
     Args:
         run: the folder of a run, or of a GPT-2 in Hugging Face's files.
-        best: take the weights with the best evaluation, which `--keep-best` has kept, and not the last ones.
-        weights: take those of a state_dict of PyTorch's, a .safetensors with the names that `nnmpi.export` writes.
+        best: take the weights with the best evaluation, which `--keep-best` has kept, and not the
+            last ones.
+        weights: take those of a state_dict of PyTorch's, a .safetensors with the names that
+            `nnmpi.export` writes.
         trust: execute code of its own, FILE.py:NAME, that the run names.
 
     Raises:
@@ -251,7 +273,9 @@ def load(run: str | Path, best: bool = False, weights: str | Path | None = None,
     file = None if weights is None else Path(weights)
     from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
 
-    (found,) = simulate(lambda group: open_run(Path(run), group, best=best, weights=file, trust=trust), 1)
+    (found,) = simulate(
+        lambda group: open_run(Path(run), group, best=best, weights=file, trust=trust), 1
+    )
     return found
 
 
@@ -276,7 +300,8 @@ def open_run(
         trust: whether code that the run names may be executed.
 
     Raises:
-        UsageError: on all ranks, when there is no such run, it names code, or the layout does not fit.
+        UsageError: on all ranks, when there is no such run, it names code, or the layout does not
+            fit.
         CheckpointError: on all ranks, when it has no checkpoint, or a damaged one.
     """
     backend = numpy_backend() if backend is None else backend
@@ -285,16 +310,24 @@ def open_run(
     with agreed(group):
         check_positions(config.model, layout.sp)
         if best and not is_run:
-            raise UsageError(f"{folder}: a model in Hugging Face's files has no best weights; leave --best away")
+            raise UsageError(
+                f"{folder}: a model in Hugging Face's files has no best weights; leave --best away"
+            )
     last = find(RunFolder(folder), group, writes=False, best=best) if is_run else None
     if last is None and is_run:
-        raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}")
+        raise CheckpointError(
+            f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}"
+        )
     signature = _read_signature(folder, last, group)
     dtype, layout = config.run.dtype, choose_attention(layout, config.model)
     with explained(backend, TOO_LARGE):
         with agreed(group):
             # dropout does nothing here, and what says how large it was may be gone
-            model = replace(config.model, dropout=0.0) if config.model.pretrained is not None else config.model
+            model = (
+                replace(config.model, dropout=0.0)
+                if config.model.pretrained is not None
+                else config.model
+            )
             build = partial(build_model, model, signature.sample_shape, signature.outputs)
             built = build()
         kind = np.int64 if signature.is_tokens else dtype
@@ -310,12 +343,18 @@ def open_run(
             model_state(where.model, group, where).scatter(*source_of(last.model))
     place = RunFolder(folder).tokenizer if is_run else folder
     with agreed(group):  # of samples that were tokens to begin with there is none
-        tokenizer = load_tokenizer(place) if group.is_root and find_tokenizer(place) is not None else None
+        tokenizer = (
+            load_tokenizer(place) if group.is_root and find_tokenizer(place) is not None else None
+        )
     step = None if last is None else last.values["step"]
-    return Run(config, group, backend, RunFolder(folder), signature, tokenizer, where.model, where, step)
+    return Run(
+        config, group, backend, RunFolder(folder), signature, tokenizer, where.model, where, step
+    )
 
 
-def _load_torch(file: Path, build: Callable[[], Module], sample: Array, group: Group, where: Arrangement) -> None:
+def _load_torch(
+    file: Path, build: Callable[[], Module], sample: Array, group: Group, where: Arrangement
+) -> None:
     """Give a model on the ranks the values of a state_dict of PyTorch's. Collective.
 
     Args:
@@ -340,7 +379,8 @@ def _load_torch(file: Path, build: Callable[[], Module], sample: Array, group: G
 
 
 def _read_config(folder: Path, trust: bool) -> Config:
-    """Return the options of a run; of a model in Hugging Face's files, those of one that begins with it.
+    """Return the options of a run; of a model in Hugging Face's files, those of one that begins
+    with it.
 
     Raises:
         UsageError: when the folder is neither, or names code that is not to be trusted.
@@ -356,7 +396,9 @@ def _read_config(folder: Path, trust: bool) -> Config:
 
 
 def _read_signature(folder: Path, last: Checkpoint | None, group: Group) -> ModelSignature:
-    """Return what a model takes and gives: what its weights say, or the size of one in Hugging Face's files."""
+    """Return what a model takes and gives: what its weights say, or the size of one in Hugging
+    Face's files.
+    """
 
     def read() -> dict[str, Any]:
         if last is None:

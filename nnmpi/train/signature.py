@@ -1,4 +1,5 @@
-"""What a trained model takes and gives: saved with its weights, so that they can be used without the data.
+"""What a trained model takes and gives: saved with its weights, so that they can be used without
+the data.
 
 A checkpoint's model.safetensors has it in its metadata, as JSON:
 
@@ -6,7 +7,8 @@ A checkpoint's model.safetensors has it in its metadata, as JSON:
                    "stored": "uint8", "scale": 0.0625, "mean": [0.305], "std": [0.376]},
      "model": {"model": "cnn", "hidden": [128, 64], ...}, "versions": {"nnmpi": "0.1.0", ...}}
 
-The layout stands in state.json beside it: the same weights are the same file, whatever layout they were found with.
+The layout stands in state.json beside it: the same weights are the same file, whatever layout they
+were found with.
 """
 
 import json
@@ -36,7 +38,8 @@ class ModelSignature:
     Attributes:
         data: the name of the data set that it was trained on.
         sample_shape: of one sample.
-        classes: how many there are; of texts the size of the vocabulary; 0 where quantities are predicted.
+        classes: how many there are; of texts the size of the vocabulary; 0 where quantities are
+            predicted.
         class_names: one for each class, or empty.
         stored: what samples are before they are model input: "uint8", "float32" or "tokens".
         scale: what bytes are multiplied by.
@@ -73,13 +76,19 @@ class ModelSignature:
         if not isinstance(samples, Dataset):
             return cls(*first, stored=TOKENS)
         shape = () if samples.predicts == "classes" else samples.target_shape
-        last: dict[str, Any] = {"predicts": samples.predicts, "target_shape": shape, "target": target}
+        last: dict[str, Any] = {
+            "predicts": samples.predicts,
+            "target_shape": shape,
+            "target": target,
+        }
         last["columns"] = samples.columns
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)
         stored = BYTES if samples.x.dtype == np.uint8 else "float32"
         if normalize is not None:
-            last |= {name: tuple(np.ravel(getattr(normalize, name)).tolist()) for name in ("mean", "std")}
+            last |= {
+                name: tuple(np.ravel(getattr(normalize, name)).tolist()) for name in ("mean", "std")
+            }
         return cls(*first, samples.class_names, stored, samples.scale, **last)
 
     @property
@@ -98,17 +107,22 @@ class ModelSignature:
         return Normalize(np.array(self.mean), np.array(self.std)) if self.mean else None
 
     def in_order(self, x: Array, columns: Sequence[str], source: object) -> Array:
-        """Return a table's features in the order of the run's, by their names; names that the run has not say nothing.
+        """Return a table's features in the order of the run's, by their names; names that the run
+        has not say nothing.
 
         Raises:
-            DataError: for a table that has a name of the run's at another place, and not all of its names.
+            DataError: for a table that has a name of the run's at another place, and not all of its
+                names.
         """
         places = {name: place for place, name in enumerate(self.columns)}
         if all(places.get(name, place) == place for place, name in enumerate(columns)):
             return x
         if sorted(columns) != sorted(places):
             theirs, ours = (shortened(", ".join(each)) for each in (columns, self.columns))
-            raise DataError(f"{source} has the columns {theirs}, and the model takes {ours}; put them in this order")
+            raise DataError(
+                f"{source} has the columns {theirs}, and the model takes {ours}; put them in this"
+                " order"
+            )
         return x[:, [columns.index(name) for name in self.columns]]
 
     def name_of(self, number: int) -> str:
@@ -119,8 +133,9 @@ class ModelSignature:
         """Return samples as model input.
 
         Args:
-            x: (n, *sample_shape), the last axis of a gray image may be missing. Bytes are scaled as those of the
-                training data; other numbers are taken as they are. Then both are normalized.
+            x: (n, *sample_shape), the last axis of a gray image may be missing. Bytes are scaled as
+                those of the training data; other numbers are taken as they are. Then both are
+                normalized.
             dtype: of the result; tokens are int64.
 
         Raises:
@@ -128,8 +143,12 @@ class ModelSignature:
         """
         if x.ndim == len(self.sample_shape) and self.sample_shape[-1:] == (1,):
             x = x[..., np.newaxis]
-        if x.ndim != len(self.sample_shape) + 1 or (tuple(x.shape[1:]) != self.sample_shape and not self.is_tokens):
-            raise DataError(f"samples of shape {x.shape[1:]} do not fit a model that takes {self.sample_shape}")
+        if x.ndim != len(self.sample_shape) + 1 or (
+            tuple(x.shape[1:]) != self.sample_shape and not self.is_tokens
+        ):
+            raise DataError(
+                f"samples of shape {x.shape[1:]} do not fit a model that takes {self.sample_shape}"
+            )
         if x.dtype.kind not in ("iu" if self.is_tokens else "biuf"):
             wanted = "whole numbers, tokens" if self.is_tokens else "numbers"
             raise DataError(f"samples are {x.dtype}; this model takes {wanted}")
@@ -137,8 +156,8 @@ class ModelSignature:
             return x.astype(np.int64)
         if x.dtype == np.uint8 and self.stored != BYTES:
             raise DataError(
-                f"samples are bytes, but those of {self.data} were {self.stored}; give them in the same units, as "
-                f"{self.stored}"
+                f"samples are bytes, but those of {self.data} were {self.stored}; give them in the"
+                f" same units, as {self.stored}"
             )
         result: Array = x.astype(dtype)
         if x.dtype == np.uint8:
@@ -185,7 +204,7 @@ def read_metadata(metadata: Mapping[str, str], file: object) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(metadata[METADATA])
     except (KeyError, ValueError, RecursionError):
         raise CheckpointError(
-            f"{file} does not say what data its model takes: it was not written by this version of nnmpi; train on "
-            "with --resume for one checkpoint more"
+            f"{file} does not say what data its model takes: it was not written by this version of"
+            " nnmpi; train on with --resume for one checkpoint more"
         ) from None
     return values

@@ -1,8 +1,9 @@
 """One Chrome trace of a run: every rank's events, on one time axis, in a file that Perfetto opens.
 
-How far the ranks' clocks are apart is found first: all look at theirs when a barrier has let them go. Ranks of one node
-read the same clock. Clocks of different nodes are apart by days, since each counts from its node's start; they drift,
-typically by 1 to 50 microseconds a second, so ask near the time that is to be shown.
+How far the ranks' clocks are apart is found first: all look at theirs when a barrier has let them
+go. Ranks of one node read the same clock. Clocks of different nodes are apart by days, since each
+counts from its node's start; they drift, typically by 1 to 50 microseconds a second, so ask near
+the time that is to be shown.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,19 +28,26 @@ def offsets(group: Group, clock: Callable[[], float] = clock.now) -> list[float]
     nodes = group.nodes()
     group.barrier()
     times = group.gather(clock())
-    return [0.0 if node == nodes[0] else own - times[0] for node, own in zip(nodes, times, strict=True)]
+    return [
+        0.0 if node == nodes[0] else own - times[0] for node, own in zip(nodes, times, strict=True)
+    ]
 
 
-def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[str] | None = None) -> None:
+def write_trace(
+    path: Path, timeline: Timeline, group: Group, names: Sequence[str] | None = None
+) -> None:
     """Write the events of all ranks into one file, on rank 0. Collective.
 
     Clocks are compared now, so call it soon after what is to be seen.
 
     Args:
-        path: the file, compressed when its name ends in .gz; its folder is made. Only rank 0's is looked at.
-        timeline: this rank's events; a message has the same name at both its ends and in all ranks' events.
+        path: the file, compressed when its name ends in .gz; its folder is made. Only rank 0's is
+            looked at.
+        timeline: this rank's events; a message has the same name at both its ends and in all ranks'
+            events.
         group: the ranks.
-        names: what to call each rank besides its number, such as its coordinates "d0 p1 t0"; only rank 0's count.
+        names: what to call each rank besides its number, such as its coordinates "d0 p1 t0"; only
+            rank 0's count.
 
     Raises:
         NnmpiError: on all ranks, when the file cannot be written; nothing is left of it then.
@@ -65,7 +73,8 @@ TRACED = 20  # steps
 
 
 class Tracer:
-    """Records the first steps of this start of a run if `--trace` asks for it; else it does nothing.
+    """Records the first steps of this start of a run if `--trace` asks for it; else it does
+    nothing.
 
     Args:
         run: whose options say whether.
@@ -84,7 +93,9 @@ class Tracer:
 
     @contextmanager
     def steps(self, count: int) -> Iterator[None]:
-        """Record so many steps, and write the file when they were the last that are wanted. Collective."""
+        """Record so many steps, and write the file when they were the last that are wanted.
+        Collective.
+        """
         if self._timeline is None:
             yield
             return

@@ -1,4 +1,6 @@
-"""What a backend can do besides arithmetic: copies on streams, times, memory and its limit; on host and device."""
+"""What a backend can do besides arithmetic: copies on streams, times, memory and its limit; on host
+and device.
+"""
 
 import threading
 from typing import Any
@@ -35,7 +37,8 @@ def test_the_hosts_memory() -> None:
     del array
     after = backend.memory()
     assert during.used_bytes >= before.used_bytes + 60 * MIB
-    assert after.peak_bytes >= during.used_bytes - 4 * MIB  # the system counts them at different moments
+    # the system counts them at different moments
+    assert after.peak_bytes >= during.used_bytes - 4 * MIB
     assert (after.limit_bytes, after.pool_bytes) == (None, 0)
     backend.release_memory()
     backend.share(4)
@@ -44,7 +47,9 @@ def test_the_hosts_memory() -> None:
 
 
 def test_the_devices_memory(pool: Any) -> None:
-    """Of the pool: what is used, what it keeps, and the most it had, which giving back does not change."""
+    """Of the pool: what is used, what it keeps, and the most it had, which giving back does not
+    change.
+    """
     backend = device_backend()
     before = backend.memory()
     array = backend.zeros(64 * MIB, np.uint8)
@@ -97,18 +102,28 @@ def test_a_limit_of_the_users(pool: Any) -> None:
 
 
 def test_which_card_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that see other numbers for a card compare its address on the bus; threads are told which to use."""
+    """Ranks that see other numbers for a card compare its address on the bus; threads are told
+    which to use.
+    """
     settings = load().cuda.runtime.settings()
     monkeypatch.setattr(settings, "devices", 2)
     monkeypatch.setattr(settings, "current", 0)
     backends = [device_backend(local_rank) for local_rank in range(4)]
-    cards = ["0000:00:00.0 00000000000000000000000000000000", "0000:01:00.0 00000000000000000000000000000001"]
+    cards = [
+        "0000:00:00.0 00000000000000000000000000000000",
+        "0000:01:00.0 00000000000000000000000000000001",
+    ]
     assert [each.card for each in backends] == cards * 2
-    assert [each.device for each in backends[:2]] == ["Fake device, device 0", "Fake device, device 1"]
+    assert [each.device for each in backends[:2]] == [
+        "Fake device, device 0",
+        "Fake device, device 1",
+    ]
     assert settings.current == 1
     properties = load().cuda.runtime.getDeviceProperties(0)
     for uuid, hexadecimal in ((b"\x01\x02", "0102"), (b"\x01" * 16 + b"rubbish", "01" * 16)):
-        monkeypatch.setattr(load().cuda.runtime, "getDeviceProperties", lambda _, u=uuid: {**properties, "uuid": u})
+        monkeypatch.setattr(
+            load().cuda.runtime, "getDeviceProperties", lambda _, u=uuid: {**properties, "uuid": u}
+        )
         assert backends[0].card == f"0000:00:00.0 {hexadecimal}"
     thread = threading.Thread(target=backends[2].use)
     thread.start()
@@ -120,7 +135,10 @@ def test_a_limit_for_this_run(pool: Any) -> None:
     """The smaller one of it and of the part that a rank has anyway."""
     backend = device_backend()
     backend.limit_memory(200 * MIB)
-    assert (backend.memory().limit_bytes, backend.memory().note) == (200 * MIB, "as memory_limit says")
+    assert (backend.memory().limit_bytes, backend.memory().note) == (
+        200 * MIB,
+        "as memory_limit says",
+    )
     backend.limit_memory(300 * MIB)
     backend.share(4)
     assert backend.memory().limit_bytes == 200 * MIB

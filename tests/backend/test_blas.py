@@ -22,12 +22,21 @@ WIDE = " ".join(sorted(AVX512))
     ],
 )
 def test_code_for_an_older_processor(
-    core: str, vendor: str, family: str, flags: str, older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    core: str,
+    vendor: str,
+    family: str,
+    flags: str,
+    older: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Said where the environment asks for it, with the remedy."""
     monkeypatch.setattr(blas, "_core", lambda: core)
     cpu = tmp_path / "cpuinfo"
-    cpu.write_text(f"vendor_id\t: {vendor}\ncpu family\t: {family}\nflags\t\t: fpu {flags}\n\nvendor_id\t: no\n")
+    cpu.write_text(
+        f"vendor_id\t: {vendor}\ncpu family\t: {family}\nflags\t\t: fpu {flags}\n\nvendor_id\t:"
+        " no\n"
+    )
     assert find_older({}, cpu) is None
     found = find_older({"OPENBLAS_CORETYPE": "Haswell"}, cpu)
     assert (found is not None) == older
@@ -38,7 +47,12 @@ def test_code_for_an_older_processor(
 
 def test_the_blas_is_numpys_own() -> None:
     other = {"user_api": "blas", "internal_api": "mkl", "filepath": "/x/scipy/lib.so"}
-    own = {"user_api": "blas", "internal_api": "openblas", "version": "0.3", "filepath": "/x/numpy.libs/lib.so"}
+    own = {
+        "user_api": "blas",
+        "internal_api": "openblas",
+        "version": "0.3",
+        "filepath": "/x/numpy.libs/lib.so",
+    }
     assert blas_pool([{"user_api": "openmp", "filepath": "/x/numpy"}, other, own]) is own
     assert blas_pool([other]) is other
     assert name_blas(own | {"architecture": "Zen"}) == "openblas 0.3 (Zen)"

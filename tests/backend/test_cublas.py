@@ -52,12 +52,16 @@ def test_how_many_calls_a_product_takes() -> None:
     def heads(batch: int, number: int, time: int) -> Any:
         return ones(batch, time, number, 8).swapaxes(1, 2)
 
-    assert len(calls(heads(2, 3, 4), heads(2, 3, 4).swapaxes(2, 3))) == 2  # two calls cost less than copies
-    assert len(calls(heads(40, 30, 4), heads(40, 30, 4).swapaxes(2, 3))) == 1  # copies cost less than 30 calls
+    # two calls cost less than copies
+    assert len(calls(heads(2, 3, 4), heads(2, 3, 4).swapaxes(2, 3))) == 2
+    # copies cost less than 30 calls
+    assert len(calls(heads(40, 30, 4), heads(40, 30, 4).swapaxes(2, 3))) == 1
 
 
 def test_sums_of_half_precision_stay_wide() -> None:
-    """Also where somebody else has left the handle in another mode; wide results need no word about it."""
+    """Also where somebody else has left the handle in another mode; wide results need no word about
+    it.
+    """
     xp, double = load(), bindings()
     handle = importlib.import_module("cupy.cuda.device").get_cublas_handle()
     low, wide = xp.ones((4, 4), BFLOAT16), xp.ones((4, 4), "float32")

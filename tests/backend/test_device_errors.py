@@ -1,4 +1,6 @@
-"""What errors of CUDA and CuPy are turned into, each made as the libraries make it: what is wrong, what helps."""
+"""What errors of CUDA and CuPy are turned into, each made as the libraries make it: what is wrong,
+what helps.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from nnmpi.backend.device import REMEDY, DeviceBackend, explain_error, explain_import, explain_start, installed_wheels
+from nnmpi.backend.device import (
+    REMEDY,
+    DeviceBackend,
+    explain_error,
+    explain_import,
+    explain_start,
+    installed_wheels,
+)
 from nnmpi.backend.memory import MemoryUse
 from tests.device.library import load
 
@@ -22,7 +31,12 @@ class Card(DeviceBackend):
         return MemoryUse(100 * GIB, 120 * GIB, None, 120 * GIB, "its own")
 
 
-CARD = Card("cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=RUNTIME)), "NVIDIA H200, device 0", *(None, None))  # type: ignore[arg-type]
+CARD = Card(
+    "cupy",
+    SimpleNamespace(cuda=SimpleNamespace(runtime=RUNTIME)),
+    "NVIDIA H200, device 0",
+    *(None, None),
+)  # type: ignore[arg-type]
 
 
 def named(name: str, module: str, text: str = "", **attributes: Any) -> Exception:
@@ -32,7 +46,9 @@ def named(name: str, module: str, text: str = "", **attributes: Any) -> Exceptio
 
 def cuda(status: int) -> Exception:
     """Return an error of CUDA's by number."""
-    return named("CUDARuntimeError", "cupy_backends.cuda.api.runtime", f"cudaError{status}", status=status)
+    return named(
+        "CUDARuntimeError", "cupy_backends.cuda.api.runtime", f"cudaError{status}", status=status
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +73,11 @@ def test_why_cupy_cannot_be_imported(installed: list[str], error: Exception, wor
         (cuda(100), 13000, "CUDA_VISIBLE_DEVICES='none'"),
         (None, 13000, "finds no CUDA device"),
         (cuda(999), 13000, "cudaError999"),
-        (named("CompileException", "cupy.cuda.compiler", "cannot open cuda_fp16.h"), 13000, "cuda_fp16.h"),
+        (
+            named("CompileException", "cupy.cuda.compiler", "cannot open cuda_fp16.h"),
+            13000,
+            "cuda_fp16.h",
+        ),
     ],
 )
 def test_why_there_is_no_device(
@@ -72,7 +92,10 @@ def test_why_there_is_no_device(
     [
         (cuda(700), "CUDA_LAUNCH_BLOCKING=1"),
         (cuda(2), "has no room for some memory more"),
-        (named("CUBLASError", "cupy_backends.cuda.libs.cublas", "EXECUTION_FAILED"), "EXECUTION_FAILED"),
+        (
+            named("CUBLASError", "cupy_backends.cuda.libs.cublas", "EXECUTION_FAILED"),
+            "EXECUTION_FAILED",
+        ),
         (named("DynamicLibNotFoundError", "cuda.pathfinder", LOST), "[ctk]"),
         (ValueError("of others"), None),
     ],
@@ -86,11 +109,18 @@ def test_out_of_memory() -> None:
     """What was asked for, who has what, and what to lower."""
     error = load().cuda.memory.OutOfMemoryError(20 * GIB, 100 * GIB, 0)
     words = str(explain_error(error, CARD))
-    assert "has no room for 20" in words and "this process use 100" in words and words.endswith(REMEDY)
+    assert (
+        "has no room for 20" in words and "this process use 100" in words and words.endswith(REMEDY)
+    )
 
 
 def test_which_wheels_are_installed(tmp_path: Path) -> None:
-    """Of those that bring cupy, wherever Python looks for packages; the libraries beside it do not count."""
+    """Of those that bring cupy, wherever Python looks for packages; the libraries beside it do not
+    count.
+    """
     for name in ("cupy_cuda13x-14.2.0", "cupy_cuda12x-13.6.0", "cupy_xarray-0.1", "numpy-2.4.6"):
         (tmp_path / f"{name}.dist-info").mkdir()
-    assert installed_wheels([str(tmp_path), str(tmp_path / "missing")]) == ["cupy-cuda12x", "cupy-cuda13x"]
+    assert installed_wheels([str(tmp_path), str(tmp_path / "missing")]) == [
+        "cupy-cuda12x",
+        "cupy-cuda13x",
+    ]

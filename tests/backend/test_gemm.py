@@ -1,4 +1,6 @@
-"""Products of matrices: any shapes, strides, broadcast axes and dtypes, on NumPy and on the double of a device."""
+"""Products of matrices: any shapes, strides, broadcast axes and dtypes, on NumPy and on the double
+of a device.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,20 +44,28 @@ class Layout:
 
     def place(self, xp: Any, values: Any, dtype: Any) -> Any:
         """Return an array of these values that lies so."""
-        shape = [values.shape[axis] * abs(self.steps[axis]) + self.slack[axis] for axis in self.order]
+        shape = [
+            values.shape[axis] * abs(self.steps[axis]) + self.slack[axis] for axis in self.order
+        ]
         slices = tuple(
-            slice(0, values.shape[axis] * abs(self.steps[axis]), abs(self.steps[axis])) for axis in self.order
+            slice(0, values.shape[axis] * abs(self.steps[axis]), abs(self.steps[axis]))
+            for axis in self.order
         )
-        mirrored = tuple(slice(None, None, -1 if self.steps[axis] < 0 else 1) for axis in range(values.ndim))
+        mirrored = tuple(
+            slice(None, None, -1 if self.steps[axis] < 0 else 1) for axis in range(values.ndim)
+        )
         back = np.argsort(self.order)
-        base = np.full(shape, 7 if dtype == "int32" else np.nan).astype(dtype)  # nobody is to read that
+        # nobody is to read that
+        base = np.full(shape, 7 if dtype == "int32" else np.nan).astype(dtype)
         base[slices].transpose(back)[mirrored][...] = values
         return xp.asarray(base)[slices].transpose(tuple(int(axis) for axis in back))[mirrored]
 
 
 @st.composite
 def layouts(draw: st.DrawFn, ndim: int) -> Layout:
-    """Any, most of them such as occur: matrices in rows or columns, heads between batch and time."""
+    """Any, most of them such as occur: matrices in rows or columns, heads between batch and
+    time.
+    """
     order = draw(st.permutations(range(ndim)))
     steps = draw(st.lists(st.sampled_from([1, 1, 1, 1, 2, -1]), min_size=ndim, max_size=ndim))
     slack = draw(st.lists(st.sampled_from([0, 0, 1, 3]), min_size=ndim, max_size=ndim))
@@ -79,13 +89,22 @@ def cases(draw: st.DrawFn, kinds: list[tuple[Any, Any]]) -> Case:
     n, k, m = (draw(st.integers(0, 4)) for _ in range(3))
     leading = draw(st.lists(st.integers(1, 3), max_size=3))
     one = [draw(st.sampled_from([length, length, 1])) for length in leading]
-    other = [1 if length == 1 and mine != 1 else length for length, mine in zip(leading, one, strict=True)]
+    other = [
+        1 if length == 1 and mine != 1 else length
+        for length, mine in zip(leading, one, strict=True)
+    ]
     other = [draw(st.sampled_from([length, 1])) if mine == length else length
              for length, mine in zip(other, one, strict=True)]  # fmt: skip
-    other = other[draw(st.integers(0, len(other))) if all(x == y for x, y in zip(one, leading, strict=True)) else 0 :]
+    other = other[
+        draw(st.integers(0, len(other)))
+        if all(x == y for x, y in zip(one, leading, strict=True))
+        else 0 :
+    ]
     shapes = (*one, n, k), (*other, k, m), (*np.broadcast_shapes(tuple(one), tuple(other)), n, m)
     lies = tuple(draw(layouts(len(shape))) for shape in shapes)
-    return Case(shapes, lies, draw(st.booleans()), draw(st.sampled_from(kinds)), draw(st.integers(0, 99)))  # type: ignore[arg-type]
+    return Case(
+        shapes, lies, draw(st.booleans()), draw(st.sampled_from(kinds)), draw(st.integers(0, 99))
+    )  # type: ignore[arg-type]
 
 
 def check(xp: Any, case: Case) -> None:
@@ -94,7 +113,9 @@ def check(xp: Any, case: Case) -> None:
     a, b, out = (generator.integers(-3, 4, shape).astype(np.float64) for shape in case.shapes)
     expected = a @ b + (out if case.add else 0)
     dtypes = case.kind[0], case.kind[0], case.kind[1]
-    places = [lay.place(xp, v, t) for lay, v, t in zip(case.layouts, (a, b, out), dtypes, strict=True)]
+    places = [
+        lay.place(xp, v, t) for lay, v, t in zip(case.layouts, (a, b, out), dtypes, strict=True)
+    ]
     if not case.add:
         places[2].fill(7 if case.kind[1] == "int32" else np.nan)
     result = gemm(xp, places[0], places[1], out=places[2], add=case.add)
@@ -105,7 +126,9 @@ def check(xp: Any, case: Case) -> None:
     if not case.add:
         fresh = gemm(xp, places[0], places[1], dtype=case.kind[1])
         assert fresh.dtype == case.kind[1]
-        np.testing.assert_array_equal((fresh if xp is np else fresh.get()).astype(np.float64), expected)
+        np.testing.assert_array_equal(
+            (fresh if xp is np else fresh.get()).astype(np.float64), expected
+        )
 
 
 def plain(*shape: int) -> Layout:
@@ -116,7 +139,13 @@ def plain(*shape: int) -> Layout:
 HEADS = Layout(
     (0, 2, 1, 3), (1,) * 4, (0,) * 4
 )  # (batch, heads, time, width), as a view of (batch, time, heads, width)
-ATTENTION = Case(((2, 3, 4, 5), (2, 3, 5, 4), (2, 3, 4, 4)), (HEADS, HEADS, plain(2, 3, 4, 4)), False, KINDS[4], 0)
+ATTENTION = Case(
+    ((2, 3, 4, 5), (2, 3, 5, 4), (2, 3, 4, 4)),
+    (HEADS, HEADS, plain(2, 3, 4, 4)),
+    False,
+    KINDS[4],
+    0,
+)
 
 
 @given(cases(ON_NUMPY))
@@ -134,7 +163,9 @@ def test_on_the_device_by_cublas(case: Case) -> None:
 
 
 def test_numpys_own_calls() -> None:
-    """On NumPy's float32 and float64 it is the call that it was: dot for matrices, matmul for stacks."""
+    """On NumPy's float32 and float64 it is the call that it was: dot for matrices, matmul for
+    stacks.
+    """
 
     class Library:
         __name__ = "numpy"
@@ -162,13 +193,18 @@ def test_numpys_own_calls() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
 def test_half_precision_adds_up_in_float32_and_rounds_once(dtype: Any) -> None:
-    """1 + 2^-11 four thousand times is lost in half precision; a sum rounded once is to the nearest, ties to even."""
+    """1 + 2^-11 four thousand times is lost in half precision; a sum rounded once is to the
+    nearest, ties to even.
+    """
     xp = load()
     ones = xp.ones((1, 4096), dtype)
     small = xp.asarray(np.full((4096, 1), 2.0**-11).astype(dtype))
     assert float(gemm(xp, ones, small)[0, 0]) == 2.0
-    tie = {np.dtype("float16"): 2049.0, BFLOAT16: 257.0}[np.dtype(dtype)]  # between two numbers that there are
-    result = gemm(xp, ones[:, :1], ones[:1, :1], out=xp.asarray(np.array([[tie - 1]]).astype(dtype)), add=True)
+    # between two numbers that there are
+    tie = {np.dtype("float16"): 2049.0, BFLOAT16: 257.0}[np.dtype(dtype)]
+    result = gemm(
+        xp, ones[:, :1], ones[:1, :1], out=xp.asarray(np.array([[tie - 1]]).astype(dtype)), add=True
+    )
     assert float(result[0, 0]) == tie - 1
 
 
@@ -183,7 +219,9 @@ def test_tf32_where_it_is_asked_for() -> None:
         assert float(gemm(cupy, cupy.asarray(value), cupy.ones((1, 1)))[0, 0]) == value[0, 0]
 
 
-@pytest.mark.parametrize(("on_device", "dtype"), [(False, "float32"), (True, "float32"), (True, BFLOAT16)], ids=str)
+@pytest.mark.parametrize(
+    ("on_device", "dtype"), [(False, "float32"), (True, "float32"), (True, BFLOAT16)], ids=str
+)
 def test_a_recording_multiplies_again(on_device: bool, dtype: Any) -> None:
     """Replayed with other values in the operands, and in the mode of the recording."""
     xp = load() if on_device else np
@@ -199,9 +237,12 @@ def test_a_recording_multiplies_again(on_device: bool, dtype: Any) -> None:
         call()
     rounded = 3 if on_device else np.float32(3 * (1 + 2.0**-20))
     each = rounded if dtype == "float32" else 6
-    np.testing.assert_array_equal((result if xp is np else result.get()).astype("float32"), np.full((2, 2), each))
     np.testing.assert_array_equal(
-        (total if xp is np else total.get()).astype("float32"), np.full((2, 2), np.float32(3 + each))
+        (result if xp is np else result.get()).astype("float32"), np.full((2, 2), each)
+    )
+    np.testing.assert_array_equal(
+        (total if xp is np else total.get()).astype("float32"),
+        np.full((2, 2), np.float32(3 + each)),
     )
 
 
@@ -231,8 +272,12 @@ def test_an_array_of_the_host_among_the_devices() -> None:
     device, host = cupy.ones((2, 2), "float32"), np.ones((2, 2), "float32")
     for _ in range(2):
         for a, b in ((host, device), (device, host)):
-            with pytest.raises(DeviceError, match=r"host's memory \(input . \(shape \(2, 2\), float32\)\).*asarray"):
+            with pytest.raises(
+                DeviceError, match=r"host's memory \(input . \(shape \(2, 2\), float32\)\).*asarray"
+            ):
                 gemm(cupy, a, b)
         gemm(cupy, device, device)
-        with pytest.raises(DeviceError, match=r"host's memory \(input 2 \(shape \(2, 2\), float32\)\)"):
+        with pytest.raises(
+            DeviceError, match=r"host's memory \(input 2 \(shape \(2, 2\), float32\)\)"
+        ):
             gemm(cupy, device, device, out=host)

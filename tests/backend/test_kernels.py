@@ -1,4 +1,6 @@
-"""Compiled kernels: each against a float64 reference, and how they are switched on, kept on disk, and done without."""
+"""Compiled kernels: each against a float64 reference, and how they are switched on, kept on disk,
+and done without.
+"""
 
 import os
 import subprocess
@@ -100,7 +102,9 @@ print(sum(sum(f.stats.cache_hits.values()) for f in found), sum(sum(f.stats.cach
 
 @pytest.mark.slow(KERNELS)
 def test_a_changed_helper_is_noticed(tmp_path):
-    """Machine code made from another state of the folder is not used, though the kernel's own file is the same."""
+    """Machine code made from another state of the folder is not used, though the kernel's own file
+    is the same.
+    """
     pytest.importorskip("numba")
     program = """
 import sys
@@ -109,7 +113,9 @@ build.sources = lambda: sys.argv[0] + "{}"
 found = build.build(loops.bias_relu, build.write(2), build.read(1))
 print(sum(found.stats.cache_hits.values()), sum(found.stats.cache_misses.values()))
 """
-    found = [run(program.format(state), NUMBA_CACHE_DIR=str(tmp_path)) for state in ("old", "old", "new")]
+    found = [
+        run(program.format(state), NUMBA_CACHE_DIR=str(tmp_path)) for state in ("old", "old", "new")
+    ]
     assert found == ["0 1", "1 0", "0 1"]
 
 
@@ -122,8 +128,15 @@ print(sum(kernels.loop("softmax_loss").stats.cache_misses.values()))
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", program]
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert sorted(process.communicate(timeout=100)[0].strip() for process in running) == ["0", "0", "1"]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert sorted(process.communicate(timeout=100)[0].strip() for process in running) == [
+        "0",
+        "0",
+        "1",
+    ]
 
 
 # ---------------------------------------------------------------- dense layers

@@ -1,4 +1,6 @@
-"""Freed memory stays in the process: counted in page faults, which do not depend on the machine's load."""
+"""Freed memory stays in the process: counted in page faults, which do not depend on the machine's
+load.
+"""
 
 import os
 import subprocess
@@ -24,8 +26,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin)
 def faults(how: str) -> int:
     """Return the page faults of 20 steps that make eight arrays of 4 MB and drop them.
 
-    The variable is what glibc begins with. Left out, glibc changes it as it goes, and where some other block happens
-    to lie above the arrays it then gives nothing back either: that depends on the interpreter and the environment.
+    The variable is what glibc begins with. Left out, glibc changes it as it goes, and where some
+    other block happens to lie above the arrays it then gives nothing back either: that depends on
+    the interpreter and the environment.
     """
     environ = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
     command = [sys.executable, "-c", PROGRAM, how]
@@ -60,6 +63,8 @@ print(host_memory().used_bytes - before - step.pool.size_bytes)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc is glibc's on Linux alone")
 def test_recording_gives_back_what_malloc_has_kept() -> None:
     """Holes of 24 MiB between arrays that stay go, and the recording has memory apart from them."""
-    ran = subprocess.run([sys.executable, "-c", RECORDED], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", RECORDED], capture_output=True, text=True, timeout=60
+    )
     assert not ran.returncode, ran.stderr
     assert int(ran.stdout) < -16 * 2**20

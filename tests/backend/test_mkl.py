@@ -1,4 +1,6 @@
-"""Products by MKL, where it is installed (`pip install mkl`): what MKL computes, and what stays with NumPy."""
+"""Products by MKL, where it is installed (`pip install mkl`): what MKL computes, and what stays
+with NumPy.
+"""
 
 import numpy as np
 import pytest
@@ -23,7 +25,9 @@ def every_size() -> Mkl:
 @settings(max_examples=300)
 @given(cases(ON_NUMPY))
 def test_any_product(every_size: Mkl, case: Case) -> None:
-    """Exactly what NumPy gives, of any shapes (0 among them), strides and dtypes, written or added."""
+    """Exactly what NumPy gives, of any shapes (0 among them), strides and dtypes, written or
+    added.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nnmpi.backend.gemm.installed_mkl", lambda: every_size)
         check(np, case)
@@ -32,7 +36,10 @@ def test_any_product(every_size: Mkl, case: Case) -> None:
 @pytest.mark.parametrize("turned", [(), (0,), (1,), (0, 1)])
 def test_these_are_mkls(every_size: Mkl, turned: tuple[int, ...]) -> None:
     """Without them the test above could pass by NumPy alone."""
-    a, b = (x.T.copy().T if i in turned else x for i, x in enumerate((np.eye(3, 4), np.arange(20.0).reshape(4, 5))))
+    a, b = (
+        x.T.copy().T if i in turned else x
+        for i, x in enumerate((np.eye(3, 4), np.arange(20.0).reshape(4, 5)))
+    )
     out = np.ones((3, 5))
     assert every_size.takes(a, b, out)
     every_size.multiply(a, b, out, True)
@@ -40,27 +47,41 @@ def test_these_are_mkls(every_size: Mkl, turned: tuple[int, ...]) -> None:
 
 
 def test_what_stays_with_numpy() -> None:
-    """Small products, whole numbers, stacks, what lies neither in rows nor in columns, and what is no product."""
+    """Small products, whole numbers, stacks, what lies neither in rows nor in columns, and what is
+    no product.
+    """
     mkl = load_mkl()
     assert mkl is not None
     large, small = np.ones((128, 128), np.float32), np.ones((64, 64), np.float32)
     assert mkl.takes(large, large, None)
     apart = np.ones((256, 256), np.float32)[::2, ::2]
     whole, stack = large.astype(int), large[None]
-    for a, b in ((small, small), (whole, whole), (apart, large), (large, large.astype(float)), (stack, stack)):
+    for a, b in (
+        (small, small),
+        (whole, whole),
+        (apart, large),
+        (large, large.astype(float)),
+        (stack, stack),
+    ):
         assert not mkl.takes(a, b, None)
     assert not mkl.takes(large, small, None)
     for out in (np.empty((128, 128)), large.T, small):
-        assert not mkl.takes(large, large, out) or out.flags.c_contiguous and out.shape == (128, 128)
+        assert (
+            not mkl.takes(large, large, out) or out.flags.c_contiguous and out.shape == (128, 128)
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_training_step(every_size: Mkl, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention, products of tensors and linear layers, compiled and not: NumPy's losses but for rounding."""
+    """Attention, products of tensors and linear layers, compiled and not: NumPy's losses but for
+    rounding.
+    """
 
     def losses(mkl: Mkl | None) -> list[float]:
         monkeypatch.setattr("nnmpi.backend.gemm.installed_mkl", lambda: mkl)
-        model = nn.Sequential(nn.TransformerBlock(8, 2, 16), nn.Linear(8, 3)).initialize(seed=0, dtype="float64")
+        model = nn.Sequential(nn.TransformerBlock(8, 2, 16), nn.Linear(8, 3)).initialize(
+            seed=0, dtype="float64"
+        )
         optimizer = optim.SGD(model.storage, lr=0.1)
         x = np.random.Generator(np.random.PCG64(0)).normal(size=(2, 5, 8))
 

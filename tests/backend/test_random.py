@@ -8,11 +8,20 @@ from nnmpi.shard import split
 
 
 def test_a_stream_depends_on_seed_and_names_alone():
-    """And on nothing that was drawn before; parts are not run together, nor are numbers and words."""
+    """And on nothing that was drawn before; parts are not run together, nor are numbers and
+    words.
+    """
     expected = stream(1, "init", "2.weight").random(4)
     stream(1, "init", "1.weight").random(100)
     np.testing.assert_array_equal(stream(1, "init", "2.weight").random(4), expected)
-    others = [(2, "init", "2.weight"), (1, "init2", ".weight"), (1, "init", 2), (1, "init", "2"), (1,), (-1, "init")]
+    others = [
+        (2, "init", "2.weight"),
+        (1, "init2", ".weight"),
+        (1, "init", 2),
+        (1, "init", "2"),
+        (1,),
+        (-1, "init"),
+    ]
     draws = {tuple(stream(*other).random(4)) for other in others} | {tuple(expected)}
     assert len(draws) == len(others) + 1
 
@@ -21,7 +30,8 @@ def test_a_stream_stays_the_same_for_ever():
     """Runs of today can be repeated tomorrow, on any machine."""
     found = stream(0, "init", "0.weight")
     assert found.integers(0, 2**32, 3).tolist() == [2923923338, 2438366069, 2144230376]
-    assert not isinstance(found.bit_generator.seed_seq, np.random.SeedSequence)  # of the system's entropy, for nothing
+    # of the system's entropy, for nothing
+    assert not isinstance(found.bit_generator.seed_seq, np.random.SeedSequence)
     assert key_pair("dropout", 0, 1, "2") == (1801620607, 657191060)
     assert random_bits(np, 5, 1, 3, (1, 2)).tolist() == [[339193201, 1213590225, 1817610303]]
 
@@ -41,7 +51,9 @@ def test_rows_know_their_place(first_row):
     whole = random_bits(np, first_row, 10, 7, key)
     assert (whole.shape, whole.dtype) == ((10, 7), np.uint32)
     for parts in (2, 3, 10, 13):
-        pieces = [random_bits(np, first_row + part.start, len(part), 7, key) for part in split(10, parts)]
+        pieces = [
+            random_bits(np, first_row + part.start, len(part), 7, key) for part in split(10, parts)
+        ]
         np.testing.assert_array_equal(np.concatenate(pieces), whole)
     assert random_bits(np, 0, 0, 5, key).shape == (0, 5)
     assert random_bits(np, 0, 5, 0, key).shape == (5, 0)

@@ -35,7 +35,8 @@ def test_results_are_computed_again_in_place(recorder):
         np.testing.assert_array_equal(best, x.take(x.argmax(axis=1)))
         np.testing.assert_array_equal(low, np.minimum(x, 1))
         np.testing.assert_array_equal(stacked, np.concatenate([x, x]))
-    assert chosen.tolist() == [[0, 0, 0], [-9, -12, -15]]  # the condition was computed on the side, once
+    # the condition was computed on the side, once
+    assert chosen.tolist() == [[0, 0, 0], [-9, -12, -15]]
 
 
 def test_views_need_no_call_and_copies_do(recorder):

@@ -38,13 +38,20 @@ def test_numpy():
     assert backend.asarray(array) is array
     backend.synchronize()
     zeros = backend.zeros((2, 3), "float32")
-    assert (zeros.shape, zeros.dtype, zeros.flags.c_contiguous, zeros.any()) == ((2, 3), np.float32, True, False)
+    assert (zeros.shape, zeros.dtype, zeros.flags.c_contiguous, zeros.any()) == (
+        (2, 3),
+        np.float32,
+        True,
+        False,
+    )
     assert backend.asarray([1, 2], "float64").dtype == np.float64
 
 
 def test_an_unknown_name():
     """The choices are listed."""
-    with pytest.raises(UsageError, match="backend 'torch' is unknown; choose one of auto, numpy, cupy"):
+    with pytest.raises(
+        UsageError, match="backend 'torch' is unknown; choose one of auto, numpy, cupy"
+    ):
         select("torch")
 
 
@@ -52,7 +59,10 @@ def test_cupy_that_is_not_installed(monkeypatch):
     """One sentence that says what to install; auto takes NumPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(
-        DeviceError, match=r"backend cupy cannot be used: cupy cannot be imported .* install 'cupy-cuda12x\[ctk\]'"
+        DeviceError,
+        match=(
+            r"backend cupy cannot be used: cupy cannot be imported .* install 'cupy-cuda12x\[ctk\]'"
+        ),
     ):
         select("cupy")
     assert select("auto").name == select().name == "numpy"
@@ -64,7 +74,11 @@ def test_cupy_with_devices(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     for name, local_rank, number in (("cupy", 0, 0), ("cupy", 3, 1), ("auto", 1, 1)):
         backend = select(name, local_rank)
-        assert (backend.name, backend.xp, backend.device) == ("cupy", cupy, f"model {number}, device {number}")
+        assert (backend.name, backend.xp, backend.device) == (
+            "cupy",
+            cupy,
+            f"model {number}, device {number}",
+        )
         assert cupy.used[-1] == number
     host = np.ones(2)
     assert backend.to_host(host) is host
@@ -74,7 +88,9 @@ def test_cupy_with_devices(monkeypatch):
 
 
 def test_auto_takes_numpy_where_the_device_cannot_be_used(monkeypatch):
-    """A device that is there and fails at the first kernel: cupy is refused, auto says why it did not take it."""
+    """A device that is there and fails at the first kernel: cupy is refused, auto says why it did
+    not take it.
+    """
     cupy = fake_cupy(1)
 
     def fail(*_):

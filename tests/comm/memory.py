@@ -1,4 +1,6 @@
-"""Shared memory as it is on several nodes, or on a machine that does not keep the order of what is written."""
+"""Shared memory as it is on several nodes, or on a machine that does not keep the order of what is
+written.
+"""
 
 from collections.abc import Sequence
 
@@ -6,8 +8,12 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 
 
-def shared_memory(group: Group, nodes: Sequence[int] | None = None, ordered: bool | None = None) -> SharedMemory:
-    """Return the memory of a group as if its ranks were on these nodes, and their world kept the order or not."""
+def shared_memory(
+    group: Group, nodes: Sequence[int] | None = None, ordered: bool | None = None
+) -> SharedMemory:
+    """Return the memory of a group as if its ranks were on these nodes, and their world kept the
+    order or not.
+    """
     world, found = group.comm.world, list(group.nodes())
     keeps_order = world.keeps_order
     group._nodes = found if nodes is None else list(nodes)

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from nnmpi.comm.agreement import CollectivePhase, agree, agreed, on_root, refuse_different, require_equal
+from nnmpi.comm.agreement import (
+    CollectivePhase,
+    agree,
+    agreed,
+    on_root,
+    refuse_different,
+    require_equal,
+)
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CheckpointError, CommError, DataError, LayoutError, NnmpiError, UsageError
@@ -38,12 +45,18 @@ A, B, NO_FILE = UsageError("a"), DataError("b"), DataError("no file")
         ((None, None), ""),
         ((None, NO_FILE, None), "DataError: rank 1: no file"),
         ((NO_FILE, NO_FILE), "DataError: no file"),  # all failed alike, and nobody is named
-        ((None, A, B, A, A), "UsageError: ranks 1, 3-4: a; rank 2: b"),  # the lowest decides the kind
-        ((DataError("rank 1: no file"), DataError("rank 1: no file")), "DataError: rank 1: no file"),
+        # the lowest decides the kind
+        ((None, A, B, A, A), "UsageError: ranks 1, 3-4: a; rank 2: b"),
+        (
+            (DataError("rank 1: no file"), DataError("rank 1: no file")),
+            "DataError: rank 1: no file",
+        ),
         ((None, MyError("odd")), "CheckpointError: rank 1: odd"),  # the nearest of nnmpi's own
     ],
 )
-def test_all_ranks_raise_what_some_have_raised(failures: tuple[Exception | None, ...], raised: str) -> None:
+def test_all_ranks_raise_what_some_have_raised(
+    failures: tuple[Exception | None, ...], raised: str
+) -> None:
     assert outcome(*failures) == [raised] * len(failures)
 
 
@@ -55,7 +68,9 @@ def test_a_foreign_exception_shows_its_traceback_once() -> None:
             return error
 
     for text in outcome(None, fail(), ValueError()):
-        assert text.startswith("CommError: rank 1: KeyError: 'missing'; rank 2: ValueError\n\nOn rank 1:\nTraceback")
+        assert text.startswith(
+            "CommError: rank 1: KeyError: 'missing'; rank 2: ValueError\n\nOn rank 1:\nTraceback"
+        )
         assert text.count("Traceback") == 1
         assert 'return {}["missing"]' in text
 
@@ -121,20 +136,31 @@ def test_a_phase_does_no_more_work_once_something_has_failed(group: Group) -> No
 def refused(*everyones: list[object], show: Any = str) -> str:
     return told(
         LayoutError,
-        lambda: refuse_different(everyones, lambda number: f"item {number} differs", "mend it", LayoutError, show),
+        lambda: refuse_different(
+            everyones, lambda number: f"item {number} differs", "mend it", LayoutError, show
+        ),
     )
 
 
 def test_the_first_item_that_differs_is_named_with_the_ranks_that_have_it() -> None:
     assert refused(["a", "b"], ["a", "b"]) == ""
     assert refused([], []) == ""
-    assert refused(["a", "b"], ["a", "c"], ["a", "b"]) == "item 1 differs: ranks 0, 2 have b; rank 1 has c; mend it"
+    assert (
+        refused(["a", "b"], ["a", "c"], ["a", "b"])
+        == "item 1 differs: ranks 0, 2 have b; rank 1 has c; mend it"
+    )
     assert refused(["a"], ["a", "c"]) == "item 1 differs: rank 0 has nothing; rank 1 has c; mend it"
 
 
 def test_of_items_that_mean_nothing_the_ranks_alone_are_named() -> None:
-    assert refused([1], [2], [1], [3], show=None) == "item 0 differs: ranks 1, 3 of 4 have not what rank 0 has; mend it"
-    assert refused([1], [1], [3], show=None) == "item 0 differs: rank 2 of 3 has not what rank 0 has; mend it"
+    assert (
+        refused([1], [2], [1], [3], show=None)
+        == "item 0 differs: ranks 1, 3 of 4 have not what rank 0 has; mend it"
+    )
+    assert (
+        refused([1], [1], [3], show=None)
+        == "item 0 differs: rank 2 of 3 has not what rank 0 has; mend it"
+    )
 
 
 @pytest.mark.simulated

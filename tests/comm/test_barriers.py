@@ -1,4 +1,6 @@
-"""Barriers by flags and by collectives: nobody passes early, several are told apart, and waiting has an end."""
+"""Barriers by flags and by collectives: nobody passes early, several are told apart, and waiting
+has an end.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""What "auto" means: the least prediction of a fit, or a rule of two numbers without one, with the reason in words."""
+"""What "auto" means: the least prediction of a fit, or a rule of two numbers without one, with the
+reason in words.
+"""
 
 from dataclasses import replace
 
@@ -11,10 +13,16 @@ from nnmpi.comm.machine import Curve, Link, Machine, blocks
 SIZES = [2**power for power in range(2, 31)]
 
 
-def make(ranks: int, native: Curve, shared: Curve | None = None, per_node: int | None = None) -> Fit:
+def make(
+    ranks: int, native: Curve, shared: Curve | None = None, per_node: int | None = None
+) -> Fit:
     nodes = None if per_node is None else blocks(ranks, per_node)
-    machine = Machine(Link.line(1e-6, 1e-10), Link.line(1e-5, 1e-9), nodes=nodes, add=Curve.line(0, 2e-11))
-    return Fit(machine, native, native, shared, {"ranks": ranks, "nodes": list(nodes or [0] * ranks)})
+    machine = Machine(
+        Link.line(1e-6, 1e-10), Link.line(1e-5, 1e-9), nodes=nodes, add=Curve.line(0, 2e-11)
+    )
+    return Fit(
+        machine, native, native, shared, {"ranks": ranks, "nodes": list(nodes or [0] * ranks)}
+    )
 
 
 SLOW = Curve.line(1.0, 1.0)
@@ -22,11 +30,15 @@ SLOW = Curve.line(1.0, 1.0)
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 64])
 @pytest.mark.parametrize("shared", [False, True])
-def test_by_rule_short_messages_go_native_and_long_ones_do_not_go_back(size: int, shared: bool) -> None:
+def test_by_rule_short_messages_go_native_and_long_ones_do_not_go_back(
+    size: int, shared: bool
+) -> None:
     names = [choose(nbytes, size, shared=shared).algorithm for nbytes in SIZES]
     assert names[0] == NATIVE
     assert set(names) <= {NATIVE, SHARED if shared else "ring"}
-    assert sum(one != other for one, other in zip(names, names[1:], strict=False)) == (0 if size == 1 else 1)
+    assert sum(one != other for one, other in zip(names, names[1:], strict=False)) == (
+        0 if size == 1 else 1
+    )
 
 
 def test_the_rules_reason_names_the_numbers() -> None:
@@ -43,7 +55,9 @@ def test_with_a_fit_the_least_prediction_wins(ranks: int, nbytes: int) -> None:
     fit = make(ranks, SLOW)
     choice = choose(nbytes, ranks, fit)
     predicted = {
-        name: fit.predict(name, nbytes) for name in ALGORITHMS if name in CANDIDATES and name != "hierarchical"
+        name: fit.predict(name, nbytes)
+        for name in ALGORITHMS
+        if name in CANDIDATES and name != "hierarchical"
     }
     assert choice.predicted_s == predicted[choice.algorithm] == min(predicted.values())
 
@@ -74,7 +88,9 @@ def test_a_started_call_is_chosen_by_what_started_calls_take() -> None:
 
 
 def test_two_levels_are_taken_where_a_ring_would_cross_at_every_step() -> None:
-    """Ranks dealt out to the nodes in turn: all neighbours of a ring are on other nodes and share the nodes' links."""
+    """Ranks dealt out to the nodes in turn: all neighbours of a ring are on other nodes and share
+    the nodes' links.
+    """
     nodes = [rank % 4 for rank in range(24)]
     dealt = replace(make(24, SLOW, per_node=6), facts={"ranks": 24, "nodes": nodes})
     dealt = replace(dealt, machine=replace(dealt.machine, nodes=tuple(nodes)))

@@ -1,7 +1,8 @@
-"""All collectives on MPI and on simulated ranks: each in every way, by steps and by MPI's own, against its contract.
+"""All collectives on MPI and on simulated ranks: each in every way, by steps and by MPI's own,
+against its contract.
 
-Every rank computes what every other rank has from a seed, so what is expected needs no communication. No rank asserts
-alone: outcomes are gathered first.
+Every rank computes what every other rank has from a seed, so what is expected needs no
+communication. No rank asserts alone: outcomes are gathered first.
 """
 
 import random
@@ -16,7 +17,15 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NATIVE, find
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER, Step
+from nnmpi.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    NEIGHBOUR_AVERAGE,
+    REDUCE_SCATTER,
+    Step,
+)
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, NnmpiError, ShapeError, UsageError
@@ -34,7 +43,9 @@ def values(rank: int, n: int, dtype: object = np.float32) -> Buffer:
     return np.random.default_rng(100 + rank).integers(0, 9, n).astype(dtype)
 
 
-def expected(group: Group, operation: str, n: int, dtype: object = np.float32) -> tuple[slice, Buffer]:
+def expected(
+    group: Group, operation: str, n: int, dtype: object = np.float32
+) -> tuple[slice, Buffer]:
     """Return the part of the array that the operation promises on this rank, and what is in it."""
     size, everyones = group.size, [values(rank, n, dtype) for rank in range(group.size)]
     total, own = np.sum(everyones, axis=0, dtype=dtype), part(n, size, group.rank)
@@ -44,9 +55,15 @@ def expected(group: Group, operation: str, n: int, dtype: object = np.float32) -
         return slice(None), everyones[0]
     if operation == ALL_GATHER.name:
         chunks = [part(n, size, rank) for rank in range(size)]
-        return slice(None), np.concatenate([each[c.start : c.stop] for each, c in zip(everyones, chunks, strict=True)])
+        return slice(None), np.concatenate(
+            [each[c.start : c.stop] for each, c in zip(everyones, chunks, strict=True)]
+        )
     if operation == NEIGHBOUR_AVERAGE.name and size > 2:
-        mixed = everyones[group.rank - 1] + everyones[group.rank] * 2 + everyones[(group.rank + 1) % size]
+        mixed = (
+            everyones[group.rank - 1]
+            + everyones[group.rank] * 2
+            + everyones[(group.rank + 1) % size]
+        )
         return slice(None), mixed.astype(dtype)
     return slice(None), total
 
@@ -106,14 +123,19 @@ def test_messages_are_cut(
 def test_every_dtype(group: Group, algorithm: str, dtype: np.dtype) -> None:
     array = values(group.rank, 101, dtype)
     group.all_reduce(array, algorithm)
-    outcome = array.dtype == dtype and np.array_equal(array, expected(group, ALL_REDUCE.name, 101, dtype)[1])
+    outcome = array.dtype == dtype and np.array_equal(
+        array, expected(group, ALL_REDUCE.name, 101, dtype)[1]
+    )
     assert group.gather(bool(outcome)) == [True] * group.size
 
 
 @pytest.mark.simulated
 def test_methods_of_the_group(group: Group) -> None:
     results = []
-    for run, operation in ((group.reduce_scatter, REDUCE_SCATTER.name), (group.all_gather, ALL_GATHER.name)):
+    for run, operation in (
+        (group.reduce_scatter, REDUCE_SCATTER.name),
+        (group.all_gather, ALL_GATHER.name),
+    ):
         for algorithm in (NATIVE, "ring", "tree"):
             array = values(group.rank, 101)
             run(array, algorithm)
@@ -124,8 +146,13 @@ def test_methods_of_the_group(group: Group) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("algorithm", EVERY)
-def test_any_numbers_are_summed_closely_and_alike_on_all_ranks_every_time(group: Group, algorithm: str) -> None:
-    every = [np.random.default_rng(rank).standard_normal(7919).astype(np.float32) for rank in range(group.size)]
+def test_any_numbers_are_summed_closely_and_alike_on_all_ranks_every_time(
+    group: Group, algorithm: str
+) -> None:
+    every = [
+        np.random.default_rng(rank).standard_normal(7919).astype(np.float32)
+        for rank in range(group.size)
+    ]
     exact = np.sum(every, axis=0, dtype=np.float64)
     bound = group.size * np.finfo(np.float32).eps * np.sum(np.abs(every), axis=0, dtype=np.float64)
     outcomes = []
@@ -143,7 +170,10 @@ def test_several_in_flight_move_on_in_any_order(group: Group, n: int) -> None:
     chance = random.Random(group.rank)
     names = [*ALGORITHMS] * 3
     arrays = [values(group.rank, n + i) for i in range(len(names))]
-    bound = [group.bind(array, name, tag) for tag, (array, name) in enumerate(zip(arrays, names, strict=True))]
+    bound = [
+        group.bind(array, name, tag)
+        for tag, (array, name) in enumerate(zip(arrays, names, strict=True))
+    ]
     waiting = list(range(len(names)))
     flying: list[int] = []
     while waiting or flying:
@@ -154,7 +184,11 @@ def test_several_in_flight_move_on_in_any_order(group: Group, n: int) -> None:
             i = chance.choice(flying)
             if bound[i].poll():
                 flying.remove(i)
-    wrong = [i for i, array in enumerate(arrays) if (array != expected(group, ALL_REDUCE.name, n + i)[1]).any()]
+    wrong = [
+        i
+        for i, array in enumerate(arrays)
+        if (array != expected(group, ALL_REDUCE.name, n + i)[1]).any()
+    ]
     assert group.gather(wrong) == [[]] * group.size
 
 
@@ -165,7 +199,8 @@ def test_a_running_sum_cannot_be_started_again(group: Group, algorithm: str) -> 
     pending.start()
     refused = "still running" in told(CommError, pending.start)
     pending.wait()
-    outcome = refused or (algorithm != NATIVE and group.size == 1)  # one rank has finished before it can be asked
+    # one rank has finished before it can be asked
+    outcome = refused or (algorithm != NATIVE and group.size == 1)
     assert group.gather(outcome) == [True] * group.size
 
 
@@ -181,7 +216,10 @@ def test_hierarchical_sums_over_any_nodes(group: Group, layout: str) -> None:
     }[layout]
     array = values(group.rank, 1003)
     Execution(hierarchical(group.rank, size, nodes), array, group.comm, 5).run()
-    assert group.gather(bool(np.array_equal(array, expected(group, ALL_REDUCE.name, 1003)[1]))) == [True] * size
+    assert (
+        group.gather(bool(np.array_equal(array, expected(group, ALL_REDUCE.name, 1003)[1])))
+        == [True] * size
+    )
 
 
 @pytest.mark.both_worlds
@@ -199,19 +237,26 @@ def test_neighbours_are_averaged(group: Group) -> None:
 @pytest.mark.parametrize("call", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_arrays_that_differ_are_named_on_all_ranks(group: Group, call: str) -> None:
     last = group.size - 1
-    array = np.ones(10 if group.rank < last else 11, np.float32 if group.rank < last else np.float64)
+    array = np.ones(
+        10 if group.rank < last else 11, np.float32 if group.rank < last else np.float64
+    )
     found = group.gather(told(CommError, lambda: getattr(group, call)(array)))
     if group.size == 1:
         assert found == [""]
         return
     others = "rank 0 has" if last == 1 else f"ranks 0-{last - 1} have"
-    assert all(f"{others} 10 elements of float32; rank {last} has 11 elements of float64" in text for text in found)
+    assert all(
+        f"{others} 10 elements of float32; rank {last} has 11 elements of float64" in text
+        for text in found
+    )
 
 
 @pytest.mark.simulated
 def test_the_rank_whose_array_cannot_be_summed_is_named(group: Group) -> None:
     array = np.ones(8, np.float32)
-    everyones = group.gather(told(NnmpiError, lambda: group.all_reduce(array if group.rank else array[::2])))
+    everyones = group.gather(
+        told(NnmpiError, lambda: group.all_reduce(array if group.rank else array[::2]))
+    )
     assert all("has gaps" in found for found in everyones)
 
 
@@ -223,7 +268,10 @@ def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
         (lambda: group.bind(array, "ring", 16385), "tag 16385"),
         (lambda: group.all_gather(array, "ps"), "no all-gather by 'ps'; the names are ring, tree"),
         (lambda: group.bind(array, "ring", 0, "to-nobody"), "no collective 'to-nobody'"),
-        (lambda: group.bind(array, NATIVE, 0, NEIGHBOUR_AVERAGE.name), "no neighbour-average of its own"),
+        (
+            lambda: group.bind(array, NATIVE, 0, NEIGHBOUR_AVERAGE.name),
+            "no neighbour-average of its own",
+        ),
     ):
         assert words in told(UsageError, call)
 
@@ -240,7 +288,9 @@ def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
         (np.frombuffer(bytes(8)), ShapeError, "read-only"),
     ],
 )
-def test_arrays_that_cannot_be_summed_are_refused(array: object, kind: type[Exception], words: str) -> None:
+def test_arrays_that_cannot_be_summed_are_refused(
+    array: object, kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words):
         check_buffer(array)
 
@@ -256,10 +306,14 @@ def lengths(group: Group) -> list[int]:
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_parts(group: Group, dtype: str) -> None:
-    """Each rank's part comes to all, or the sum of all ranks' values for it to its owner; some are empty."""
+    """Each rank's part comes to all, or the sum of all ranks' values for it to its owner; some are
+    empty.
+    """
     counts = lengths(group)
     parts = group.all_gather_v(np.full(counts[group.rank], group.rank + 1, dtype), counts)
-    right = all((part == rank + 1).all() and part.size == counts[rank] for rank, part in enumerate(parts))
+    right = all(
+        (part == rank + 1).all() and part.size == counts[rank] for rank, part in enumerate(parts)
+    )
     right = right and all(part.dtype == dtype for part in parts)
     numbers = np.arange(sum(counts)).astype(dtype)
     own = group.reduce_scatter_v(numbers * (group.rank + 1), counts)
@@ -281,7 +335,9 @@ def test_largest(group: Group) -> None:
 
 @pytest.mark.simulated
 def test_what_runs_is_what_was_proved(group: Group) -> None:
-    """A function that gives nothing when it is asked again; and one that gives each rank other proved steps."""
+    """A function that gives nothing when it is asked again; and one that gives each rank other
+    proved steps.
+    """
     asked = 0
 
     def fickle(rank: int, size: int) -> tuple[Step, ...]:

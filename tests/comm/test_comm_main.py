@@ -19,8 +19,9 @@ from tests.comm.test_fit import make as make_fit
 
 
 def test_prove_and_render() -> None:
-    assert main(["prove", "ring", "--ranks", "17"]) == (
-        "all-reduce by ring is right on 17 ranks: 32 rounds, 544 messages, 544 chunks sent"
+    assert (
+        main(["prove", "ring", "--ranks", "17"])
+        == "all-reduce by ring is right on 17 ranks: 32 rounds, 544 messages, 544 chunks sent"
     )
     assert main(["render", "tree", "--ranks", "5"]) == render(ALGORITHMS["tree"], 5)
     assert "all-gather by tree is right" in main(["prove", "tree", "--operation", "all-gather"])
@@ -57,8 +58,12 @@ def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    doubling = as_collective(load_custom(f"{tmp_path}/mine.py:doubling", "the algorithm", "(rank, size)"))
-    shown = compare({"doubling": doubling}, "doubling", 4, Machine.uniform(1.0, 1.0))["algorithms"]["doubling"]
+    doubling = as_collective(
+        load_custom(f"{tmp_path}/mine.py:doubling", "the algorithm", "(rank, size)")
+    )
+    shown = compare({"doubling": doubling}, "doubling", 4, Machine.uniform(1.0, 1.0))["algorithms"][
+        "doubling"
+    ]
     assert list(shown["animations"]) == list(shown["costs"]) == [2, 4, 8]
     with pytest.raises(ScheduleError, match="rank 1, step 1 talks to rank 3"):
         compare({"doubling": doubling}, "doubling", 3, Machine.uniform(1.0, 1.0))
@@ -67,10 +72,23 @@ def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: P
 def test_simulate_and_list() -> None:
     words = ["--ranks", "4", "--bytes", "400", "--network", "alpha=1,beta=0.25,gamma=0.125"]
     told = main(["simulate", "ring", *words])
-    assert told.startswith("all-reduce by ring, 4 ranks, 400 B: 193.5 s, messages by alpha=1,beta=0.25,gamma=0.125\n")
-    assert main(["list", "--network", "gbit=10"]).splitlines()[1] == "messages by gbit=10 (no latency)"
+    assert told.startswith(
+        "all-reduce by ring, 4 ranks, 400 B: 193.5 s, messages by alpha=1,beta=0.25,gamma=0.125\n"
+    )
+    assert (
+        main(["list", "--network", "gbit=10"]).splitlines()[1] == "messages by gbit=10 (no latency)"
+    )
     listed = {tuple(line.split()[:2]): line for line in main(["list", *words]).splitlines()[3:]}
-    assert listed["all-reduce", "ring"].split()[2:] == ["6", "alpha", "+", "1.500", "M", "beta", "193.5", "s"]
+    assert listed["all-reduce", "ring"].split()[2:] == [
+        "6",
+        "alpha",
+        "+",
+        "1.500",
+        "M",
+        "beta",
+        "193.5",
+        "s",
+    ]
     assert len(listed) == len(COLLECTIVES)
 
 
@@ -81,9 +99,15 @@ def test_simulate_and_list() -> None:
         ("prove rong", "no all-reduce by 'rong'; the names are ring, tree, ps"),
         ("prove ring --operation foo", "no collective 'foo'; there are all-reduce"),
         ("simulate ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
-        ("prove tree --ranks 5000", "tree on 5000 ranks would take 17 h 21 min or so; ask for fewer"),
+        (
+            "prove tree --ranks 5000",
+            "tree on 5000 ranks would take 17 h 21 min or so; ask for fewer",
+        ),
         ("simulate ring --ranks 0", "'0' is not a whole number of at least 1"),
-        ("simulate ring --network alpha=nan", "network 'alpha=nan' is not understood; give numbers, such as"),
+        (
+            "simulate ring --network alpha=nan",
+            "network 'alpha=nan' is not understood; give numbers, such as",
+        ),
         ("simulate ring --alpha 1e-5", "--alpha is not an option; did you mean --network?"),
         ("simulate ring --network nowhere.json", "nowhere.json: no fit that can be read"),
         ("render ring --bytes 4", "unrecognized arguments: --bytes 4"),
@@ -97,8 +121,13 @@ def test_mistakes_are_told_in_a_sentence(words: str, sentence: str) -> None:
 
 
 def test_a_mistake_ends_with_status_2_and_needs_no_mpi() -> None:
-    code = "import sys, runpy; sys.modules['mpi4py'] = None; runpy.run_module('nnmpi.comm', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code, "prove", "x"], capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys, runpy; sys.modules['mpi4py'] = None; runpy.run_module('nnmpi.comm',"
+        " run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "prove", "x"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "there is no all-reduce by 'x'" in done.stderr
 
@@ -110,7 +139,11 @@ def test_strange_machines_are_simulated_as_asked() -> None:
 
     even = simulated("beta=1e-9")
     assert simulated("beta=1e-9,per_node=2") == simulated("gbit=8") == even
-    for strange in ("beta=5e-9,inside_beta=1e-9", "beta=1e-9,alpha=1,inside_beta=1e-9", "beta=1e-9,gamma=1e-9"):
+    for strange in (
+        "beta=5e-9,inside_beta=1e-9",
+        "beta=1e-9,alpha=1,inside_beta=1e-9",
+        "beta=1e-9,gamma=1e-9",
+    ):
         assert simulated(f"{strange},per_node=2") != even
 
 
@@ -119,7 +152,9 @@ def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path: Path) -> None:
     save_fit(make_fit(), file)  # 4 ranks on 2 nodes
     told = main(["simulate", "hierarchical", "--bytes", "1MB", "--network", str(file)])
     assert format_seconds(make_fit().predict("hierarchical", 2**20)) in told.splitlines()[0]
-    with pytest.raises(UsageError, match="there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 python"):
+    with pytest.raises(
+        UsageError, match="there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 python"
+    ):
         main(["list", "--ranks", "5", "--network", str(file)])
 
 

@@ -1,4 +1,6 @@
-"""Simulations: the closed forms where they apply, all ranks in lock step, and who waits for a shared link."""
+"""Simulations: the closed forms where they apply, all ranks in lock step, and who waits for a
+shared link.
+"""
 
 from dataclasses import replace
 from math import log2
@@ -25,7 +27,9 @@ def test_it_equals_the_closed_form(name: tuple[str, str], size: int) -> None:
     if name in POWERS and size & size - 1:
         pytest.skip("exact for powers of two")
     nbytes, found = 4 * 60 * size, COLLECTIVES[name]
-    assert price(found, size, nbytes, UNIFORM) == pytest.approx(found.seconds(size, nbytes, ALPHA, BETA, GAMMA))
+    assert price(found, size, nbytes, UNIFORM) == pytest.approx(
+        found.seconds(size, nbytes, ALPHA, BETA, GAMMA)
+    )
 
 
 def test_the_formulas_are_those_that_are_taught() -> None:
@@ -47,7 +51,9 @@ def test_two_levels_equal_their_closed_form(size: int, ranks_per_node: int) -> N
     count, depth, nbytes = size // ranks_per_node, log2(ranks_per_node), 2**20
     expected = 2 * depth * (ALPHA + nbytes * BETA) + (depth + (count - 1) / count) * nbytes * GAMMA
     expected += 2 * (count - 1) * 10 * ALPHA + 2 * (count - 1) / count * nbytes * 20 * BETA
-    found = simulate_collective(find_collective("all-reduce", "hierarchical", nodes), size, nbytes, machine)
+    found = simulate_collective(
+        find_collective("all-reduce", "hierarchical", nodes), size, nbytes, machine
+    )
     assert max(found) == pytest.approx(expected, rel=1e-12)
 
 
@@ -57,13 +63,16 @@ def test_equal_ranks_in_lock_step_take_what_messages_take(
     name: tuple[str, str], nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curve = Curve(((0, 1e-6), (400, 2e-6), (401, 5e-6), (10_000, 9e-6)))
-    machine = Machine(Link(curve, Curve.line(2e-6, 3e-9)), Link.line(1e-5, 1e-9), nodes, Curve.line(0, 2e-10))
+    machine = Machine(
+        Link(curve, Curve.line(2e-6, 3e-9)), Link.line(1e-5, 1e-9), nodes, Curve.line(0, 2e-10)
+    )
     at_once = simulate_collective(COLLECTIVES[name], 24, 24 * 1000, machine)
     monkeypatch.setattr(duration, "_steps_of_all", lambda phase, size: None)
     one_by_one = simulate_collective(COLLECTIVES[name], 24, 24 * 1000, machine)
     if name == ("broadcast", "ring"):  # a tree before it: ranks begin at different times
         at_once, one_by_one = [max(at_once)], [max(one_by_one)]
-    np.testing.assert_allclose(at_once, one_by_one, rtol=0.02)  # chunks that go over the end are two messages
+    # chunks that go over the end are two messages
+    np.testing.assert_allclose(at_once, one_by_one, rtol=0.02)
 
 
 @pytest.mark.parametrize("name", [("all-reduce", "ring"), ("all-gather", "tree")])
@@ -80,12 +89,18 @@ def test_shared_links_in_lock_step_are_near_the_exact_order(
 
 def test_thousands_of_ranks() -> None:
     machine = Machine(Link.line(5e-7, 1e-10), Link.line(2e-6, 8e-11), blocks(4096, 8), UNIFORM.add)
-    assert price(ALGORITHMS["ring"], 4096, 2**20, machine) == pytest.approx(8190 * (2e-6 + 256 * 8e-11), rel=0.01)
+    assert price(ALGORITHMS["ring"], 4096, 2**20, machine) == pytest.approx(
+        8190 * (2e-6 + 256 * 8e-11), rel=0.01
+    )
 
 
 def _crossing(rank: int, size: int) -> tuple[Step, ...]:
     """Send everything from ranks 0 and 1 to ranks 2 and 3."""
-    return (Step(to=rank + 2, send=(0, 1, 2, 3)) if rank < 2 else Step(from_=rank - 2, recv=(0, 1, 2, 3)),)
+    return (
+        Step(to=rank + 2, send=(0, 1, 2, 3))
+        if rank < 2
+        else Step(from_=rank - 2, recv=(0, 1, 2, 3)),
+    )
 
 
 def _on_two_nodes(nodes: tuple[int, ...]) -> list[float]:
@@ -103,7 +118,9 @@ def test_messages_queue_for_a_nodes_link_in_the_order_in_which_they_are_ready() 
 
 
 def test_more_ranks_than_elements() -> None:
-    assert price(ALGORITHMS["ring"], 8, 4, UNIFORM) == pytest.approx(14 * (ALPHA + 4 * BETA) + 7 * 4 * GAMMA)
+    assert price(ALGORITHMS["ring"], 8, 4, UNIFORM) == pytest.approx(
+        14 * (ALPHA + 4 * BETA) + 7 * 4 * GAMMA
+    )
 
 
 def test_what_cannot_be_simulated() -> None:
@@ -111,6 +128,8 @@ def test_what_cannot_be_simulated() -> None:
         price(ALGORITHMS["ring"], 0, 4, UNIFORM)
     with pytest.raises(UsageError, match="places 2 ranks"):
         price(ALGORITHMS["ring"], 3, 4, replace(UNIFORM, nodes=(0, 1)))
-    waiting = Collective("waiting", BROADCAST, (lambda rank, size: (Step(from_=1 - rank, recv=(0,)),),))
+    waiting = Collective(
+        "waiting", BROADCAST, (lambda rank, size: (Step(from_=1 - rank, recv=(0,)),),)
+    )
     with pytest.raises(ScheduleError, match="rank 0 waits for ever in its step 0"):
         price(waiting, 2, 8, UNIFORM)

@@ -1,4 +1,6 @@
-"""Fits: kept as files and read back whole, refused where they do not belong, what they predict and are told as."""
+"""Fits: kept as files and read back whole, refused where they do not belong, what they predict and
+are told as.
+"""
 
 import json
 from dataclasses import replace
@@ -16,19 +18,38 @@ from nnmpi.comm.measure import facts, find_fit, measure, time_calls
 from nnmpi.errors import UsageError
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
-FACTS = {"ranks": 4, "nodes": [0, 0, 1, 1], "mpi": "Open MPI 5.0.11", "host": "Head Node", "date": "2026-01-01"}
+FACTS = {
+    "ranks": 4,
+    "nodes": [0, 0, 1, 1],
+    "mpi": "Open MPI 5.0.11",
+    "host": "Head Node",
+    "date": "2026-01-01",
+}
 
 
 def make(**changes: object) -> Fit:
-    machine = Machine(Link.line(1e-6, 1e-10), Link.line(1e-5, 1e-9), nodes=(0, 0, 1, 1), add=Curve.line(0.0, 2e-11))
-    native, started, shared = Curve.line(3e-6, 2e-9), Curve.line(4e-6, 4e-9), Curve.line(1e-6, 5e-10)
+    machine = Machine(
+        Link.line(1e-6, 1e-10),
+        Link.line(1e-5, 1e-9),
+        nodes=(0, 0, 1, 1),
+        add=Curve.line(0.0, 2e-11),
+    )
+    native, started, shared = (
+        Curve.line(3e-6, 2e-9),
+        Curve.line(4e-6, 4e-9),
+        Curve.line(1e-6, 5e-10),
+    )
     return replace(Fit(machine, native, started, shared, FACTS), **changes)
 
 
 def test_a_fit_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "new" / "fit.json"
     apart = Machine(Link(EAGER, Curve.line(0.1, 3e-9)), add=EAGER)
-    for fit in (make(), make(shared=None, facts={**FACTS, "cores": 2}), make(machine=apart, native=EAGER)):
+    for fit in (
+        make(),
+        make(shared=None, facts={**FACTS, "cores": 2}),
+        make(machine=apart, native=EAGER),
+    ):
         save_fit(fit, file)
         assert load_fit(file) == fit
     assert [each.name for each in file.parent.iterdir()] == ["fit.json"]
@@ -44,7 +65,16 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 7, "facts": {}}', "null", '{"format": 2, "machine": 3}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 2}',
+        '{"format": 7, "facts": {}}',
+        "null",
+        '{"format": 2, "machine": 3}',
+    ],
 )
 def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
     file = tmp_path / "fit.json"
@@ -82,14 +112,22 @@ def test_hierarchical_is_predicted_for_the_nodes_of_the_fit() -> None:
     assert make().predict("hierarchical", n) == pytest.approx(expected)
 
 
-def test_the_default_file_tells_host_mpi_and_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_file_tells_host_mpi_and_layout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_file(FACTS) == tmp_path / "nnmpi" / "fit-head-node-open-mpi-5.0.11-4-ranks-2-nodes.json"
+    assert (
+        default_file(FACTS)
+        == tmp_path / "nnmpi" / "fit-head-node-open-mpi-5.0.11-4-ranks-2-nodes.json"
+    )
     one_node = {**FACTS, "nodes": [0] * 4}
-    assert default_file(one_node) == tmp_path / "nnmpi" / "fit-head-node-open-mpi-5.0.11-4-ranks.json"
+    assert (
+        default_file(one_node) == tmp_path / "nnmpi" / "fit-head-node-open-mpi-5.0.11-4-ranks.json"
+    )
 
 
-# Measuring this machine: that what comes out is a fit of these ranks, sane and reusable; times are another matter.
+# Measuring this machine: that what comes out is a fit of these ranks, sane and reusable; times are
+# another matter.
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +137,25 @@ def fit(group: Group) -> Fit | None:
 
 
 @pytest.mark.mpi
-def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(group: Group, fit: Fit | None) -> None:
+def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(
+    group: Group, fit: Fit | None
+) -> None:
     if fit is None:
         with pytest.raises(UsageError, match="nothing to fit; start at least 2"):
             measure(group)
         return
     assert list(map(Fit.from_json, group.gather(fit.to_json()))) == [fit] * group.size
-    curves = [fit.machine.inside.one_way, fit.machine.inside.both_ways, fit.machine.add, fit.native, fit.shared]
+    curves = [
+        fit.machine.inside.one_way,
+        fit.machine.inside.both_ways,
+        fit.machine.add,
+        fit.native,
+        fit.shared,
+    ]
     for curve in curves:
         assert curve is not None
-        assert 0 < curve.alpha_s <= curve(2**26)  # by how much is a matter of what else the machine does meanwhile
+        # by how much is a matter of what else the machine does meanwhile
+        assert 0 < curve.alpha_s <= curve(2**26)
     assert fit.machine.across is None
     assert fit.ranks == group.size
     for name in ("native", "shared", "ring", "tree", "ps", "halving-doubling"):
@@ -117,7 +164,10 @@ def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(group: Gr
 
 @pytest.mark.mpi
 def test_a_fit_is_found_where_it_was_kept(
-    group: Group, fit: Fit | None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    group: Group,
+    fit: Fit | None,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = Path(group.share(str(tmp_path_factory.mktemp("cache"))))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -137,7 +187,10 @@ def test_a_fit_is_found_where_it_was_kept(
 @pytest.mark.mpi
 def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Group) -> None:
     made: list[str] = []
-    calls = [(lambda name=name: made.append(name), lambda name=name: made.append(f"fill {name}")) for name in "ab"]
+    calls = [
+        (lambda name=name: made.append(name), lambda name=name: made.append(f"fill {name}"))
+        for name in "ab"
+    ]
     seconds = time_calls(group, calls, budget_s=0.001)
     assert seconds.shape[0] == 2 and seconds.shape[1] >= 3
     assert made[-4:] in (["fill a", "a", "fill b", "b"], ["fill b", "b", "fill a", "a"])
@@ -152,5 +205,11 @@ def test_the_lines_have_both_links_and_every_algorithm(monkeypatch: pytest.Monke
     assert "messages inside a node, one way: latency 1 us" in text
     assert "messages between nodes, both ways: latency 10 us, 1.000 ns/B" in text
     table = [line.split() for line in told[told.index("") + 1 :]]
-    assert table[0] == ["predicted", "1000", "B", "1", "MB"] and table[1] == ["native", "5", "us", "2.1", "ms"]
+    assert table[0] == ["predicted", "1000", "B", "1", "MB"] and table[1] == [
+        "native",
+        "5",
+        "us",
+        "2.1",
+        "ms",
+    ]
     assert {line[0] for line in table[2:]} >= {"shared", "ring", "tree", "ps", "hierarchical"}

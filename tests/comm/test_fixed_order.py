@@ -1,4 +1,6 @@
-"""Sums in a fixed tree: the same bits for any dealing of any number of leaves to any number of ranks."""
+"""Sums in a fixed tree: the same bits for any dealing of any number of leaves to any number of
+ranks.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ from nnmpi.errors import CommError, NnmpiError, UsageError
 
 
 def wild(leaves: int, length: int, dtype: str = "float32") -> list[np.ndarray]:
-    """Return arrays whose sum depends on the order: magnitudes around 1, or from 1e-20 to 1e20, and both signs."""
+    """Return arrays whose sum depends on the order: magnitudes around 1, or from 1e-20 to 1e20, and
+    both signs.
+    """
     random = np.random.default_rng(leaves)
     width = random.choice([2, 20], (leaves, length))
     numbers = random.standard_normal((leaves, length)) * 10.0 ** random.integers(-width, width + 1)
@@ -82,7 +86,9 @@ def test_in_order_few_arrays_are_kept(leaves: int) -> None:
     for leaf in range(leaves):
         tree.push(leaf, arrays[leaf])
         assert len(tree.blocks) <= top(leaves + 1)
-        assert not any(np.shares_memory(own, each) for own in tree.blocks.values() for each in arrays)
+        assert not any(
+            np.shares_memory(own, each) for own in tree.blocks.values() for each in arrays
+        )
 
 
 def test_the_picture_in_the_documentation() -> None:
@@ -100,7 +106,9 @@ def test_the_picture_in_the_documentation() -> None:
         (0, np.ones(2), UsageError, "leaf 0 was pushed before"),
     ],
 )
-def test_what_cannot_be_pushed(leaf: int, array: np.ndarray, kind: type[NnmpiError], words: str) -> None:
+def test_what_cannot_be_pushed(
+    leaf: int, array: np.ndarray, kind: type[NnmpiError], words: str
+) -> None:
     tree = SumTree(3)
     tree.push(0, np.ones(2))
     with pytest.raises(kind, match=words):
@@ -134,7 +142,9 @@ def deal(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray]) -> 
 
 
 def is_right(group: Group, dealing: Sequence[int], arrays: Sequence[np.ndarray]) -> bool:
-    """Return whether the sum has the bits of the definition on this rank, and the tree is as it was."""
+    """Return whether the sum has the bits of the definition on this rank, and the tree is as it
+    was.
+    """
     tree = deal(group, dealing, arrays)
     before = {block: array.copy() for block, array in tree.blocks.items()}
     out = np.full(arrays[0].size, np.nan, arrays[0].dtype)
@@ -150,17 +160,23 @@ def test_any_dealing_gives_the_same_bits(group: Group, seed: int) -> None:
     random = np.random.default_rng(seed)
     for leaves in random.integers(1, 21, 3):
         dealing = random.integers(0, group.size, leaves).tolist()
-        arrays = wild(leaves, int(random.integers(0, 21)), str(random.choice(["float32", "float64"])))
+        arrays = wild(
+            leaves, int(random.integers(0, 21)), str(random.choice(["float32", "float64"]))
+        )
         assert all(group.gather(is_right(group, sorted(dealing) if seed % 2 else dealing, arrays)))
 
 
 @pytest.mark.both_worlds
 def test_long_arrays_go_in_several_rounds(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few bytes a round, and with as many as usual."""
-    assert all(group.gather(is_right(group, [leaf % group.size for leaf in range(5)], wild(5, 300_001))))
+    assert all(
+        group.gather(is_right(group, [leaf % group.size for leaf in range(5)], wild(5, 300_001)))
+    )
     for round_bytes in (1, 64, 1000):
         monkeypatch.setattr(nnmpi.comm.fixed_order, "ROUND_BYTES", round_bytes)
-        assert all(group.gather(is_right(group, [leaf % group.size for leaf in range(7)], wild(7, 101))))
+        assert all(
+            group.gather(is_right(group, [leaf % group.size for leaf in range(7)], wild(7, 101)))
+        )
 
 
 def complaints(group: Group, tree: SumTree, out: np.ndarray) -> list[str]:
@@ -181,8 +197,14 @@ def test_leaves_that_do_not_make_a_sum_are_refused_on_all_ranks(group: Group) ->
     twice = deal(group, [0, 0, 0], arrays)
     if group.rank == last and last > 0:
         twice.push(1, arrays[1])
-    expected = f"leaf 1 of 3 was pushed on ranks 0{'-' if last == 1 else ', '}{last}; push each leaf on one rank"
-    assert complaints(group, twice, np.empty(4, np.float32)) == [expected if last else "nothing"] * group.size
+    expected = (
+        f"leaf 1 of 3 was pushed on ranks 0{'-' if last == 1 else ', '}{last}; push each leaf on"
+        " one rank"
+    )
+    assert (
+        complaints(group, twice, np.empty(4, np.float32))
+        == [expected if last else "nothing"] * group.size
+    )
 
 
 @pytest.mark.simulated
@@ -190,10 +212,18 @@ def test_ranks_that_differ_are_refused_on_all(group: Group) -> None:
     arrays, last = wild(3, 4), group.size - 1
     is_last = group.rank == last
     if last:
-        longer = complaints(group, deal(group, [last] * 3, arrays), np.empty(4 + is_last, np.float32))
+        longer = complaints(
+            group, deal(group, [last] * 3, arrays), np.empty(4 + is_last, np.float32)
+        )
         assert all(f"rank {last} has 3 leaves and a result of 5 float32" in text for text in longer)
-        wider = complaints(group, deal(group, [last] * 3, arrays), np.empty(4, np.float64 if is_last else np.float32))
+        wider = complaints(
+            group,
+            deal(group, [last] * 3, arrays),
+            np.empty(4, np.float64 if is_last else np.float32),
+        )
         assert all(f"rank {last} has 3 leaves and a result of 4 float64" in text for text in wider)
     fewer = SumTree(2) if is_last and last else deal(group, [0] * 3, arrays)
     told = complaints(group, fewer, np.empty(4, np.float32))
-    assert all((f"rank {last} has 2 leaves" in text) if last else text == "nothing" for text in told)
+    assert all(
+        (f"rank {last} has 2 leaves" in text) if last else text == "nothing" for text in told
+    )

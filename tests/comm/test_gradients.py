@@ -1,4 +1,6 @@
-"""The bucketed gradient exchange: whatever order gradients come in, every rank gets the same sums."""
+"""The bucketed gradient exchange: whatever order gradients come in, every rank gets the same
+sums.
+"""
 
 import math
 import random
@@ -31,7 +33,10 @@ def layout(lengths: list[int], buffers: int = 1) -> list[Span]:
 
 
 def arrays(spans: list[Span], dtypes: list[str]) -> list[np.ndarray]:
-    return [np.zeros(max(stop for b, _, stop in spans if b == i), dtype) for i, dtype in enumerate(dtypes)]
+    return [
+        np.zeros(max(stop for b, _, stop in spans if b == i), dtype)
+        for i, dtype in enumerate(dtypes)
+    ]
 
 
 def fill(buffers: list[np.ndarray], rank: int, step: int) -> None:
@@ -46,8 +51,12 @@ def summed(buffers: list[np.ndarray], size: int, step: int) -> bool:
     return all(np.array_equal(*pair) for pair in zip(buffers, expected, strict=True))
 
 
-def train(group: Group, exchange: BucketExchange, buffers: list[Any], spans: list[Span], steps: int) -> bool:
-    """Whether so many steps, whose gradients come from the end, give the sums on all ranks; frees the exchange."""
+def train(
+    group: Group, exchange: BucketExchange, buffers: list[Any], spans: list[Span], steps: int
+) -> bool:
+    """Whether so many steps, whose gradients come from the end, give the sums on all ranks; frees
+    the exchange.
+    """
     right = []
     for step in range(steps):
         host = [np.empty(buffer.size, buffer.dtype) for buffer in buffers]
@@ -67,8 +76,12 @@ def train(group: Group, exchange: BucketExchange, buffers: list[Any], spans: lis
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 2000])
 @pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "ps", "shared"])
-def test_any_order_of_gradients_gives_the_sums(group: Group, algorithm: str, bucket_bytes: int, overlap: bool) -> None:
-    """On every rank in another order, each written just before it is reported; some never are, on one rank none."""
+def test_any_order_of_gradients_gives_the_sums(
+    group: Group, algorithm: str, bucket_bytes: int, overlap: bool
+) -> None:
+    """On every rank in another order, each written just before it is reported; some never are, on
+    one rank none.
+    """
     spans = layout(LENGTHS, 2)
     buffers = arrays(spans, ["float32", "float64"])
     exchange = BucketExchange(group, buffers, spans, algorithm, bucket_bytes, overlap)
@@ -96,7 +109,9 @@ def test_any_order_of_gradients_gives_the_sums(group: Group, algorithm: str, buc
 
 @pytest.mark.both_worlds
 def test_ranks_that_fall_behind_are_waited_for(group: Group) -> None:
-    """Other sums on the same group run between, as batch norm's do, and meet none of the exchange's messages."""
+    """Other sums on the same group run between, as batch norm's do, and meet none of the exchange's
+    messages.
+    """
     spans = layout(LENGTHS)
     buffers = arrays(spans, ["float32"])
     exchange = BucketExchange(group, buffers, spans, "ring", 400)
@@ -121,7 +136,9 @@ def test_bits_do_not_depend_on_overlap_or_timing(group: Group) -> None:
     spans = layout(LENGTHS)
     sums = set()
     for overlap in (True, False, True):
-        buffers = [np.random.default_rng(group.rank).standard_normal(sum(LENGTHS)).astype(np.float32)]
+        buffers = [
+            np.random.default_rng(group.rank).standard_normal(sum(LENGTHS)).astype(np.float32)
+        ]
         exchange = BucketExchange(group, buffers, spans, "ring", 3000, overlap)
         order = list(range(len(spans)))
         random.Random(group.rank).shuffle(order)
@@ -138,11 +155,19 @@ def test_bits_do_not_depend_on_overlap_or_timing(group: Group) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["tree", "shared", "auto"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_device_gradients_are_summed_where_they_are(group: Group, overlap: bool, algorithm: str) -> None:
-    """A bucket's copies go on while others are on their way; the double gives rubbish to those who do not wait."""
+def test_device_gradients_are_summed_where_they_are(
+    group: Group, overlap: bool, algorithm: str
+) -> None:
+    """A bucket's copies go on while others are on their way; the double gives rubbish to those who
+    do not wait.
+    """
     xp, spans = load(), layout(LENGTHS, 2)
-    device = [xp.zeros(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32", "float64"])]
-    assert train(group, BucketExchange(group, device, spans, algorithm, 5000, overlap), device, spans, 2)
+    device = [
+        xp.zeros(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32", "float64"])
+    ]
+    assert train(
+        group, BucketExchange(group, device, spans, algorithm, 5000, overlap), device, spans, 2
+    )
 
 
 @pytest.mark.simulated
@@ -164,7 +189,9 @@ def test_traffic_is_counted_per_step(group: Group) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_buffers_in_shared_memory_are_summed_there(group: Group, overlap: bool) -> None:
     spans = layout(LENGTHS)
-    buffers = [group.memory().allocate(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32"])]
+    buffers = [
+        group.memory().allocate(buffer.size, buffer.dtype) for buffer in arrays(spans, ["float32"])
+    ]
     exchange = BucketExchange(group, buffers, spans, "auto", 10_000, overlap)
     names = [choice.algorithm for choice in exchange.choices]
     assert train(group, exchange, buffers, spans, 3)
@@ -185,7 +212,9 @@ def test_each_bucket_can_have_an_algorithm_of_its_own(group: Group) -> None:
 @pytest.mark.mpi
 def test_time_under_way_is_hidden_only_while_the_rank_computes(group: Group) -> None:
     spans = layout([1000, 1000])
-    exchange = BucketExchange(group, arrays(spans, ["float32"]), spans, "ring", bucket_bytes=4000, overlap=True)
+    exchange = BucketExchange(
+        group, arrays(spans, ["float32"]), spans, "ring", bucket_bytes=4000, overlap=True
+    )
     hidden = []
     for pause_s in (0.0, 0.2):
         exchange.ready(1)  # its bucket is launched
@@ -259,7 +288,10 @@ SPANS = [(0, 0, 10), (0, 10, 12), (0, 12, 18), (0, 18, 22)]
 
 
 def drawn(spans: list[tuple[int, int, int]], itemsizes: list[int], limit: int) -> list[str]:
-    return [f"{b.buffer}[{b.start}:{b.stop}] of {list(b.spans)}" for b in plan_buckets(spans, itemsizes, limit)]
+    return [
+        f"{b.buffer}[{b.start}:{b.stop}] of {list(b.spans)}"
+        for b in plan_buckets(spans, itemsizes, limit)
+    ]
 
 
 MIXED = [(0, 0, 4), (1, 0, 3), (0, 4, 8), (1, 3, 5), (0, 8, 9)]
@@ -280,7 +312,9 @@ GAP = [(0, 0, 3), (0, 8, 10)]
         (GAP, 8, ["0[8:10] of [1]", "0[0:3] of [0]"]),
     ],
 )
-def test_buckets_fill_from_the_end_of_each_buffer(spans: list[Span], limit: int, buckets: list[str]) -> None:
+def test_buckets_fill_from_the_end_of_each_buffer(
+    spans: list[Span], limit: int, buckets: list[str]
+) -> None:
     assert drawn(spans, [4, 8], limit) == buckets
 
 
@@ -309,7 +343,13 @@ def test_an_empty_bucket_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "busiest", "total"),
-    [("ring", 14 / 8, 14), ("halving-doubling", 14 / 8, 14), ("tree", 3, 14), ("ps", 7, 14), ("native", None, None)],
+    [
+        ("ring", 14 / 8, 14),
+        ("halving-doubling", 14 / 8, 14),
+        ("tree", 3, 14),
+        ("ps", 7, 14),
+        ("native", None, None),
+    ],
 )
 def test_what_ranks_send(algorithm: str, busiest: float | None, total: float | None) -> None:
     """In gradients' worth of bytes, on 8 ranks: the server's rank sends the sum to all others."""
@@ -323,4 +363,6 @@ def test_what_ranks_send(algorithm: str, busiest: float | None, total: float | N
 
     assert find_collective("broadcast", "tree").sent(6) == [3, 0, 1, 0, 1, 0]
     nbytes = 8 * 1000 + 4 * 64
-    assert simulate(volume, 8) == [None if total is None else (busiest * nbytes, total * nbytes)] * 8
+    assert (
+        simulate(volume, 8) == [None if total is None else (busiest * nbytes, total * nbytes)] * 8
+    )

@@ -10,7 +10,18 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, ShapeError
 from nnmpi.timeline import Timeline, recording
 
-VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone", [1, [2, {}]], {"a": {"b": [None]}}]
+VALUES = [
+    None,
+    True,
+    -3,
+    0.1,
+    2**70,
+    "",
+    "grüße, 世界 🌍",
+    "\ud800 alone",
+    [1, [2, {}]],
+    {"a": {"b": [None]}},
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -27,8 +38,13 @@ def test_what_json_cannot_hold_raises_where_it_arrives(value: object) -> None:
 
 @pytest.mark.both_worlds
 def test_gather_gives_all_values_to_all(group: Group) -> None:
-    gathered = [group.gather([VALUES[(rank + group.rank) % len(VALUES)] for rank in range(3)]) for _ in range(2)]
-    expected = [[VALUES[(rank + other) % len(VALUES)] for rank in range(3)] for other in range(group.size)]
+    gathered = [
+        group.gather([VALUES[(rank + group.rank) % len(VALUES)] for rank in range(3)])
+        for _ in range(2)
+    ]
+    expected = [
+        [VALUES[(rank + other) % len(VALUES)] for rank in range(3)] for other in range(group.size)
+    ]
     assert all(group.gather(gathered == [expected, expected]))
 
 
@@ -58,9 +74,13 @@ def test_a_value_that_cannot_be_sent_raises_on_all_ranks(group: Group) -> None:
 
 
 @pytest.mark.both_worlds
-@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "bool", "complex64", "float16", "S3"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "uint8", "bool", "complex64", "float16", "S3"]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (3, 4, 5)])
-def test_broadcast_takes_any_shape_and_dtype(group: Group, shape: tuple[int, ...], dtype: str) -> None:
+def test_broadcast_takes_any_shape_and_dtype(
+    group: Group, shape: tuple[int, ...], dtype: str
+) -> None:
     root = group.size - 1
     values = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
     array = values.copy() if group.rank == root else np.zeros(shape, dtype)
@@ -81,7 +101,10 @@ def test_sums_and_maxima_of_a_few_numbers(group: Group) -> None:
     rank, size = group.rank, group.size
     sums, asleep = (group.sum_floats([rank, 0.5, -1.0], asleep) for asleep in (False, True))
     largest = group.max_floats([rank, -rank, math.nan if rank == size - 1 else 0.0])
-    outcome = sums == asleep == [size * (size - 1) / 2, size * 0.5, -size] and largest[:2] == [size - 1, 0]
+    outcome = sums == asleep == [size * (size - 1) / 2, size * 0.5, -size] and largest[:2] == [
+        size - 1,
+        0,
+    ]
     assert all(group.gather(outcome and math.isnan(largest[2])))
     assert all(group.gather(group.sum_floats([]) == group.max_floats([]) == []))
 
@@ -93,7 +116,9 @@ def test_split_makes_groups_that_work_apart(group: Group) -> None:
     expected = [rank for rank in reversed(range(group.size)) if rank % 2 == group.rank % 2]
     array = np.full(10, group.rank, np.float32)
     half.all_reduce(array, "ring")
-    outcome = members == expected and half.size == len(expected) and array[0] == array[9] == sum(expected)
+    outcome = (
+        members == expected and half.size == len(expected) and array[0] == array[9] == sum(expected)
+    )
     half.free()
     assert all(group.gather(bool(outcome)))
 
@@ -124,7 +149,9 @@ def test_messages_of_a_duplicate_never_meet_those_of_the_group(group: Group) -> 
 
 
 @pytest.mark.both_worlds
-def test_no_rank_leaves_a_barrier_before_all_have_come(group: Group, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_come(
+    group: Group, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = group.share(str(tmp_path_factory.mktemp("barrier")) if group.is_root else None)
     mark = f"{folder}/{{}}"
     with open(mark.format(group.rank), "w"):
@@ -144,4 +171,7 @@ def test_a_meeting_is_joined_when_it_begins_or_when_a_rank_says(group: Group) ->
             with group.meeting("sum", came_s):
                 pass
     first, second = mine.events
-    assert (first.came_s, second.came_s) == (-1.0, second.begin_s) and first.meeting == second.meeting
+    assert (first.came_s, second.came_s) == (
+        -1.0,
+        second.begin_s,
+    ) and first.meeting == second.meeting

@@ -12,7 +12,8 @@ EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "seconds"), [(0, 1e-6), (8, 1e-6), (516, 1.5e-6), (1024, 2e-6), (2561, 6.5e-6), (7169, 11e-6)]
+    ("nbytes", "seconds"),
+    [(0, 1e-6), (8, 1e-6), (516, 1.5e-6), (1024, 2e-6), (2561, 6.5e-6), (7169, 11e-6)],
 )
 def test_between_below_and_beyond_the_points(nbytes: int, seconds: float) -> None:
     assert EAGER(nbytes) == pytest.approx(seconds, rel=1e-12)
@@ -20,16 +21,21 @@ def test_between_below_and_beyond_the_points(nbytes: int, seconds: float) -> Non
 
 @given(st.floats(0, 1e-2), st.floats(1e-13, 1e-6), st.integers(0, 2**40))
 def test_a_line_is_exact(alpha_s: float, beta_s: float, nbytes: int) -> None:
-    assert Curve.line(alpha_s, beta_s)(nbytes) == pytest.approx(alpha_s + beta_s * nbytes, rel=1e-13)
+    assert Curve.line(alpha_s, beta_s)(nbytes) == pytest.approx(
+        alpha_s + beta_s * nbytes, rel=1e-13
+    )
 
 
 def test_alpha_and_beta() -> None:
     assert EAGER.alpha_s == 1e-6
     assert EAGER.beta(4097) == pytest.approx(7e-6 / 4097)
-    assert Curve(((0, 2.0), (10, 1.0)))(100) == 1.0  # a curve that falls at its end does not go on into the past
+    # a curve that falls at its end does not go on into the past
+    assert Curve(((0, 2.0), (10, 1.0)))(100) == 1.0
 
 
-@pytest.mark.parametrize("points", [(), ((1, 1), (1, 2)), ((2, 1), (1, 2)), ((1, -1),), ((1, float("nan")),)])
+@pytest.mark.parametrize(
+    "points", [(), ((1, 1), (1, 2)), ((2, 1), (1, 2)), ((1, -1),), ((1, float("nan")),)]
+)
 def test_no_curve(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(UsageError, match="a curve"):
         Curve(points)
@@ -56,7 +62,9 @@ def test_a_network_is_given_as_text() -> None:
     assert parse_network("alpha=5e-5,beta=8e-10", 3) == machine
     assert parse_network("alpha_us=50,gbit=10", 3, per_node=3) == Machine.uniform(50e-6, 8e-10)
     several = parse_network("beta=8e-10,inside_alpha_us=1,gamma=1e-10,per_node=2", 3)
-    assert several == Machine(Link.line(1e-6, 0.0), Link.line(0.0, 8e-10), (0, 0, 1), Curve.line(0.0, 1e-10))
+    assert several == Machine(
+        Link.line(1e-6, 0.0), Link.line(0.0, 8e-10), (0, 0, 1), Curve.line(0.0, 1e-10)
+    )
 
 
 @pytest.mark.parametrize(

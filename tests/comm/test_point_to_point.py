@@ -58,7 +58,9 @@ def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> 
     early = any(arrival.poll() for _ in range(100))
     group.barrier()
     messages.send(np.arange(40_000.0) + group.rank, after, tag=3)
-    right = come(arrival, messages) and bool(np.array_equal(arrival.array, np.arange(40_000.0) + before))
+    right = come(arrival, messages) and bool(
+        np.array_equal(arrival.array, np.arange(40_000.0) + before)
+    )
     right = right and arrival.wait() is arrival.array
     messages.drain()
     messages.free()
@@ -66,7 +68,9 @@ def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> 
 
 
 @pytest.mark.both_worlds
-def test_a_long_message_is_cut_and_there_when_its_last_piece_is(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_message_is_cut_and_there_when_its_last_piece_is(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 80)
     messages = Messages(group)
     after, before = neighbours(group)
@@ -78,7 +82,9 @@ def test_a_long_message_is_cut_and_there_when_its_last_piece_is(group: Group, mo
     group.barrier()
     messages.send(last, after, tag=0)
     leaving = messages.leaving
-    whole = come(arrival, messages) and bool(np.array_equal(arrival.wait(), np.arange(23.0) + before))
+    whole = come(arrival, messages) and bool(
+        np.array_equal(arrival.wait(), np.arange(23.0) + before)
+    )
     messages.drain()
     messages.free()
     assert all(group.gather(whole and not half and leaving == 2))
@@ -86,7 +92,9 @@ def test_a_long_message_is_cut_and_there_when_its_last_piece_is(group: Group, mo
 
 @pytest.mark.both_worlds
 def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
-    """One that cannot leave yet does not hold up another; and both were counted, with their bytes."""
+    """One that cannot leave yet does not hold up another; and both were counted, with their
+    bytes.
+    """
     messages = Messages(group, synchronous_sends=True)
     after, before = neighbours(group)
     messages.send(np.zeros(2), after, tag=1)
@@ -158,13 +166,18 @@ def test_a_rendezvous_does_not_meet_the_groups_messages(group: Group) -> None:
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("size", [0, 1, 100_000])
 def test_all_neighbours_at_once(group: Group, size: int) -> None:
-    """Every rank sends to both neighbours on a ring and to itself; long messages, too, that MPI does not buffer."""
+    """Every rank sends to both neighbours on a ring and to itself; long messages, too, that MPI
+    does not buffer.
+    """
     ring = [(group.rank + step) % group.size for step in (1, -1, 0)]
-    sends = [(rank, np.full((2, size), 10.0 * group.rank + number)) for number, rank in enumerate(ring)]
+    sends = [
+        (rank, np.full((2, size), 10.0 * group.rank + number)) for number, rank in enumerate(ring)
+    ]
     places = [np.zeros((2, size)) for _ in ring]
     sources = [(group.rank - step) % group.size for step in (1, -1, 0)]
     send_and_receive(group, sends, list(zip(sources, places, strict=True)))
     right = all(
-        (place == 10.0 * rank + number).all() for number, (rank, place) in enumerate(zip(sources, places, strict=True))
+        (place == 10.0 * rank + number).all()
+        for number, (rank, place) in enumerate(zip(sources, places, strict=True))
     )
     assert all(group.gather(bool(right)))

@@ -1,4 +1,6 @@
-"""Every collective is proved against its contract for many sizes, and the proof finds each kind of planted fault."""
+"""Every collective is proved against its contract for many sizes, and the proof finds each kind of
+planted fault.
+"""
 
 import re
 from collections.abc import Callable
@@ -30,7 +32,9 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 32, 33)
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
-def test_every_collective_is_proved_and_takes_the_rounds_of_its_formula(key: tuple[str, str], size: int) -> None:
+def test_every_collective_is_proved_and_takes_the_rounds_of_its_formula(
+    key: tuple[str, str], size: int
+) -> None:
     proof = prove(COLLECTIVES[key], size)
     assert proof.size == size
     if "hierarchical" not in key and (key != ("broadcast", "ring") or size & size - 1 == 0):
@@ -38,7 +42,8 @@ def test_every_collective_is_proved_and_takes_the_rounds_of_its_formula(key: tup
 
 
 @pytest.mark.parametrize(
-    "nodes", [[0] * 6, [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 1], [2, 0, 1, 0, 2, 2], [0, 1, 0, 1, 0, 1]]
+    "nodes",
+    [[0] * 6, [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 1], [2, 0, 1, 0, 2, 2], [0, 1, 0, 1, 0, 1]],
 )
 def test_hierarchical_is_proved_on_any_nodes(nodes: list[int]) -> None:
     assert prove(find_collective("all-reduce", "hierarchical", nodes), 6).size == 6
@@ -55,14 +60,22 @@ def test_halving_of_eight_is_the_picture() -> None:
 
 def test_tree_of_eight_is_the_picture() -> None:
     parents = {
-        rank: step.to for rank in range(1, 8) for step in tree(rank, 8) if step.to is not None and step.to < rank
+        rank: step.to
+        for rank in range(1, 8)
+        for step in tree(rank, 8)
+        if step.to is not None and step.to < rank
     }
     assert parents == {1: 0, 2: 0, 3: 2, 4: 0, 5: 4, 6: 4, 7: 6}
 
 
 def test_ring_of_three_is_the_picture() -> None:
     sent = [[step.send[0] for step in ring(rank, 3)] for rank in range(3)]
-    assert [list(column) for column in zip(*sent, strict=True)] == [[2, 0, 1], [1, 2, 0], [0, 1, 2], [2, 0, 1]]
+    assert [list(column) for column in zip(*sent, strict=True)] == [
+        [2, 0, 1],
+        [1, 2, 0],
+        [0, 1, 2],
+        [2, 0, 1],
+    ]
 
 
 def test_neighbouring_chunks_are_one_message() -> None:
@@ -88,7 +101,9 @@ def plan(of: Callable[[int, int], tuple[Step, ...]], size: int) -> Plan:
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
 def test_no_single_change_goes_unnoticed(key: tuple[str, str], size: int) -> None:
-    """Every step of every rank is left out, its sum and its partners and chunks are changed, one at a time."""
+    """Every step of every rank is left out, its sum and its partners and chunks are changed, one at
+    a time.
+    """
     collective = COLLECTIVES[key]
     for rank in range(size):
         for index, step in enumerate(collective(rank, size)):
@@ -108,7 +123,10 @@ def test_no_single_change_goes_unnoticed(key: tuple[str, str], size: int) -> Non
 
 def without(steps: Plan, *places: tuple[int, int]) -> Plan:
     """Return the steps without those of (rank, index)."""
-    return [[step for index, step in enumerate(own) if (rank, index) not in places] for rank, own in enumerate(steps)]
+    return [
+        [step for index, step in enumerate(own) if (rank, index) not in places]
+        for rank, own in enumerate(steps)
+    ]
 
 
 def changed(steps: Plan, rank: int, index: int, **change: Any) -> Plan:
@@ -123,7 +141,9 @@ def doubled(steps: Plan, *places: tuple[int, int]) -> Plan:
 
 
 def blocking(rank: int, size: int) -> list[Step]:
-    """It goes well as long as MPI buffers the messages, that is, in every small test, and hangs with long ones."""
+    """It goes well as long as MPI buffers the messages, that is, in every small test, and hangs
+    with long ones.
+    """
     halves = []
     for step in ring(rank, size):
         halves.append(Step(to=step.to, send=step.send))
@@ -132,18 +152,22 @@ def blocking(rank: int, size: int) -> list[Step]:
 
 
 def both(reduce: bool) -> Plan:
-    return [[Step(to=1 - r, send=(0, 1), from_=1 - r, recv=(0, 1), reduce=reduce)] for r in range(2)]
+    return [
+        [Step(to=1 - r, send=(0, 1), from_=1 - r, recv=(0, 1), reduce=reduce)] for r in range(2)
+    ]
 
 
 GOSSIP = COLLECTIVES["neighbour-average", "gossip"]
 ADDING = [[replace(step, reduce=True) for step in ring_all_gather(rank, 3)] for rank in range(3)]
-CIRCLE = [[Step(from_=1 - r, recv=(0, 1), reduce=True), Step(to=1 - r, send=(0, 1))] for r in range(2)]
+CIRCLE = [
+    [Step(from_=1 - r, recv=(0, 1), reduce=True), Step(to=1 - r, send=(0, 1))] for r in range(2)
+]
 HANDED_ON = [[], [Step(to=2, send=range(3))], [Step(from_=1, recv=range(3))]]
 LEFT_OUT = "rank 0 ends without the part of rank 1 in chunk 0"
 BOTH_WAIT = "deadlock: rank 0, step 0 waits for chunks [0, 1] from rank 1, rank 1"
 ALL_SEND = (
-    "deadlock: rank 0, step 0 waits to send chunks [2] to rank 1, rank 1, step 0 waits to send chunks [0] to rank 2, "
-    "rank 2, step 0 waits to send chunks [1] to rank 0"
+    "deadlock: rank 0, step 0 waits to send chunks [2] to rank 1, rank 1, step 0 waits to send"
+    " chunks [0] to rank 2, rank 2, step 0 waits to send chunks [1] to rank 0"
 )
 
 
@@ -179,7 +203,11 @@ ALL_SEND = (
             "unmatched message: rank 0, step 3 waits to send chunks [0, 1, 2] to rank 2",
         ),
         # worker 1 is not asked
-        (without(plan(star, 3), (0, 0), (1, 0)), ALL_REDUCE, f"{LEFT_OUT} (last written in step 0)"),
+        (
+            without(plan(star, 3), (0, 0), (1, 0)),
+            ALL_REDUCE,
+            f"{LEFT_OUT} (last written in step 0)",
+        ),
         ([[], []], ALL_REDUCE, f"{LEFT_OUT} (never written)"),
         (  # worker 1 is asked twice
             doubled(plan(star, 3), (0, 0), (1, 0)),
@@ -208,14 +236,26 @@ ALL_SEND = (
         ),
         (plan(blocking, 3), ALL_REDUCE, ALL_SEND),
         (CIRCLE, ALL_REDUCE, BOTH_WAIT),
-        (both(reduce=False), ALL_REDUCE, "rank 0, step 0 sends chunk 0 to rank 1 while rank 1 overwrites it"),
+        (
+            both(reduce=False),
+            ALL_REDUCE,
+            "rank 0, step 0 sends chunk 0 to rank 1 while rank 1 overwrites it",
+        ),
         (
             [[Step(to=2, send=(0,))], []],
             ALL_REDUCE,
             "rank 0, step 0 talks to rank 2, which is not another one of the 2 ranks",
         ),
-        ([[Step(from_=0, recv=(0,))], []], ALL_REDUCE, "rank 0, step 0 talks to rank 0, which is not another one"),
-        ([[Step(to=1, send=(2,))], []], ALL_REDUCE, "rank 0, step 0 names chunk 2, but 2 ranks have the chunks 0..1"),
+        (
+            [[Step(from_=0, recv=(0,))], []],
+            ALL_REDUCE,
+            "rank 0, step 0 talks to rank 0, which is not another one",
+        ),
+        (
+            [[Step(to=1, send=(2,))], []],
+            ALL_REDUCE,
+            "rank 0, step 0 names chunk 2, but 2 ranks have the chunks 0..1",
+        ),
     ],
 )
 def test_a_fault_is_named(steps: Plan, contract: Contract, sentence: str) -> None:
@@ -224,7 +264,9 @@ def test_a_fault_is_named(steps: Plan, contract: Contract, sentence: str) -> Non
 
 
 def test_adding_to_a_chunk_that_is_sent_is_allowed() -> None:
-    """What is to be added waits in scratch until the send is over: two ranks can exchange and add in one step."""
+    """What is to be added waits in scratch until the send is over: two ranks can exchange and add
+    in one step.
+    """
     assert prove_steps(both(reduce=True)).rounds == 1
 
 

@@ -51,7 +51,9 @@ def test_every_message_is_in_its_ranks_columns(name: tuple[str, str], size: int)
     assert sorted((a, b) for a, _, b in sent) == sorted(
         (r, s.to) for r in range(size) for s in steps[r] if s.to is not None
     )
-    assert sum(cell[2] == "<+" for cell in cells) == sum(step.reduce for own in steps for step in own)
+    assert sum(cell[2] == "<+" for cell in cells) == sum(
+        step.reduce for own in steps for step in own
+    )
     assert f"round {prove(COLLECTIVES[name], size).rounds - 1} " in "\n".join(picture)
 
 

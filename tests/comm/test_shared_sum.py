@@ -1,4 +1,6 @@
-"""The sum through shared memory against NumPy's: any lengths, ranks, nodes, in turns and in flight."""
+"""The sum through shared memory against NumPy's: any lengths, ranks, nodes, in turns and in
+flight.
+"""
 
 import sys
 from pathlib import Path
@@ -24,7 +26,11 @@ LENGTHS = [0, 1, 5, 16, 1003, 100_003]
 def values(rank: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
     """Return n numbers that differ by rank and turn."""
     draws = np.random.default_rng([rank, n, turn])
-    return draws.integers(0, 9, n).astype(dtype) if np.dtype(dtype).kind in "iu" else draws.normal(size=n).astype(dtype)
+    return (
+        draws.integers(0, 9, n).astype(dtype)
+        if np.dtype(dtype).kind in "iu"
+        else draws.normal(size=n).astype(dtype)
+    )
 
 
 def added(size: int, n: int, dtype: object, turn: int = 0) -> np.ndarray:
@@ -81,7 +87,9 @@ def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
         array = memory.allocate(n, "float32")
         array[:] = values(group.rank, n, "float32")
         SharedSum(array, memory, tag=3).run()
-        outcomes.append([np.allclose(array, added(group.size, n, "float32"), atol=1e-5), array.tobytes().hex()])
+        outcomes.append(
+            [np.allclose(array, added(group.size, n, "float32"), atol=1e-5), array.tobytes().hex()]
+        )
     memory.free()
     everyones = group.gather(outcomes)
     assert all(close for outcome in everyones for close, _ in outcome)
@@ -97,7 +105,9 @@ def test_hundreds_in_a_row_never_meet_one_another(group: Group) -> None:
     for turn in range(800):
         array[:] = base * (group.rank + 1) + turn
         sums[turn % 3 == 0].run()  # the same tag for both, one after the other
-        wrong += not np.array_equal(array, base * (group.size * (group.size + 1) // 2) + group.size * turn)
+        wrong += not np.array_equal(
+            array, base * (group.size * (group.size + 1) // 2) + group.size * turn
+        )
     memory.free()
     assert group.gather(wrong) == [0] * group.size
 
@@ -105,7 +115,9 @@ def test_hundreds_in_a_row_never_meet_one_another(group: Group) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 @pytest.mark.parametrize("nodes", ["one node", "several"])
-def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(group: Group, nodes: str, ordered: bool) -> None:
+def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(
+    group: Group, nodes: str, ordered: bool
+) -> None:
     several = blocks_of_two(group) if nodes == "several" else None
     memory = shared_memory(group, nodes=several, ordered=ordered)
     array = memory.allocate(1000, "int64")
@@ -125,7 +137,9 @@ def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(group: Group, 
 
 
 @pytest.mark.mpi
-def test_without_its_barrier_the_sum_is_wrong(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_barrier_the_sum_is_wrong(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault that the tests above must notice."""
     memory = SharedMemory(group)
     array = memory.allocate(300, "int64")
@@ -148,7 +162,9 @@ def test_different_arrays_are_refused_on_all_ranks(group: Group) -> None:
     for odd in (np.zeros(8, "float32"), np.zeros(9, "float64")):
         mine = odd if last and group.size > 1 else np.zeros(8, "float64")
         if group.size > 1:
-            with pytest.raises(CommError, match="has 8 elements of float64; rank|have 8 elements of float64; rank"):
+            with pytest.raises(
+                CommError, match="has 8 elements of float64; rank|have 8 elements of float64; rank"
+            ):
                 SharedSum(mine, memory)
     memory.free()
 
@@ -206,7 +222,9 @@ def test_a_closed_twin_leaves_the_arrays(group: Group) -> None:
 
 @pytest.mark.mpi
 def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
-    """Not even where the group has its own in another object by then: freed twice, it may be somebody else's."""
+    """Not even where the group has its own in another object by then: freed twice, it may be
+    somebody else's.
+    """
     whole = group.duplicate()
     memory = whole.memory()
     whole.comm = wrap(whole.comm.mpi)
@@ -239,10 +257,16 @@ def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None
 @pytest.mark.mpi
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 @pytest.mark.parametrize("nodes", ["one node", "several"])
-def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes: str, ordered: bool) -> None:
-    """Freed twice, a communicator would be an error, or somebody else's; what was closed refuses in a sentence."""
+def test_it_is_given_back_once_however_often_it_is_asked_for(
+    group: Group, nodes: str, ordered: bool
+) -> None:
+    """Freed twice, a communicator would be an error, or somebody else's; what was closed refuses in
+    a sentence.
+    """
     whole = group.duplicate()
-    memory = shared_memory(whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered)
+    memory = shared_memory(
+        whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered
+    )
     kept = memory.allocate(5, "float64")
     memory.barrier_of(3)
     for give_back in (memory.close, memory.free):

@@ -1,4 +1,6 @@
-"""What is said of ranks that do not go on: who is missing, in what the others wait, and when it is over."""
+"""What is said of ranks that do not go on: who is missing, in what the others wait, and when it is
+over.
+"""
 
 import time
 from collections import deque
@@ -28,8 +30,12 @@ def test_who_is_missing_comes_first() -> None:
 
 
 def test_where_all_wait_nobody_is_missing() -> None:
-    words = describe({0: RankStatus(9, 9, "an all-reduce", 2), 1: RankStatus(9, 9, "a broadcast", 2)}, {}, set())
-    assert words.startswith("all ranks wait for one another; if none goes on, they are not in the same collective")
+    words = describe(
+        {0: RankStatus(9, 9, "an all-reduce", 2), 1: RankStatus(9, 9, "a broadcast", 2)}, {}, set()
+    )
+    assert words.startswith(
+        "all ranks wait for one another; if none goes on, they are not in the same collective"
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,10 +59,18 @@ def test_when_it_is_over(
 
 def test_the_line_of_a_thread_is_outside_of_comm_and_of_pythons_library() -> None:
     room, library = str(Path(watchdog.__file__).parent), watchdog.LIBRARY
-    other, own = f"Thread 0x{7:016x} (most recent call first):", f"Current thread 0x{9:016x} (most recent call first):"
-    lines = [f'  File "{library}/threading.py", line 5 in wait', f'  File "{room}/window.py", line 3 in poll']
+    other, own = (
+        f"Thread 0x{7:016x} (most recent call first):",
+        f"Current thread 0x{9:016x} (most recent call first):",
+    )
+    lines = [
+        f'  File "{library}/threading.py", line 5 in wait',
+        f'  File "{room}/window.py", line 3 in poll',
+    ]
     mine = '  File "/home/me/mine.py", line 3 in run'
-    stacks = "\n".join([other, lines[0], "", own, *lines, mine, '  File "/home/me/mine.py", line 9 in <module>'])
+    stacks = "\n".join(
+        [other, lines[0], "", own, *lines, mine, '  File "/home/me/mine.py", line 9 in <module>']
+    )
     assert find_line(stacks, 9) == "mine.py:3 in run"
     assert find_line(stacks, 7) == "threading.py:5 in wait"  # there is nothing else
     assert find_line(stacks, 8) == "an unknown line"
@@ -92,7 +106,9 @@ def test_waiting_takes_next_to_no_processor_time(group: Group) -> None:
 
 
 def test_looks_become_rarer() -> None:
-    """A tenth of a second is at most a hundred looks and the few that come before the pauses are full."""
+    """A tenth of a second is at most a hundred looks and the few that come before the pauses are
+    full.
+    """
     looks, end = [], time.perf_counter() + 0.1
 
     def finished() -> bool:

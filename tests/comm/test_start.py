@@ -1,4 +1,6 @@
-"""One rank fails, each in its own way, in a real job of three: the job ends soon, not well, and says why once."""
+"""One rank fails, each in its own way, in a real job of three: the job ends soon, not well, and
+says why once.
+"""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -50,36 +52,59 @@ class Case:
 
 CASES = {
     "an exception": Case(
-        "def f(): raise ValueError('planted')\nif rank == 1: f()\nwait()", 1, "rank 1 of 3: Traceback"
+        "def f(): raise ValueError('planted')\nif rank == 1: f()\nwait()",
+        1,
+        "rank 1 of 3: Traceback",
     ),
     "all ranks alike": Case("raise ValueError('planted')", 1, "ranks 0-2 of 3: Traceback"),
-    "different exceptions": Case("raise ValueError(f'planted {rank // 2}')", 1, "ValueError: planted 0"),
-    "a sentence": Case(
-        "if rank == 1: raise DataError('x.csv: bad')\nwait()", EX_DATAERR, "rank 1 of 3: x.csv: bad", "Traceback"
+    "different exceptions": Case(
+        "raise ValueError(f'planted {rank // 2}')", 1, "ValueError: planted 0"
     ),
-    "wrong use": Case("if rank == 1: raise LayoutError('no fit')\nwait()", 2, "rank 1 of 3: no fit", "Traceback"),
+    "a sentence": Case(
+        "if rank == 1: raise DataError('x.csv: bad')\nwait()",
+        EX_DATAERR,
+        "rank 1 of 3: x.csv: bad",
+        "Traceback",
+    ),
+    "wrong use": Case(
+        "if rank == 1: raise LayoutError('no fit')\nwait()", 2, "rank 1 of 3: no fit", "Traceback"
+    ),
     "the same sentence": Case("raise LayoutError('no fit')", 2, "no fit", "rank"),
-    "a good end too early": Case("if rank == 1: sys.exit(0)\nwait()", 1, "rank 1 of 3: this rank ended"),
-    "a SystemExit": Case("if rank == 1: raise SystemExit(3)\nwait()", 1, "rank 1 of 3: this rank ended"),
+    "a good end too early": Case(
+        "if rank == 1: sys.exit(0)\nwait()", 1, "rank 1 of 3: this rank ended"
+    ),
+    "a SystemExit": Case(
+        "if rank == 1: raise SystemExit(3)\nwait()", 1, "rank 1 of 3: this rank ended"
+    ),
     "a thread": Case(
-        "if rank == 1: threading.Thread(target=lambda: 1 / 0, name='worker').start()\nwait()\nwait()\ntime.sleep(9)",
+        "if rank == 1: threading.Thread(target=lambda: 1 / 0,"
+        " name='worker').start()\nwait()\nwait()\ntime.sleep(9)",
         1,
         "rank 1 of 3: In thread worker:",
     ),
     "Ctrl-C": Case("if rank == 1: raise KeyboardInterrupt\nwait()", 130, "", "rank 1 of"),
     "a good end": Case("wait()\nif rank == 0: print('done')", 0, "done"),
     "a good end, one later": Case("if rank == 0:\n    time.sleep(1)\n    print('done')", 0, "done"),
-    "a caught exit": Case("try: sys.exit(3)\nexcept SystemExit: pass\nif rank == 0: print('done')", 0, "done"),
+    "a caught exit": Case(
+        "try: sys.exit(3)\nexcept SystemExit: pass\nif rank == 0: print('done')", 0, "done"
+    ),
     "an exit in a thread": Case(
-        "t = threading.Thread(target=lambda: sys.exit(3))\nt.start()\nt.join()\nif rank == 0: print('done')", 0, "done"
+        "t = threading.Thread(target=lambda: sys.exit(3))\nt.start()\nt.join()\nif rank == 0:"
+        " print('done')",
+        0,
+        "done",
     ),
     "started twice": Case("assert start() is group\nif rank == 0: print('done')", 0, "done"),
     "a failed fork": Case(
-        "if os.fork() == 0: raise ValueError\nos.wait()\nwait()\nif rank == 0: print('done')", 0, "done", "Abort"
+        "if os.fork() == 0: raise ValueError\nos.wait()\nwait()\nif rank == 0: print('done')",
+        0,
+        "done",
+        "Abort",
     ),
     "forks that end": Case(
-        "if os.fork() == 0: os._exit(3)\nif os.wait()[1] != 3 << 8: sys.exit('what came of it?')\n"
-        "child = os.fork()\nif child and os.wait()[1] == 0 and not wait() and rank == 0: print('done')",
+        "if os.fork() == 0: os._exit(3)\nif os.wait()[1] != 3 << 8: sys.exit('what came of"
+        " it?')\nchild = os.fork()\nif child and os.wait()[1] == 0 and not wait() and rank == 0:"
+        " print('done')",
         0,
         "done",
     ),
@@ -91,7 +116,9 @@ def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> E
     path = folder / "program.py"
     path.write_text(body)
     command = [*(mpirun(ranks) if ranks else []), sys.executable, str(path)]
-    return run(command, folder / "output", LIMIT_S, {"PYTHONPATH": str(ROOT), **environ}, cwd=folder)
+    return run(
+        command, folder / "output", LIMIT_S, {"PYTHONPATH": str(ROOT), **environ}, cwd=folder
+    )
 
 
 QUICK = (
@@ -125,22 +152,34 @@ def test_how_a_job_ends(name: str, tmp_path: Path) -> None:
         ("sys.exit(3)", 3, "", "rank"),
     ],
 )
-def test_how_a_single_process_ends(body: str, status: int, once: str, never: str, tmp_path: Path) -> None:
+def test_how_a_single_process_ends(
+    body: str, status: int, once: str, never: str, tmp_path: Path
+) -> None:
     ending = run_program(tmp_path, BEGIN + body, ranks=0)
     assert ending.status == status
     assert ending.output.count(once) == 1 or not once
     assert never not in ending.output
 
 
-@pytest.mark.parametrize(("size", "place"), [("PMI_SIZE", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])
-def test_a_launcher_that_mpi_does_not_know_is_refused_once(size: str, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "place"), [("PMI_SIZE", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
+)
+def test_a_launcher_that_mpi_does_not_know_is_refused_once(
+    size: str, place: str, tmp_path: Path
+) -> None:
     """Three processes, told by a launcher that MPI does not know that they are three."""
     folders = [tmp_path / str(rank) for rank in range(3)]
     for folder in folders:
         folder.mkdir()
     with ThreadPoolExecutor(3) as pool:
         work = [
-            pool.submit(run_program, folder, BEGIN + "print('trained')", 0, **{size: "3", place: folder.name})
+            pool.submit(
+                run_program,
+                folder,
+                BEGIN + "print('trained')",
+                0,
+                **{size: "3", place: folder.name},
+            )
             for folder in folders
         ]
     endings = [each.result() for each in work]
@@ -152,7 +191,9 @@ def test_a_launcher_that_mpi_does_not_know_is_refused_once(size: str, place: str
 
 def test_a_batch_script_may_run_serially(tmp_path: Path) -> None:
     """Slurm tells a batch script how many tasks it could start, which is no launch."""
-    ending = run_program(tmp_path, BEGIN + "print(group)", 0, SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="0")
+    ending = run_program(
+        tmp_path, BEGIN + "print(group)", 0, SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="0"
+    )
     assert ending.status == 0
     assert "rank 0 of 1" in ending.output
 
@@ -167,7 +208,9 @@ def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_wrong_limit_is_refused(tmp_path: Path) -> None:
     for limit in ("0", "-1", "soon", "nan"):
-        with pytest.raises(UsageError, match=f"NNMPI_EXIT_LIMIT_S is '{limit}'; give a positive number"):
+        with pytest.raises(
+            UsageError, match=f"NNMPI_EXIT_LIMIT_S is '{limit}'; give a positive number"
+        ):
             read_limit("NNMPI_EXIT_LIMIT_S", limit)
     ending = run_program(tmp_path, BEGIN.replace("exit_limit_s=2", ""), 0, NNMPI_EXIT_LIMIT_S=limit)
     assert ending.status == 2
@@ -184,9 +227,17 @@ def test_the_limit_of_the_environment_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_running_blas_has_one_thread(ranks: int, tmp_path: Path) -> None:
-    """NumPy was there before nnmpi: the variables come too late, and the BLAS itself is told, launcher or not."""
-    body = "import numpy, threadpoolctl as control\nbefore = control.threadpool_limits(3, 'blas')\n" + BEGIN
-    body += "found = group.gather(control.threadpool_info()[0]['num_threads'])\nif rank == 0: print(*found)"
+    """NumPy was there before nnmpi: the variables come too late, and the BLAS itself is told,
+    launcher or not.
+    """
+    body = (
+        "import numpy, threadpoolctl as control\nbefore = control.threadpool_limits(3, 'blas')\n"
+        + BEGIN
+    )
+    body += (
+        "found = group.gather(control.threadpool_info()[0]['num_threads'])\nif rank == 0:"
+        " print(*found)"
+    )
     none = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"))
     assert run_program(tmp_path, body, ranks, **none).output.split() == ["1"] * max(1, ranks)
     chosen = run_program(tmp_path, body, ranks, OMP_NUM_THREADS="3")

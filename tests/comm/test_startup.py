@@ -34,7 +34,9 @@ print("up")
 
 def run(program: str, *words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False
+    )
 
 
 def test_a_start_that_takes_too_long_is_ended_with_its_stack() -> None:
@@ -61,13 +63,15 @@ FOREIGN = "started 4 processes, but mpi4py found another MPI, {}, in which each 
 @pytest.mark.parametrize(
     ("vendor", "launch", "environ", "size", "words"),
     [
-        ("MPICH", OPEN_MPI, {}, None, FOREIGN.format("MPICH")),  # before MPI starts, as MPI's start would fail
+        # before MPI starts, as MPI's start would fail
+        ("MPICH", OPEN_MPI, {}, None, FOREIGN.format("MPICH")),
         ("Open MPI", MPICH, HYDRA, None, FOREIGN.format("Open MPI")),
         ("Open MPI", OPEN_MPI, {}, None, ""),
         ("MPICH", MPICH, HYDRA, None, ""),
         ("MPICH", SRUN, {}, None, ""),
         ("Open MPI", SRUN, {}, None, ""),
-        ("Open MPI", MPICH, {}, None, ""),  # srun --mpi=pmi2 sets the same variables as MPICH's mpirun
+        # srun --mpi=pmi2 sets the same variables as MPICH's mpirun
+        ("Open MPI", MPICH, {}, None, ""),
         ("MPICH", ONE, {}, None, ""),
         ("MPICH", None, {}, None, ""),
         ("MPICH", OPEN_MPI, {}, 1, FOREIGN.format("MPICH")),  # a rank that is alone among several
@@ -110,7 +114,9 @@ def test_a_single_process_looks_for_no_network_cards() -> None:
     names = ("OMPI_", "PMIX_", "PMI_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ended = subprocess.run([sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True
+    )
     assert ended.stdout.strip() == NO_NETWORK["OMPI_MCA_btl"], ended.stderr
 
 
@@ -128,7 +134,9 @@ def test_a_job_without_a_home_directory_starts() -> None:
 
 
 def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Such as the name of a file that is no text: the error must not fail in its turn, while others wait."""
+    """Such as the name of a file that is no text: the error must not fail in its turn, while others
+    wait.
+    """
 
     def gather(own: list[Any], everyones: list[Any]) -> SimpleNamespace:
         everyones[0][:] = own[0]
@@ -136,7 +144,11 @@ def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]
 
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, Iallgather=gather)
     mpi: Any = SimpleNamespace(BYTE=None, COMM_WORLD=SimpleNamespace(Dup=lambda: comm))
-    shutdown = Shutdown(mpi, 1.0, SimpleNamespace(step=None, operations=[], wait_until=lambda ready, until_s: ready()))
+    shutdown = Shutdown(
+        mpi,
+        1.0,
+        SimpleNamespace(step=None, operations=[], wait_until=lambda ready, until_s: ready()),
+    )
     with pytest.raises(SystemExit):
         shutdown.on_exception(DataError, DataError("\udcff"), None)
     assert capsys.readouterr().err == "\\udcff\n"

@@ -17,13 +17,23 @@ from tests.comm.memory import shared_memory
 def test_every_rank_sees_what_the_others_write_into_their_arrays(group: Group) -> None:
     memory = SharedMemory(group)
     own = memory.allocate(1000 + group.rank, np.float32)
-    zeros = bool((own == 0).all()) and own.size == 1000 + group.rank and own.ctypes.data % PAGE_BYTES == 0
+    zeros = (
+        bool((own == 0).all())
+        and own.size == 1000 + group.rank
+        and own.ctypes.data % PAGE_BYTES == 0
+    )
     own[:] = memory.rank
     memory.barrier()
-    seen = [bool((part == rank).all()) and part.size == 500 for rank, part in enumerate(memory.parts(own[100:600]))]
+    seen = [
+        bool((part == rank).all()) and part.size == 500
+        for rank, part in enumerate(memory.parts(own[100:600]))
+    ]
     memory.barrier()
     right = (
-        zeros and seen == [True] * memory.size and memory.place(own[1:]) == (0, 4) and memory.place(own.copy()) is None
+        zeros
+        and seen == [True] * memory.size
+        and memory.place(own[1:]) == (0, 4)
+        and memory.place(own.copy()) is None
     )
     memory.free()
     assert all(group.gather(right))
@@ -58,7 +68,9 @@ def test_a_common_array_stands_once_per_node(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = shared_memory(group, nodes=range(group.size))
     if group.rank == group.size - 1:
         monkeypatch.setattr(mpi_world, "free_bytes", lambda: 2**20)
@@ -86,6 +98,8 @@ def test_what_mpi_refuses_is_one_sentence(group: Group, monkeypatch: pytest.Monk
 
 def test_wrong_use_is_refused(group: Group) -> None:
     memory = SharedMemory(group)
-    with pytest.raises(ShapeError, match="the array of 3 elements was not allocated in shared memory"):
+    with pytest.raises(
+        ShapeError, match="the array of 3 elements was not allocated in shared memory"
+    ):
         memory.parts(np.zeros(3))
     memory.free()

@@ -1,4 +1,6 @@
-"""Everything can be imported without an MPI library, but what is MPI itself; and without what Unix alone has."""
+"""Everything can be imported without an MPI library, but what is MPI itself; and without what Unix
+alone has.
+"""
 
 import pkgutil
 import subprocess
@@ -14,12 +16,17 @@ UNIX = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
 OTHERS = ("nnmpi.backend.jit",)  # numba
 
 
-def imported_without_mpi(modules: Iterable[str], program: str = "") -> subprocess.CompletedProcess[str]:
+def imported_without_mpi(
+    modules: Iterable[str], program: str = ""
+) -> subprocess.CompletedProcess[str]:
     """Import modules in a process without mpi4py, and without what Windows and browsers lack."""
     hidden = [f"sys.modules[{name!r}] = None" for name in ("mpi4py", *UNIX)]
     lines = ["import sys", *hidden, *(f"import {module}" for module in modules)]
     return subprocess.run(
-        [sys.executable, "-c", "\n".join([*lines, program])], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", "\n".join([*lines, program])],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -56,7 +63,9 @@ print(simulate(lambda group: group.sum_floats([1.0])[0], ranks=3))
 """
     done = imported_without_mpi([], program)
     assert done.returncode == 0, done.stderr
-    assert "ring, 3 ranks" in done.stdout and "gpipe: 2 ranks" in done.stdout and "3.0" in done.stdout
+    assert (
+        "ring, 3 ranks" in done.stdout and "gpipe: 2 ranks" in done.stdout and "3.0" in done.stdout
+    )
 
 
 def test_the_names_of_the_package() -> None:

@@ -1,4 +1,6 @@
-"""What the tests of training out of step share: runs in segments that end anywhere, and what they are compared with."""
+"""What the tests of training out of step share: runs in segments that end anywhere, and what they
+are compared with.
+"""
 
 from typing import Any
 
@@ -18,7 +20,8 @@ from nnmpi.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
 from tests.worker_options import grouped
 
-# (epoch, first, stop) of six batches, of which the last one has 2 rows: with more ranks some have none.
+# (epoch, first, stop) of six batches, of which the last one has 2 rows: with more ranks some have
+# none.
 SEGMENTS = ((0, 0, 4), (0, 4, BATCHES), (1, 0, 1), (1, 1, BATCHES))
 
 EVERY_MODE = (Sync("ssp", staleness=1), Sync("asp"), Sync("local", local_steps=2), Sync("gossip"))
@@ -35,7 +38,9 @@ def skip_unless_fitting(group: Group, sync: Sync) -> None:
         pytest.skip(f"{sync.describe()} on one rank")
 
 
-def make(group: Group, sync: Sync, name: str = "sgd", slow: str = "", **options: Any) -> AsynchronousWorker:
+def make(
+    group: Group, sync: Sync, name: str = "sgd", slow: str = "", **options: Any
+) -> AsynchronousWorker:
     """Return a worker with a small model."""
     model = options.pop("model", None) or build()
     slowness = Slow.parse(slow, seed=7)
@@ -56,17 +61,24 @@ def rate(step: int) -> float:
 
 
 def train(
-    worker: AsynchronousWorker, segments: Any = SEGMENTS, batch: int = BATCH, lr: Any = rate, **options: Any
+    worker: AsynchronousWorker,
+    segments: Any = SEGMENTS,
+    batch: int = BATCH,
+    lr: Any = rate,
+    **options: Any,
 ) -> list[SegmentReport]:
     """Train for some segments."""
     loader = loader_of(worker.group, worker.model, batch)
     count = loader.batches_per_epoch
     return [
-        worker.run(loader, epoch, first, stop, epoch * count + first, lr, **options) for epoch, first, stop in segments
+        worker.run(loader, epoch, first, stop, epoch * count + first, lr, **options)
+        for epoch, first, stop in segments
     ]
 
 
-def all_reduced(group: Group, name: str, model: Module, clip: float | None = None, batches: int = 2 * BATCHES) -> Array:
+def all_reduced(
+    group: Group, name: str, model: Module, clip: float | None = None, batches: int = 2 * BATCHES
+) -> Array:
     """Return the weights of a synchronous run."""
     worker = Worker(model, optimizer_of(model, name), group, seed=3, numerics=Numerics(clip=clip))
     loader = loader_of(group, model)
@@ -81,9 +93,13 @@ def all_reduced(group: Group, name: str, model: Module, clip: float | None = Non
 
 
 def everything(worker: AsynchronousWorker) -> Array:
-    """Return weights, running statistics and what is kept of the optimizer, from the ranks that have it. Collective."""
+    """Return weights, running statistics and what is kept of the optimizer, from the ranks that
+    have it. Collective.
+    """
     model, optimizer = (state.to_dict(everywhere=True) for state in worker.state())
-    return np.concatenate([np.ravel(array) for state in (model, optimizer) for array in state.values()])
+    return np.concatenate(
+        [np.ravel(array) for state in (model, optimizer) for array in state.values()]
+    )
 
 
 def equal_on_all(group: Group, values: Array) -> bool:

@@ -19,7 +19,9 @@ def dataset(rows: int = ROWS) -> Dataset:
     return Dataset("drawn", x, (x[:, :3].argmax(axis=1)).astype(np.int64), 3)
 
 
-def build(dtype: str = "float64", norm: bool = False, dropout: float = 0.0, backend: Backend | None = None) -> Module:
+def build(
+    dtype: str = "float64", norm: bool = False, dropout: float = 0.0, backend: Backend | None = None
+) -> Module:
     body: list[Module] = [nn.Linear(6, 7), *([nn.BatchNorm(7)] if norm else []), nn.ReLU()]
     if dropout:
         body.append(nn.Dropout(dropout))

@@ -33,7 +33,9 @@ def test_the_stages_are_the_whole_model(group: Group) -> None:
     where = place(group, Layout(pp=group.size, dp=1))
     where.model.initialize(seed=4)
     whole = deep().initialize(seed=4).state()
-    parts = group.gather({name: [float(v) for v in value.reshape(-1)] for name, value in where.model.state().items()})
+    parts = group.gather(
+        {name: [float(v) for v in value.reshape(-1)] for name, value in where.model.state().items()}
+    )
     found = {name: values for part in parts for name, values in part.items()}
     right = found.keys() == whole.keys() and all(
         np.allclose(found[name], value.reshape(-1)) for name, value in whole.items()
@@ -44,7 +46,13 @@ def test_the_stages_are_the_whole_model(group: Group) -> None:
     assert all(group.gather(sum(len(part) for part in parts) == len(whole)))
 
 
-def refuse(group: Group, layout: Layout, sentence: str, error: type[Exception] = LayoutError, **options: Any) -> None:
+def refuse(
+    group: Group,
+    layout: Layout,
+    sentence: str,
+    error: type[Exception] = LayoutError,
+    **options: Any,
+) -> None:
     try:
         place(group, layout, **options)
         found = "nothing"
@@ -58,7 +66,11 @@ def refuse(group: Group, layout: Layout, sentence: str, error: type[Exception] =
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_layouts_that_do_not_fit(group: Group) -> None:
     if group.size == 1:
-        return refuse(group, Layout(dp=2), "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1")
+        return refuse(
+            group,
+            Layout(dp=2),
+            "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1",
+        )
     count = group.size
     refuse(group, Layout(dp=count + 1), f"{count} ranks are not dp {count + 1}")
     tiny = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
@@ -69,7 +81,9 @@ def test_layouts_that_do_not_fit(group: Group) -> None:
         model=tiny,
     )
     refuse(
-        group, Layout(pp=count, split=(1,) * count), f"has {count} stages and {count} layers; this pipeline has {count}"
+        group,
+        Layout(pp=count, split=(1,) * count),
+        f"has {count} stages and {count} layers; this pipeline has {count}",
     )
     return refuse(group, Layout(dp=1, pp=count, memory_limit=1000), "do not fit 1000 bytes a stage")
 
@@ -92,7 +106,9 @@ def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> 
     if group.size > 1:
         experts = models.gpt(11, 6, features=6, layers=2, heads=2, experts=4)
         layout = Layout(dp=group.size, expert_parallel=True, memory_limit=1)
-        refuse(group, layout, "; let more replicas share out the experts", DeviceError, model=experts)
+        refuse(
+            group, layout, "; let more replicas share out the experts", DeviceError, model=experts
+        )
     if group.size in (2, 3):
         again = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
         assert arrange(again, group, Layout(pp=group.size, memory_limit=limit), SAMPLE).stages
@@ -109,7 +125,10 @@ def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) ->
     limit = max(group.gather(predict_bytes(where.model, 0, 0, 1, itemsize=4, state_arrays=2).total))
     assert place(group, Layout(pp=2, split=split, memory_limit=limit)).stages
     refuse(
-        group, Layout(pp=2, split=split, memory_limit=limit, schedule="pipedream"), "rank 0 needs", error=DeviceError
+        group,
+        Layout(pp=2, split=split, memory_limit=limit, schedule="pipedream"),
+        "rank 0 needs",
+        error=DeviceError,
     )
 
 
@@ -120,11 +139,18 @@ def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
 
     if group.size > 1:
         model = Net(nn.Flatten(), nn.Linear(64, 10))
-        refuse(group, Layout(pp=group.size), "only nn.Sequential and nn.Residual are cut open, not a Net", model=model)
+        refuse(
+            group,
+            Layout(pp=group.size),
+            "only nn.Sequential and nn.Residual are cut open, not a Net",
+            model=model,
+        )
 
 
 def test_the_profile_sees_the_heavy_layer() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 10))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 10)
+    )
     backend, x = numpy_backend(), Tensor(np.zeros((64, 8, 8, 1), np.float32))
     with nn.training():
         costs = measure(of_chain(model, open_chain(model), "float32", backend), x, backend)
@@ -135,17 +161,29 @@ def test_the_profile_sees_the_heavy_layer() -> None:
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
-    """Its running statistics would be others on each; within one stage they are the serial run's."""
+    """Its running statistics would be others on each; within one stage they are the serial
+    run's.
+    """
 
     def shared() -> Module:
         norm = nn.BatchNorm(8)
-        return nn.Sequential(nn.Linear(64, 8), norm, nn.Linear(8, 8), norm, *(nn.ReLU() for _ in range(group.size)))
+        return nn.Sequential(
+            nn.Linear(64, 8), norm, nn.Linear(8, 8), norm, *(nn.ReLU() for _ in range(group.size))
+        )
 
     if group.size == 1:
         return
     ones = (1,) * (group.size - 2)
-    apart, together = Layout(pp=group.size, split=(2, 4, *ones)), Layout(pp=group.size, split=(5, 1, *ones))
-    refuse(group, apart, "the layer of 1.running_mean stands in the stages 0, 1, which would", model=shared())
+    apart, together = (
+        Layout(pp=group.size, split=(2, 4, *ones)),
+        Layout(pp=group.size, split=(5, 1, *ones)),
+    )
+    refuse(
+        group,
+        apart,
+        "the layer of 1.running_mean stands in the stages 0, 1, which would",
+        model=shared(),
+    )
     assert all(group.gather(place(group, together, shared()).cuts[0] == range(5)))
 
 
@@ -157,13 +195,19 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
     [
         (
             {"schedule": "2f2b"},
-            "schedule '2f2b' is unknown; choose one of naive, gpipe, 1f1b, interleaved, zero-bubble",
+            (
+                "schedule '2f2b' is unknown; choose one of naive, gpipe, 1f1b, interleaved,"
+                " zero-bubble"
+            ),
         ),
         ({"schedule": "inference"}, "schedule 'inference' is unknown"),
         ({"activation_memory": "most"}, "activation_memory 'most' is unknown; choose one of least"),
         ({"reduction": "slow"}, "reduction 'slow' is unknown; choose one of fast, fixed"),
         ({"virtual_stages": 0}, "0 virtual stages are not possible"),
-        ({"virtual_stages": 2}, "belong to the pipeline schedule interleaved; 1f1b has one per rank"),
+        (
+            {"virtual_stages": 2},
+            "belong to the pipeline schedule interleaved; 1f1b has one per rank",
+        ),
         ({"split": (3, 0)}, "has a stage without layers"),
         ({"split": ()}, "has a stage without layers"),
         ({"split": "5,4"}, "split '5,4' is unknown; give auto, or numbers of layers such as"),

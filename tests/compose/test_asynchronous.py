@@ -26,7 +26,8 @@ from tests.compose.asynchronous_runs import (
 from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, optimizer_of, weights
 from tests.equivalence.reference import tolerance
 
-pytestmark = pytest.mark.simulated(max_size=16)  # whole trainings; test_seeds and push_pull have 33 ranks
+# whole trainings; test_seeds and push_pull have 33 ranks
+pytestmark = pytest.mark.simulated(max_size=16)
 
 
 def frozen(**options: Any) -> Module:
@@ -49,7 +50,9 @@ def limit(name: str) -> float:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_in_step_it_is_the_synchronous_run(group: Group, name: str) -> None:
-    """In segments, with batches that no number of ranks divides, dropout, weight decay, a frozen parameter."""
+    """In segments, with batches that no number of ranks divides, dropout, weight decay, a frozen
+    parameter.
+    """
     slow = "ms=0.3;probability=0.3,factor=3"
     worker = make(group, Sync("ssp", staleness=0), name, slow, model=MODELS[name]())
     reports = train(worker)
@@ -61,14 +64,18 @@ def test_in_step_it_is_the_synchronous_run(group: Group, name: str) -> None:
         assert report.staleness is not None
         assert report.staleness.largest() == 0
         # Ranks without rows do their part as well.
-        assert [report.staleness.count(each) for each in range(group.size)] == [stop - first] * group.size
+        assert [report.staleness.count(each) for each in range(group.size)] == [
+            stop - first
+        ] * group.size
     assert sum(report.totals.samples for report in reports) == 2 * ROWS
     assert worker.optimizer.steps == 2 * BATCHES
     worker.release()
 
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
-def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(group: Group, sync: Sync) -> None:
+def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(
+    group: Group, sync: Sync
+) -> None:
     skip_unless_fitting(group, sync)
     slow = "ms=0.3;probability=0.3,factor=5"
     worker = make(group, sync, "momentum", slow, clip=1.0)
@@ -96,7 +103,9 @@ def test_running_statistics_are_averaged(group: Group, sync: Sync) -> None:
         train(worker, ((0, 0, 4),))
         values = everything(worker)
         assert equal_on_all(group, values) and np.isfinite(values).all()
-        assert all(buffer.data.any() for name, buffer in worker.model.named_buffers() if "mean" in name)
+        assert all(
+            buffer.data.any() for name, buffer in worker.model.named_buffers() if "mean" in name
+        )
         worker.release()
 
 

@@ -1,4 +1,6 @@
-"""How segments end: by signals, by values that are not finite, and with a state that any other run can go on from."""
+"""How segments end: by signals, by values that are not finite, and with a state that any other run
+can go on from.
+"""
 
 import signal
 from collections.abc import Callable
@@ -48,7 +50,9 @@ def test_a_signal_on_one_rank_ends_all_after_whole_batches(group: Group, sync: S
     skip_unless_fitting(group, sync)
     for who in sorted({0, group.size - 1}):
         worker = make(group, sync, slow="ms=1")
-        poll_signal = after(2 if sync.has_server else 1, signal.SIGTERM) if group.rank == who else lambda: 0
+        poll_signal = (
+            after(2 if sync.has_server else 1, signal.SIGTERM) if group.rank == who else lambda: 0
+        )
         report = train(worker, ((0, 0, MANY),), SMALL, poll_signal=poll_signal)[0]
         assert report.signal == signal.SIGTERM
         assert 0 < report.batches < MANY
@@ -61,14 +65,19 @@ def test_a_signal_on_one_rank_ends_all_after_whole_batches(group: Group, sync: S
 
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
-def test_a_value_that_is_not_finite_ends_all_with_the_name_of_its_rank(group: Group, sync: Sync) -> None:
+def test_a_value_that_is_not_finite_ends_all_with_the_name_of_its_rank(
+    group: Group, sync: Sync
+) -> None:
     skip_unless_fitting(group, sync)
-    guilty, calls, right = min(group.size, BATCH) - 1, 0, sum_cross_entropy(None)  # it has rows of every batch but one
+    # it has rows of every batch but one
+    guilty, calls, right = min(group.size, BATCH) - 1, 0, sum_cross_entropy(None)
 
     def loss(logits: Tensor, labels: Array, reduction: str = "sum") -> Tensor:
         nonlocal calls
         calls += 1
-        return right(logits, labels) * (float("nan") if group.rank == guilty and 2 <= calls < 6 else 1.0)
+        return right(logits, labels) * (
+            float("nan") if group.rank == guilty and 2 <= calls < 6 else 1.0
+        )
 
     worker = make(group, sync, loss=loss, evaluation_loss=right, slow="ms=1")
     with pytest.raises(DivergenceError, match=f"rank {guilty}") as caught:

@@ -1,4 +1,6 @@
-"""Ranks of different speeds: how far ahead they get, who waits, how much they do; the lines that tell of it."""
+"""Ranks of different speeds: how far ahead they get, who waits, how much they do; the lines that
+tell of it.
+"""
 
 import pytest
 
@@ -57,7 +59,9 @@ def test_without_a_bound_nobody_waits_for_a_slow_rank(group: Group, slow: str) -
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("sync", [Sync("asp"), Sync("local", local_steps=2), Sync("gossip")], ids=name_of)
+@pytest.mark.parametrize(
+    "sync", [Sync("asp"), Sync("local", local_steps=2), Sync("gossip")], ids=name_of
+)
 def test_a_slowed_rank_takes_as_long_as_it_should(group: Group, sync: Sync) -> None:
     skip_unless_fitting(group, sync)
     told = list[Progress]()
@@ -82,9 +86,16 @@ def test_segments_are_put_together_and_told() -> None:
     two, four = Totals(steps=2), Totals(steps=4)
     assert describe_segments(SegmentReport()) == []
     first = SegmentReport(two, messages=6, bytes=2 * 2**20, staleness=stale([0, 1], [2]), lead=1)
-    second = SegmentReport(four, messages=12, bytes=10 * 2**20, staleness=stale([3], [0, 0]), disagreement=0.025)
+    second = SegmentReport(
+        four, messages=12, bytes=10 * 2**20, staleness=stale([3], [0, 0]), disagreement=0.025
+    )
     told, sent = describe_segments(first.plus(second))
-    for words in ("1.00 on average, at most 3", "1 step ahead", "steps by worker: 3, 3", "differed by 2.5 %"):
+    for words in (
+        "1.00 on average, at most 3",
+        "1 step ahead",
+        "steps by worker: 3, 3",
+        "differed by 2.5 %",
+    ):
         assert words in told
     assert sent.startswith("3 messages with 2 MB per step")
     many = describe_segments(SegmentReport(two, staleness=stale(*[[0]] * (SHOWN_WORKERS + 1))))

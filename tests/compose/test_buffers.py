@@ -18,7 +18,9 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Moving(nn.Module):
-    """Subtracts a moving mean, which it keeps without a thought for other ranks and repeated passes."""
+    """Subtracts a moving mean, which it keeps without a thought for other ranks and repeated
+    passes.
+    """
 
     def __init__(self, features: int) -> None:
         self.mean = nn.Buffer((features,), 0.0)
@@ -51,8 +53,12 @@ class Careful(Moving):
 def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
     """Return the losses and the mean of 6 steps of two microbatches each."""
     rng = np.random.default_rng(0)
-    data = Dataset("rows", rng.standard_normal((48, 6)).astype("float32"), rng.integers(0, 4, 48), 4)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), kind(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    data = Dataset(
+        "rows", rng.standard_normal((48, 6)).astype("float32"), rng.integers(0, 4, 48), 4
+    )
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), kind(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    )
     where = arrange(model, group, layout, np.zeros((8, 6)), "float64")
     where.model.initialize(seed=0, dtype="float64", storage=where.storage)
     worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
@@ -77,7 +83,9 @@ LAYOUTS = {
 def test_a_module_that_thinks_of_others_is_the_serial_one(name: str) -> None:
     ranks, layout = LAYOUTS.get(name, (2, Layout(pp=2, dp=1)))
     right = simulate(lambda group: train(group, Careful, Layout(dp=1)), 1)[0]
-    for found, expected in zip(simulate(lambda group: train(group, Careful, layout), ranks)[0], right, strict=True):
+    for found, expected in zip(
+        simulate(lambda group: train(group, Careful, layout), ranks)[0], right, strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
@@ -86,5 +94,7 @@ def test_one_that_does_not_is_refused(name: str) -> None:
     """With a fixed order of sums each microbatch is one rank's, and nothing can help."""
     ranks, layout = LAYOUTS.get(name, (2, Layout(dp=2, reduction="fixed")))
     kind = Careful if name == "fixed" else Moving
-    with pytest.raises(UsageError, match="has changed its Buffer '2.mean', by this rank's rows or more than once"):
+    with pytest.raises(
+        UsageError, match="has changed its Buffer '2.mean', by this rank's rows or more than once"
+    ):
         simulate(lambda group: train(group, kind, layout), ranks)

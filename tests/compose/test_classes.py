@@ -46,7 +46,9 @@ def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) ->
         ).release(),
     )
     where.free()
-    assert all(group.gather(found == "" if group.size == 1 else "would see a part of them alone" in found))
+    assert all(
+        group.gather(found == "" if group.size == 1 else "would see a part of them alone" in found)
+    )
 
 
 class Net(nn.Module):
@@ -74,7 +76,9 @@ LOSSES: dict[str, Any] = {
 def test_a_head_that_leaves_parts(group: Group, name: str) -> None:
     """Losses, scores and outputs are those of all classes, also where a rank has none."""
     rng = np.random.default_rng(0)
-    data = Dataset("rows", rng.standard_normal((16, 5)).astype("float32"), rng.integers(0, 3, 16), 3)
+    data = Dataset(
+        "rows", rng.standard_normal((16, 5)).astype("float32"), rng.integers(0, 3, 16), 3
+    )
 
     def train(ranks: Group) -> list[Any]:
         where = arrange(Net(), ranks, Layout(tp=ranks.size), np.zeros((4, 5)), "float64")

@@ -30,17 +30,30 @@ def expected() -> tuple[float, float]:
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", ["worker", "asynchronous"])
 def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
-    """With batches and parts that divide nothing, and ranks that have no sample of the last batch."""
+    """With batches and parts that divide nothing, and ranks that have no sample of the last
+    batch.
+    """
     model = build()
     workers: dict[str, Any] = {
         "worker": lambda: Worker(model, optimizer_of(model), group),
-        "asynchronous": lambda: AsynchronousWorker(model, optimizer_of(model), group, Sync("local")),
+        "asynchronous": lambda: AsynchronousWorker(
+            model, optimizer_of(model), group, Sync("local")
+        ),
     }
     worker = workers[kind]()
-    batches = Loader(dataset(ROWS), 7, rank=group.rank, world=group.size, shuffle=False, dtype="float64", workers=0)
+    batches = Loader(
+        dataset(ROWS),
+        7,
+        rank=group.rank,
+        world=group.size,
+        shuffle=False,
+        dtype="float64",
+        workers=0,
+    )
     report = worker.evaluate(batches.epoch(0))
     worker.release()
     found = (report.loss, report.accuracy)
     assert (
-        group.gather([bool(np.allclose(found, expected(), rtol=1e-12)), report.samples]) == [[True, ROWS]] * group.size
+        group.gather([bool(np.allclose(found, expected(), rtol=1e-12)), report.samples])
+        == [[True, ROWS]] * group.size
     )

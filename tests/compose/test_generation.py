@@ -1,4 +1,6 @@
-"""Writing token by token: with what layers keep, under any layout, it is what whole passes would write."""
+"""Writing token by token: with what layers keep, under any layout, it is what whole passes would
+write.
+"""
 
 from itertools import islice
 from typing import Any
@@ -46,7 +48,9 @@ def main(group: Group, kind: str, layout: Layout) -> list[int]:
     where = arrange(build(kind), group, layout, np.zeros((1, 4), np.int64), "float64")
     where.model.initialize(1, "float64")
     generator = TokenGenerator(where, numpy_backend())
-    written = list(islice(generator.write(PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT))
+    written = list(
+        islice(generator.write(PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT)
+    )
     generator.release()
     return written
 
@@ -54,15 +58,25 @@ def main(group: Group, kind: str, layout: Layout) -> list[int]:
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, Layout()), (2, Layout(pp=2, dp=1)), (3, Layout(tp=3, dp=1)), (4, Layout(pp=2, tp=2, dp=1)), (2, Layout(dp=2))],
+    [
+        (1, Layout()),
+        (2, Layout(pp=2, dp=1)),
+        (3, Layout(tp=3, dp=1)),
+        (4, Layout(pp=2, tp=2, dp=1)),
+        (2, Layout(dp=2)),
+    ],
 )
 def test_every_layout_writes_what_whole_passes_do(kind: str, ranks: int, layout: Layout) -> None:
     """On all ranks the same; past the context too, where the last half is read again."""
-    assert simulate(lambda group: main(group, kind, layout), ranks) == [by_whole_passes(kind)] * ranks
+    assert (
+        simulate(lambda group: main(group, kind, layout), ranks) == [by_whole_passes(kind)] * ranks
+    )
 
 
 def test_layers_run_once_for_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each later token replays what the first one behind the prompt did, and the layers' own code stands still."""
+    """Each later token replays what the first one behind the prompt did, and the layers' own code
+    stands still.
+    """
     seen: list[tuple[int, ...]] = []
     forward = nn.Embedding.forward
 
@@ -92,7 +106,9 @@ def test_what_cannot_be_written() -> None:
     model = build("gpt").initialize(1, "float64")
     with nn.continued({}):
         model(np.zeros((1, 4), np.int64))
-        with pytest.raises(UsageError, match="2 tokens come behind 4 others; after the first pass, give one each"):
+        with pytest.raises(
+            UsageError, match="2 tokens come behind 4 others; after the first pass, give one each"
+        ):
             model(np.zeros((1, 2), np.int64))
     with nn.continued({}):
         model(np.zeros((1, CONTEXT), np.int64))
@@ -103,7 +119,9 @@ def test_what_cannot_be_written() -> None:
         where = arrange(build("gpt"), group, Layout(), None, "float64")
         where.model.initialize(1, "float64")
         generator = TokenGenerator(where, numpy_backend())
-        with pytest.raises(UsageError, match="the prompt has 10 tokens, but the model sees at most 9; shorten it"):
+        with pytest.raises(
+            UsageError, match="the prompt has 10 tokens, but the model sees at most 9; shorten it"
+        ):
             next(generator.write([0] * 10, CONTEXT, likeliest))
         with pytest.raises(UsageError, match="the prompt is empty"):
             next(generator.write([], CONTEXT, likeliest))

@@ -55,10 +55,15 @@ def held() -> tuple[int, int]:
 @pytest.mark.slow(GROWTH)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, Any]) -> None:
-    """What a step leaves grows in each of six windows; a cache, or Python's store of tuples, grows in some."""
+    """What a step leaves grows in each of six windows; a cache, or Python's store of tuples, grows
+    in some.
+    """
     keep_freed_memory()
     model = models.cnn((8, 8, 1), 10, hidden=(32,)).initialize(seed=0)
-    worker, batch = Worker(model, optim.Adam(model.storage), group, **grouped(**way)), make_batch(group)
+    worker, batch = (
+        Worker(model, optim.Adam(model.storage), group, **grouped(**way)),
+        make_batch(group),
+    )
     worker.step(batch)
     tracemalloc.start()  # slows a step down, and sees only what is made from now on
     for _ in range(OPERATIONS):  # the watchdog's record of the last calls is full then
@@ -76,4 +81,6 @@ def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, A
     worker.release()
     # One number or tuple a step would be 1,400 bytes in a window, one object of ours 50 objects.
     # MPI's own store of messages grows by 2 MiB at once when another rank is late.
-    assert all(bytes_ < 1_000 and more < 25 and large < 2**22 for bytes_, more, large in found), found
+    assert all(bytes_ < 1_000 and more < 25 and large < 2**22 for bytes_, more, large in found), (
+        found
+    )

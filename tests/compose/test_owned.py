@@ -1,4 +1,6 @@
-"""Workers with samples of their own: in step they are one run, through servers and by all-reduce."""
+"""Workers with samples of their own: in step they are one run, through servers and by
+all-reduce.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -44,7 +46,9 @@ def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group)
     assert group.gather(close) == [True] * group.size
 
 
-def test_without_a_bound_everybody_keeps_to_its_own_samples(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bound_everybody_keeps_to_its_own_samples(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A slow rank does fewer steps, and nobody does them on its samples in its place."""
     seen: list[int] = []
     part = Loader.part

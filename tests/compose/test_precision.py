@@ -1,4 +1,6 @@
-"""Workers in half precision: they learn as much, skip overflows together, and refuse what does not go together."""
+"""Workers in half precision: they learn as much, skip overflows together, and refuse what does not
+go together.
+"""
 
 from itertools import islice
 from typing import Any
@@ -55,11 +57,17 @@ class Fuse(Module):
         return Blow(self._lit)(x)
 
 
-def fused(group: Group, layout: Layout | None, **options: Any) -> tuple[Worker, Fuse | None, Loader]:
-    """Return a worker of a model with a Fuse between two layers, that Fuse if it is on this rank, and the data."""
+def fused(
+    group: Group, layout: Layout | None, **options: Any
+) -> tuple[Worker, Fuse | None, Loader]:
+    """Return a worker of a model with a Fuse between two layers, that Fuse if it is on this rank,
+    and the data.
+    """
     train, _ = data.load("digits")
     fuse = Fuse()
-    model: Module = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), fuse, nn.Linear(20, 10))
+    model: Module = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), fuse, nn.Linear(20, 10)
+    )
     model.sharding = {"1": nn.Sharding.COLUMN, "4": nn.Sharding.ROW}
     where = None if layout is None else arrange(model, group, layout, SAMPLE)
     model = model if where is None else where.model
@@ -92,14 +100,20 @@ HOST = pytest.mark.host_only("a fused update is for host memory")
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("way", [pytest.param(way, marks=HOST) if way == "fused update" else way for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=HOST) if way == "fused update" else way for way in WAYS]
+)
 @pytest.mark.needs_ranks(2, 4, 6, 8)
 def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str) -> None:
-    """The weights and the optimizer stay, the scale is halved, and the next step is one as before."""
+    """The weights and the optimizer stay, the scale is halved, and the next step is one as
+    before.
+    """
     layout, options = WAYS[way]
     if layout is not None and group.size % 2 and "reduction" not in layout:
         return
-    worker, fuse, loader = fused(group, None if layout is None else Layout(**layout), clip=1.0, **options)
+    worker, fuse, loader = fused(
+        group, None if layout is None else Layout(**layout), clip=1.0, **options
+    )
     holders = group.gather(fuse is not None)
     batches = islice(loader.epoch(0), 3)
     first = worker.step(next(batches))
@@ -114,12 +128,22 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
     assert worker.scaling is not None
     told = [
         (first.skipped, first.loss_scale),
-        (second.skipped, second.loss_scale, np.isfinite(second.loss), np.isfinite(second.grad_norm)),
+        (
+            second.skipped,
+            second.loss_scale,
+            np.isfinite(second.loss),
+            np.isfinite(second.grad_norm),
+        ),
         (third.skipped, third.loss_scale, np.isfinite(third.grad_norm)),
         (unchanged, worker.optimizer.steps, worker.scaling.value, worker.scaling.skipped),
     ]
     changed = any((before[name] != value).any() for name, value in worker.model.state().items())
-    wanted = [(False, 2.0**16), (True, 2.0**16, True, False), (False, 2.0**15, True), (True, 2, 2.0**15, 1)]
+    wanted = [
+        (False, 2.0**16),
+        (True, 2.0**16, True, False),
+        (False, 2.0**15, True),
+        (True, 2, 2.0**15, 1),
+    ]
     everyone = group.gather([told == wanted or repr(told), changed])
     worker.release()
     assert everyone == [[True, True]] * group.size, everyone
@@ -128,9 +152,18 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"precision": "fp8"}, "precision 'fp8' is unknown; choose one of float32, tf32, bf16, fp16"),
-        ({"precision": "tf32"}, "tf32 needs a CUDA device, and backend numpy has none; use float32, bf16 or fp16"),
-        ({"precision": "bf16", "dtype": "float64"}, "bf16 is for models of float32, and this one is of float64"),
+        (
+            {"precision": "fp8"},
+            "precision 'fp8' is unknown; choose one of float32, tf32, bf16, fp16",
+        ),
+        (
+            {"precision": "tf32"},
+            "tf32 needs a CUDA device, and backend numpy has none; use float32, bf16 or fp16",
+        ),
+        (
+            {"precision": "bf16", "dtype": "float64"},
+            "bf16 is for models of float32, and this one is of float64",
+        ),
     ],
 )
 @pytest.mark.host_only("tf32 is refused there")
@@ -140,7 +173,13 @@ def test_what_does_not_go_together(group: Group, options: dict[str, Any], words:
     where = arrange(models.mlp((8, 8, 1), 10), group, layout, SAMPLE.astype(dtype), dtype=dtype)
     where.model.initialize(seed=0, dtype=dtype)
     with pytest.raises(UsageError, match=words):
-        Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **grouped(**options))
+        Worker(
+            where.model,
+            optim.SGD(where.model.storage, lr=0.1),
+            group,
+            arrangement=where,
+            **grouped(**options),
+        )
 
 
 @pytest.mark.simulated
@@ -151,7 +190,10 @@ def test_ranks_of_different_precisions_are_refused(group: Group) -> None:
     message = told(
         UsageError,
         lambda: Worker(
-            model, optim.SGD(model.storage, lr=0.1), group, numerics=Numerics(precision="fp16" if last else "float32")
+            model,
+            optim.SGD(model.storage, lr=0.1),
+            group,
+            numerics=Numerics(precision="fp16" if last else "float32"),
         ).release(),
     )
     before = "rank 0 has" if group.size == 2 else f"ranks 0-{group.size - 2} have"

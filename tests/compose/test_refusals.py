@@ -1,4 +1,6 @@
-"""One table of refusals: each pair that it names is refused by the layout or the worker, in a sentence with both."""
+"""One table of refusals: each pair that it names is refused by the layout or the worker, in a
+sentence with both.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,19 +57,27 @@ def test_each_feature_goes_alone(name: str) -> None:
     [
         (Layout(zero=1), {"exchange": GradientExchange(fused_update=True)}, "zero 1"),
         (Layout(pp=2), {"exchange": GradientExchange(fused_update=True)}, "pp 2"),
-        (Layout(reduction="fixed"), {"exchange": GradientExchange(fused_update=True)}, "reduction fixed"),
+        (
+            Layout(reduction="fixed"),
+            {"exchange": GradientExchange(fused_update=True)},
+            "reduction fixed",
+        ),
         (Layout(pp=2, schedule="pipedream"), {"numerics": Numerics(precision="fp16")}, "pipedream"),
         (Layout(pp=2, schedule="pipedream"), {"numerics": Numerics(clip=1.0)}, "pipedream"),
     ],
     ids=str,
 )
-def test_a_worker_refuses_what_does_not_go_with_its_layout(layout: Layout, options: dict[str, Any], words: str) -> None:
+def test_a_worker_refuses_what_does_not_go_with_its_layout(
+    layout: Layout, options: dict[str, Any], words: str
+) -> None:
     split = "auto" if layout.pp is None else (3, len(open_chain(build())) - 3)
 
     def main(group: Group) -> None:
         where = arrange(build(), group, replace(layout, split=split))
         where.model.initialize(seed=0, storage=where.storage)
-        Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **options)
+        Worker(
+            where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **options
+        )
 
     with pytest.raises(UsageError, match=words):
         simulate(main, 2)

@@ -1,4 +1,6 @@
-"""Ranks that have been let go: each has the model and the optimizer for itself, whoever held them before."""
+"""Ranks that have been let go: each has the model and the optimizer for itself, whoever held them
+before.
+"""
 
 import numpy as np
 import pytest
@@ -37,7 +39,11 @@ def test_all_ranks_have_the_optimizers_state(group: Group, sync: Sync, name: str
     saved = worker.state()[1].to_dict(everywhere=True)
     worker.release()
     storage, slots = worker.model.storage, worker.optimizer.slots()
-    own = {f"{slot}/{span.parameter.name}": storage.view(span, slots[slot]) for slot in slots for span in storage.spans}
+    own = {
+        f"{slot}/{span.parameter.name}": storage.view(span, slots[slot])
+        for slot in slots
+        for span in storage.spans
+    }
     assert own.keys() == saved.keys()
     assert all(group.gather(all(np.array_equal(own[name], saved[name]) for name in own)))
     assert len(set(group.gather(worker.optimizer.steps))) == 1
@@ -57,7 +63,9 @@ def test_a_synchronous_run_goes_on_from_servers(group: Group, name: str) -> None
     synchronous.release()
     assert equal_on_all(group, weights(model))
     limit = tolerance("float64", 2 * BATCHES, "adam" if name == "adam" else "sgd")
-    np.testing.assert_allclose(weights(model), all_reduced(group, name, build()), rtol=limit, atol=limit)
+    np.testing.assert_allclose(
+        weights(model), all_reduced(group, name, build()), rtol=limit, atol=limit
+    )
 
 
 @pytest.mark.parametrize("pp", [True, False], ids=["pipeline", "replicas"])

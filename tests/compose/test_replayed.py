@@ -1,4 +1,6 @@
-"""A Worker's replayed passes: bit for bit the passes as they stand, under every layout; and never of another model."""
+"""A Worker's replayed passes: bit for bit the passes as they stand, under every layout; and never
+of another model.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -30,7 +32,9 @@ Kind = tuple[Callable[[], nn.Module], Callable[[], Dataset]]
 
 def images() -> Dataset:
     generator = np.random.default_rng(0)
-    return Dataset("images", generator.random((ROWS, 4, 4, 1), "float32"), generator.integers(0, 3, ROWS), 3)
+    return Dataset(
+        "images", generator.random((ROWS, 4, 4, 1), "float32"), generator.integers(0, 3, ROWS), 3
+    )
 
 
 def tokens() -> Dataset:
@@ -79,7 +83,13 @@ LAYOUTS: dict[str, Callable[[int], list[Layout]]] = {
 
 
 def train(
-    group: Group, kind: Kind, layout: Layout, replayed: bool, change: Any = None, epochs: int = EPOCHS, **options: Any
+    group: Group,
+    kind: Kind,
+    layout: Layout,
+    replayed: bool,
+    change: Any = None,
+    epochs: int = EPOCHS,
+    **options: Any,
 ) -> Any:
     """Return what some epochs of training report and leave, and how many passes were replayed.
 
@@ -128,7 +138,9 @@ def assert_equal(group: Group, kind: Kind, layout: Layout, least: int = 1, **opt
 @pytest.mark.simulated(max_size=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_replays_are_the_passes_as_they_stand(group: Group, name: str) -> None:
-    """Losses, scores, lengths of gradients, weights, running statistics; batches of two sizes in turns."""
+    """Losses, scores, lengths of gradients, weights, running statistics; batches of two sizes in
+    turns.
+    """
     for layout in LAYOUTS.get(name, replicas)(group.size):
         assert_equal(group, MODELS[name], layout)
 
@@ -146,8 +158,12 @@ def test_replays_are_the_passes_as_they_stand(group: Group, name: str) -> None:
     ids=["microbatches", "clip", "fp16", "overlap", "loss"],
 )
 def test_with_all_that_changes_a_step(group: Group, options: dict[str, Any]) -> None:
-    """The same for sums of microbatches, clipped and scaled gradients, sums under the backward pass."""
-    kind = (lambda: models.mlp((4, 4, 1), 1, (5,)), yes_or_no) if "loss" in options else MODELS["mlp"]
+    """The same for sums of microbatches, clipped and scaled gradients, sums under the backward
+    pass.
+    """
+    kind = (
+        (lambda: models.mlp((4, 4, 1), 1, (5,)), yes_or_no) if "loss" in options else MODELS["mlp"]
+    )
     assert_equal(group, kind, Layout(dp=group.size), **options)
 
 
@@ -157,16 +173,22 @@ def cut(make: Callable[[], nn.Module], stages: int) -> tuple[int, ...]:
 
 
 def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
-    """Yield layouts of so many ranks with stages: schedules, what is computed again, what goes with it."""
+    """Yield layouts of so many ranks with stages: schedules, what is computed again, what goes with
+    it.
+    """
     layers = len(open_chain(make()))
     if size <= layers:
         plain = {"dp": 1, "pp": size, "split": cut(make, size)}
         yield Layout(**plain)
         yield Layout(**plain, schedule="gpipe", activation_memory="least")
     if 2 * size <= layers:
-        yield Layout(dp=1, pp=size, schedule="interleaved", virtual_stages=2, split=cut(make, 2 * size))
+        yield Layout(
+            dp=1, pp=size, schedule="interleaved", virtual_stages=2, split=cut(make, 2 * size)
+        )
     if 4 * size <= layers:
-        yield Layout(dp=1, pp=size, schedule="interleaved", virtual_stages=4, split=cut(make, 4 * size))
+        yield Layout(
+            dp=1, pp=size, schedule="interleaved", virtual_stages=4, split=cut(make, 4 * size)
+        )
     if size == 4:
         yield Layout(dp=2, pp=2, zero=1, split=cut(make, 2))
         if make in (MODELS["mlp"][0], MODELS["gpt"][0]):
@@ -177,12 +199,15 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
 @pytest.mark.simulated(min_size=2, max_size=4)
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_replay_what_they_compute(group: Group, name: str) -> None:
-    """Running statistics, masks, a tied table, shortcuts over several stages; microbatches of several sizes."""
+    """Running statistics, masks, a tied table, shortcuts over several stages; microbatches of
+    several sizes.
+    """
     make, _ = MODELS[name]
     for layout in pipelines(group.size, make):
         if layout.sp == 1 or name == "gpt":
             cuts = {"microbatches": 6 if group.size == 3 else 4}
-            assert_equal(group, MODELS[name], layout, EPOCHS, **cuts)  # no recording is dropped and made again
+            # no recording is dropped and made again
+            assert_equal(group, MODELS[name], layout, EPOCHS, **cuts)
 
 
 @pytest.mark.simulated(min_size=2, max_size=3)
@@ -241,7 +266,8 @@ def joining() -> nn.Module:
 
 @pytest.mark.simulated(max_size=1)
 @pytest.mark.parametrize(
-    ("layer", "replays"), [(Deciding, False), (Doubling, True), (Inheriting, False), (joining, False)]
+    ("layer", "replays"),
+    [(Deciding, False), (Doubling, True), (Inheriting, False), (joining, False)],
 )
 def test_modules_of_ones_own_are_replayed_if_they_say_so(
     group: Group, layer: Callable[[], nn.Module], replays: bool

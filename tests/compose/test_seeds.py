@@ -1,4 +1,6 @@
-"""Training out of step under many seeds: whatever the order, bounds hold, nothing is lost, and a seed is repeatable."""
+"""Training out of step under many seeds: whatever the order, bounds hold, nothing is lost, and a
+seed is repeatable.
+"""
 
 import hashlib
 from typing import Any

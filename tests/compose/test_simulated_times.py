@@ -19,14 +19,17 @@ from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, build, dataset, optimizer_of
 
-PACE_S = 0.002  # short, so that ranks do not ask one another for signals: they do so ten times a second at most
+# short, so that ranks do not ask one another for signals: they do so ten times a second at most
+PACE_S = 0.002
 ALPHA_S, BYTE_S = 0.01, 1e-5  # of a pace
 NBYTES = 8 * build().storage.size
 
 
 @dataclass
 class Seen:
-    """What came of a run: its report, what rank 0 was told, and when each rank began each step; times in paces."""
+    """What came of a run: its report, what rank 0 was told, and when each rank began each step;
+    times in paces.
+    """
 
     report: SegmentReport
     told: list[Progress]
@@ -37,7 +40,9 @@ class Seen:
         return self.report.totals.wall_s / PACE_S
 
 
-def run(sync: Sync, batches: int, ranks: int = 4, slow: str = "", links: bool = True, seed: int = 0) -> Seen:
+def run(
+    sync: Sync, batches: int, ranks: int = 4, slow: str = "", links: bool = True, seed: int = 0
+) -> Seen:
     """Train one segment."""
 
     def main(group: Group) -> tuple[SegmentReport, list[Progress], list[float]]:
@@ -76,25 +81,38 @@ def step(sync: Sync, ranks: int = 4, slow: str = "", few: int = 4, more: int = 1
 def test_a_step_through_the_server_takes_the_pace_and_what_the_formula_says(factor: int) -> None:
     nbytes = NBYTES + 17 * 8  # the header of a push; a reply's is shorter
     together_s = 2 * ALPHA_S + 2 * 3 * nbytes * BYTE_S
-    if factor > 1:  # the straggler comes last, when the links are free again: its bytes alone pass before the update
+    if factor > 1:
+        # the straggler comes last, when the links are free again: its bytes alone pass before the
+        # update
         together_s = 2 * ALPHA_S + 4 * nbytes * BYTE_S
-    assert step(Sync("ssp", staleness=0), 4, f"rank=3,factor={factor}") == pytest.approx(factor + together_s, rel=0.01)
+    assert step(Sync("ssp", staleness=0), 4, f"rank=3,factor={factor}") == pytest.approx(
+        factor + together_s, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(("who", "factor"), [(0, 1), (0, 3), (2, 3)])
-def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(who: int, factor: int) -> None:
+def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(
+    who: int, factor: int
+) -> None:
     """Whoever is slow: all meet in the same step, which ends for all at the same time."""
-    numbers_s = 2 * (ALPHA_S + 5 * 8 * BYTE_S)  # loss, right answers, rows and a hash of the update, by doubling
+    # loss, right answers, rows and a hash of the update, by doubling
+    numbers_s = 2 * (ALPHA_S + 5 * 8 * BYTE_S)
     ring_s = ALGORITHMS["ring"].seconds(4, NBYTES, ALPHA_S, BYTE_S)
-    assert step(Sync(), slow=f"rank={who},factor={factor}") == pytest.approx(factor + ring_s + numbers_s, rel=0.002)
+    assert step(Sync(), slow=f"rank={who},factor={factor}") == pytest.approx(
+        factor + ring_s + numbers_s, rel=0.002
+    )
 
 
 @pytest.mark.parametrize("every", [2, 4])
 def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
     """A ring, and before it the ranks' rows."""
-    ring_s, rows_s = ALGORITHMS["ring"].seconds(4, NBYTES, ALPHA_S, BYTE_S), 2 * (ALPHA_S + 8 * BYTE_S)
+    ring_s, rows_s = (
+        ALGORITHMS["ring"].seconds(4, NBYTES, ALPHA_S, BYTE_S),
+        2 * (ALPHA_S + 8 * BYTE_S),
+    )
     found = step(Sync("local", local_steps=every))
-    assert found == pytest.approx(1 + (ring_s + rows_s) / every, abs=0.02)  # now and then they ask for signals
+    # now and then they ask for signals
+    assert found == pytest.approx(1 + (ring_s + rows_s) / every, abs=0.02)
     report = run(Sync("local", local_steps=every), 8).report
     assert report.staleness is not None and report.staleness.largest() == every - 1
 
@@ -103,11 +121,17 @@ def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
 def test_gossip_pays_for_its_neighbours_alone(ranks: int) -> None:
     talks = min(ranks - 1, 2)
     found = step(Sync("gossip"), ranks)
-    assert 1 + ALPHA_S + talks * NBYTES * BYTE_S - 1e-3 <= found <= 1 + talks * (ALPHA_S + NBYTES * BYTE_S) + 0.02
+    assert (
+        1 + ALPHA_S + talks * NBYTES * BYTE_S - 1e-3
+        <= found
+        <= 1 + talks * (ALPHA_S + NBYTES * BYTE_S) + 0.02
+    )
 
 
 def test_a_straggler_slows_gossip_down_no_faster_than_word_of_it_spreads() -> None:
-    """On a ring of 16 one place further with each step, after the first, at which all ask whether there is a signal."""
+    """On a ring of 16 one place further with each step, after the first, at which all ask whether
+    there is a signal.
+    """
     steps = 6
     began = run(Sync("gossip"), steps, 16, "rank=0,factor=3", links=False).began_s
     for rank in range(16):
@@ -125,7 +149,9 @@ def test_asp_has_the_throughput_of_all_its_workers(factor: int) -> None:
     counts = Counter(each.worker for each in slow.told)
     assert equal.paces == pytest.approx(batches, abs=0.2)
     assert equal.paces / slow.paces == pytest.approx((workers - 1 + 1 / factor) / workers, rel=0.03)
-    assert counts.total() == batches * workers and counts[0] / counts[1] == pytest.approx(factor, rel=0.1)
+    assert counts.total() == batches * workers and counts[0] / counts[1] == pytest.approx(
+        factor, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -144,5 +170,6 @@ def test_a_stale_synchronous_run_goes_at_the_pace_of_a_straggler_in_the_end(boun
     for each in found.told:
         done[each.worker] += 1
         leads.append(max(done) - min(done))
-    assert found.report.lead == bound and max(leads) == bound + 1  # done: S ahead when begun, and one more
+    # done: S ahead when begun, and one more
+    assert found.report.lead == bound and max(leads) == bound + 1
     assert 4 * (49 - bound) - 1 < found.paces < 4 * 50 + 1

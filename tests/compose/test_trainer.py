@@ -19,8 +19,12 @@ from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 SLOW = Slow.parse("ms=2;rank=0,factor=3")
 KINDS: dict[str, Callable[[Group, Slow], Trainer]] = {
     "in step": lambda group, slow: Worker(*made(), group, seed=3, slow=slow),
-    "servers": lambda group, slow: AsynchronousWorker(*made(), group, Sync("ssp", staleness=0), slow=slow),
-    "averaging": lambda group, slow: AsynchronousWorker(*made(), group, Sync("local", local_steps=1), slow=slow),
+    "servers": lambda group, slow: AsynchronousWorker(
+        *made(), group, Sync("ssp", staleness=0), slow=slow
+    ),
+    "averaging": lambda group, slow: AsynchronousWorker(
+        *made(), group, Sync("local", local_steps=1), slow=slow
+    ),
 }
 
 
@@ -29,14 +33,18 @@ def made():  # type: ignore[no-untyped-def]
     return model, optimizer_of(model)
 
 
-def train(trainer: Trainer, *ends: int, progress: Callable[[Progress], None] | None = None) -> list[Totals]:
+def train(
+    trainer: Trainer, *ends: int, progress: Callable[[Progress], None] | None = None
+) -> list[Totals]:
     """Train two epochs, in segments that end at these batches and at the end of each."""
     loader, found = loader_of(trainer.group, trainer.model), []
     for epoch in range(2):
         points = [0, *ends, BATCHES]
         for first, stop in zip(points, points[1:], strict=False):
             step = epoch * BATCHES + first
-            found.append(trainer.run(loader, epoch, first, stop, step, rate, progress=progress).totals)
+            found.append(
+                trainer.run(loader, epoch, first, stop, step, rate, progress=progress).totals
+            )
     return found
 
 
@@ -48,7 +56,9 @@ def test_each_trains_up_to_a_point_by_the_same_call(group: Group, kind: str) -> 
     told: list[Progress] = []
     totals = train(trainer, 1, 4, progress=told.append)
     trainer.release()
-    np.testing.assert_allclose(weights(trainer.model), all_reduced(group, "sgd", build()), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        weights(trainer.model), all_reduced(group, "sgd", build()), rtol=1e-9, atol=1e-12
+    )
     assert [each.steps for each in totals] == [1, 3, BATCHES - 4] * 2
     assert sum(each.samples for each in totals) == 2 * ROWS
     assert all(0 < each.loss < 3 and 0 <= each.accuracy <= 1 and each.wall_s > 0 for each in totals)
@@ -65,8 +75,12 @@ def test_each_can_be_slow_on_purpose(group: Group, kind: str) -> None:
     told: list[Progress] = []
     (first, _) = train(trainer, progress=told.append)
     assert first.wall_s >= BATCHES * 0.002 * 3  # in step, all ranks say so: they meet in each step
-    assert all(one.totals.compute_s >= 0.002 * (3 if one.worker == group.rank == 0 else 1) for one in told)
-    assert [one.at_s for one in told[: len(told) // 2]] == sorted(one.at_s for one in told[: len(told) // 2])
+    assert all(
+        one.totals.compute_s >= 0.002 * (3 if one.worker == group.rank == 0 else 1) for one in told
+    )
+    assert [one.at_s for one in told[: len(told) // 2]] == sorted(
+        one.at_s for one in told[: len(told) // 2]
+    )
     trainer.release()
 
 

@@ -21,12 +21,23 @@ from tests.worker_options import grouped
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
 
-def make(group: Group, layout: Layout, dropout: float = 0.0, **options: Any) -> tuple[Worker, Arrangement]:
-    where = arrange(models.mlp((8, 8, 1), 10, hidden=(20,) * 8, dropout=dropout), group, layout, SAMPLE)
+def make(
+    group: Group, layout: Layout, dropout: float = 0.0, **options: Any
+) -> tuple[Worker, Arrangement]:
+    where = arrange(
+        models.mlp((8, 8, 1), 10, hidden=(20,) * 8, dropout=dropout), group, layout, SAMPLE
+    )
     where.model.initialize(seed=0)
-    return Worker(
-        where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **grouped(**options)
-    ), where
+    return (
+        Worker(
+            where.model,
+            optim.SGD(where.model.storage, lr=0.1),
+            group,
+            arrangement=where,
+            **grouped(**options),
+        ),
+        where,
+    )
 
 
 def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
@@ -43,23 +54,38 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     worker, _ = make(group, Layout(pp=group.size, dp=1))
     if 32 % group.size:  # else the stages notice the different shapes, one by one, and the job ends
         return
-    answers = refusal(group, worker, Loader(train, 32, rank=group.rank, world=group.size, microbatches=1))
+    answers = refusal(
+        group, worker, Loader(train, 32, rank=group.rank, world=group.size, microbatches=1)
+    )
     if group.size == 1:
         assert answers == [""]
     else:
-        wanted = "labels that count together, but the global batch 32; give Loader the rank and world of the replica"
+        wanted = (
+            "labels that count together, but the global batch 32; give Loader the rank and world of"
+            " the replica"
+        )
         assert all(wanted in each and "arrangement.data_rank" in each for each in answers), answers
 
 
 @pytest.mark.simulated(max_size=3)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_steps_are_those_of_a_loop_of_ones_own(group: Group, microbatches: int) -> None:
-    """Which knows nothing of workers: the serial runs of other tests go the way that they are held against."""
+    """Which knows nothing of workers: the serial runs of other tests go the way that they are held
+    against.
+    """
     train, _ = data.load("iris")
-    ours, theirs = (models.mlp((4,), 3, hidden=(5,)).initialize(seed=1, dtype="float64") for _ in range(2))
+    ours, theirs = (
+        models.mlp((4,), 3, hidden=(5,)).initialize(seed=1, dtype="float64") for _ in range(2)
+    )
     worker = Worker(ours, optim.SGD(ours.storage, lr=0.2), group)
     loader = Loader(
-        train, 50, rank=group.rank, world=group.size, microbatches=microbatches, shuffle=False, dtype="float64"
+        train,
+        50,
+        rank=group.rank,
+        world=group.size,
+        microbatches=microbatches,
+        shuffle=False,
+        dtype="float64",
     )
     losses = [worker.step(batch).loss for batch in loader.epoch(0)]
     optimizer = optim.SGD(theirs.storage, lr=0.2)
@@ -108,12 +134,19 @@ def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str)
 def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     train, _ = data.load("digits")
     worker, where = make(group, Layout())
-    many = 2 * group.size  # of two rows each: one row would be the first rank's, which had all of a batch then
-    loader = Loader(train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many, whole=True)
+    # of two rows each: one row would be the first rank's, which had all of a batch then
+    many = 2 * group.size
+    loader = Loader(
+        train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many, whole=True
+    )
     answers = refusal(group, worker, loader)
-    assert answers == [""] if group.size == 1 else all("leave whole out" in each for each in answers)
+    assert (
+        answers == [""] if group.size == 1 else all("leave whole out" in each for each in answers)
+    )
     fixed, where = make(group, Layout(reduction="fixed"))
-    shared = Loader(train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many)
+    shared = Loader(
+        train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many
+    )
     found = told(UsageError, lambda: fixed.step(next(iter(shared.epoch(0)))))
     assert all(group.gather(found == "" if group.size == 1 else "give Loader(whole=True)" in found))
 
@@ -179,21 +212,36 @@ def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(
 @pytest.mark.simulated
 @pytest.mark.needs_ranks(1, 2, 4, 6)
 def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
-    """As many as each replica likes, one of them none: losses and evaluation of the rows together."""
+    """As many as each replica likes, one of them none: losses and evaluation of the rows
+    together.
+    """
     draw = np.random.default_rng(0)
     x, y = draw.standard_normal((3, 11, 8, 8, 1)), draw.integers(0, 10, (3, 11))
 
     def train(group: Group, layout: Layout) -> list[float]:
-        worker, where = make(group, layout, dropout=0.2)  # whose masks go by the place in the whole batch
+        # whose masks go by the place in the whole batch
+        worker, where = make(group, layout, dropout=0.2)
         ends = [0, *(11 - (11 >> number) for number in range(1, where.data_ranks)), 11]
-        mine = slice(*ends[where.data_rank : where.data_rank + 2]) if where.data_ranks > 1 else slice(None)
+        mine = (
+            slice(*ends[where.data_rank : where.data_rank + 2])
+            if where.data_ranks > 1
+            else slice(None)
+        )
         losses = [worker.step(x[step][mine], y[step][mine], lr=0.1).loss for step in range(3)]
-        losses.append(worker.evaluate(x[0][mine].tolist() if len(x[0][mine]) else x[0][mine], y[0][mine]).loss)
+        losses.append(
+            worker.evaluate(x[0][mine].tolist() if len(x[0][mine]) else x[0][mine], y[0][mine]).loss
+        )
         worker.release()
         return losses
 
-    serial = nnmpi.simulate(lambda alone: train(alone, Layout()), ranks=1)[0] if group.is_root else None
-    layouts = [Layout(dp=group.size), Layout(pp=group.size), *([Layout(dp=2, pp=group.size // 2)] * (group.size > 2))]
+    serial = (
+        nnmpi.simulate(lambda alone: train(alone, Layout()), ranks=1)[0] if group.is_root else None
+    )
+    layouts = [
+        Layout(dp=group.size),
+        Layout(pp=group.size),
+        *([Layout(dp=2, pp=group.size // 2)] * (group.size > 2)),
+    ]
     for layout in layouts:
         found = train(group, layout)
         assert not group.is_root or found == pytest.approx(serial, rel=1e-5)
@@ -205,7 +253,9 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
         (lambda worker, x: worker.step(x), "samples and labels, not a ndarray alone"),
         (lambda worker, x: worker.step(x, [1, 2]), "4 samples have 2 labels"),
         (
-            lambda worker, x: worker.step(next(iter(Loader(data.load("digits")[0], 4).epoch(0))), 0.1),
+            lambda worker, x: worker.step(
+                next(iter(Loader(data.load("digits")[0], 4).epoch(0))), 0.1
+            ),
             "goes by its name",
         ),
     ],

@@ -1,4 +1,6 @@
-"""Fixtures of the data tests: the real files, small made-up files, and a web server on loopback that misbehaves."""
+"""Fixtures of the data tests: the real files, small made-up files, and a web server on loopback
+that misbehaves.
+"""
 
 import gc
 import gzip
@@ -17,7 +19,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder with real MNIST and CIFAR-10 files: $NNMPI_TEST_DATA, or ../shared/data beside the repository."""
+    """The folder with real MNIST and CIFAR-10 files: $NNMPI_TEST_DATA, or ../shared/data beside the
+    repository.
+    """
     chosen = os.environ.get("NNMPI_TEST_DATA")
     folder = Path(chosen) if chosen else Path(__file__).parents[3] / "shared" / "data"
     if not folder.is_dir():
@@ -34,7 +38,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def idx_bytes(values: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+    return (
+        bytes([0, 0, 8, values.ndim])
+        + struct.pack(f">{values.ndim}I", *values.shape)
+        + values.tobytes()
+    )
 
 
 @pytest.fixture
@@ -60,10 +68,11 @@ def idx_folder(tmp_path: Path, idx_parts: dict[str, bytes]) -> Path:
 
 
 class Site:
-    """A web server whose answers are chosen by path: files[path] is sent in the manner of manners[path].
+    """A web server whose answers are chosen by path: files[path] is sent in the manner of
+    manners[path].
 
-    Manners: "plain", "cut" (half of it, then the connection closes), "silent" (no answer at all), "endless" (without a
-    length, and without an end), "404" and other numbers.
+    Manners: "plain", "cut" (half of it, then the connection closes), "silent" (no answer at all),
+    "endless" (without a length, and without an end), "404" and other numbers.
     """
 
     def __init__(self) -> None:
@@ -95,7 +104,9 @@ class Site:
                     with suppress(OSError):  # until the other side has gone
                         while manner == "endless" and not site.over.is_set():
                             self.wfile.write(bytes(2**16))
-                        self.wfile.write(content[: len(content) // 2] if manner == "cut" else content)
+                        self.wfile.write(
+                            content[: len(content) // 2] if manner == "cut" else content
+                        )
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -32,7 +32,9 @@ def test_digits_are_the_known_images() -> None:
     x, y = np.concatenate([train.x, test.x]), np.concatenate([train.y, test.y])
     assert x.dtype == np.uint8
     assert int(x.sum()) == 561718
-    np.testing.assert_array_equal(np.bincount(y), [178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
+    np.testing.assert_array_equal(
+        np.bincount(y), [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    )
     assert train.rows(np.arange(len(train))).max() == 1.0
 
 
@@ -53,16 +55,22 @@ def test_nodes_that_share_a_folder_download_once_then_load(
     for name, content in idx_parts.items():
         packed = gzip.compress(content)
         mirrors = (site.put(f"/{name}.gz", packed),)
-        sources.append(Source(f"{name}.gz", mirrors, len(packed), hashlib.sha256(packed).hexdigest()))
+        sources.append(
+            Source(f"{name}.gz", mirrors, len(packed), hashlib.sha256(packed).hexdigest())
+        )
     monkeypatch.setitem(catalogue.SOURCES, "mnist", tuple(sources))
-    with pytest.raises(DataError, match=r"mnist is not in .*cache/mnist; let nnmpi.data.prepare\('mnist'\)"):
+    with pytest.raises(
+        DataError, match=r"mnist is not in .*cache/mnist; let nnmpi.data.prepare\('mnist'\)"
+    ):
         load("mnist")
     said: list[str] = []
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: prepare("mnist", report=said.append), range(4)))
     assert found == [own_cache / "mnist"] * 4
     assert len(site.requests) == len(said) == 4
-    assert said[0].startswith(f"downloading {sources[0].filename} ({sources[0].size} B) from 127.0.0.1:")
+    assert said[0].startswith(
+        f"downloading {sources[0].filename} ({sources[0].size} B) from 127.0.0.1:"
+    )
     assert len(load("mnist")[0]) == 20
 
 
@@ -88,16 +96,22 @@ def test_what_is_wrong_sends_to_the_next_mirror(
 
 
 @pytest.mark.parametrize("function", [load, prepare])
-def test_what_cannot_be_read_is_one_sentence(function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_one_sentence(
+    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, wanted in (("mnist", "train-images-idx3-ubyte"), ("cifar10", "test_batch.bin")):
         for folder in (tmp_path, tmp_path / "none"):
-            with pytest.raises(UsageError, match=f"data_dir {folder} lacks .*: looked there for {wanted}"):
+            with pytest.raises(
+                UsageError, match=f"data_dir {folder} lacks .*: looked there for {wanted}"
+            ):
                 function(name, folder)
     for name in ("iris", "digits", "table.csv"):
         with pytest.raises(UsageError, match="leave out data_dir"):
             function(name, tmp_path)
     for given in (("~no-such-user/x.csv",), ("mnist", "~no-such-user/x.csv")):
-        with pytest.raises(UsageError, match="the system knows no home folder ~no-such-user; write it out$"):
+        with pytest.raises(
+            UsageError, match="the system knows no home folder ~no-such-user; write it out$"
+        ):
             function(*given)
     reason = r"cannot be read \(Permission denied\); make it readable, or give another$"
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
@@ -120,7 +134,10 @@ def test_what_cannot_be_read_is_one_sentence(function: Any, tmp_path: Path, monk
         ("cifar-10", "did you mean cifar10"),
         (
             "zebra",
-            "'zebra' is unknown; choose one of iris, digits, mnist, fashion-mnist, cifar10, paradise-lost, or the path",
+            (
+                "'zebra' is unknown; choose one of iris, digits, mnist, fashion-mnist, cifar10,"
+                " paradise-lost, or the path"
+            ),
         ),
         ("none.csv", "'none.csv': no such file"),
         ("some/folder", "'some/folder': no such file"),
@@ -143,7 +160,9 @@ def test_csv_and_npz_by_path(tmp_path: Path) -> None:
 
 def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").touch()
-    with pytest.raises(UsageError, match=r"a\.json: files of this kind are not read; .* of texts \.txt, \.jsonl or"):
+    with pytest.raises(
+        UsageError, match=r"a\.json: files of this kind are not read; .* of texts \.txt, \.jsonl or"
+    ):
         load(str(tmp_path / "a.json"))
 
 
@@ -169,7 +188,11 @@ def test_folder_of_idx_files_counts_the_training_classes(idx_folder: Path) -> No
 
 def test_real_mnist(real_data: Path) -> None:
     train, test = load("mnist", real_data / "mnist")
-    assert (train.x.shape, test.x.shape, train.x.dtype) == ((60000, 28, 28, 1), (10000, 28, 28, 1), np.uint8)
+    assert (train.x.shape, test.x.shape, train.x.dtype) == (
+        (60000, 28, 28, 1),
+        (10000, 28, 28, 1),
+        np.uint8,
+    )
     assert train.y[:8].tolist() == [5, 0, 4, 1, 9, 2, 1, 3]
     assert test.y[:8].tolist() == [7, 2, 1, 0, 4, 1, 4, 9]
 
@@ -179,7 +202,8 @@ def test_real_subset_of_cifar10(real_data: Path) -> None:
         for part, n in zip(parts, (5000, 1000), strict=True):
             assert part.x.shape == (n, 32, 32, 3)
             assert np.bincount(part.y).tolist() == [n // 10] * 10
-            # Neighbouring pixels of a photograph are alike; with rows, columns or channels mixed up they are not.
+            # Neighbouring pixels of a photograph are alike; with rows, columns or channels mixed up
+            # they are not.
             pixels = part.x[:200].astype(float)
             assert np.abs(np.diff(pixels, axis=1)).mean() < 20
             assert np.abs(np.diff(pixels, axis=2)).mean() < 20

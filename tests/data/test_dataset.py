@@ -8,11 +8,15 @@ from nnmpi.errors import DataError, UsageError
 
 
 def table(n: int, classes: int = 3) -> Dataset:
-    return Dataset("made up", np.arange(2 * n, dtype=np.float32).reshape(n, 2), np.arange(n) % classes, classes)
+    return Dataset(
+        "made up", np.arange(2 * n, dtype=np.float32).reshape(n, 2), np.arange(n) % classes, classes
+    )
 
 
 def test_rows_are_scaled_floats_of_the_dtype_asked_for() -> None:
-    data = Dataset("bytes", np.arange(256, dtype=np.uint8).reshape(-1, 1), np.zeros(256, np.int64), 1, 1 / 255)
+    data = Dataset(
+        "bytes", np.arange(256, dtype=np.uint8).reshape(-1, 1), np.zeros(256, np.int64), 1, 1 / 255
+    )
     for dtype in ("float32", "float64"):
         rows = data.rows(np.array([255, 0, 51]), dtype)
         assert rows.dtype == dtype
@@ -36,9 +40,21 @@ Y = np.zeros(3, np.int64)
 @pytest.mark.parametrize(
     ("x", "y", "classes", "names", "sentence"),
     [
-        (np.array([["red", 1.0]], object), Y[:1], 1, (), "'red' is not a finite float32 number.*get_dummies"),
+        (
+            np.array([["red", 1.0]], object),
+            Y[:1],
+            1,
+            (),
+            "'red' is not a finite float32 number.*get_dummies",
+        ),
         (np.array([[None, 1.0]], object), Y[:1], 1, (), "the value is missing"),
-        (X.astype("float64") + 1e300, Y, 1, (), "sample.0, 0.: .*1e[+]300.* is not a finite float32 number"),
+        (
+            X.astype("float64") + 1e300,
+            Y,
+            1,
+            (),
+            "sample.0, 0.: .*1e[+]300.* is not a finite float32 number",
+        ),
         (X, ["a", "b", "c"], 3, (), "'a' is not a finite.*number classes .*numpy.unique.labels"),
         (X, Y[:2], 1, (), "as many labels"),
         (X[:, 0], Y, 1, (), "of shape"),
@@ -47,7 +63,13 @@ Y = np.zeros(3, np.int64)
         (X, np.array([[0], [0], [-2]]), 4, (), "label -2 of sample 2 is not in 0..3"),
         (X, Y, 2, ("one",), "1 class names for 2 classes"),
         (X, Y.astype("float32"), 3, (), "quantities are predicted in 3 classes"),
-        (X, np.array([0, np.inf, 1], "float32"), 0, (), "target inf of sample 1 is not a finite number"),
+        (
+            X,
+            np.array([0, np.inf, 1], "float32"),
+            0,
+            (),
+            "target inf of sample 1 is not a finite number",
+        ),
         (X, np.array([0, 1.5, 1], "float32"), 2, (), "target 1.5 of sample 1 is not from 0 to 1"),
     ],
 )
@@ -71,13 +93,21 @@ def test_arrays_that_do_not_fit_are_refused(
     ],
 )
 def test_columns_become_what_a_model_takes(x: Any, y: Any, dtypes: tuple[str, str]) -> None:
-    """Whole numbers are quantities, unless their dtype or a label for each says that they are tokens."""
+    """Whole numbers are quantities, unless their dtype or a label for each says that they are
+    tokens.
+    """
     made = Dataset("made up", x, y, 0 if np.asarray(y).dtype.kind == "f" else 2)
-    assert (made.x.dtype, made.y.dtype) == dtypes and np.array_equal(made.x, x) and np.array_equal(made.y, y)
+    assert (
+        (made.x.dtype, made.y.dtype) == dtypes
+        and np.array_equal(made.x, x)
+        and np.array_equal(made.y, y)
+    )
     assert made.is_tokens is (dtypes[0] in ("uint32", "int32"))
 
 
-@pytest.mark.parametrize(("n", "fraction", "tests"), [(150, 0.2, 30), (10, 0.25, 2), (3, 0.01, 1), (3, 0.99, 2)])
+@pytest.mark.parametrize(
+    ("n", "fraction", "tests"), [(150, 0.2, 30), (10, 0.25, 2), (3, 0.01, 1), (3, 0.99, 2)]
+)
 def test_split_partitions_the_samples(n: int, fraction: float, tests: int) -> None:
     train, test = split(table(n), fraction, seed=0)
     assert len(test) == tests

@@ -43,7 +43,9 @@ def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UsageError, match=r"NNMPI_DATA"):
         cache_folder()
     monkeypatch.setenv("NNMPI_DATA", "~no-such-user/data")
-    with pytest.raises(UsageError, match=r"^\$NNMPI_DATA ~no-such-user/data: the system knows no home folder"):
+    with pytest.raises(
+        UsageError, match=r"^\$NNMPI_DATA ~no-such-user/data: the system knows no home folder"
+    ):
         cache_folder()
 
 
@@ -66,7 +68,11 @@ def test_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
 
 
 def test_lock_that_is_held_too_long_is_an_error(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(UsageError, match="another process"), locked(tmp_path, patience_s=0.1):
+    with (
+        locked(tmp_path),
+        pytest.raises(UsageError, match="another process"),
+        locked(tmp_path, patience_s=0.1),
+    ):
         pass
 
 

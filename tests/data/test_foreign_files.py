@@ -1,4 +1,6 @@
-"""Files that anybody may have written are read in bounded time, or refused in an OSError or ValueError."""
+"""Files that anybody may have written are read in bounded time, or refused in an OSError or
+ValueError.
+"""
 
 import gzip
 import json
@@ -43,10 +45,15 @@ def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
             TensorFile(place)
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), BaseException("a panic of Rust's")])
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), MemoryError(), BaseException("a panic of Rust's")]
+)
 def test_whatever_a_library_raises_is_a_sentence(tmp_path: Path, error: BaseException) -> None:
     (tmp_path / "a").touch()
-    with pytest.raises(DataError, match=r"a: damaged \("), foreign(tmp_path / "a", DataError, "damaged"):
+    with (
+        pytest.raises(DataError, match=r"a: damaged \("),
+        foreign(tmp_path / "a", DataError, "damaged"),
+    ):
         raise error
 
 
@@ -54,19 +61,27 @@ def test_whatever_a_library_raises_is_a_sentence(tmp_path: Path, error: BaseExce
 def test_a_name_that_the_system_refuses_is_a_sentence(words: str) -> None:
     command = [sys.executable, "-m", *f"nnmpi.{words}".replace("LONG", "a" * 300).split()]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "cannot be used (File name too long); give another" in done.stderr
+    assert (
+        done.returncode == 2 and "cannot be used (File name too long); give another" in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
 def altered(content: bytes, draw: random.Random) -> bytes:
-    """Return a file of which some bytes are others, too many or gone; or a value of its JSON is of another kind."""
+    """Return a file of which some bytes are others, too many or gone; or a value of its JSON is of
+    another kind.
+    """
     if draw.random() < 0.5 and content[:1] == b"{":
         form: Any = json.loads(content)
         place, key = form, draw.choice(list(form))
         while isinstance(place[key], dict | list) and place[key] and draw.random() < 0.7:
             place = place[key]
-            key = draw.choice(list(place)) if isinstance(place, dict) else draw.randrange(len(place))
-        place[key] = draw.choice([None, True, -1, 2**31, 10**400, 0.5, "x", [], {}, [[1]], {"a": 1}])
+            key = (
+                draw.choice(list(place)) if isinstance(place, dict) else draw.randrange(len(place))
+            )
+        place[key] = draw.choice(
+            [None, True, -1, 2**31, 10**400, 0.5, "x", [], {}, [[1]], {"a": 1}]
+        )
         return json.dumps(form).encode()
     at, many = draw.randrange(len(content)), draw.choice([0, 1, 5, 100])
     return content[:at] + draw.randbytes(draw.choice([0, 1, 4])) + content[at + many :]
@@ -82,9 +97,15 @@ def test_altered_files_are_read_or_refused_in_a_sentence(tmp_path: Path) -> None
         "b.csv": (table, lambda file: load(str(file))),
         "c.csv.gz": (gzip.compress(table), lambda file: load(str(file))),
         "d.gz": (gzip.compress(b"\0\0\x08\x01\0\0\0\x0512345"), lambda file: read_idx(file, 1)),
-        CONFIG: ((tmp_path / CONFIG).read_bytes(), lambda file: (read_size(file.parent), read_dropout(file.parent))),
+        CONFIG: (
+            (tmp_path / CONFIG).read_bytes(),
+            lambda file: (read_size(file.parent), read_dropout(file.parent)),
+        ),
         WEIGHTS: (weights, lambda file: dict(TensorFile(file))),
-        "tokenizer.json": (CharacterTokenizer("abc").to_json().encode(), lambda file: load_tokenizer(file)),
+        "tokenizer.json": (
+            CharacterTokenizer("abc").to_json().encode(),
+            lambda file: load_tokenizer(file),
+        ),
     }
     for name, (content, read) in corpus.items():
         for seed in range(60):

@@ -14,7 +14,15 @@ import pytest
 
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.images import CIFAR_ARCHIVE, CIFAR_FOLDER, RECORD, load_cifar, load_idx, locate_cifar, read_idx
+from nnmpi.data.images import (
+    CIFAR_ARCHIVE,
+    CIFAR_FOLDER,
+    RECORD,
+    load_cifar,
+    load_idx,
+    locate_cifar,
+    read_idx,
+)
 from nnmpi.data.tables import load_npz, read_csv, read_samples, to_dataset
 from nnmpi.errors import DataError
 from tests.data.locked import lock
@@ -34,7 +42,11 @@ def table(tmp_path: Path, text: str, **options: Any) -> Dataset:
 def test_text_labels_and_optional_header(tmp_path: Path, header: str) -> None:
     data = table(tmp_path, f"{header}1,2.5,cat\n-3e1, 4 ,ant\n\n5,6,cat\n")
     np.testing.assert_array_equal(data.x, np.array([[1, 2.5], [-30, 4], [5, 6]], np.float32))
-    assert (data.x.dtype, data.y.tolist(), data.class_names) == (np.float32, [1, 0, 1], ("ant", "cat"))
+    assert (data.x.dtype, data.y.tolist(), data.class_names) == (
+        np.float32,
+        [1, 0, 1],
+        ("ant", "cat"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +57,9 @@ def test_text_labels_and_optional_header(tmp_path: Path, header: str) -> None:
         ("007 042 10", [0, 2, 1], ("7", "10", "42")),
     ],
 )
-def test_classes_are_the_labels_sorted(tmp_path: Path, labels: str, y: list[int], names: tuple[str, ...]) -> None:
+def test_classes_are_the_labels_sorted(
+    tmp_path: Path, labels: str, y: list[int], names: tuple[str, ...]
+) -> None:
     data = table(tmp_path, "".join(f"1,{label}\n" for label in labels.split()))
     assert (data.y.tolist(), data.class_names) == (y, names)
 
@@ -103,7 +117,11 @@ def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
         table(tmp_path, "1,0\n1,x\n", wanted="quantities")
     path = tmp_path / "t.csv"
     assert table(tmp_path, "a,b\nTrue,x\n False,True\n").x.tolist() == [[1], [0]]
-    for text, target in (("1,2\n3,4\n", ""), ("a,b,c\n1,2,x\n3,4,y\n", ""), ("a,b,c\nx,1,2\ny,3,4\n", "a")):
+    for text, target in (
+        ("1,2\n3,4\n", ""),
+        ("a,b,c\n1,2,x\n3,4,y\n", ""),
+        ("a,b,c\nx,1,2\ny,3,4\n", "a"),
+    ):
         path.write_text(text)
         assert read_csv(path, target, features=2).features.tolist() == [[1, 2], [3, 4]]
     with pytest.raises(DataError, match="3 cells; needs 5 features"):
@@ -131,18 +149,31 @@ def test_arrays_become_parts(tmp_path: Path) -> None:
     for part in (train, test):
         np.testing.assert_array_equal(part.y, part.x[:, 0].astype(int) // 2 % 4)
     assert [len(part) for part in pair(tmp_path, x_train=X, y_train=Y)] == [16, 4]
-    train, test = pair(tmp_path, x_train=X, y_train=Y[:, np.newaxis], x_test=X[:3], y_test=Y[:3].astype(np.uint8))
+    train, test = pair(
+        tmp_path, x_train=X, y_train=Y[:, np.newaxis], x_test=X[:3], y_test=Y[:3].astype(np.uint8)
+    )
     np.testing.assert_array_equal(train.x, X)
     assert (test.y.tolist(), test.classes) == ([0, 1, 2], 4)
-    train, _ = pair(tmp_path, x=np.full((20, 4, 5), 255, np.uint8), y=Y)  # bytes are images that stay bytes
-    assert (train.x.dtype, train.sample_shape, train.rows(np.array([0])).max()) == (np.uint8, (4, 5, 1), 1.0)
-    np.testing.assert_array_equal(read_samples(tmp_path / "a.npz"), np.full((20, 4, 5), 255, np.uint8))
+    # bytes are images that stay bytes
+    train, _ = pair(tmp_path, x=np.full((20, 4, 5), 255, np.uint8), y=Y)
+    assert (train.x.dtype, train.sample_shape, train.rows(np.array([0])).max()) == (
+        np.uint8,
+        (4, 5, 1),
+        1.0,
+    )
+    np.testing.assert_array_equal(
+        read_samples(tmp_path / "a.npz"), np.full((20, 4, 5), 255, np.uint8)
+    )
 
 
 def test_tokens_stay_whole_numbers(tmp_path: Path) -> None:
     labels = TOKENS % 5 - 1
     train, test = pair(tmp_path, x=TOKENS % 7, y=labels)
-    assert train.is_tokens and (train.classes, train.sample_shape, train.y.shape) == (4, (2,), (16, 2))
+    assert train.is_tokens and (train.classes, train.sample_shape, train.y.shape) == (
+        4,
+        (2,),
+        (16, 2),
+    )
     assert sorted(map(tuple, np.concatenate([train.y, test.y]))) == sorted(map(tuple, labels))
     classified, _ = pair(tmp_path, x=TOKENS.astype(np.uint16), y=Y)
     assert classified.is_tokens and classified.targets is None
@@ -172,12 +203,17 @@ class Trap:
         ({"x": np.array([Trap()], object), "y": np.array([0])}, "pickled objects"),
         ({"x_train": X, "y_train": Y, "x_test": X[:1], "y_test": [9]}, "label 9 of sample 0"),
         ({"x_train": X, "y_train": Y, "x_test": X[:1, :1], "y_test": [1]}, r"shape \(1,\)"),
-        ({"x_train": X.astype(np.uint8), "y_train": Y, "x_test": X, "y_test": Y}, "uint8 and x_test float64"),
+        (
+            {"x_train": X.astype(np.uint8), "y_train": Y, "x_test": X, "y_test": Y},
+            "uint8 and x_test float64",
+        ),
         ({"x": TOKENS - 4, "y": TOKENS}, "token -4"),
         ({"x": TOKENS, "y": np.where(TOKENS == 5, -2, TOKENS)}, "label -2 of sample 2"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, Any], text: str) -> None:
+def test_arrays_that_do_not_fit_are_refused(
+    tmp_path: Path, arrays: dict[str, Any], text: str
+) -> None:
     with pytest.raises(DataError, match=text):
         pair(tmp_path, **arrays)
 
@@ -202,10 +238,12 @@ DIRECTORY = b"PK\x01\x02"
     "damage",
     [
         *(lambda content, keep=keep: content[:keep] for keep in (0, 10, 300, -5)),
-        lambda content: altered(content, 250, content[250] ^ 255),  # among the values of x: the checksum finds it
+        # among the values of x: the checksum finds it
+        lambda content: altered(content, 250, content[250] ^ 255),
         lambda content: altered(rewritten(content, compression=zipfile.ZIP_LZMA), 65, 255),
         lambda content: altered(content, content.index(DIRECTORY) + 8, 1),  # encrypted
-        lambda content: altered(content, content.index(DIRECTORY) + 10, 77),  # packed by no known method
+        # packed by no known method
+        lambda content: altered(content, content.index(DIRECTORY) + 10, 77),
         lambda content: content.replace(b"(20, 2), }", b"(20**9,), }"),
         lambda content: content.replace(b"y.npy", b"y.txt"),
     ],
@@ -218,12 +256,18 @@ def test_damaged_archive_is_named(tmp_path: Path, damage: Damage) -> None:
         load_npz(path, "a")
 
 
-def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a hundred times its size it is refused, by what it says of itself or while it unpacks."""
+def test_a_small_file_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond a hundred times its size it is refused, by what it says of itself or while it
+    unpacks.
+    """
     monkeypatch.setattr("nnmpi.files.UNPACKED_BYTES", 2**16)
     zeros = bytes(2**24)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b\n" + zeros))
-    (tmp_path / "images.gz").write_bytes(gzip.compress(b"\0\0\x08\x01" + struct.pack(">I", 4) + zeros))
+    (tmp_path / "images.gz").write_bytes(
+        gzip.compress(b"\0\0\x08\x01" + struct.pack(">I", 4) + zeros)
+    )
     np.savez_compressed(tmp_path / "b.npz", x=np.zeros((2**20, 2)), y=np.zeros(2**20, int))
     reads = (lambda: read_csv(tmp_path / "a.csv.gz"), lambda: read_idx(tmp_path / "images.gz", 1))
     for read in (*reads, lambda: load_npz(tmp_path / "b.npz", "b")):
@@ -233,7 +277,9 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pyte
     assert len(load_npz(tmp_path / "c.npz", "c")[0]) == 20
 
 
-def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock(tmp_path, monkeypatch)
     with pytest.raises(DataError, match=r"a\.npz: cannot be read \(Permission denied\)"):
         load_npz(tmp_path / "a.npz", "a")
@@ -264,7 +310,10 @@ def test_images_and_labels_come_as_they_are(idx_folder: Path, idx_parts: dict[st
         (lambda good: altered(good, 0, 1), "not an IDX file"),
         (lambda good: altered(good, 2, 13), "not an IDX file of bytes"),
         (lambda good: altered(good, 3, 1), "not an IDX file of bytes in 3 dims"),
-        (lambda good: good[:4] + struct.pack(">I", 2**32 - 1) + good[8:], "promises 128849018850 bytes"),
+        (
+            lambda good: good[:4] + struct.pack(">I", 2**32 - 1) + good[8:],
+            "promises 128849018850 bytes",
+        ),
         (lambda good: b"<html>not found</html>", "begins with 3c 68 74 6d"),
     ],
 )
@@ -296,11 +345,16 @@ def test_damaged_gz_is_named(tmp_path: Path, idx_parts: dict[str, bytes], damage
 @pytest.mark.parametrize(
     ("labels", "text"),
     [
-        (lambda good: b"\0\0\x08\x01" + struct.pack(">I", 19) + good[8:-1], r"shape \(20, .* and labels of shape \(19"),
+        (
+            lambda good: b"\0\0\x08\x01" + struct.pack(">I", 19) + good[8:-1],
+            r"shape \(20, .* and labels of shape \(19",
+        ),
         (lambda good: good[:-1] + b"\x0a", "label 10 of sample 19 is not in 0..9"),
     ],
 )
-def test_labels_must_fit_the_images(idx_folder: Path, idx_parts: dict[str, bytes], labels: Damage, text: str) -> None:
+def test_labels_must_fit_the_images(
+    idx_folder: Path, idx_parts: dict[str, bytes], labels: Damage, text: str
+) -> None:
     (idx_folder / LABELS).write_bytes(labels(idx_parts[LABELS]))
     with pytest.raises(DataError, match=text):
         load_idx(idx_folder, "made up", tuple("0123456789"))
@@ -310,7 +364,9 @@ def test_labels_must_fit_the_images(idx_folder: Path, idx_parts: dict[str, bytes
 
 
 def records(labels: list[int], seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (len(labels), RECORD - 1)).astype(np.uint8)
+    pixels = (
+        np.random.default_rng(seed).integers(0, 256, (len(labels), RECORD - 1)).astype(np.uint8)
+    )
     return np.concatenate([np.array(labels, np.uint8)[:, np.newaxis], pixels], axis=1).tobytes()
 
 
@@ -336,7 +392,11 @@ def archive(folder: Path, **members: bytes) -> Path:
 
 def test_planes_become_channels_and_batches_come_by_their_numbers(cifar: Path) -> None:
     train, test = load_cifar(cifar, "cifar10")
-    assert (train.x.shape, test.x.shape, train.x.dtype) == ((6, 32, 32, 3), (1, 32, 32, 3), np.uint8)
+    assert (train.x.shape, test.x.shape, train.x.dtype) == (
+        (6, 32, 32, 3),
+        (1, 32, 32, 3),
+        np.uint8,
+    )
     assert train.y.tolist() == [1, 2, 3, 4, 5, 7]
     content = records([1, 2, 3], 1)
     for image, channel, row, column in [(0, 0, 0, 0), (0, 2, 31, 31), (2, 1, 5, 17)]:
@@ -344,11 +404,21 @@ def test_planes_become_channels_and_batches_come_by_their_numbers(cifar: Path) -
         assert train.x[image, row, column, channel] == content[place]
 
 
-def test_archive_gives_the_same_as_the_folder(cifar: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    batches = {"data_batch_10": records([7]), "data_batch_2": records([4, 5], 2), "data_batch_1": records([1, 2, 3], 1)}
-    path = archive(tmp_path_factory.mktemp("outer"), test_batch=records([9], 3), readme=b"<html>", **batches)
+def test_archive_gives_the_same_as_the_folder(
+    cifar: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    batches = {
+        "data_batch_10": records([7]),
+        "data_batch_2": records([4, 5], 2),
+        "data_batch_1": records([1, 2, 3], 1),
+    }
+    path = archive(
+        tmp_path_factory.mktemp("outer"), test_batch=records([9], 3), readme=b"<html>", **batches
+    )
     assert (locate_cifar(path.parent), locate_cifar(cifar)) == (path, cifar)
-    for packed, plain in zip(load_cifar(path, "cifar10"), load_cifar(cifar, "cifar10"), strict=True):
+    for packed, plain in zip(
+        load_cifar(path, "cifar10"), load_cifar(cifar, "cifar10"), strict=True
+    ):
         np.testing.assert_array_equal(packed.x, plain.x)
         np.testing.assert_array_equal(packed.y, plain.y)
     cifar.rename(path.parent / CIFAR_FOLDER)
@@ -358,10 +428,18 @@ def test_archive_gives_the_same_as_the_folder(cifar: Path, tmp_path_factory: pyt
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("data_batch_1.bin", records([1, 2])[:-1], "data_batch_1.bin: 6145 bytes are not whole records of 3073"),
+        (
+            "data_batch_1.bin",
+            records([1, 2])[:-1],
+            "data_batch_1.bin: 6145 bytes are not whole records of 3073",
+        ),
         ("data_batch_1.bin", records([1, 10]), "label 10 of sample 1 is not in 0..9"),
         ("test_batch.bin", b"", "test_batch.bin: the file is empty"),
-        ("data_batch_2.bin.gz", gzip.compress(records([4]))[:-9], "data_batch_2.bin.gz: not a whole gz file"),
+        (
+            "data_batch_2.bin.gz",
+            gzip.compress(records([4]))[:-9],
+            "data_batch_2.bin.gz: not a whole gz file",
+        ),
     ],
 )
 def test_damaged_batch_is_named(cifar: Path, name: str, content: bytes, text: str) -> None:
@@ -398,16 +476,35 @@ def drawn(folder: Path, classes: dict[str, int], shape: tuple[int, ...]) -> None
 
 
 def test_a_folder_for_each_class(tmp_path: Path) -> None:
-    """Split by seed, or with a test part, of which a class may be missing; colour and the median size are kept."""
+    """Split by seed, or with a test part, of which a class may be missing; colour and the median
+    size are kept.
+    """
     drawn(tmp_path / "plain", {"cat": 10, "dog": 200}, (4, 6))
     train, test = load(str(tmp_path / "plain"), test_fraction=1 / 3)
-    assert (len(train), len(test), train.x.shape[1:], train.class_names) == (4, 2, (4, 6, 1), ("cat", "dog"))
-    assert all((image[0, 0, 0] > 100) == label for image, label in zip(train.x, train.y, strict=True))
+    assert (len(train), len(test), train.x.shape[1:], train.class_names) == (
+        4,
+        2,
+        (4, 6, 1),
+        ("cat", "dog"),
+    )
+    assert all(
+        (image[0, 0, 0] > 100) == label for image, label in zip(train.x, train.y, strict=True)
+    )
     drawn(tmp_path / "two/train", {"b": 50, "a": 20}, (4, 6, 3))
     drawn(tmp_path / "two/train", {"c": 90}, (9, 3))
     drawn(tmp_path / "two/val", {"c": 90}, (5, 5))
     train, test = load(str(tmp_path / "two"))
-    assert train.x.shape == (9, 4, 6, 3) and train.x[:, 0, 0, 0].tolist() == [20, 21, 22, 50, 51, 52, 90, 91, 92]
+    assert train.x.shape == (9, 4, 6, 3) and train.x[:, 0, 0, 0].tolist() == [
+        20,
+        21,
+        22,
+        50,
+        51,
+        52,
+        90,
+        91,
+        92,
+    ]
     assert test.x.shape == (3, 4, 6, 3) and test.y.tolist() == [2, 2, 2] and test.scale == 1 / 255
     drawn(tmp_path / "two/val", {"strange": 90}, (5, 5))
     with pytest.raises(DataError, match="class 'strange' of the test is none of the training's"):

@@ -1,4 +1,6 @@
-"""Data sets of other libraries in a Loader, by their interface, and by the libraries where they are installed."""
+"""Data sets of other libraries in a Loader, by their interface, and by the libraries where they are
+installed.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +40,11 @@ class Frame:
         return len(self.table[self.columns[0]])
 
     def __getitem__(self, key: Any) -> Any:
-        return Frame({name: self.table[name] for name in key}) if isinstance(key, list) else self.table[key]
+        return (
+            Frame({name: self.table[name] for name in key})
+            if isinstance(key, list)
+            else self.table[key]
+        )
 
     def to_numpy(self) -> Any:
         return np.array([*zip(*self.table.values(), strict=True)], object)
@@ -60,7 +66,9 @@ TABLE = {"a": X[:, 0], "b": X[:, 1], "kind": Y}
     ],
 )
 def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int], Any]) -> None:
-    """On each of three ranks, one of which has none of the last batch; each item of a batch is read once."""
+    """On each of three ranks, one of which has none of the last batch; each item of a batch is read
+    once.
+    """
     source = Counted(item)
     for rank in range(3):
         options: dict[str, Any] = {"rank": rank, "world": 3, "seed": 4}
@@ -70,9 +78,16 @@ def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int
         for ours, theirs in zip(found.epoch(1), made.epoch(1), strict=True):
             np.testing.assert_array_equal(ours.x, theirs.x)
             np.testing.assert_array_equal(ours.y, theirs.y)
-            assert (ours.x.dtype, ours.y.dtype, ours.targets) == (theirs.x.dtype, theirs.y.dtype, theirs.targets)
+            assert (ours.x.dtype, ours.y.dtype, ours.targets) == (
+                theirs.x.dtype,
+                theirs.y.dtype,
+                theirs.targets,
+            )
         assert max(source.read) == 1
-    assert Loader(source, 5).dataset.identity != Loader(Counted(lambda i: (X[i], Y[0])), 5).dataset.identity
+    assert (
+        Loader(source, 5).dataset.identity
+        != Loader(Counted(lambda i: (X[i], Y[0])), 5).dataset.identity
+    )
 
 
 def test_bytes_are_images_and_floats_are_targets() -> None:
@@ -90,7 +105,11 @@ def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
     np.testing.assert_array_equal(found.x, X)
     np.testing.assert_array_equal(found.y, Y)
     texts = Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2).dataset
-    assert isinstance(texts, Dataset) and texts.class_names == ("blue", "red") and texts.x.tolist() == [[1], [0]]
+    assert (
+        isinstance(texts, Dataset)
+        and texts.class_names == ("blue", "red")
+        and texts.x.tolist() == [[1], [0]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,11 +117,23 @@ def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
     [
         (iter([1]), "a Loader takes a data set, with a length and items .*, not a list_iterator"),
         (X, "item [0-9] is neither .x, y. nor a mapping"),
-        ([{"image": X[0], "kind": 1}], "item 0 is neither .x, y. nor a mapping of samples and a label"),
+        (
+            [{"image": X[0], "kind": 1}],
+            "item 0 is neither .x, y. nor a mapping of samples and a label",
+        ),
         ([(X[0], 0), (X[0, :1], 1)], r"have the shapes \(1,\) and \(2,\)"),
         ([("red", 0)], "item 0: 'red' is not a finite"),
-        (Frame({"Unnamed: 0": [0, 1], "a": [1.0, 2.0], "kind": [0, 1]}), "the first column has no name.*index_col=0"),
-        (TABLE, "one data set, not a dict of a, b, kind; give one of its values, or columns as a table: pandas.Data"),
+        (
+            Frame({"Unnamed: 0": [0, 1], "a": [1.0, 2.0], "kind": [0, 1]}),
+            "the first column has no name.*index_col=0",
+        ),
+        (
+            TABLE,
+            (
+                "one data set, not a dict of a, b, kind; give one of its values, or columns as a"
+                " table: pandas.Data"
+            ),
+        ),
         (Frame({"a": ["red", "blue"], "kind": [0, 1]}), "'red' is not a finite.*get_dummies"),
         (Frame({"a": [1.0, np.nan], "kind": [0, 1]}), "sample.1, 0.: the value is missing.*dropna"),
     ],

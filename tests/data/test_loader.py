@@ -35,12 +35,19 @@ def test_batch_holds_what_the_sampler_says() -> None:
         np.testing.assert_allclose(batch.x, data.x[mine] / 255, rtol=1e-15)
         assert (batch.x.dtype, batch.y.dtype) == (np.float64, np.int64)
         assert batch.x.flags.c_contiguous
-        assert (batch.epoch, batch.number, batch.global_rows) == (2, number, 10 if number < 2 else 3)
+        assert (batch.epoch, batch.number, batch.global_rows) == (
+            2,
+            number,
+            10 if number < 2 else 3,
+        )
         assert batch.first_row == (4 if number < 2 else 1)
 
 
 def joined(parts: list[list[Batch]], field: str) -> list[np.ndarray]:
-    return [np.concatenate([getattr(batch, field) for batch in batches]) for batches in zip(*parts, strict=True)]
+    return [
+        np.concatenate([getattr(batch, field) for batch in batches])
+        for batches in zip(*parts, strict=True)
+    ]
 
 
 @settings(deadline=None)
@@ -49,7 +56,11 @@ def test_every_world_gets_the_serial_batches(n: int, size: int, world: int, epoc
     data = made_up(n)
 
     def batches(rank: int, world: int) -> list[Batch]:
-        return list(Loader(data, size, seed=1, rank=rank, world=world, transform=AUGMENT, workers=0).epoch(epoch))
+        return list(
+            Loader(data, size, seed=1, rank=rank, world=world, transform=AUGMENT, workers=0).epoch(
+                epoch
+            )
+        )
 
     serial = batches(0, 1)
     parts = [batches(rank, world) for rank in range(world)]
@@ -63,7 +74,9 @@ def test_every_world_gets_the_serial_batches(n: int, size: int, world: int, epoc
 
 
 def test_cuts_say_where_the_microbatches_are() -> None:
-    """23 samples, batches of 10 in 3 microbatches of 4, 3, 3 rows; the last batch has 3 rows, one each."""
+    """23 samples, batches of 10 in 3 microbatches of 4, 3, 3 rows; the last batch has 3 rows, one
+    each.
+    """
     data = made_up()
     whole = list(Loader(data, 10, workers=0).epoch(0))
     batches = list(Loader(data, 10, rank=1, world=2, microbatches=3, workers=0).epoch(0))
@@ -73,7 +86,9 @@ def test_cuts_say_where_the_microbatches_are() -> None:
         assert batch.first_row == batch.cuts[0].first_row
         for cut in batch.cuts:
             there = slice(cut.first_row, cut.first_row + cut.stop - cut.start)
-            np.testing.assert_array_equal(batch.indices[cut.start : cut.stop], serial.indices[there])
+            np.testing.assert_array_equal(
+                batch.indices[cut.start : cut.stop], serial.indices[there]
+            )
 
 
 def test_rank_without_rows_gets_empty_arrays() -> None:
@@ -109,7 +124,9 @@ def test_start_skips_batches_and_changes_nothing_else() -> None:
 
 
 def test_without_shuffling_the_order_is_that_of_the_set() -> None:
-    indices = np.concatenate([batch.indices for batch in Loader(made_up(), 5, shuffle=False).epoch(7)])
+    indices = np.concatenate(
+        [batch.indices for batch in Loader(made_up(), 5, shuffle=False).epoch(7)]
+    )
     np.testing.assert_array_equal(indices, np.arange(23))
 
 
@@ -201,9 +218,13 @@ def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
     for number, whole in enumerate(serial):
         seen = {}
         for rank in range(5):
-            batch = list(Loader(data, 10, rank=rank, world=5, microbatches=3, whole=True, workers=0).epoch(0))[number]
+            batch = list(
+                Loader(data, 10, rank=rank, world=5, microbatches=3, whole=True, workers=0).epoch(0)
+            )[number]
             assert len(batch.x) == sum(cut.stop - cut.start for cut in batch.cuts)
-            seen |= {cut.number: (cut.first_row, batch.x[cut.start : cut.stop]) for cut in batch.cuts}
+            seen |= {
+                cut.number: (cut.first_row, batch.x[cut.start : cut.stop]) for cut in batch.cuts
+            }
         assert seen.keys() == {cut.number for cut in whole.cuts}
         for cut in whole.cuts:
             first_row, x = seen[cut.number]
@@ -215,15 +236,21 @@ def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9))
-def test_microbatches_hold_the_same_rows_in_every_world(rows: int, world: int, microbatches: int) -> None:
+def test_microbatches_hold_the_same_rows_in_every_world(
+    rows: int, world: int, microbatches: int
+) -> None:
     serial = cut_batch(rows, microbatches=microbatches)
-    assert [row for each in serial for row in range(each.first_row, each.first_row + each.stop - each.start)] == list(
-        range(rows)
-    )
+    assert [
+        row
+        for each in serial
+        for row in range(each.first_row, each.first_row + each.stop - each.start)
+    ] == list(range(rows))
     assert len(serial) == min(microbatches, rows)
     for whole in (False, True):
         ranks = [cut_batch(rows, rank, world, microbatches, whole) for rank in range(world)]
-        dealt = sorted((each.number, each.first_row, each.stop - each.start) for cuts in ranks for each in cuts)
+        dealt = sorted(
+            (each.number, each.first_row, each.stop - each.start) for cuts in ranks for each in cuts
+        )
         dealt = [each for each in dealt if each[2]]
         for each in serial:
             mine = [(first, count) for number, first, count in dealt if number == each.number]
@@ -243,7 +270,10 @@ def test_order_is_a_function_of_seed_and_epoch_and_the_same_for_ever() -> None:
 # Samples that are one worker's: each has one owner, who goes through them without skipping any.
 
 LABELLED = Dataset(
-    "numbers", np.arange(47, dtype="float32").reshape(47, 1), np.random.default_rng(0).integers(0, 5, 47), 5
+    "numbers",
+    np.arange(47, dtype="float32").reshape(47, 1),
+    np.random.default_rng(0).integers(0, 5, 47),
+    5,
 )
 
 
@@ -259,20 +289,29 @@ def test_every_sample_has_one_owner(n: int, workers: int, partition: str) -> Non
         assert np.all(np.diff(labels[np.concatenate(owned)]) >= 0)
     for epoch in range(2):
         found = own_order(owned, owners, 1, epoch)
-        assert all(sorted(found[owners == worker]) == sorted(each) for worker, each in enumerate(owned))
+        assert all(
+            sorted(found[owners == worker]) == sorted(each) for worker, each in enumerate(owned)
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world: int) -> None:
     for rank in range(world):
-        loader = Loader(LABELLED, 10, rank=rank, world=world, partition="label", microbatches=2, workers=0)
+        loader = Loader(
+            LABELLED, 10, rank=rank, world=world, partition="label", microbatches=2, workers=0
+        )
         plain = Loader(LABELLED, 10, rank=rank, world=world, microbatches=2, workers=0)
         own = set(loader.order(7)[loader._owners == rank].tolist())
         seen = Counter[int]()
         for epoch in range(2):
             for batch, other in zip(loader.epoch(epoch), plain.epoch(epoch), strict=True):
-                assert (batch.cuts, batch.global_rows, len(batch.y)) == (other.cuts, other.global_rows, len(other.y))
+                assert (batch.cuts, batch.global_rows, len(batch.y)) == (
+                    other.cuts,
+                    other.global_rows,
+                    len(other.y),
+                )
                 assert batch.x[:, 0].astype(int).tolist() == batch.indices.tolist()
                 seen.update(batch.indices.tolist())
             assert set(seen) <= own
-        assert max(seen.values()) - min(seen[sample] for sample in own) <= 1  # nothing is skipped between two turns
+        # nothing is skipped between two turns
+        assert max(seen.values()) - min(seen[sample] for sample in own) <= 1

@@ -28,7 +28,9 @@ def test_items_come_in_order(workers: int, ahead: int) -> None:
         time.sleep(0.001 * (i % 3))  # later items are often ready before earlier ones
         return i * i
 
-    assert list(Prefetch(make, range(3, 40), workers=workers, ahead=ahead)) == [i * i for i in range(3, 40)]
+    assert list(Prefetch(make, range(3, 40), workers=workers, ahead=ahead)) == [
+        i * i for i in range(3, 40)
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -130,6 +132,10 @@ def test_open_iterator_does_not_keep_the_interpreter_alive() -> None:
         "next(items)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=30, capture_output=True, check=False
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        timeout=30,
+        capture_output=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")

@@ -1,4 +1,6 @@
-"""Texts: what is read and what is to be predicted, in blocks and sentences, from files of every kind."""
+"""Texts: what is read and what is to be predicted, in blocks and sentences, from files of every
+kind.
+"""
 
 import json
 import time
@@ -13,11 +15,26 @@ from nnmpi.data import text as texts
 from nnmpi.data.catalogue import find_text, load
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens, read_documents
-from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
+from nnmpi.data.tokenizer import (
+    ByteTokenizer,
+    CharacterTokenizer,
+    LibraryTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from nnmpi.errors import DataError, NnmpiError, UsageError
 from tests.data.locked import lock
 
-LINES = ["to be", "or", "not to be that", "", "is the question whether it is", "nobler", "in the mind", "to suffer"]
+LINES = [
+    "to be",
+    "or",
+    "not to be that",
+    "",
+    "is the question whether it is",
+    "nobler",
+    "in the mind",
+    "to suffer",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +65,10 @@ def predicted(text: Text, batch: Batch) -> Iterator[tuple[str, str]]:
     for x, y in zip(batch.x, batch.y, strict=True):
         kept = y >= 0
         assert not kept[kept.sum() :].any() and (x[~kept] == end).all()  # padding comes last
-        yield text.tokenizer.decode(x[kept]), "".join("#" if i == end else text.tokenizer.decode([i]) for i in y[kept])
+        yield (
+            text.tokenizer.decode(x[kept]),
+            "".join("#" if i == end else text.tokenizer.decode([i]) for i in y[kept]),
+        )
 
 
 @pytest.mark.parametrize("context", [3, 7, 40])
@@ -69,7 +89,10 @@ def test_blocks_predict_every_token_but_the_first_once(txt: Path, context: int) 
 
 
 def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
-    rows = [{"problem": f"add {i} and {i}", "solution": f"it is\r\n{2 * i}", "other": 3} for i in range(11)]
+    rows = [
+        {"problem": f"add {i} and {i}", "solution": f"it is\r\n{2 * i}", "other": 3}
+        for i in range(11)
+    ]
     path = write(tmp_path / "sums.jsonl", "\n".join(map(json.dumps, rows)))
     train, test = loaded(path, 5, columns=("problem", "solution"), tokenizer="bytes")
     documents = []
@@ -80,7 +103,9 @@ def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
         assert whole.endswith("#")
         documents.append(whole[:-1].split("#"))
     assert [len(each) for each in documents] == [8, 3]
-    assert sorted(sum(documents, [])) == sorted(f"add {i} and {i}\nit is\r\n{2 * i}" for i in range(11))
+    assert sorted(sum(documents, [])) == sorted(
+        f"add {i} and {i}\nit is\r\n{2 * i}" for i in range(11)
+    )
 
 
 def test_a_table_gives_the_columns_that_are_asked_for(tmp_path: Path) -> None:
@@ -88,7 +113,9 @@ def test_a_table_gives_the_columns_that_are_asked_for(tmp_path: Path) -> None:
     assert list(read_documents(path, ("c", "b"))) == [('é\nx, "y"\n\nz', True), ("ü\nw", True)]
     for column in ("d", "b"):
         write(path, path.read_text().replace("c", "b"))
-        with pytest.raises(UsageError, match=rf"t\.csv has no single column '{column}'; its columns are: a, b, b"):
+        with pytest.raises(
+            UsageError, match=rf"t\.csv has no single column '{column}'; its columns are: a, b, b"
+        ):
             list(read_documents(path, (column,)))
 
 
@@ -112,7 +139,10 @@ def test_sentences_are_as_long_as_the_longest_of_their_batch(txt: Path) -> None:
 
 def test_every_rank_pads_alike_and_knows_all_tokens(txt: Path) -> None:
     train, _ = loaded(txt, 30, sentences=True)
-    parts = [list(Loader(train, 5, rank=rank, world=3, microbatches=2, workers=0).epoch(1)) for rank in range(3)]
+    parts = [
+        list(Loader(train, 5, rank=rank, world=3, microbatches=2, workers=0).epoch(1))
+        for rank in range(3)
+    ]
     for batches in zip(*parts, strict=True):
         assert len({batch.x.shape[1] for batch in batches}) == 1
         assert {batch.targets for batch in batches} == {batches[0].targets}
@@ -129,7 +159,9 @@ def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path: Path) -> N
     assert np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[0], orders[2])
     for each in orders:
         assert sorted(each) == list(range(len(train)))
-        spread = [np.ptp(train.lengths[each[first : first + 8]]) for first in range(0, len(train), 8)]
+        spread = [
+            np.ptp(train.lengths[each[first : first + 8]]) for first in range(0, len(train), 8)
+        ]
         assert max(spread) <= 8 and np.ptp(train.lengths) > 30
         longest = [train.lengths[each[first]] for first in range(0, len(train), 8)]
         assert longest != sorted(longest)
@@ -137,7 +169,9 @@ def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path: Path) -> N
 
 def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Path) -> None:
     folders = {
-        prepare_tokens(TextSource(txt, kind, (), lines)) for kind in ("bytes", "characters") for lines in (False, True)
+        prepare_tokens(TextSource(txt, kind, (), lines))
+        for kind in ("bytes", "characters")
+        for lines in (False, True)
     }
     assert len(folders) == 4 == len([each for each in cache.iterdir() if each.is_dir()])
     before = {file: file.stat().st_mtime_ns for file in cache.rglob("*.bin")}
@@ -148,7 +182,9 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Pat
     assert prepare_tokens(TextSource(txt, "bytes")) not in folders
 
 
-def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_is_read_in_pieces_that_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nnmpi.data.text.PIECE", 7)
     text = "é line\r\n  two\n\nthree ünd\nfour\n" * 5 + "the last"
     path = write(tmp_path / "a.txt", "\ufeff" + text)
@@ -156,14 +192,17 @@ def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path: Path, monkeypatc
     assert len(pieces) > 5 and [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(piece for piece, _ in pieces) == text.replace("\r\n", "\n")
     assert all(not piece[0].isspace() for piece, _ in pieces)
-    assert not any(piece.endswith("\n\n") for piece, _ in pieces)  # at an end GPT-2 has one token for the two
+    # at an end GPT-2 has one token for the two
+    assert not any(piece.endswith("\n\n") for piece, _ in pieces)
     lines = [line for line, _ in read_documents(path, lines=True)]
     assert lines == [line for line in text.replace("\r", "").split("\n") if line]
 
 
 def test_nothing_is_left_of_tokens_that_could_not_be_made(txt: Path, cache: Path) -> None:
     path = write(txt.parent / "rows.jsonl", '{"text": "good"}\n{"text": " "}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: the document is empty; remove the row"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl, line 2: the document is empty; remove the row"
+    ):
         prepare_tokens(TextSource(path, "bytes"))
     assert [each.name for each in cache.iterdir()] == [".lock"]
 
@@ -204,11 +243,16 @@ def test_what_is_wrong_with_a_text_is_said(
 
 
 def test_a_text_that_is_shorter_than_a_block_is_refused(txt: Path) -> None:
-    with pytest.raises(DataError, match="the test part has 26 tokens, but a block of 27 and .* are 28; give a smaller"):
+    with pytest.raises(
+        DataError,
+        match="the test part has 26 tokens, but a block of 27 and .* are 28; give a smaller",
+    ):
         loaded(txt, 27)
 
 
-def test_a_text_that_may_not_be_read_is_not_called_damaged(txt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_may_not_be_read_is_not_called_damaged(
+    txt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock(txt.parent, monkeypatch)
     with pytest.raises(DataError, match=r"play\.txt: cannot be read"):
         prepare_tokens(TextSource(txt))
@@ -235,7 +279,9 @@ def test_tokens_are_numbers_of_few_bytes(
     assert bytes(tokens[:-1].astype(np.uint8)) == txt.read_bytes() and tokens[-1] == 256
 
 
-def test_of_many_that_want_the_same_tokens_one_makes_them(txt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_that_want_the_same_tokens_one_makes_them(
+    txt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Path] = []
     write_once = texts._fill
 
@@ -281,7 +327,11 @@ def test_a_text_comes_back(pairs: Path, tmp_path: Path) -> None:
     for number, each in enumerate(tokenizers(pairs)):
         ids = each.encode(TEXT)
         assert all(0 <= token < each.vocabulary_size for token in ids) and each.end not in ids
-        assert each.decode([*ids, each.end]) == TEXT and each.decode([]) == "" and each.encode("") == []
+        assert (
+            each.decode([*ids, each.end]) == TEXT
+            and each.decode([]) == ""
+            and each.encode("") == []
+        )
         folder = tmp_path / str(number)
         folder.mkdir()
         each.save(folder)
@@ -292,7 +342,9 @@ def test_a_text_comes_back(pairs: Path, tmp_path: Path) -> None:
         theirs = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
         assert theirs.encode(TEXT).ids == ids and theirs.decode([*ids, each.end]) == TEXT
         assert theirs.get_vocab_size() == each.vocabulary_size
-        with pytest.raises(UsageError, match=f"token {each.vocabulary_size} is outside the vocabulary of"):
+        with pytest.raises(
+            UsageError, match=f"token {each.vocabulary_size} is outside the vocabulary of"
+        ):
             each.decode([each.vocabulary_size])
     assert len({each.identity for each in tokenizers(pairs)}) == 3
 
@@ -353,7 +405,8 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a tokenizer"):
         load_tokenizer(tmp_path / "tokenizer.json")
-    merge = '{"model": {"type": "BPE", "vocab": {"a": 0, "t": 1, "h": 2}, "merges": ["t h"]}}'  # panics in Rust
+    # panics in Rust
+    merge = '{"model": {"type": "BPE", "vocab": {"a": 0, "t": 1, "h": 2}, "merges": ["t h"]}}'
     (tmp_path / "tokenizer.json").write_text(merge)
     with pytest.raises(DataError, match="not a tokenizer"):
         load_tokenizer(tmp_path / "tokenizer.json")
@@ -362,8 +415,12 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "vocab.json")
 
 
-def test_without_the_library_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_there_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"not installed; pip install tokenizers, or take bytes or characters"):
+    with pytest.raises(
+        UsageError, match=r"not installed; pip install tokenizers, or take bytes or characters"
+    ):
         load_tokenizer(tmp_path)

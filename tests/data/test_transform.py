@@ -6,11 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.transform import ColorJitter, Compose, Cutout, Flip, Normalize, Rotate, Shift, Transform, integers
+from nnmpi.data.transform import (
+    ColorJitter,
+    Compose,
+    Cutout,
+    Flip,
+    Normalize,
+    Rotate,
+    Shift,
+    Transform,
+    integers,
+)
 from nnmpi.errors import ShapeError, UsageError
 
 IMAGES = [Shift(2), Flip(), Rotate(30), ColorJitter(), Cutout(3)]
-ALL = [*IMAGES, Normalize(0.5, 0.25), Compose([Shift(1), Flip()], Normalize(np.ones(3), np.full(3, 2.0)))]
+ALL = [
+    *IMAGES,
+    Normalize(0.5, 0.25),
+    Compose([Shift(1), Flip()], Normalize(np.ones(3), np.full(3, 2.0))),
+]
 
 
 def images(rows: int = 24, side: int = 7, channels: int = 3) -> np.ndarray:
@@ -30,7 +44,11 @@ def moved(image: np.ndarray, down: int, across: int) -> np.ndarray:
 
 @pytest.mark.parametrize("transform", ALL, ids=repr)
 @settings(deadline=None)
-@given(cuts=st.lists(st.integers(0, 24), max_size=5), epoch=st.integers(0, 3), order_seed=st.integers(0, 9))
+@given(
+    cuts=st.lists(st.integers(0, 24), max_size=5),
+    epoch=st.integers(0, 3),
+    order_seed=st.integers(0, 9),
+)
 def test_every_sharding_sees_the_same_images(
     transform: Transform, cuts: list[int], epoch: int, order_seed: int
 ) -> None:
@@ -94,13 +112,18 @@ def test_augmenting_what_is_not_images_is_refused(transform: Transform) -> None:
 
 
 def test_rotations_are_those_of_a_plane() -> None:
-    """Of a plane each pixel has its place's value, so a turned one has that of the place it comes from."""
-    x = np.broadcast_to(np.mgrid[:9, :9].transpose(1, 2, 0), (50, 9, 9, 2)).astype("float64") + 1  # 0 is the outside
+    """Of a plane each pixel has its place's value, so a turned one has that of the place it comes
+    from.
+    """
+    # 0 is the outside
+    x = np.broadcast_to(np.mgrid[:9, :9].transpose(1, 2, 0), (50, 9, 9, 2)).astype("float64") + 1
     turned = Rotate(40)(x, np.arange(50), 0, 0)
     offset = (turned - 5).reshape(50, 81, 2)
     inner = (np.hypot(*(np.mgrid[:9, :9] - 4)) <= 4).ravel()
     before = (x - 5).reshape(50, 81, 2)[:, inner]
-    np.testing.assert_allclose(np.linalg.norm(offset[:, inner], axis=2), np.linalg.norm(before, axis=2), atol=1e-12)
+    np.testing.assert_allclose(
+        np.linalg.norm(offset[:, inner], axis=2), np.linalg.norm(before, axis=2), atol=1e-12
+    )
     down, across = offset[:, 44].T  # the pixel right of the middle: (0, 1) turned
     angles = np.degrees(np.arctan2(down, across))
     assert abs(angles).max() <= 40 and angles.min() < -30 and angles.max() > 30
@@ -108,7 +131,9 @@ def test_rotations_are_those_of_a_plane() -> None:
 
 
 def test_colors_and_holes() -> None:
-    """A gray image keeps its hue; factors are within bounds; a hole is a square, cut off at the edge."""
+    """A gray image keeps its hue; factors are within bounds; a hole is a square, cut off at the
+    edge.
+    """
     gray = np.broadcast_to(images(rows=60, channels=1), (60, 7, 7, 3)) * 0.5 + 0.2
     found = ColorJitter(0.3, 0, 0)(gray, np.arange(60), 0, 0)
     factors = (found / gray).reshape(60, -1)
@@ -143,8 +168,12 @@ def test_fit_normalizes_each_channel_after_scaling() -> None:
 
 
 def test_constant_channel_is_only_centred() -> None:
-    """7 / 255 has no exact float, so its mean over 5000 images is a little off: that is no spread."""
-    data = Dataset("images", np.full((5000, 3, 3, 1), 7, np.uint8), np.zeros(5000, np.int64), 1, 1 / 255)
+    """7 / 255 has no exact float, so its mean over 5000 images is a little off: that is no
+    spread.
+    """
+    data = Dataset(
+        "images", np.full((5000, 3, 3, 1), 7, np.uint8), np.zeros(5000, np.int64), 1, 1 / 255
+    )
     assert Normalize.fit(data).std == 1.0
 
 

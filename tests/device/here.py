@@ -1,4 +1,6 @@
-"""Arrays where this run's tests have them: on the host, or on the device with `pytest --backend fake`."""
+"""Arrays where this run's tests have them: on the host, or on the device with `pytest --backend
+fake`.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""The double of CuPy as this process's `cupy`, so that device code runs where there is no device."""
+"""The double of CuPy as this process's `cupy`, so that device code runs where there is no
+device.
+"""
 
 import importlib
 import sys
@@ -20,7 +22,8 @@ def load() -> Any:
             del sys.modules[name]
         sys.path.insert(1, str(FOLDER))  # the first is for programs, some of which replace it
         for name in ("cupyx", "cupy_backends.cuda.libs", "cupy"):
-            found = importlib.import_module(name)  # all of them now: a test may put the path back later
+            # all of them now: a test may put the path back later
+            found = importlib.import_module(name)
         found.cuda.runtime.settings().hidden = True  # other tests of this process have no device
     return found
 

@@ -2,13 +2,16 @@
 
 The engine is the same to the letter. Around it, what a test writes for the host means the device:
 
-    the backend where none is given     the device's, in the engine's code and in the tests' own numpy_backend()
+    the backend where none is given     the device's, in the engine's code and in the tests' own
+                                        numpy_backend()
     Tensor(array), in a test            the array is uploaded first
     f(tensor, array), in a test         so is an array that a test hands to an operation
-    tensor.data == array, in a test     compares a copy on the host; so do NumPy's functions, np.testing among them
+    tensor.data == array, in a test     compares a copy on the host; so do NumPy's functions,
+                                        np.testing among them
 
-What is a test's is told by the calling frame; the engine's code gets none of it and raises where it mixes the two.
-A test that is about the host alone says so by `@pytest.mark.host_only("why")`, and runs there.
+What is a test's is told by the calling frame; the engine's code gets none of it and raises where it
+mixes the two. A test that is about the host alone says so by `@pytest.mark.host_only("why")`, and
+runs there.
 """
 
 import os
@@ -37,16 +40,33 @@ TESTS = ("tests.", "nnmpi.tensor.check")  # the latter is a test itself, of deri
 HOST = "nnmpi.backend.device"  # says numpy_backend() because somebody asked for it by name
 
 
-# Tests of the double itself, of messages (which know buffers, and no backend) and of scripts, and those
-# without arrays: the same with and without --backend fake.
+# Tests of the double itself, of messages (which know buffers, and no backend) and of scripts, and
+# those without arrays: the same with and without --backend fake.
 SAME = ("device", "comm", "backend/cuda", "gpu", "harness", "scripts", "schedule", "synchrony")
-SAME += ("backend/test_kernels.py", "data/test_files.py", "compose/test_seeds.py", "compose/test_simulated_times.py")
-SAME += ("test_array_names.py", "test_command.py", "test_launcher.py", "test_layering.py", "test_mesh.py")
+SAME += (
+    "backend/test_kernels.py",
+    "data/test_files.py",
+    "compose/test_seeds.py",
+    "compose/test_simulated_times.py",
+)
+SAME += (
+    "test_array_names.py",
+    "test_command.py",
+    "test_launcher.py",
+    "test_layering.py",
+    "test_mesh.py",
+)
 SAME += ("test_doctor.py", "test_run.py", "exercise", "pages", "train/test_stall.py")
 SAME += ("equivalence/test_breaks.py", "tensor/test_memory.py")
 SAME += tuple(f"compose/test_asynchronous_{name}.py" for name in ("ends", "speed"))
 SAME += ("train/test_asynchronous_jobs.py", "train/test_simulated.py")
-SAME += ("test_packaging.py", "test_docs.py", "test_shard.py", "test_threads.py", "test_timeline.py")
+SAME += (
+    "test_packaging.py",
+    "test_docs.py",
+    "test_shard.py",
+    "test_threads.py",
+    "test_timeline.py",
+)
 
 
 MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run on the host
@@ -54,7 +74,12 @@ MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --backend."""
-    parser.addoption("--backend", choices=("numpy", "fake"), default="numpy", help="where the suite's arrays live")
+    parser.addoption(
+        "--backend",
+        choices=("numpy", "fake"),
+        default="numpy",
+        help="where the suite's arrays live",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,7 +92,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not run once more what is the same on the double, unless it is named in the command."""
-    same = config.getoption("--backend") == "fake" and collection_path in [TESTS_FOLDER / each for each in SAME]
+    same = config.getoption("--backend") == "fake" and collection_path in [
+        TESTS_FOLDER / each for each in SAME
+    ]
     return True if same else None
 
 
@@ -91,7 +118,8 @@ class Everywhere:
         self._settings = cupy.cuda.runtime.settings()
         self._settings.hidden = False
         paths = [str(library.FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)  # for what the tests start
+        # for what the tests start
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         self._array = cupy.ndarray
         self._backend = library.device_backend()
         self._on = False
@@ -100,12 +128,19 @@ class Everywhere:
         self._put_backend()
         self._put_uploads()
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Note which tests stay on the host; --quick leaves them out, as any other run has them, and many cases."""
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Note which tests stay on the host; --quick leaves them out, as any other run has them,
+        and many cases.
+        """
         on_host = [item for item in items if item.get_closest_marker("host_only")]
         self._host_only = [reason(item) for item in on_host]
         if config.option.quick:
-            others = {*on_host, *beyond(MOST_CASES, [item for item in items if left_out.is_dealt(item)])}
+            others = {
+                *on_host,
+                *beyond(MOST_CASES, [item for item in items if left_out.is_dealt(item)]),
+            }
             config.hook.pytest_deselected(items=list(others))
             items[:] = [item for item in items if item not in others]
 
@@ -219,7 +254,12 @@ def from_test(frame: FrameType | None) -> list[Any]:
     if frame is None:
         return []
     values = list(frame.f_locals.values()) if outer is None else list(outer.f_locals.values())
-    return [x for value in values for x in (value if isinstance(value, list | tuple) else [value]) if is_host(x)]
+    return [
+        x
+        for value in values
+        for x in (value if isinstance(value, list | tuple) else [value])
+        if is_host(x)
+    ]
 
 
 def is_host(x: Any) -> bool:

@@ -1,4 +1,5 @@
-"""python tests/device/survey.py: write down the names and parameters of the installed CuPy, for the fake one.
+"""python tests/device/survey.py: write down the names and parameters of the installed CuPy, for the
+fake one.
 
     name            as                                        of
     "sum"           "function a, axis=, dtype=, out=, ..."    anything that is called, without the defaults' values
@@ -7,7 +8,8 @@
     "linalg"        "module"
     "pi"            "value"
 
-It asks the library only for its names, so it needs no device. `--print` writes to the standard output instead.
+It asks the library only for its names, so it needs no device. `--print` writes to the standard
+output instead.
 """
 
 import importlib
@@ -99,7 +101,10 @@ def _of_signature(signature: inspect.Signature) -> str:
             continue
         if before is each.POSITIONAL_ONLY and each.kind is not each.POSITIONAL_ONLY:
             words.append("/")
-        if each.kind is each.KEYWORD_ONLY and before not in (each.KEYWORD_ONLY, each.VAR_POSITIONAL):
+        if each.kind is each.KEYWORD_ONLY and before not in (
+            each.KEYWORD_ONLY,
+            each.VAR_POSITIONAL,
+        ):
             words.append("*")
         star = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
         words.append(star + each.name + ("" if each.default is each.empty else "="))
@@ -109,7 +114,9 @@ def _of_signature(signature: inspect.Signature) -> str:
 
 def _of_text(inside: str) -> str:
     """Return the same from Cython's text, in which types stand before names."""
-    inside = re.sub(r"\[, (out1, out2)\]", "", inside.replace("\\*", "*")).replace("[, out=(None, None)]", ", out=None")
+    inside = re.sub(r"\[, (out1, out2)\]", "", inside.replace("\\*", "*")).replace(
+        "[, out=(None, None)]", ", out=None"
+    )
     words = []
     for part in re.split(r",\s*(?![^()]*\))", inside.replace(" / ,", " /,")):
         name, equals, _ = part.strip().partition("=")

@@ -1,4 +1,6 @@
-"""The train command on a device, as a user runs it: the host's numbers, resumed across backends, failures in words."""
+"""The train command on a device, as a user runs it: the host's numbers, resumed across backends,
+failures in words.
+"""
 
 import json
 import os
@@ -14,7 +16,10 @@ from tests.harness.job import Ending, mpirun, run
 from tests.harness.slow import ONCE_MORE, once_more
 from tests.train.jobs import ROOT
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.host_only("each run chooses its backend itself")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.host_only("each run chooses its backend itself"),
+]
 
 WORDS = "--dataset digits --max-steps 12 --epochs 3 --warmup-epochs 1 --log-every 1 --eval-every 0"
 SMALL_MODEL = "--model mlp --hidden 24 16"
@@ -22,7 +27,8 @@ SMALL_MODEL = "--model mlp --hidden 24 16"
 LAYOUTS = {
     "serial": ("--model cnn --hidden 16 --augment shift", 1),
     "clipped-parts": ("--model mlp --hidden 24 16 --dropout 0.2 --clip 0.5 --microbatches 3", 1),
-    "data": ("--model resnet --dtype float64", 2),  # in float32 a ReLU that tips over moves all after it
+    # in float32 a ReLU that tips over moves all after it
+    "data": ("--model resnet --dtype float64", 2),
     "pipeline": ("--model cnn --hidden 16 --pp 2 --pipeline zero-bubble --split 5,5", 2),
     "tensor": ("--model mlp --hidden 24 16 --tp 3", 3),
     "fixed": ("--model mlp --hidden 24 16 --reduction fixed", 4),
@@ -30,7 +36,10 @@ LAYOUTS = {
     "gossip": ("--model mlp --hidden 24 16 --sync gossip", 3),
     # no two ranks are as fast: who of those goes first that come at the same moment is drawn
     "simulated": (
-        "--model mlp --hidden 24 16 --sync ssp --simulate 3 --slow ms=10;rank=1,factor=1.37;rank=2,factor=1.73",
+        (
+            "--model mlp --hidden 24 16 --sync ssp --simulate 3 --slow"
+            " ms=10;rank=1,factor=1.37;rank=2,factor=1.73"
+        ),
         1,
     ),
 }
@@ -49,7 +58,9 @@ def verify(folder: Path, words: str, ranks: int, double: bool) -> Ending:
     """Run the command that compares a layout with one rank, with the double of CuPy or without."""
     command = [*mpirun(ranks), sys.executable, "-m", "nnmpi.verify", *words.split()]
     paths = [str(ROOT), *([str(FOLDER)] if double else [])]
-    return run(command, folder / "output", 120.0, {"PYTHONPATH": os.pathsep.join(paths)}, cwd=folder)
+    return run(
+        command, folder / "output", 120.0, {"PYTHONPATH": os.pathsep.join(paths)}, cwd=folder
+    )
 
 
 def records(out: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -63,7 +74,9 @@ QUICK = ("clipped-parts", "pipeline")
 
 @pytest.mark.parametrize("name", [once_more(name, name not in QUICK) for name in LAYOUTS])
 def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
-    """Losses and gradients step by step, and the evaluation, under every way to use several ranks."""
+    """Losses and gradients step by step, and the evaluation, under every way to use several
+    ranks.
+    """
     options, ranks = LAYOUTS[name]
     for backend in ("numpy", "cupy"):
         ending = train(tmp_path, backend, f"{WORDS} {options} --out {tmp_path / backend}", ranks)
@@ -74,10 +87,14 @@ def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-6, err_msg=key)
     ends = [records(tmp_path / backend, "test")[0]["loss"] for backend in ("numpy", "cupy")]
     assert ends[0] == pytest.approx(ends[1], rel=1e-3)
-    assert all(each["device_peak_bytes"] > 0 for each in device) and "device_peak_bytes" not in host[0]
+    assert (
+        all(each["device_peak_bytes"] > 0 for each in device) and "device_peak_bytes" not in host[0]
+    )
 
 
-@pytest.mark.parametrize("order", [once_more(("numpy", "cupy")), ("cupy", "numpy")], ids="-then-".join)
+@pytest.mark.parametrize(
+    "order", [once_more(("numpy", "cupy")), ("cupy", "numpy")], ids="-then-".join
+)
 def test_a_run_goes_on_with_the_other_backend(order: tuple[str, str], tmp_path: Path) -> None:
     """Stopped after 6 of 12 steps and resumed elsewhere, it ends as one that stayed."""
     words = f"{WORDS} {SMALL_MODEL} --save-every 6steps"
@@ -98,7 +115,10 @@ def test_the_header_says_what_was_chosen(tmp_path: Path) -> None:
     ending = train(tmp_path, "cupy", f"{WORDS} {SMALL_MODEL} --out {tmp_path / 'run'}", 2, **limits)
     assert ending.status == 0, ending.output
     assert "backend:     cupy on Fake device, device 0" in ending.output
-    assert "devices:     1 for 2 ranks, up to 2 ranks on one; 7.2 GB of memory for each rank" in ending.output
+    assert (
+        "devices:     1 for 2 ranks, up to 2 ranks on one; 7.2 GB of memory for each rank"
+        in ending.output
+    )
     assert "memory of the device:" in ending.output
 
 
@@ -106,29 +126,32 @@ def test_without_a_device_there_is_one_sentence(tmp_path: Path) -> None:
     """Once for all ranks, before anything is written."""
     ending = train(tmp_path, "cupy", f"{WORDS} --out {tmp_path / 'run'}", 2, PYTHONPATH=str(ROOT))
     assert ending.status != 0
-    assert ending.output.count("backend cupy cannot be used") == 1 and "Traceback" not in ending.output
+    assert (
+        ending.output.count("backend cupy cannot be used") == 1 and "Traceback" not in ending.output
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_too_little_memory_on_one_rank_ends_all(tmp_path: Path) -> None:
-    """In the middle of a run: a sentence that says what used it and what helps, and nobody waits for ever."""
+    """In the middle of a run: a sentence that says what used it and what helps, and nobody waits
+    for ever.
+    """
     (tmp_path / "greedy.py").write_text(
-        "import os, cupy\n"
-        "from nnmpi import nn\n"
-        "from nnmpi.nn.mode import current\n"
-        "class Greedy(nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        if current().training and current().step == 5 and os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
-        "            cupy.get_default_memory_pool().set_limit(size=2**20)\n"
-        "            cupy.zeros(2**20)\n"
-        "        return x\n"
-        "def model(shape, classes):\n"
-        "    return nn.Sequential(nn.Flatten(), Greedy(), nn.Linear(64, classes))\n"
+        "import os, cupy\nfrom nnmpi import nn\nfrom nnmpi.nn.mode import current\nclass"
+        " Greedy(nn.Module):\n    def forward(self, x):\n        if current().training and"
+        " current().step == 5 and os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n           "
+        " cupy.get_default_memory_pool().set_limit(size=2**20)\n            cupy.zeros(2**20)\n    "
+        "    return x\ndef model(shape, classes):\n    return nn.Sequential(nn.Flatten(), Greedy(),"
+        " nn.Linear(64, classes))\n"
     )
     out = tmp_path / "run"
-    ending = train(tmp_path, "cupy", f"{WORDS} --model greedy.py:model --save-every 2steps --out {out}", 2)
+    ending = train(
+        tmp_path, "cupy", f"{WORDS} --model greedy.py:model --save-every 2steps --out {out}", 2
+    )
     assert ending.status != 0
-    assert "has no room for" in ending.output and "lower --batch-size" in ending.output, ending.output
+    assert "has no room for" in ending.output and "lower --batch-size" in ending.output, (
+        ending.output
+    )
     assert "Traceback" not in ending.output
     kept = sorted(each.name for each in (out / "checkpoints").iterdir() if each.is_dir())
     assert kept and all("4" in each or "2" in each for each in kept)

@@ -1,7 +1,9 @@
-"""Which layout meets which model, schedule and all-reduce at each number of ranks: few runs, in which all pairs meet.
+"""Which layout meets which model, schedule and all-reduce at each number of ranks: few runs, in
+which all pairs meet.
 
-Layouts are of one kind if the same axes have more than one rank. With a pipeline there are five of each kind (and one
-of dp x pp x tp, which meets everything alone), so a Latin square lets every kind meet every model with every schedule:
+Layouts are of one kind if the same axes have more than one rank. With a pipeline there are five of
+each kind (and one of dp x pp x tp, which meets everything alone), so a Latin square lets every kind
+meet every model with every schedule:
 
     pipeline alone     mlp           cnn           resnet
     2 ranks, pp 2      naive         gpipe         1f1b
@@ -10,7 +12,8 @@ of dp x pp x tp, which meets everything alone), so a Latin square lets every kin
     6 ranks, pp 6      interleaved   zero-bubble   naive
     8 ranks, pp 8      zero-bubble   naive         gpipe
 
-`test_cover.py` counts it. On other numbers of ranks, which are simulated ones, every layout meets one model.
+`test_cover.py` counts it. On other numbers of ranks, which are simulated ones, every layout meets
+one model.
 """
 
 from dataclasses import dataclass
@@ -30,9 +33,12 @@ MEMORIES = (None, "least")
 ALGORITHMS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 
 MOST_STAGES = 16
-# Each has at least so many layers: for 8 ranks with two stages each. No number of microbatches divides the batch of 29.
+# Each has at least so many layers: for 8 ranks with two stages each. No number of microbatches
+# divides the batch of 29.
 SETUPS = {
-    "mlp": Setup(models.mlp, {"hidden": (13, 11, 9, 7, 6, 9, 8), "activation_name": "tanh"}, microbatches=6),
+    "mlp": Setup(
+        models.mlp, {"hidden": (13, 11, 9, 7, 6, 9, 8), "activation_name": "tanh"}, microbatches=6
+    ),
     "cnn": Setup(models.cnn, {"hidden": (11, 9, 8, 7)}, microbatches=4),
     "resnet": Setup(models.resnet, {"width": 3}, microbatches=3),
 }
@@ -55,7 +61,11 @@ class Case:
         """Return it as the test's name."""
         named = f"{self.model} dp {self.dp} pp {self.pp} tp {self.tp}"
         named += f" {self.schedule}" if self.pp > 1 else ""
-        return named + f" {self.allreduce}" * (self.dp > 1) + f" {self.memory} memory" * (self.memory is not None)
+        return (
+            named
+            + f" {self.allreduce}" * (self.dp > 1)
+            + f" {self.memory} memory" * (self.memory is not None)
+        )
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -74,13 +84,19 @@ class Case:
 
 
 def meshes(world: int, most: int = MOST_STAGES) -> list[tuple[int, int, int]]:
-    """Return every (dp, pp, tp) of so many ranks that a model of at least so many layers can be cut for."""
+    """Return every (dp, pp, tp) of so many ranks that a model of at least so many layers can be cut
+    for.
+    """
     parts = [n for n in range(1, world + 1) if world % n == 0]
-    return [(d, p, world // d // p) for d in parts for p in parts if world // d % p == 0 and p <= most]
+    return [
+        (d, p, world // d // p) for d in parts for p in parts if world // d % p == 0 and p <= most
+    ]
 
 
 def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
-    """Return numbers of layers for the stages of a setup's model, the last two layers of each second one moved on."""
+    """Return numbers of layers for the stages of a setup's model, the last two layers of each
+    second one moved on.
+    """
     count = layers(setup)
     lengths = [count // stages + (stage < count % stages) for stage in range(stages)]
     for stage in range(0, stages - 1, 2):
@@ -93,8 +109,8 @@ def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
 def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: Any) -> Layout:
     """Return a layout that cuts the setup's model unevenly, and always in the same places.
 
-    Ranks have two stages each under the interleaved schedule, or three where there are two ranks; where the model is
-    too short for that, the schedule is 1F1B.
+    Ranks have two stages each under the interleaved schedule, or three where there are two ranks;
+    where the model is too short for that, the schedule is 1F1B.
     """
     virtual = usual_stages(schedule) if mesh[1] > 1 else 1
     if schedule == "interleaved" and mesh[1] == 2:
@@ -102,7 +118,9 @@ def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: A
     if mesh[1] * virtual > layers(setup):
         virtual, schedule = 1, "1f1b"
     split = uneven(setup, mesh[1] * virtual) if mesh[1] > 1 else "auto"
-    return Layout(*mesh, **{"schedule": schedule, "virtual_stages": virtual, "split": split, **options})
+    return Layout(
+        *mesh, **{"schedule": schedule, "virtual_stages": virtual, "split": split, **options}
+    )
 
 
 def kinds(world: int, setup: Setup, **options: Any) -> list[Layout]:
@@ -117,7 +135,9 @@ def kinds(world: int, setup: Setup, **options: Any) -> list[Layout]:
 
 def layers(setup: Setup) -> int:
     """Return into how many layers a setup's model opens."""
-    return len(open_chain(setup.model(digits().sample_shape, digits().classes, **setup.model_options)))
+    return len(
+        open_chain(setup.model(digits().sample_shape, digits().classes, **setup.model_options))
+    )
 
 
 def cases(world: int) -> list[Case]:

@@ -1,6 +1,8 @@
-"""Models of a user's own, each with something in it that is hard to spread; all take (sample_shape, classes).
+"""Models of a user's own, each with something in it that is hard to spread; all take (sample_shape,
+classes).
 
-No bias stands before a batch norm: its gradient is 0, and Adam would divide rounding errors by their own size.
+No bias stands before a batch norm: its gradient is 0, and Adam would divide rounding errors by
+their own size.
 """
 
 import os
@@ -12,7 +14,14 @@ import numpy as np
 
 from nnmpi.nn.activation import Dropout, Dropout2d, Flatten, ReLU, Tanh
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
-from nnmpi.nn.conv import AdaptiveAvgPool2d, Conv1d, Conv2d, ConvTranspose2d, GlobalAvgPool2d, Upsample
+from nnmpi.nn.conv import (
+    AdaptiveAvgPool2d,
+    Conv1d,
+    Conv2d,
+    ConvTranspose2d,
+    GlobalAvgPool2d,
+    Upsample,
+)
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.module import Module
@@ -49,7 +58,14 @@ def skipping(sample_shape: tuple[int, ...], classes: int) -> Sequential:
         Tanh(),
         Linear(9, classes),
     )
-    model.sharding = {"2": COLUMN, "5": ROW, "7": COLUMN, "8.shortcut": COLUMN, "10": ROW, "13": COLUMN}
+    model.sharding = {
+        "2": COLUMN,
+        "5": ROW,
+        "7": COLUMN,
+        "8.shortcut": COLUMN,
+        "10": ROW,
+        "13": COLUMN,
+    }
     return model
 
 
@@ -66,7 +82,9 @@ def nested(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 
 
 def decoding(sample_shape: tuple[int, ...], classes: int) -> Sequential:
-    """Return layers that few models have: convolutions of each channel and backwards, groups, channels that go."""
+    """Return layers that few models have: convolutions of each channel and backwards, groups,
+    channels that go.
+    """
     model = Sequential(
         Conv2d(sample_shape[-1], 4, 3, padding=1),
         GroupNorm(2, 4),
@@ -86,20 +104,30 @@ def decoding(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 def reading(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     """Return a model of texts with a GRU, whole attention and a convolution over time."""
     return Sequential(
-        Embedding(classes, 6), Conv1d(6, 6, 3, padding=1), GRU(6, 9, 2), MultiheadAttention(9, 3), Linear(9, classes)
+        Embedding(classes, 6),
+        Conv1d(6, 6, 3, padding=1),
+        GRU(6, 9, 2),
+        MultiheadAttention(9, 3),
+        Linear(9, classes),
     )
 
 
 def branched(sample_shape: tuple[int, ...], classes: int) -> Sequential:
-    """Return a model of two unequal towers, with running statistics, between layers that no branch has."""
+    """Return a model of two unequal towers, with running statistics, between layers that no branch
+    has.
+    """
     channels = sample_shape[-1]
 
     def tower(width: int, features: int) -> Sequential:
         conv = Conv2d(channels, width, 3, padding=1, bias=False)
-        return Sequential(conv, BatchNorm(width), ReLU(), GlobalAvgPool2d(), Linear(width, features))
+        return Sequential(
+            conv, BatchNorm(width), ReLU(), GlobalAvgPool2d(), Linear(width, features)
+        )
 
     first = Conv2d(channels, channels, 1)
-    return Sequential(first, Branches(tower(4, 5), tower(6, 3)), Tanh(), Linear(8, 8), Tanh(), Linear(8, classes))
+    return Sequential(
+        first, Branches(tower(4, 5), tower(6, 3)), Tanh(), Linear(8, 8), Tanh(), Linear(8, classes)
+    )
 
 
 def tied(sample_shape: tuple[int, ...], classes: int) -> Sequential:
@@ -163,7 +191,16 @@ class Join(Module):
 
 def tupled(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     """Return a model between whose layers tuples pass, with integers among them."""
-    layers = [Flatten(), Linear(prod(sample_shape), 8), Tanh(), Fork(8), Cross(), Cross(), Join(8), Linear(8, classes)]
+    layers = [
+        Flatten(),
+        Linear(prod(sample_shape), 8),
+        Tanh(),
+        Fork(8),
+        Cross(),
+        Cross(),
+        Join(8),
+        Linear(8, classes),
+    ]
     model = Sequential(*layers)
     model.sharding = {"1": COLUMN, "3.linear": Sharding.REPLICATED}
     return model
@@ -229,7 +266,9 @@ class Mean(Module):
 
 
 def selecting(sample_shape: tuple[int, ...], classes: int) -> Sequential:
-    """Return a model with activations whose shape depends on the data; four layers, the second is at fault."""
+    """Return a model with activations whose shape depends on the data; four layers, the second is
+    at fault.
+    """
     first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
     return Sequential(Whole(first), Selecting(), Mean(), Linear(1, classes))
 
@@ -260,7 +299,9 @@ def halves(sample_shape: tuple[int, ...], classes: int) -> Sequential:
 
 def numeric(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     """Return a model of two quantities, whatever the classes."""
-    model = Sequential(Flatten(), Linear(prod(sample_shape), 11), Tanh(), Linear(11, 7), Tanh(), Linear(7, 2))
+    model = Sequential(
+        Flatten(), Linear(prod(sample_shape), 11), Tanh(), Linear(11, 7), Tanh(), Linear(7, 2)
+    )
     model.sharding = {"1": COLUMN, "3": ROW}
     return model
 

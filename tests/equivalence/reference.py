@@ -25,8 +25,9 @@ from nnmpi.nn.module import Module
 from tests.device.here import on_device
 from tests.worker_options import grouped
 
-# 90 samples in batches of 29 leave a last batch of 3: nothing divides, and with more than 3 ranks some have no rows.
-# The fifth step is the next epoch's first: a batch of the usual size after a short one.
+# 90 samples in batches of 29 leave a last batch of 3: nothing divides, and with more than 3 ranks
+# some have no rows. The fifth step is the next epoch's first: a batch of the usual size after a
+# short one.
 SAMPLES, BATCH_SIZE, STEPS = 90, 29, 5
 
 
@@ -63,7 +64,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run did: the losses of its steps, the first gradient, the last weights, and an evaluation.
+    """What a run did: the losses of its steps, the first gradient, the last weights, and an
+    evaluation.
 
     Gradient and weights are the whole model's; under a layout only rank 0 has them.
     """
@@ -81,7 +83,9 @@ LOOK_S = 0.01
 
 
 def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any) -> Run:
-    """Train for some steps on the group; layout and worker options say how, and must not change what."""
+    """Train for some steps on the group; layout and worker options say how, and must not change
+    what.
+    """
     worker = build(setup, group, layout, **worker_options)
     losses, norms, gradient = [], [], None
     for batch in islice(batches(setup, worker), STEPS):
@@ -94,10 +98,18 @@ def run(setup: Setup, group: Group, layout: Layout | None = None, **worker_optio
     assert gradient is not None
     weights = worker.state()[0].to_dict(everywhere=layout is None)
     release(worker)
-    return Run(losses, gradient, norms, weights, (evaluation.loss, float(np.nan_to_num(evaluation.accuracy))))
+    return Run(
+        losses,
+        gradient,
+        norms,
+        weights,
+        (evaluation.loss, float(np.nan_to_num(evaluation.accuracy))),
+    )
 
 
-def serial_run(setup: Setup, alone: Group, layout: Layout | None = None, **worker_options: Any) -> Run:
+def serial_run(
+    setup: Setup, alone: Group, layout: Layout | None = None, **worker_options: Any
+) -> Run:
     """Return the run of one rank, made by the first test that asks for it; not to be changed."""
     wanted = (setup, layout, worker_options, on_device())
     while wanted in _under_way:
@@ -114,7 +126,9 @@ def serial_run(setup: Setup, alone: Group, layout: Layout | None = None, **worke
     return found
 
 
-def build(setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any) -> Worker:
+def build(
+    setup: Setup, group: Group, layout: Layout | None = None, **worker_options: Any
+) -> Worker:
     """Return a worker with a new model."""
     dataset = setup.data()
     model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
@@ -124,7 +138,9 @@ def build(setup: Setup, group: Group, layout: Layout | None = None, **worker_opt
         where = arrange(model, group, layout, sample, dtype=setup.dtype)
         model, storage = where.model, {"storage": where.storage}
     model.initialize(seed=5, dtype=setup.dtype, **storage)
-    optimizer = optim.build(setup.optimizer, model.storage, **{"lr": 1e-2, **setup.optimizer_options})
+    optimizer = optim.build(
+        setup.optimizer, model.storage, **{"lr": 1e-2, **setup.optimizer_options}
+    )
     loss = sum_cross_entropy(where, setup.smoothing) if setup.smoothing else None
     options = {"check": True, "seed": 3, "loss": loss, **setup.worker, **worker_options}
     return Worker(model, optimizer, group, arrangement=where, **grouped(**options))
@@ -143,7 +159,12 @@ def batches(setup: Setup, worker: Worker) -> Iterator[Batch]:
 
 def parts(setup: Setup, rank: int = 0, world: int = 1, whole: bool = False) -> Iterator[Batch]:
     """Yield a part of each batch, or all of it."""
-    options = {"microbatches": setup.microbatches, "whole": whole, "dtype": setup.dtype, "workers": 0}
+    options = {
+        "microbatches": setup.microbatches,
+        "whole": whole,
+        "dtype": setup.dtype,
+        "workers": 0,
+    }
     loader = Loader(setup.data(), setup.batch_size, seed=1, rank=rank, world=world, **options)
     for epoch in count():
         for batch in loader.epoch(epoch):
@@ -153,7 +174,9 @@ def parts(setup: Setup, rank: int = 0, world: int = 1, whole: bool = False) -> I
 def evaluate(setup: Setup, worker: Worker) -> Totals:
     """Return the evaluation of all samples."""
     rank, world = place(worker)
-    loader = Loader(setup.data(), 49, rank=rank, world=world, shuffle=False, dtype=setup.dtype, workers=0)
+    loader = Loader(
+        setup.data(), 49, rank=rank, world=world, shuffle=False, dtype=setup.dtype, workers=0
+    )
     return worker.evaluate(replace(batch, x=setup.prepare(batch.x)) for batch in loader.epoch(0))
 
 
@@ -164,7 +187,8 @@ def release(worker: Worker) -> None:
 
 
 def gather_gradient(worker: Worker) -> dict[str, Array]:
-    """Return the gradient that the last step used, of the whole model; with a layout on rank 0 alone.
+    """Return the gradient that the last step used, of the whole model; with a layout on rank 0
+    alone.
 
     Nothing after a fused update, which uses the gradients up.
     """
@@ -174,25 +198,33 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
     return gradient_state(worker.model, worker.group, where).to_dict(everywhere=where.is_plain)
 
 
-# What a rounding error grows by from one step to the next: a gradient divides by batch statistics, and Adam's update
-# divides by the gradient's own size, so small gradients' errors become large. Twice what was seen in 20 runs.
+# What a rounding error grows by from one step to the next: a gradient divides by batch statistics,
+# and Adam's update divides by the gradient's own size, so small gradients' errors become large.
+# Twice what was seen in 20 runs.
 GROWTH = {"sgd": 2.0, "adam": 4.0, "adamw": 4.0, "muon": 4.0}
 
 
 def tolerance(dtype: str, steps: int, optimizer: str) -> float:
-    """Return how far apart two orders of summation may be after some steps, relative to the largest value.
+    """Return how far apart two orders of summation may be after some steps, relative to the largest
+    value.
 
-    Independent rounding errors of a sum grow with the square root of its length; the factor 30 is for the layers.
+    Independent rounding errors of a sum grow with the square root of its length; the factor 30 is
+    for the layers.
     """
     return 30 * float(np.sqrt(SAMPLES)) * float(np.finfo(dtype).eps) * GROWTH[optimizer] ** steps
 
 
 def differences(parallel: Run, serial: Run, setup: Setup, exact: bool = False) -> list[str]:
-    """Return in words what differs by more than the tolerance, or at all; an empty list for equal runs."""
+    """Return in words what differs by more than the tolerance, or at all; an empty list for equal
+    runs.
+    """
     steps = len(serial.losses)
     pairs: list[tuple[str, int, Any, Any]] = [
         ("loss of step 1", 0, parallel.losses[:1], serial.losses[:1]),
-        *((f"{name}'s gradient of step 1", 0, g, serial.gradient[name]) for name, g in parallel.gradient.items()),
+        *(
+            (f"{name}'s gradient of step 1", 0, g, serial.gradient[name])
+            for name, g in parallel.gradient.items()
+        ),
         ("losses", steps, parallel.losses, serial.losses),
         ("gradient norms", steps, parallel.norms, serial.norms),
         *([] if exact else [("evaluation", steps, parallel.evaluation, serial.evaluation)]),
@@ -201,16 +233,22 @@ def differences(parallel: Run, serial: Run, setup: Setup, exact: bool = False) -
     found = []
     for name, step, ours, theirs in pairs:
         ours, theirs = np.asarray(ours), np.asarray(theirs)
-        error = float(np.abs(ours - theirs).max(initial=0)) / max(1.0, float(np.abs(theirs).max(initial=0)))
+        error = float(np.abs(ours - theirs).max(initial=0)) / max(
+            1.0, float(np.abs(theirs).max(initial=0))
+        )
         limit = 0.0 if exact else tolerance(setup.dtype, step, setup.optimizer)
         if not error <= limit:
             found.append(f"{name} differs by {error:.3g}, more than {limit:.3g}")
     return found
 
 
-def assert_same(group: Group, parallel: Run, serial: Run | None, setup: Setup, what: str, exact: bool = False) -> None:
+def assert_same(
+    group: Group, parallel: Run, serial: Run | None, setup: Setup, what: str, exact: bool = False
+) -> None:
     """Fail on all ranks if a run differs from the serial one, which rank 0 has."""
     found = differences(parallel, serial, setup, exact) if serial is not None else []
     everyones = group.gather([found, parallel.losses, parallel.norms])
     assert not everyones[0][0], f"{what}: {everyones[0][0]}"
-    assert all(theirs[1:] == everyones[0][1:] for theirs in everyones), f"{what}: ranks report different numbers"
+    assert all(theirs[1:] == everyones[0][1:] for theirs in everyones), (
+        f"{what}: ranks report different numbers"
+    )

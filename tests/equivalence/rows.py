@@ -1,4 +1,5 @@
-"""What is trained in the suite of equivalence: a row for each model, option and kind of data; `test_rows.py` runs them.
+"""What is trained in the suite of equivalence: a row for each model, option and kind of data;
+`test_rows.py` runs them.
 
 A new layer, option or strategy that must not change a run becomes a row here.
 """
@@ -25,7 +26,9 @@ Layouts = Callable[[int, Setup], list[Layout | None]]
 
 
 class Sentences(Samples):
-    """Sentences of tokens that end anywhere, one of them without a target; a batch is as long as its longest."""
+    """Sentences of tokens that end anywhere, one of them without a target; a batch is as long as
+    its longest.
+    """
 
     name, classes, identity, sample_shape = "sentences", TOKENS, "sentences", (TIME,)
 
@@ -49,7 +52,9 @@ class Sentences(Samples):
     def __len__(self) -> int:
         return COUNT
 
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+    def rows(
+        self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None
+    ) -> Array:
         """Return tokens."""
         return self.x[indices, :length]
 
@@ -76,7 +81,9 @@ def numbers() -> Dataset:
 
 def gpt(*_: Any, heads: int = 5, features: int = 10, **more: Any) -> Module:
     """Return a small language model of attention."""
-    return models.gpt(TOKENS, TIME + 2, features=features, layers=2, heads=heads, dropout=0.1, **more)
+    return models.gpt(
+        TOKENS, TIME + 2, features=features, layers=2, heads=heads, dropout=0.1, **more
+    )
 
 
 def lstm(*_: Any, tied: bool = True) -> Module:
@@ -90,7 +97,9 @@ def replicas(ranks: int, _: Setup) -> list[Layout | None]:
 
 
 def everything(ranks: int, setup: Setup) -> list[Layout | None]:
-    """Return a layout for each (dp, pp, tp), with the schedules in turn, and recomputation in every second one."""
+    """Return a layout for each (dp, pp, tp), with the schedules in turn, and recomputation in every
+    second one.
+    """
     found: list[Layout | None] = []
     for number, mesh in enumerate(meshes(ranks, layers(setup))):
         schedule = SCHEDULES[(number + ranks) % len(SCHEDULES)]
@@ -110,26 +119,42 @@ def classes_apart(ranks: int, _: Setup) -> list[Layout | None]:
 
 
 def each_layer(ranks: int, setup: Setup) -> list[Layout | None]:
-    """Return pipelines whose cuts stand at every layer, so that all but one or two are cut before."""
+    """Return pipelines whose cuts stand at every layer, so that all but one or two are cut
+    before.
+    """
     count = layers(setup)
     firsts = range(1, min(count - ranks + 1, 9), 2) if ranks > 1 else ()
-    return [Layout(pp=ranks, split=(n, *[1] * (ranks - 2), count - n - (ranks - 2))) for n in firsts]
+    return [
+        Layout(pp=ranks, split=(n, *[1] * (ranks - 2), count - n - (ranks - 2))) for n in firsts
+    ]
 
 
 def single_layers(ranks: int, setup: Setup) -> list[Layout | None]:
     """Return pipelines of one layer a stage: the first flattens, another is an activation alone."""
     found = [mesh for mesh in meshes(ranks, layers(setup)) if mesh[1] > 1 and mesh[2] == 1]
-    return [Layout(dp, pp, 1, split=(*[1] * (pp - 1), layers(setup) - pp + 1)) for dp, pp, _ in found]
+    return [
+        Layout(dp, pp, 1, split=(*[1] * (pp - 1), layers(setup) - pp + 1)) for dp, pp, _ in found
+    ]
 
 
 def parts_at_cuts(ranks: int, setup: Setup) -> list[Layout | None]:
-    """Return a stage that begins with a layer which marks what comes to it as the rank's part: a dropout."""
-    return [Layout(dp=1, pp=2, tp=ranks // 2, split=(4, layers(setup) - 4))] if ranks % 2 == 0 else []
+    """Return a stage that begins with a layer which marks what comes to it as the rank's part: a
+    dropout.
+    """
+    return (
+        [Layout(dp=1, pp=2, tp=ranks // 2, split=(4, layers(setup) - 4))] if ranks % 2 == 0 else []
+    )
 
 
 def experts(ranks: int, _: Setup) -> list[Layout | None]:
-    """Return replicas that have all experts, share out what they have, and share out the experts."""
-    return [Layout(dp=ranks), Layout(dp=ranks, zero=3, unit_bytes=1), Layout(dp=ranks, expert_parallel=True)]
+    """Return replicas that have all experts, share out what they have, and share out the
+    experts.
+    """
+    return [
+        Layout(dp=ranks),
+        Layout(dp=ranks, zero=3, unit_bytes=1),
+        Layout(dp=ranks, expert_parallel=True),
+    ]
 
 
 def stages_of_zero(ranks: int, _: Setup) -> list[Layout | None]:
@@ -149,7 +174,8 @@ def fixed(ranks: int, _: Setup) -> list[Layout | None]:
 
 @dataclass(frozen=True)
 class Row:
-    """A setup, and how it is spread: the layouts for a number of ranks, and what workers are told beside them.
+    """A setup, and how it is spread: the layouts for a number of ranks, and what workers are told
+    beside them.
 
     Attributes:
         serial: the layout of the run of one rank; with one, the runs must have its bits.
@@ -194,10 +220,17 @@ HALVES = Setup(own.halves, microbatches=3)
 CLIPPED = {"width": 2}, "sgd", {"weight_decay": 0.1, "momentum": 0.9}
 MLP, CNN = Setup(models.mlp), Setup(models.cnn)
 GPT, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, lstm))
-EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})  # of which 3 ranks and more have uneven ones, or none
+# of which 3 ranks and more have uneven ones, or none
+EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
 WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 ZERO = {
-    "mlp": Setup(models.mlp, {"hidden": (37, 7, 41), "dropout": 0.2}, microbatches=2, worker={"clip": 0.5}, **MOMENTUM),
+    "mlp": Setup(
+        models.mlp,
+        {"hidden": (37, 7, 41), "dropout": 0.2},
+        microbatches=2,
+        worker={"clip": 0.5},
+        **MOMENTUM,
+    ),
     "nested": Setup(own.nested, microbatches=2, **MOMENTUM),
     "free": Setup(own.free, microbatches=2, **DECAY),
     "gpt": GPT,
@@ -210,7 +243,9 @@ ROWS = {
     "nested": Row(Setup(own.nested, microbatches=4)),
     "nested, cut at each layer": Row(Setup(own.nested, microbatches=3), each_layer),
     "tied": Row(Setup(own.tied, microbatches=4)),
-    "tied, clipped and decayed": Row(Setup(own.tied, microbatches=4, worker={"clip": 0.05}, **DECAY)),
+    "tied, clipped and decayed": Row(
+        Setup(own.tied, microbatches=4, worker={"clip": 0.05}, **DECAY)
+    ),
     "tuples": Row(Setup(own.tupled, microbatches=4)),
     "integers": Row(Setup(own.words, microbatches=4, prepare=own.integers)),
     "stages without parameters": Row(replace(NOISY, worker={"clip": 0.3}), single_layers),
@@ -222,9 +257,13 @@ ROWS = {
     "recomputed": Row(NOISY, recomputed),
     "clipped": Row(replace(NOISY, worker={"clip": 0.05})),
     "decayed": Row(replace(NOISY, **DECAY)),
-    "clipped and decayed": Row(Setup(models.resnet, *CLIPPED, worker={"clip": 0.3}, microbatches=2)),
+    "clipped and decayed": Row(
+        Setup(models.resnet, *CLIPPED, worker={"clip": 0.3}, microbatches=2)
+    ),
     "batch statistics": Row(Setup(own.nested, microbatches=3), gpipes),
-    "batch statistics in a fixed order": Row(Setup(own.nested, microbatches=3), fixed, serial=FIXED),
+    "batch statistics in a fixed order": Row(
+        Setup(own.nested, microbatches=3), fixed, serial=FIXED
+    ),
     "full batch": Row(replace(CNN, batch_size=90), replicas),
     "fewer samples than ranks": Row(replace(MLP, batch_size=2, **MOMENTUM), replicas),
     "microbatches and none": Row(replace(CNN, microbatches=3), replicas, alone=CNN),
@@ -244,9 +283,13 @@ ROWS = {
         for i, way in enumerate(WAYS)
     },
     "experts": Row(EXPERTS, experts),
-    "experts with capacity": Row(replace(EXPERTS, model_options=dict(EXPERTS.model_options, capacity=0.7)), experts),
+    "experts with capacity": Row(
+        replace(EXPERTS, model_options=dict(EXPERTS.model_options, capacity=0.7)), experts
+    ),
     "muon": Row(replace(GPT, **MUON), replicas),
-    "muon in a fixed order": Row(Setup(models.mlp, dtype="float32", microbatches=5, **MUON), fixed, serial=FIXED),
+    "muon in a fixed order": Row(
+        Setup(models.mlp, dtype="float32", microbatches=5, **MUON), fixed, serial=FIXED
+    ),
     "muon, zero": Row(replace(GPT, **MUON), stages_of_zero),
     "overlapped": Row(MLP, replicas, BUCKETS | {"allreduce": "ring", "overlap": True}),
     **{f"zero, {name}": Row(setup, stages_of_zero) for name, setup in ZERO.items()},
@@ -260,13 +303,22 @@ ROWS = {
     # Adam's divisions by small gradients bring the last bit of any sum to light
     **{
         f"float32 in a fixed order, {model}": Row(
-            replace(SETUPS[model], dtype="float32", microbatches=5, optimizer_options={"lr": 0.1}), fixed, serial=FIXED
+            replace(SETUPS[model], dtype="float32", microbatches=5, optimizer_options={"lr": 0.1}),
+            fixed,
+            serial=FIXED,
         )
         for model in SETUPS
     },
     **{
         f"{precision} in a fixed order": Row(
-            replace(CNN, dtype="float32", worker={"precision": precision}, batch_size=32, microbatches=4, **MOMENTUM),
+            replace(
+                CNN,
+                dtype="float32",
+                worker={"precision": precision},
+                batch_size=32,
+                microbatches=4,
+                **MOMENTUM,
+            ),
             fixed,
             serial=FIXED,
         )

@@ -1,4 +1,6 @@
-"""What breaks off in the middle of a pipeline ends the job, with a sentence, and nobody waits for ever."""
+"""What breaks off in the middle of a pipeline ends the job, with a sentence, and nobody waits for
+ever.
+"""
 
 import os
 import sys
@@ -27,14 +29,23 @@ def train(folder: Path, model: str, schedule: str) -> Ending:
     script = folder / "job.py"
     script.write_text(SCRIPT)
     environ = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    return run([*mpirun(3), sys.executable, str(script), model, schedule], folder / "output", LIMIT_S, environ)
+    return run(
+        [*mpirun(3), sys.executable, str(script), model, schedule],
+        folder / "output",
+        LIMIT_S,
+        environ,
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(tmp_path: Path, schedule: str) -> None:
+def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(
+    tmp_path: Path, schedule: str
+) -> None:
     ending = train(tmp_path, "selecting", schedule)
     assert ending.status == 1, ending.output
-    assert "stage 0 gave float64 (8, " in ending.output or "stage 0 gave float64 (7, " in ending.output
+    assert (
+        "stage 0 gave float64 (8, " in ending.output or "stage 0 gave float64 (7, " in ending.output
+    )
     assert "what crosses must depend on the input's shape alone" in ending.output
 
 

@@ -1,4 +1,6 @@
-"""Weights of models whose layers are no plain chain, before any step, and ties that stand in several stages."""
+"""Weights of models whose layers are no plain chain, before any step, and ties that stand in
+several stages.
+"""
 
 from dataclasses import replace
 
@@ -35,7 +37,9 @@ def test_ties_over_stages_are_refused_where_they_would_be_wrong(group: Group) ->
         if pp == 1:
             release(build(setup, group, layout))
             continue
-        with pytest.raises(LayoutError, match=r"^(3|5)\.\w+ stands in the stages 0?.*\d, which does not go with"):
+        with pytest.raises(
+            LayoutError, match=r"^(3|5)\.\w+ stands in the stages 0?.*\d, which does not go with"
+        ):
             build(setup, group, layout)
 
 

@@ -1,7 +1,9 @@
-"""The contract: under every layout, schedule and all-reduce a run is the serial run, whatever MPI buffers or does not.
+"""The contract: under every layout, schedule and all-reduce a run is the serial run, whatever MPI
+buffers or does not.
 
-Each test runs the cases of its number of ranks (see `cover.py`) with synchronous sends; `check` compares the ranks'
-weights after every step, rank 0 compares losses, gradients, weights and evaluation with the serial run's.
+Each test runs the cases of its number of ranks (see `cover.py`) with synchronous sends; `check`
+compares the ranks' weights after every step, rank 0 compares losses, gradients, weights and
+evaluation with the serial run's.
 """
 
 from dataclasses import replace
@@ -40,4 +42,6 @@ def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alon
         )
         case = replace(case, model=model)
         serial = serial_run(setup, alone) if group.is_root else None
-        assert_same(group, run(setup, group, case.layout, synchronous_sends=True), serial, setup, str(case))
+        assert_same(
+            group, run(setup, group, case.layout, synchronous_sends=True), serial, setup, str(case)
+        )

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.simulated
 
 
 def test_evaluating_between_steps_changes_nothing(group: Group, alone: Group) -> None:
-    """Before, between and after steps, under every kind of layout; batches of 49 and 41 rows, cut into microbatches."""
+    """Before, between and after steps, under every kind of layout; batches of 49 and 41 rows, cut
+    into microbatches.
+    """
     setup = NOISY
 
     def work(worker: Any) -> list[float]:
@@ -39,6 +41,8 @@ def test_evaluation_uses_running_statistics_and_leaves_them(group: Group) -> Non
         norms = [layer for _, layer in worker.model.named_modules() if isinstance(layer, BatchNorm)]
         before = [norm.running_mean.data.copy() for norm in norms]
         evaluate(NOISY, worker)
-        same = [(norm.running_mean.data == old).all() for norm, old in zip(norms, before, strict=True)]
+        same = [
+            (norm.running_mean.data == old).all() for norm, old in zip(norms, before, strict=True)
+        ]
         assert all(map(all, group.gather(list(map(bool, same)))))
         release(worker)

@@ -1,4 +1,6 @@
-"""A run that changes its layout halfway, by the state of the whole model, goes on as the serial run does."""
+"""A run that changes its layout halfway, by the state of the whole model, goes on as the serial run
+does.
+"""
 
 from dataclasses import replace
 from itertools import islice
@@ -34,7 +36,9 @@ def steps(setup: Setup, worker: Worker, first: int, last: int) -> list[float]:
 def arrays(worker: Worker) -> dict[str, Array]:
     """Return the whole model's arrays and the optimizer's, on rank 0."""
     model, optimizer = worker.state()
-    return model.to_dict() | {f"optimizer {name}": array for name, array in optimizer.to_dict().items()}
+    return model.to_dict() | {
+        f"optimizer {name}": array for name, array in optimizer.to_dict().items()
+    }
 
 
 def serial(
@@ -58,7 +62,9 @@ def move(old: Worker, new: Worker) -> None:
 
 @pytest.mark.parametrize("name", sorted(SETUPS))
 def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, name: str) -> None:
-    """Each kind of layout is once the first and once the second; the second starts with other weights."""
+    """Each kind of layout is once the first and once the second; the second starts with other
+    weights.
+    """
     setup = SETUPS[name]
     losses, expected = serial(setup, group, alone)
     limit = tolerance(setup.dtype, STEPS, setup.optimizer)
@@ -75,7 +81,11 @@ def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, 
         assert np.allclose(found, losses, rtol=limit, atol=0)
         mine = arrays(after)
         release(after)
-        wrong = [key for key, array in mine.items() if not np.allclose(array, expected[key], rtol=limit, atol=limit)]
+        wrong = [
+            key
+            for key, array in mine.items()
+            if not np.allclose(array, expected[key], rtol=limit, atol=limit)
+        ]
         wrong += sorted(mine.keys() ^ expected.keys()) if group.is_root else []
         assert not any(group.gather(wrong)), (first, second)
 

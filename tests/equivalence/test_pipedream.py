@@ -1,6 +1,8 @@
-"""PipeDream: each microbatch's backward uses the weights that its forward used, and every stage its own version.
+"""PipeDream: each microbatch's backward uses the weights that its forward used, and every stage its
+own version.
 
-The reference here computes serially with the whole model, and keeps each stage's weights after every update:
+The reference here computes serially with the whole model, and keeps each stage's weights after
+every update:
 
     stage s, microbatch m: the weights after max(0, m - (S - 1 - s)) of the batch's updates
     update m of stage s:   from the newest weights, by the gradient at the stashed ones
@@ -37,12 +39,15 @@ class Delayed:
     """The serial reference, for so many stages."""
 
     def __init__(self, setup: Setup, split: tuple[int, ...]) -> None:
-        self.model = setup.model(digits().sample_shape, digits().classes).initialize(seed=5, dtype="float64")
+        self.model = setup.model(digits().sample_shape, digits().classes).initialize(
+            seed=5, dtype="float64"
+        )
         layers = open_chain(self.model)
         starts = [sum(split[:i]) for i in range(len(split))]
         cuts = [range(start, start + length) for start, length in zip(starts, split, strict=True)]
         self.stages = [
-            [name for name, _ in ModelPart(self.model, part).named_parameters()] for part in cut_chain(layers, cuts)
+            [name for name, _ in ModelPart(self.model, part).named_parameters()]
+            for part in cut_chain(layers, cuts)
         ]
         self.parameters = dict(self.model.named_parameters())
         self.weights = {name: parameter.data.copy() for name, parameter in self.parameters.items()}
@@ -61,7 +66,9 @@ class Delayed:
             rows = slice(cut.start, cut.stop)
             self.model.storage.zero_grad()
             with training(3, self.updates + m, cut.first_row):
-                loss = cross_entropy(self.model(Tensor(batch.x[rows])), batch.y[rows], reduction="sum")
+                loss = cross_entropy(
+                    self.model(Tensor(batch.x[rows])), batch.y[rows], reduction="sum"
+                )
             loss.backward(np.asarray(1 / (cut.stop - cut.start)))
             self.model.storage.finish_gradients()
             total += loss.item()
@@ -79,7 +86,9 @@ class Delayed:
         return result
 
 
-def trained(setup: Setup, group: Group, layout: Layout) -> tuple[list[float], list[list[list[int]]], dict[str, Array]]:
+def trained(
+    setup: Setup, group: Group, layout: Layout
+) -> tuple[list[float], list[list[list[int]]], dict[str, Array]]:
     """Return the losses, every step's staleness on each rank, and the weights on every rank."""
     worker = build(setup, group, layout, synchronous_sends=True)
     reports = [worker.step(batch) for batch in islice(batches(setup, worker), STEPS)]
@@ -90,7 +99,9 @@ def trained(setup: Setup, group: Group, layout: Layout) -> tuple[list[float], li
 
 @pytest.mark.parametrize("name", sorted(SETUPS))
 def test_it_is_the_serial_run_with_delayed_weights(group: Group, name: str) -> None:
-    """Bitwise where only the pipeline spreads the model; the last batch of an epoch has fewer microbatches."""
+    """Bitwise where only the pipeline spreads the model; the last batch of an epoch has fewer
+    microbatches.
+    """
     setup = SETUPS[name]
     for dp, pp, tp in meshes(group.size):
         if pp == 1:
@@ -105,4 +116,8 @@ def test_it_is_the_serial_run_with_delayed_weights(group: Group, name: str) -> N
             assert losses[step] == pytest.approx(loss, rel=1e-12)
         exact = dp == tp == 1
         for key, value in reference.weights.items():
-            assert np.array_equal(weights[key], value) if exact else np.allclose(weights[key], value, rtol=1e-9)
+            assert (
+                np.array_equal(weights[key], value)
+                if exact
+                else np.allclose(weights[key], value, rtol=1e-9)
+            )

@@ -1,7 +1,9 @@
-"""In half precision, too, a run under every layout is that of one rank in the same precision, up to rounding.
+"""In half precision, too, a run under every layout is that of one rank in the same precision, up to
+rounding.
 
-Sums over ranks are taken in float32, so that a layout rounds where one rank does, but for products that are cut into
-parts of other sizes: what is left is a difference of some roundings, and is bounded by a multiple of one of them.
+Sums over ranks are taken in float32, so that a layout rounds where one rank does, but for products
+that are cut into parts of other sizes: what is left is a difference of some roundings, and is
+bounded by a multiple of one of them.
 """
 
 from dataclasses import replace
@@ -21,12 +23,18 @@ from tests.equivalence.rows import NOISY, replicas
 from tests.harness.slow import MORE_LAYOUTS
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-# How many roundings a gradient or five updates may differ by: twice what was seen. Where rounding moves a value over a
-# ReLU's kink, or another pixel is its window's largest, a gradient goes another way, and those differences are larger.
+# How many roundings a gradient or five updates may differ by: twice what was seen. Where rounding
+# moves a value over a ReLU's kink, or another pixel is its window's largest, a gradient goes
+# another way, and those differences are larger.
 GROWTH = {"cnn": 40, "tied": 3, "words": 3, "noisy": 4}
 
-SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}, "dtype": "float32"}
-CNN = Setup(cnn, {"hidden": (11, 9)}, microbatches=3, **SGD)  # Adam would divide small roundings by their own size
+SGD: dict[str, Any] = {
+    "optimizer": "sgd",
+    "optimizer_options": {"momentum": 0.9},
+    "dtype": "float32",
+}
+# Adam would divide small roundings by their own size
+CNN = Setup(cnn, {"hidden": (11, 9)}, microbatches=3, **SGD)
 # A setup, how it is spread, and what workers are told beside that.
 ROWS: dict[str, tuple[Setup, Any, dict[str, Any]]] = {
     "cnn": (CNN, kinds, {}),
@@ -34,7 +42,11 @@ ROWS: dict[str, tuple[Setup, Any, dict[str, Any]]] = {
     "words": (Setup(own.words, microbatches=2, prepare=own.integers, **SGD), kinds, {}),
     "noisy": (replace(NOISY, **SGD), kinds, {}),
     "fused update": (CNN, replicas, {"fused_update": True}),
-    "ring, overlapped": (CNN, replicas, {"allreduce": "ring", "overlap": True, "bucket_bytes": 2000}),
+    "ring, overlapped": (
+        CNN,
+        replicas,
+        {"allreduce": "ring", "overlap": True, "bucket_bytes": 2000},
+    ),
     "clipped": (replace(CNN, worker={"clip": 0.5}), replicas, {}),
 }
 HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
@@ -43,7 +55,12 @@ MORE = pytest.mark.slow(MORE_LAYOUTS)
 
 def distance(ours: dict[str, Array], theirs: dict[str, Array], length: float) -> float:
     """Return how far arrays are from others, relative to a length."""
-    return float(np.sqrt(sum(((ours[name] - theirs[name]).astype(float) ** 2).sum() for name in theirs))) / length
+    return (
+        float(
+            np.sqrt(sum(((ours[name] - theirs[name]).astype(float) ** 2).sum() for name in theirs))
+        )
+        / length
+    )
 
 
 def length(arrays: dict[str, Array]) -> float:
@@ -77,13 +94,19 @@ def start(setup: Setup) -> dict[str, Array]:
             name,
             precision,
             marks=[HOST] * (name == "fused update")
-            + [MORE] * ((name, precision) in (("cnn", "fp16"), ("words", "fp16"), ("tied", "bf16"), ("noisy", "bf16"))),
+            + [MORE]
+            * (
+                (name, precision)
+                in (("cnn", "fp16"), ("words", "fp16"), ("tied", "bf16"), ("noisy", "bf16"))
+            ),
         )
         for name, precision in product(ROWS, ROUNDING)
     ],
 )
 def test_it_is_the_run_of_one_rank(group: Group, alone: Group, name: str, precision: str) -> None:
-    """Replicas, pipelines, shared layers, and what combines them, in the schedules in turn; all ways of gradients."""
+    """Replicas, pipelines, shared layers, and what combines them, in the schedules in turn; all
+    ways of gradients.
+    """
     setup, layouts, options = ROWS[name]
     setup = replace(setup, worker={**setup.worker, "precision": precision})
     reference = serial_run(setup, alone) if group.is_root else None
@@ -94,4 +117,6 @@ def test_it_is_the_run_of_one_rank(group: Group, alone: Group, name: str, precis
         wrong = {what: error for what, error in found.items() if not error <= limit}
         everyone = group.gather([wrong, parallel.losses])
         assert not everyone[0][0], f"{layout}: {everyone[0][0]}, more than {limit:.2g}"
-        assert all(theirs[1] == everyone[0][1] for theirs in everyone), f"{layout}: ranks report different losses"
+        assert all(theirs[1] == everyone[0][1] for theirs in everyone), (
+            f"{layout}: ranks report different losses"
+        )

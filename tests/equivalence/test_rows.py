@@ -1,7 +1,8 @@
-"""The contract: with the global batch fixed, each row of `rows.py` is the serial run, under every layout it names.
+"""The contract: with the global batch fixed, each row of `rows.py` is the serial run, under every
+layout it names.
 
-`check` compares the ranks' weights after every step; rank 0 compares losses, gradients, weights and evaluation with the
-serial run's, within a tolerance of rounding, or to the last bit.
+`check` compares the ranks' weights after every step; rank 0 compares losses, gradients, weights and
+evaluation with the serial run's, within a tolerance of rounding, or to the last bit.
 """
 
 from dataclasses import replace
@@ -25,26 +26,38 @@ def test_it_is_the_serial_run(group: Group, alone: Group, name: str) -> None:
     serial = serial_run(row.alone or row.setup, alone, row.serial) if group.is_root else None
     for layout in row.layouts(group.size, row.setup):
         parallel = run(row.setup, group, layout, synchronous_sends=True, **row.options)
-        assert_same(group, parallel, serial, row.setup, f"{name}, {layout}", exact=row.serial is not None)
+        assert_same(
+            group, parallel, serial, row.setup, f"{name}, {layout}", exact=row.serial is not None
+        )
 
 
 def name(case: Any) -> str:
     if isinstance(case, Setup):
         return case.model.__name__
-    axes = [f"{axis} {size}" for axis in ("dp", "pp", "tp", "sp") if (size := getattr(case, axis) or 1) > 1]
+    axes = [
+        f"{axis} {size}"
+        for axis in ("dp", "pp", "tp", "sp")
+        if (size := getattr(case, axis) or 1) > 1
+    ]
     return f"{' '.join(axes)} {case.sp_attention} zero {case.zero}"
 
 
-@pytest.mark.host_only("the device's double takes long, and runs the same kernels in the rows above")
+@pytest.mark.host_only(
+    "the device's double takes long, and runs the same kernels in the rows above"
+)
 @pytest.mark.parametrize(
-    ("setup", "layout"), cases([*SINGLE, *REST], lambda setup, layout: (setup, layout) in SINGLE), ids=name
+    ("setup", "layout"),
+    cases([*SINGLE, *REST], lambda setup, layout: (setup, layout) in SINGLE),
+    ids=name,
 )
 def test_a_layout_is_the_serial_run(setup: Setup, layout: Layout) -> None:
     (serial,) = simulate(lambda group: serial_run(setup, group), 1)
     ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
     parallel = simulate(lambda group: run(setup, group, layout), ranks)
     assert not differences(parallel[0], serial, setup)
-    assert all((each.losses, each.norms) == (parallel[0].losses, parallel[0].norms) for each in parallel)
+    assert all(
+        (each.losses, each.norms) == (parallel[0].losses, parallel[0].norms) for each in parallel
+    )
 
 
 @pytest.mark.simulated
@@ -52,4 +65,6 @@ def test_the_usual_sums_have_other_bits(group: Group, alone: Group) -> None:
     """Or the rows of a fixed order would show nothing."""
     setup = replace(SETUPS["cnn"], dtype="float32", microbatches=5)
     parallel = run(setup, group, Layout(dp=group.size), fused_update=False)
-    assert not group.is_root or differences(parallel, serial_run(setup, alone, FIXED), setup, exact=True)
+    assert not group.is_root or differences(
+        parallel, serial_run(setup, alone, FIXED), setup, exact=True
+    )

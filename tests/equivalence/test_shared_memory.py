@@ -1,4 +1,6 @@
-"""Training through shared memory, and with the fused update, against other ways: the same run to the last bit."""
+"""Training through shared memory, and with the fused update, against other ways: the same run to
+the last bit.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +28,21 @@ def ranks(group: Group) -> Group:
 def build(group: Group, optimizer: str = "adamw", **options: Any) -> Worker:
     """Return a worker for the digits."""
     dataset = digits()
-    model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=group.rank, dtype="float32")
-    return Worker(model, optim.build(optimizer, model.storage, lr=0.01), group, **grouped(**options))
+    model = models.mlp(dataset.sample_shape, dataset.classes).initialize(
+        seed=group.rank, dtype="float32"
+    )
+    return Worker(
+        model, optim.build(optimizer, model.storage, lr=0.01), group, **grouped(**options)
+    )
 
 
 def batches(group: Group) -> list[Batch]:
     """Return this rank's parts of an epoch's batches."""
-    return list(Loader(digits(), BATCH_SIZE, seed=3, rank=group.rank, world=group.size, dtype="float32").epoch(0))
+    return list(
+        Loader(
+            digits(), BATCH_SIZE, seed=3, rank=group.rank, world=group.size, dtype="float32"
+        ).epoch(0)
+    )
 
 
 def train(worker: Worker, parts: list[Batch]) -> list[list[float]]:
@@ -49,13 +59,19 @@ def weights(model: Module) -> str:
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer: str) -> None:
-    fused, plain = build(ranks, optimizer, fused_update=True), build(ranks, optimizer, allreduce="shared")
+    fused, plain = (
+        build(ranks, optimizer, fused_update=True),
+        build(ranks, optimizer, allreduce="shared"),
+    )
     steps = [train(worker, batches(ranks)) for worker in (fused, plain)]
     right = [fused.exchange.is_fused, np.allclose(steps[0], steps[1], rtol=1e-6)]
     right += [[loss for loss, _ in steps[0]] == [loss for loss, _ in steps[1]]]
     right += [weights(fused.model) == weights(plain.model)]
     ours, theirs = (worker.state()[1].to_dict(everywhere=True) for worker in (fused, plain))
-    right += [fused.scalars() == plain.scalars(), all(np.array_equal(ours[name], theirs[name]) for name in theirs)]
+    right += [
+        fused.scalars() == plain.scalars(),
+        all(np.array_equal(ours[name], theirs[name]) for name in theirs),
+    ]
     assert all(map(all, ranks.gather([bool(each) for each in right])))
 
 
@@ -74,12 +90,16 @@ def test_a_fused_update_of_what_is_not_finite_does_not_happen(ranks: Group) -> N
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.mpi
-@pytest.mark.parametrize("way", [{"allreduce": "shared"}, {"allreduce": "auto"}, {"fused_update": True}], ids=str)
+@pytest.mark.parametrize(
+    "way", [{"allreduce": "shared"}, {"allreduce": "auto"}, {"fused_update": True}], ids=str
+)
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5])
 def test_without_room_it_goes_another_way_and_says_so(
     ranks: Group, way: dict[str, Any], after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The room ends after so many windows: for flags, weights, gradients, the optimizer's state ..."""
+    """The room ends after so many windows: for flags, weights, gradients, the optimizer's state
+    ...
+    """
     left = SimpleNamespace(windows=after)
 
     def free_bytes() -> int:
@@ -93,8 +113,13 @@ def test_without_room_it_goes_another_way_and_says_so(
     monkeypatch.undo()
     steps = train(worker, batches(ranks))
     told = "has only 0 free" in worker.notice + str(worker.parallel.exchange.choices)
-    whole = worker.exchange.is_fused or {c.algorithm for c in worker.parallel.exchange.choices} == {"shared"}
-    silent = "allreduce" in way and (ranks.size == 1 or way["allreduce"] == "auto")  # it simply chooses something else
+    whole = worker.exchange.is_fused or {c.algorithm for c in worker.parallel.exchange.choices} == {
+        "shared"
+    }
+    # it simply chooses something else
+    silent = "allreduce" in way and (ranks.size == 1 or way["allreduce"] == "auto")
     outcome = [told or silent or (whole and left.windows >= 0), np.isfinite(steps).all()]
-    outcome += [np.allclose(worker.model.storage.data[0], reference.model.storage.data[0], atol=2e-3)]
+    outcome += [
+        np.allclose(worker.model.storage.data[0], reference.model.storage.data[0], atol=2e-3)
+    ]
     assert all(map(all, ranks.gather([bool(each) for each in outcome])))

@@ -1,6 +1,8 @@
-"""Losses and accuracies of sequences are means over the tokens that are to be predicted, under every layout.
+"""Losses and accuracies of sequences are means over the tokens that are to be predicted, under
+every layout.
 
-The rows of a batch have from none to seven of them: a mean over rows, or a mean of the ranks' means, is another number.
+The rows of a batch have from none to seven of them: a mean over rows, or a mean of the ranks'
+means, is another number.
 """
 
 from functools import partial
@@ -35,9 +37,15 @@ def trained(group: Group, sync: Sync | None = None) -> tuple[dict[str, Array], T
     """Return the weights after two epochs, and the first one's totals."""
     net = model()
     optimizer = optim.SGD(net.storage, lr=0.3)
-    worker: Trainer = Worker(net, optimizer, group) if sync is None else AsynchronousWorker(net, optimizer, group, sync)
+    worker: Trainer = (
+        Worker(net, optimizer, group)
+        if sync is None
+        else AsynchronousWorker(net, optimizer, group, sync)
+    )
     loader = Loader(tokens(), BATCH, rank=group.rank, world=group.size, dtype="float64")
-    totals = [worker.run(loader, epoch, 0, 3, 3 * epoch, lambda _: 0.3).totals for epoch in range(2)]
+    totals = [
+        worker.run(loader, epoch, 0, 3, 3 * epoch, lambda _: 0.3).totals for epoch in range(2)
+    ]
     weights = worker.state()[0].to_dict(everywhere=True)
     worker.release()
     return weights, totals[0]
@@ -50,7 +58,10 @@ def test_a_mean_is_over_the_labels_that_count(group: Group) -> None:
     report = Worker(updated, optim.SGD(updated.storage, lr=0.3), group).step(batch)
     kept = batch.y >= 0
     logits = net(Tensor(batch.x)).numpy()
-    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(batch.y, 0)[..., None], -1)[..., 0]
+    losses = (
+        np.log(np.exp(logits).sum(-1))
+        - np.take_along_axis(logits, np.maximum(batch.y, 0)[..., None], -1)[..., 0]
+    )
     assert report.targets == batch.own_targets == batch.global_targets == kept.sum() != kept.size
     assert batch.targets == tuple(kept[cut.start : cut.stop].sum() for cut in batch.cuts)
     assert report.loss == pytest.approx(losses[kept].mean(), rel=1e-13)
@@ -64,7 +75,9 @@ def test_a_mean_is_over_the_labels_that_count(group: Group) -> None:
 
 @pytest.mark.parametrize("sync", [Sync("local", local_steps=1), Sync("ssp", staleness=0)], ids=str)
 def test_workers_that_meet_after_every_step_do(sync: Sync) -> None:
-    """A local step and a mean weighted by tokens, or gradients that a server adds up, are the synchronous step."""
+    """A local step and a mean weighted by tokens, or gradients that a server adds up, are the
+    synchronous step.
+    """
     ((expected, whole),) = simulate(trained, 1)
     for weights, totals in simulate(partial(trained, sync=sync), 3):
         for name, value in expected.items():
@@ -76,7 +89,9 @@ def test_workers_that_meet_after_every_step_do(sync: Sync) -> None:
 
 def test_samples_of_ones_own_are_counted_over_all_workers() -> None:
     def main(group: Group) -> tuple[int, tuple[int, ...]]:
-        loader = Loader(tokens(), BATCH, rank=group.rank, world=group.size, partition="iid", microbatches=2)
+        loader = Loader(
+            tokens(), BATCH, rank=group.rank, world=group.size, partition="iid", microbatches=2
+        )
         batch = list(loader.epoch(1))[1]
         return batch.own_targets, batch.targets
 

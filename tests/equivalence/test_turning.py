@@ -1,4 +1,6 @@
-"""Stages there and back are the serial run's: first and last on one rank, two on the rank of the turn, uneven."""
+"""Stages there and back are the serial run's: first and last on one rank, two on the rank of the
+turn, uneven.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +35,13 @@ def test_stages_there_and_back_give_the_serial_run(group: Group, alone: Group, n
         mesh = (2, 2, 1) if group.size == 4 and number == 1 else (1, group.size, 1)
         layout = spread(setup, mesh, schedule, activation_memory="least" if number == 1 else None)
         assert layout.schedule == schedule
-        assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, f"{name} {layout}")
+        assert_same(
+            group,
+            run(setup, group, layout, synchronous_sends=True),
+            serial,
+            setup,
+            f"{name} {layout}",
+        )
 
 
 @pytest.mark.simulated(min_size=2, max_size=3)

@@ -1,6 +1,8 @@
-"""Defects of what ranks share out, by exercise: (what is wrong, the function, what the sentence must have).
+"""Defects of what ranks share out, by exercise: (what is wrong, the function, what the sentence
+must have).
 
-Those whose result is right, and which are found by a number alone, say "right" in what they are told.
+Those whose result is right, and which are found by a number alone, say "right" in what they are
+told.
 """
 
 from __future__ import annotations
@@ -65,12 +67,16 @@ def embedded(group, part, shape):
     return right._sum(group, whole).ravel()[: shape[0] * shape[1]].reshape(shape)
 
 
-def forward(group, x, parts, shapes, gather=right._gather, relu=lambda x: np.maximum(x, 0), mine=slice(None)):
+def forward(
+    group, x, parts, shapes, gather=right._gather, relu=lambda x: np.maximum(x, 0), mine=slice(None)
+):
     w = [gather(group, part, shape) for part, shape in zip(parts[mine], shapes[mine], strict=True)]
     return relu(x @ w[0]) @ w[1]
 
 
-def backward(group, inputs, grad, parts, shapes, scatter=right._scatter, mask=True, gather=right._gather):
+def backward(
+    group, inputs, grad, parts, shapes, scatter=right._scatter, mask=True, gather=right._gather
+):
     last = scatter(group, inputs[1].T @ grad)
     grad = grad @ gather(group, parts[1], shapes[1]).T * ((inputs[1] > 0) if mask else 1)
     return grad @ gather(group, parts[0], shapes[0]).T, scatter(group, inputs[0].T @ grad), last
@@ -84,7 +90,9 @@ def summed_part(group, gradient):
     return own_part(group, right._sum(group, gradient))
 
 
-def adam(group, weights, gradient, m, v, mine, step, scatter=None, correct=True, inside=0.0, share=True):
+def adam(
+    group, weights, gradient, m, v, mine, step, scatter=None, correct=True, inside=0.0, share=True
+):
     (scatter or group.reduce_scatter)(gradient)
     own = gradient[mine]
     m[:], v[:] = 0.9 * m + 0.1 * own, 0.999 * v + 0.001 * own**2
@@ -98,7 +106,10 @@ def experts_everywhere(group, x, chosen, experts, owner):
     """All tokens go to all ranks."""
     tokens = group.all_to_all([np.column_stack([x, chosen])] * group.size)
     made = [
-        np.array([row[:-1] @ experts.get(int(row[-1]), np.zeros((x.shape[1],) * 2)) for row in part]) for part in tokens
+        np.array(
+            [row[:-1] @ experts.get(int(row[-1]), np.zeros((x.shape[1],) * 2)) for row in part]
+        )
+        for part in tokens
     ]
     return np.sum(group.all_to_all(made), axis=0)
 
@@ -142,11 +153,21 @@ def ends(rows, rank, size):
 GIVES = r"rows? on \d ranks?, rank \d: it gives .*, and must give \(\d+, \d+\)"
 TIME = r"the result is right, but it takes [\d.]+ s of simulated time, and [\d.]+ are enough"
 DEFECTS: dict[str, list[Mistake]] = {
-    "all-to-all": [("whole rows go around", whole_rows, r"the result is right, but rank 0 sends \d+ chunks, and \d+")],
+    "all-to-all": [
+        (
+            "whole rows go around",
+            whole_rows,
+            r"the result is right, but rank 0 sends \d+ chunks, and \d+",
+        )
+    ],
     "data-split": [
         ("what is left is dropped", lambda n, r, p: (r * (n // p), (r + 1) * (n // p)), GIVES),
         ("too many", lambda n, r, p: (r * -(-n // p), (r + 1) * -(-n // p)), GIVES),
-        ("one row twice", changed(right.data_split, lambda part, *_: (part[0], part[1] + 1)), GIVES),
+        (
+            "one row twice",
+            changed(right.data_split, lambda part, *_: (part[0], part[1] + 1)),
+            GIVES,
+        ),
         ("a list of rows", changed(right.data_split, lambda part, *_: [*range(*part)]), GIVES),
         ("halves of rows", lambda n, r, p: (r * n / p, (r + 1) * n / p), GIVES),
         ("the last takes the rest", ends, GIVES),
@@ -155,13 +176,25 @@ DEFECTS: dict[str, list[Mistake]] = {
         ("a mean of means", lambda g, x, n: right._sum(g, x / max(n, 1)) / g.size, DIFFERS),
         ("over ranks, not rows", lambda g, x, n: right._sum(g, x) / g.size, DIFFERS),
         ("own rows alone", lambda g, x, n: x / max(n, 1), DIFFERS),
-        ("divided by own rows", lambda g, x, n: right._sum(g, x) / n, "divide by zero|is .*, and must be"),
+        (
+            "divided by own rows",
+            lambda g, x, n: right._sum(g, x) / n,
+            "divide by zero|is .*, and must be",
+        ),
         ("all is gathered", lambda g, x, n: (b := sum(everyones(g, [*x, n])))[:-1] / b[-1], SLOW),
     ],
     "grid-split": [
         ("colours changed round", lambda g, tp, x: right.grid_split(g, g.size // tp, x), DIFFERS),
-        ("one colour", lambda g, tp, x: (right._sum(g, x), np.concatenate(everyones(g, x))), f"{DIFFERS}|{SHAPE}"),
-        ("keys the other way", changed(right.grid_split, lambda y, g, tp, x: (y[0], y[1][::-1])), DIFFERS),
+        (
+            "one colour",
+            lambda g, tp, x: (right._sum(g, x), np.concatenate(everyones(g, x))),
+            f"{DIFFERS}|{SHAPE}",
+        ),
+        (
+            "keys the other way",
+            changed(right.grid_split, lambda y, g, tp, x: (y[0], y[1][::-1])),
+            DIFFERS,
+        ),
         ("a sum alone", changed(right.grid_split, lambda y, g, tp, x: y[0]), "must be 2 arrays"),
         (
             "all is gathered",
@@ -175,13 +208,29 @@ DEFECTS: dict[str, list[Mistake]] = {
     "gathered-linear": [
         ("own columns alone", lambda g, x, w, n: x @ w, SHAPE),
         ("columns as rows", changed(right.gathered_linear, lambda y, *_: y.T), SHAPE),
-        ("ranks in the wrong order", changed(right.gathered_linear, lambda y, g, *_: np.roll(y, g.rank, 1)), DIFFERS),
+        (
+            "ranks in the wrong order",
+            changed(right.gathered_linear, lambda y, g, *_: np.roll(y, g.rank, 1)),
+            DIFFERS,
+        ),
         ("a sum with zeros", summed_columns, SLOW),
     ],
     "gathered-gradient": [
-        ("not summed", lambda g, x, w, grad, mine: (grad[:, mine] @ w.T, x.T @ grad[:, mine]), DIFFERS),
-        ("all columns", lambda g, x, w, grad, mine: (right.column_gradient(g, grad[:, mine], w), x.T @ grad), SHAPE),
-        ("one array", lambda g, x, w, grad, mine: right.column_gradient(g, grad[:, mine], w), "must be 2 arrays"),
+        (
+            "not summed",
+            lambda g, x, w, grad, mine: (grad[:, mine] @ w.T, x.T @ grad[:, mine]),
+            DIFFERS,
+        ),
+        (
+            "all columns",
+            lambda g, x, w, grad, mine: (right.column_gradient(g, grad[:, mine], w), x.T @ grad),
+            SHAPE,
+        ),
+        (
+            "one array",
+            lambda g, x, w, grad, mine: right.column_gradient(g, grad[:, mine], w),
+            "must be 2 arrays",
+        ),
     ],
     "pair-gradient": [
         (
@@ -189,18 +238,34 @@ DEFECTS: dict[str, list[Mistake]] = {
             lambda g, x, a, b, y: (right._sum(g, y @ b.T @ a.T), x.T @ (y @ b.T), (x @ a).T @ y),
             DIFFERS,
         ),
-        ("not summed", lambda g, *rest: right.pair_gradient(type("", (), {"all_reduce": id})(), *rest), DIFFERS),
+        (
+            "not summed",
+            lambda g, *rest: right.pair_gradient(type("", (), {"all_reduce": id})(), *rest),
+            DIFFERS,
+        ),
         (
             "weights summed",
             changed(right.pair_gradient, lambda y, g, *_: (y[0], y[1] * g.size, y[2] * g.size)),
             DIFFERS,
         ),
-        ("two sums", changed(right.pair_gradient, lambda y, g, x, *_: (y[0] + 0 * right._sum(g, x), *y[1:])), SLOW),
+        (
+            "two sums",
+            changed(right.pair_gradient, lambda y, g, x, *_: (y[0] + 0 * right._sum(g, x), *y[1:])),
+            SLOW,
+        ),
     ],
     "zero3-partition": [
         ("not padded", lambda g, w: np.array_split(w.ravel(), g.size)[g.rank], SHAPE),
-        ("zeros in front", lambda g, w: np.split(np.append(np.zeros(-w.size % g.size), w), g.size)[g.rank], DIFFERS),
-        ("another's", lambda g, w: right.zero3_partition(type("", (), {"size": g.size, "rank": 0})(), w), DIFFERS),
+        (
+            "zeros in front",
+            lambda g, w: np.split(np.append(np.zeros(-w.size % g.size), w), g.size)[g.rank],
+            DIFFERS,
+        ),
+        (
+            "another's",
+            lambda g, w: right.zero3_partition(type("", (), {"size": g.size, "rank": 0})(), w),
+            DIFFERS,
+        ),
     ],
     "zero3-forward": [
         ("ReLU forgotten", lambda *v: forward(*v, relu=lambda x: x), DIFFERS),
@@ -212,7 +277,11 @@ DEFECTS: dict[str, list[Mistake]] = {
     "zero3-backward": [
         ("ReLU forgotten", lambda *v: backward(*v, mask=False), DIFFERS),
         ("not summed", lambda *v: backward(*v, scatter=own_part), DIFFERS),
-        ("the mean", changed(right.zero3_backward, lambda y, g, *_: (y[0], y[1] / g.size, y[2] / g.size)), DIFFERS),
+        (
+            "the mean",
+            changed(right.zero3_backward, lambda y, g, *_: (y[0], y[1] / g.size, y[2] / g.size)),
+            DIFFERS,
+        ),
         ("whole gradients", lambda *v: backward(*v, scatter=right._sum), SHAPE),
         ("summed everywhere", lambda *v: backward(*v, scatter=summed_part), SLOW),
     ],
@@ -226,13 +295,25 @@ DEFECTS: dict[str, list[Mistake]] = {
     "expert-parallel": [
         ("in the order of ranks", experts_unordered, DIFFERS),
         ("one expert a rank", expert_of_rank, DIFFERS),
-        ("own experts alone", lambda g, x, c, experts, o: [[*x[i] @ experts[e]] for i, e in enumerate(c)], "KeyError"),
-        ("a part too few", lambda g, x, *_: g.all_to_all([x] * (g.size - 1)), "takes a part for each of"),
+        (
+            "own experts alone",
+            lambda g, x, c, experts, o: [[*x[i] @ experts[e]] for i, e in enumerate(c)],
+            "KeyError",
+        ),
+        (
+            "a part too few",
+            lambda g, x, *_: g.all_to_all([x] * (g.size - 1)),
+            "takes a part for each of",
+        ),
         ("all tokens go to all", experts_everywhere, SLOW),
     ],
     "overlap": [
         ("the last layer first", changed(right.overlap, lambda sums, _: sums[::-1]), SHAPE),
-        ("front to back", lambda b: [b.gradient(layer) for layer in range(b.layers)], "when it is the turn of layer 3"),
+        (
+            "front to back",
+            lambda b: [b.gradient(layer) for layer in range(b.layers)],
+            "when it is the turn of layer 3",
+        ),
         ("not summed", lambda b: [b.gradient(layer) for layer in (3, 2, 1, 0)][::-1], DIFFERS),
         ("rank 0 leaves one out", one_sum_less, "rank"),
         ("waits for each", waits_for_each, TIME),
@@ -244,11 +325,21 @@ DEFECTS: dict[str, list[Mistake]] = {
             lambda s, m: [[(i, j) for j in range(s)] for i in range(m)],
             "comes before .* is over",
         ),
-        ("the last one is missing", changed(right.gpipe_clock, lambda found, *_: found[:-1]), "is missing"),
-        ("twice", changed(right.gpipe_clock, lambda found, *_: [*found, found[0]]), "is done already"),
+        (
+            "the last one is missing",
+            changed(right.gpipe_clock, lambda found, *_: found[:-1]),
+            "is missing",
+        ),
+        (
+            "twice",
+            changed(right.gpipe_clock, lambda found, *_: [*found, found[0]]),
+            "is done already",
+        ),
         (
             "stage and microbatch the other way",
-            changed(right.gpipe_clock, lambda found, *_: [[(s, m) for m, s in each] for each in found]),
+            changed(
+                right.gpipe_clock, lambda found, *_: [[(s, m) for m, s in each] for each in found]
+            ),
             r"comes before|is no \(microbatch, stage\)|has another microbatch",
         ),
         ("no lists", lambda s, m: s * m, "give a list of lists"),

@@ -1,4 +1,5 @@
-"""Mistakes to plant into a right solution: each is made of the right function, and says what must be found.
+"""Mistakes to plant into a right solution: each is made of the right function, and says what must
+be found.
 
 line-reduce    the right steps, but rank 1's last one is missing      "rank"
 """
@@ -17,7 +18,9 @@ from tests.exercise.defects import DEFECTS, Mistake, changed
 
 
 def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
-    """Yield mistakes in steps; the sentence names the number of ranks and a rank, most the step and the chunk."""
+    """Yield mistakes in steps; the sentence names the number of ranks and a rank, most the step and
+    the chunk.
+    """
 
     def at_last(steps, change, wanted):
         """Change the last step that is as wanted."""
@@ -25,14 +28,22 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         return [change(step) if found and i == found[-1] else step for i, step in enumerate(steps)]
 
     def other_chunk(chunks, size):
-        return tuple((chunk + 1) % size for chunk in chunks) if len(chunks) < size else tuple(chunks)[1:]
+        return (
+            tuple((chunk + 1) % size for chunk in chunks)
+            if len(chunks) < size
+            else tuple(chunks)[1:]
+        )
 
     def missing(steps, rank, size):
         return steps[: len(steps) - (rank == 1)]
 
     def chunks(steps, rank, size):
         sender = size - 1 if any(step.send for step in right(size - 1, size)) else 0
-        return at_last(steps, lambda s: replace(s, send=other_chunk(s.send, size)), lambda s: s.send and rank == sender)
+        return at_last(
+            steps,
+            lambda s: replace(s, send=other_chunk(s.send, size)),
+            lambda s: s.send and rank == sender,
+        )
 
     def not_reduced(steps, rank, size):
         return [replace(step, reduce=False) for step in steps] if rank == 0 else steps
@@ -45,10 +56,18 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 
     named = r"on \d+ ranks.*rank \d+"
     yield "rank 1 forgets its last step", changed(right, missing), named
-    yield "a rank sends other chunks at its last", changed(right, chunks), rf"{named}, step \d+.*chunks?"
+    yield (
+        "a rank sends other chunks at its last",
+        changed(right, chunks),
+        rf"{named}, step \d+.*chunks?",
+    )
     yield "everybody sends the last ones to somebody else", changed(right, partner), named
     if any(step.reduce for step in right(0, 4)):
-        yield "rank 0 replaces what it must add", changed(right, not_reduced), rf"{named}.*chunk \d+"
+        yield (
+            "rank 0 replaces what it must add",
+            changed(right, not_reduced),
+            rf"{named}.*chunk \d+",
+        )
     if any(step.recv and not step.reduce for step in right(1, 4)):
         yield "all add what they must replace", changed(right, reduced), rf"{named}.*chunk \d+"
     yield (
@@ -56,13 +75,25 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         changed(right, lambda steps, rank, size: None if rank == 2 else steps),
         r"\(2, \d+\) gives a NoneType; give a tuple of Step",
     )
-    yield "a number of rounds too many", changed(right, lambda steps, rank, size: [*steps, *steps]), named
+    yield (
+        "a number of rounds too many",
+        changed(right, lambda steps, rank, size: [*steps, *steps]),
+        named,
+    )
 
 
 def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     if name == "ring-tree-crossover":
-        yield "twice as long", changed(right, lambda M, *values: 2 * M), r"with N = 4, .*it gives .*, and must give"
-        yield "half as long", changed(right, lambda M, *values: M / 2), r"with N = 4, .*it gives .*, and must give"
+        yield (
+            "twice as long",
+            changed(right, lambda M, *values: 2 * M),
+            r"with N = 4, .*it gives .*, and must give",
+        )
+        yield (
+            "half as long",
+            changed(right, lambda M, *values: M / 2),
+            r"with N = 4, .*it gives .*, and must give",
+        )
         yield "no length", changed(right, lambda M, *values: -M), "it gives -.*, and must give"
         return
     yield (
@@ -77,9 +108,17 @@ def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         lambda N, M, alpha, beta, *rest: right(N.bit_length(), M, alpha, beta, *rest),
         "with N = ",
     )
-    yield "a product of both", changed(right, lambda s, N, M, a, b, *rest: s + a * b), "alpha = 1, beta = 1 "
+    yield (
+        "a product of both",
+        changed(right, lambda s, N, M, a, b, *rest: s + a * b),
+        "alpha = 1, beta = 1 ",
+    )
     if name == "ring-cost":
-        yield "divided by //", lambda N, M, alpha, beta: 2 * (N - 1) * (alpha + M // N * beta), "by /, not by //"
+        yield (
+            "divided by //",
+            lambda N, M, alpha, beta: 2 * (N - 1) * (alpha + M // N * beta),
+            "by /, not by //",
+        )
     yield "no number", lambda *values: "cheap", "must give a number"
 
 
@@ -99,24 +138,44 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     named = r"with \d+ ranks and \d+ microbatches.*"
     yield "rank 1 forgets its last instruction", changed(right, without), rf"{named} missing"
     yield "rank 0 does the first one twice", changed(right, twice), rf"{named} 0F0 is done 2 times"
-    yield "stages of the next rank", changed(right, elsewhere), f"{named} (stands on rank|has no place)"
-    yield "a word", changed(right, lambda program, *values: "F0 B0"), "gives a str; give a tuple of Instruction"
+    yield (
+        "stages of the next rank",
+        changed(right, elsewhere),
+        f"{named} (stands on rank|has no place)",
+    )
+    yield (
+        "a word",
+        changed(right, lambda program, *values: "F0 B0"),
+        "gives a str; give a tuple of Instruction",
+    )
     if name != "inference-pipeline":
         yield "the last first", changed(right, backwards), rf"{named} does not stand behind"
     if name == "gpipe":
-        yield "naive", solutions.naive_pipeline, r"it takes \d+ s of simulated time, and \d+ are enough"
+        yield (
+            "naive",
+            solutions.naive_pipeline,
+            r"it takes \d+ s of simulated time, and \d+ are enough",
+        )
     if name == "one-f-one-b":
 
         def long_warm_up(rank, ranks, microbatches):
-            """Return 1F1B with ranks - rank - 1 forwards first, also where there are fewer microbatches."""
+            """Return 1F1B with ranks - rank - 1 forwards first, also where there are fewer
+            microbatches.
+            """
             first, f, b = ranks - rank - 1, iter(range(microbatches)), iter(range(microbatches))
             order = [*"F" * first, *"FB" * (microbatches - first), *"B" * first]
             return [Kind(kind).at(rank, next(f if kind == "F" else b, 0)) for kind in order]
 
-        yield "the warm-up is not cut at the number of microbatches", long_warm_up, rf"{named}0F0 is done"
+        yield (
+            "the warm-up is not cut at the number of microbatches",
+            long_warm_up,
+            rf"{named}0F0 is done",
+        )
         yield "GPipe", solutions.gpipe, r"rank \d keeps \d activations at once, and \d are enough"
     if name == "zero-bubble":
-        whole = changed(right, lambda program, rank, *values: [one for one in program if one.kind is not Kind.W])
+        whole = changed(
+            right, lambda program, rank, *values: [one for one in program if one.kind is not Kind.W]
+        )
         yield "no second halves", whole, "W0 is missing"
 
 
@@ -143,7 +202,11 @@ def of_sharding(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield "nothing is summed", alone, r"on 2 ranks, the result of rank 0.*is .*, and must be"
     yield "only rank 0 sums", not_all, r"on 2 ranks: .*rank"
     if name != "zero-update":
-        yield "no result", changed(right, lambda found, *values: None), r"on 1 rank, the result of rank 0 is None"
+        yield (
+            "no result",
+            changed(right, lambda found, *values: None),
+            r"on 1 rank, the result of rank 0 is None",
+        )
 
 
 def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
@@ -163,6 +226,10 @@ def all_mistakes() -> Iterator[tuple[str, Mistake]]:
     for make, exercises in zip(OF_KIND, KINDS.values(), strict=True):
         for each in exercises:
             own = DEFECTS.get(each.name, [])
-            general = [] if own and each.name != "all-to-all" else make(each.name, getattr(solutions, each.function))
+            general = (
+                []
+                if own and each.name != "all-to-all"
+                else make(each.name, getattr(solutions, each.function))
+            )
             for mistake in (*general, *own):
                 yield each.name, mistake

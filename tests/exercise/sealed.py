@@ -19,7 +19,9 @@ def _mixed(data: bytes) -> bytes:
 
 def seal(text: str) -> None:
     """Write the archive anew."""
-    ARCHIVE.write_text("\n".join([*wrap(b64encode(_mixed(compress(text.encode(), 9))).decode(), 100), ""]))
+    ARCHIVE.write_text(
+        "\n".join([*wrap(b64encode(_mixed(compress(text.encode(), 9))).decode(), 100), ""])
+    )
 
 
 def unseal() -> str:

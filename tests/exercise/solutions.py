@@ -1,4 +1,6 @@
-"""A right solution of every exercise: the package's own where there is one, else that of one who was given it."""
+"""A right solution of every exercise: the package's own where there is one, else that of one who
+was given it.
+"""
 
 from functools import partial
 
@@ -14,7 +16,9 @@ halving_doubling, neighbour_average = halving.halving_doubling, gossip.gossip
 server_cost, ring_cost, tree_cost = (ALGORITHMS[name].seconds for name in ("ps", "ring", "tree"))
 all_gather_cost = COLLECTIVES["all-gather", "ring"].seconds
 naive_pipeline, gpipe, one_f_one_b = schedules.naive, schedules.gpipe, schedules.one_f_one_b
-interleaved, inference_pipeline = (partial(each, virtual=2) for each in (schedules.interleaved, schedules.inference))
+interleaved, inference_pipeline = (
+    partial(each, virtual=2) for each in (schedules.interleaved, schedules.inference)
+)
 zero_bubble = schedules.zero_bubble
 all_to_all = pairwise.pairwise
 

@@ -26,19 +26,26 @@ def test_there_are_thirty_and_all_are_listed() -> None:
     assert len(EXERCISES) >= 30
     listed = main([])
     assert all(f"{kind}:" in listed for kind in KINDS) and max(map(len, listed.splitlines())) <= 100
-    assert all(f"{name} {each.title} " in " ".join(listed.split()) for name, each in EXERCISES.items())
-    assert all("Step(to=1, send=" in main([each.name]) for each in KINDS["collectives"])  # what is to be returned
+    assert all(
+        f"{name} {each.title} " in " ".join(listed.split()) for name, each in EXERCISES.items()
+    )
+    # what is to be returned
+    assert all("Step(to=1, send=" in main([each.name]) for each in KINDS["collectives"])
     page = (ROOT / "docs" / "lessons" / "exercises.md").read_text()
     assert set(re.findall(r"`([a-z0-9-]+)`[,| ]", page.split("## How")[0])) >= set(EXERCISES)
 
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_a_right_solution_passes(name: str) -> None:
-    assert re.match("right (on|in|with)", EXERCISES[name].check(getattr(solutions, EXERCISES[name].function)))
+    assert re.match(
+        "right (on|in|with)", EXERCISES[name].check(getattr(solutions, EXERCISES[name].function))
+    )
 
 
 def test_defects_are_many_and_one_is_found_by_a_number_alone() -> None:
-    """Of each exercise that courses have: three to nine, and a right one that is slow, or sends too much."""
+    """Of each exercise that courses have: three to nine, and a right one that is slow, or sends too
+    much.
+    """
     for name, planted in DEFECTS.items():
         assert name == "all-to-all" or 3 <= len(planted) <= 9, name
         slow = any("right, but" in told or "all is done" in told for *_, told in planted)
@@ -60,12 +67,16 @@ def test_planted_mistakes_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_file_to_begin_with_is_a_program_that_is_not_written_yet(name: str, tmp_path: Path) -> None:
+def test_the_file_to_begin_with_is_a_program_that_is_not_written_yet(
+    name: str, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(main([name]))
     compile(file.read_text(), "mine.py", "exec")
     assert max(map(len, file.read_text().splitlines())) <= 120
-    with pytest.raises(WrongAnswer, match=rf"{EXERCISES[name].function}\(.*NotImplementedError in line \d+"):
+    with pytest.raises(
+        WrongAnswer, match=rf"{EXERCISES[name].function}\(.*NotImplementedError in line \d+"
+    ):
         main([name, str(file)])
 
 
@@ -90,9 +101,15 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
     with pytest.raises(WrongAnswer, match=r"mine.py, line 1"):
         main(["ring-cost", str(file)])
     for wrong, told in (
-        ("import nosuchthing", "raised ModuleNotFoundError in line 1 of mine.py: No module named 'nosuchthing'"),
+        (
+            "import nosuchthing",
+            "raised ModuleNotFoundError in line 1 of mine.py: No module named 'nosuchthing'",
+        ),
         ("\nraise SystemExit", "mine.py ends the program, by SystemExit"),
-        ("def ring_cost(*_):\n    raise SystemExit(0)", "raised SystemExit in line 2 of mine.py: 0"),
+        (
+            "def ring_cost(*_):\n    raise SystemExit(0)",
+            "raised SystemExit in line 2 of mine.py: 0",
+        ),
     ):
         file.write_text(wrong)
         with pytest.raises(NnmpiError, match=told):
@@ -108,14 +125,20 @@ def test_a_loop_without_an_end_is_ended(tmp_path: Path) -> None:
     """With its process, as no exception stops what catches all."""
     file = tmp_path / "mine.py"
     file.write_text(
-        "def ring_cost(*_):\n    while True:\n        try:\n            while True:\n                pass\n"
-        "        except BaseException:\n            pass\n"
+        "def ring_cost(*_):\n    while True:\n        try:\n            while True:\n              "
+        "  pass\n        except BaseException:\n            pass\n"
     )
-    with Solution(file, "ring_cost", limit_s=1) as function, pytest.raises(TimedOut, match="longer than 1 s"):
+    with (
+        Solution(file, "ring_cost", limit_s=1) as function,
+        pytest.raises(TimedOut, match="longer than 1 s"),
+    ):
         EXERCISES["ring-cost"].check(function)
 
 
 def test_results_that_are_no_numbers_are_refused() -> None:
     for wrong in ([[1.0], [1.0, 2.0]], "abc", None, np.full((3, 5), "a")):
-        with pytest.raises(WrongAnswer, match=r"(?s)the result of rank 0 is .*, and must be numbers of shape \(3, 5\)"):
+        with pytest.raises(
+            WrongAnswer,
+            match=r"(?s)the result of rank 0 is .*, and must be numbers of shape \(3, 5\)",
+        ):
             EXERCISES["row-linear"].check(lambda *_, wrong=wrong: wrong)

@@ -1,4 +1,6 @@
-"""The device of the checks: the double of CuPy; an interpreted one, or a card, where `scripts/test-gpu` runs them."""
+"""The device of the checks: the double of CuPy; an interpreted one, or a card, where
+`scripts/test-gpu` runs them.
+"""
 
 import os
 
@@ -35,12 +37,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let `numpy_backend()` mean the host here, also where the whole suite runs on the double."""
     for item in items:
         if "tests/gpu/" in item.nodeid:
-            item.add_marker(pytest.mark.host_only("the checks of tests/gpu, which compare the device with the host"))
+            item.add_marker(
+                pytest.mark.host_only(
+                    "the checks of tests/gpu, which compare the device with the host"
+                )
+            )
 
 
 @pytest.fixture(scope="session")
 def device() -> Backend:
-    """The backend on this rank's device; without the card that is asked for, a check is skipped and says why."""
+    """The backend on this rank's device; without the card that is asked for, a check is skipped and
+    says why.
+    """
     launch = read_launch(os.environ)
     rank = 0 if launch is None else launch.rank
     if DEVICE is None:

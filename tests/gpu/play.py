@@ -1,4 +1,6 @@
-"""What the checks on a device share: running one call on two backends, and saying how far apart the results are."""
+"""What the checks on a device share: running one call on two backends, and saying how far apart the
+results are.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -15,10 +17,16 @@ from tests.gpu.table import Sample
 from tests.harness.slow import MORE_PRECISIONS, once_more
 
 FLOAT64, FLOAT32, TF32, BF16, FP16 = "float64", "float32", "tf32", "bf16", "fp16"
-MODES = [FLOAT64, FLOAT32, BF16, *(once_more(mode, reason=MORE_PRECISIONS) for mode in (TF32, FP16))]
+MODES = [
+    FLOAT64,
+    FLOAT32,
+    BF16,
+    *(once_more(mode, reason=MORE_PRECISIONS) for mode in (TF32, FP16)),
+]
 
-# The largest error of an element, as a share of the largest element of the reference in float64. A float has 53 bits,
-# 24, 11 (TF32 and float16) or 8 (bfloat16); results are rounded some times, and long sums add up their errors' squares.
+# The largest error of an element, as a share of the largest element of the reference in float64. A
+# float has 53 bits, 24, 11 (TF32 and float16) or 8 (bfloat16); results are rounded some times, and
+# long sums add up their errors' squares.
 TOLERANCES = {FLOAT64: 1e-12, FLOAT32: 1e-5, TF32: 4e-3, BF16: 3e-2, FP16: 4e-3}
 
 
@@ -49,20 +57,28 @@ def call(sample: Sample, backend: Backend, kinds: Sequence[Any]) -> dict[str, An
         for values, kind in zip(sample.inputs, kinds, strict=True)
     ]
     fixed = [
-        backend.asarray(np.asarray(values).astype(kinds[0]) if number < sample.floats else np.asarray(values))
+        backend.asarray(
+            np.asarray(values).astype(kinds[0]) if number < sample.floats else np.asarray(values)
+        )
         for number, values in enumerate(sample.fixed)
     ]
     result = sample.function(*leaves, *fixed)
     found = {"result": result.data}
     if result.requires_grad:
         seed = np.random.default_rng(5).uniform(-1, 1, result.shape)
-        result.backward(backend.asarray(rounded(seed, BF16).astype(result.dtype)))  # a number that every mode has
+        # a number that every mode has
+        result.backward(backend.asarray(rounded(seed, BF16).astype(result.dtype)))
         found |= {f"gradient {number}": leaf.grad for number, leaf in enumerate(leaves)}
-    return {name: np.asarray(backend.to_host(value)).astype(np.float64) for name, value in found.items()}
+    return {
+        name: np.asarray(backend.to_host(value)).astype(np.float64) for name, value in found.items()
+    }
 
 
-def differences(found: Mapping[str, Any], right: Mapping[str, Any], tolerance: float, least: float = 0.0) -> list[str]:
-    """Return in words which arrays are further apart than the tolerance, as a share of the right one's largest.
+def differences(
+    found: Mapping[str, Any], right: Mapping[str, Any], tolerance: float, least: float = 0.0
+) -> list[str]:
+    """Return in words which arrays are further apart than the tolerance, as a share of the right
+    one's largest.
 
     Args:
         least: what the largest counts for at least, where terms may cancel.
@@ -81,8 +97,12 @@ def differences(found: Mapping[str, Any], right: Mapping[str, Any], tolerance: f
 
 
 def exact(sample: Sample, mode: str) -> Sample:
-    """Return the sample with inputs that the mode has exactly, so that only the computation rounds."""
-    fixed = [rounded(x, mode) if number < sample.floats else x for number, x in enumerate(sample.fixed)]
+    """Return the sample with inputs that the mode has exactly, so that only the computation
+    rounds.
+    """
+    fixed = [
+        rounded(x, mode) if number < sample.floats else x for number, x in enumerate(sample.fixed)
+    ]
     return replace(sample, inputs=[rounded(x, mode) for x in sample.inputs], fixed=fixed)
 
 

@@ -1,7 +1,8 @@
-"""One row for each way to call an operation, at sizes that fill no block of threads exactly: what parity is checked on.
+"""One row for each way to call an operation, at sizes that fill no block of threads exactly: what
+parity is checked on.
 
-Values keep away from kinks and ties, and those that must differ are small whole numbers, which every precision has: so
-host and device choose the same branch, and what is left is rounding.
+Values keep away from kinks and ties, and those that must differ are small whole numbers, which
+every precision has: so host and device choose the same branch, and what is left is rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +27,12 @@ class Sample:
         public: the function that it covers, by module and name.
         way: in which it is called.
         inputs: float64 arrays that get gradients.
-        fixed: arrays that get none and keep their dtype, such as labels; on the device when the call is there.
-        parameters: how many of the inputs, the last ones, are parameters, which are float32 in every precision.
-        floats: how many of the fixed arrays, the first ones, are floating point and take the inputs' dtype.
+        fixed: arrays that get none and keep their dtype, such as labels; on the device when the
+            call is there.
+        parameters: how many of the inputs, the last ones, are parameters, which are float32 in
+            every precision.
+        floats: how many of the fixed arrays, the first ones, are floating point and take the
+            inputs' dtype.
     """
 
     public: str
@@ -72,23 +76,40 @@ def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]
 
 
 def dense(public: str, function: Any, form: str = "") -> list[Sample]:
-    """Return the rows of a linear layer: matrices and stacks of them, with and without bias, away from ReLU's kink."""
+    """Return the rows of a linear layer: matrices and stacks of them, with and without bias, away
+    from ReLU's kink.
+    """
 
     def row(name: str, leading: tuple[int, ...], bias: bool) -> Sample:
         signs = DRAW.choice((-1.0, 1.0), 67)
         weight = signs * positive(COLUMNS, 67) / 8
         inputs = [positive(*leading, COLUMNS), weight, *([signs * positive(67)] if bias else [])]
-        return Sample(public, f"{name}{' bias' * bias}{form}", function, inputs, (), len(inputs) - 1)
+        return Sample(
+            public, f"{name}{' bias' * bias}{form}", function, inputs, (), len(inputs) - 1
+        )
 
     ways = {"matrix": (ROWS,), "stack": (3, 11)}
     return [row(name, leading, bias) for name, leading in ways.items() for bias in (True, False)]
 
 
 def pooling(public: str, function: Any) -> list[Sample]:
-    """Return the rows of a pooling: windows side by side, overlapping, with gaps and with a border."""
-    ways = {"two": (2,), "overlap": (3, 2, 1), "gaps": (2, 3), "uneven": ((3, 2), (1, 2), (1, 0)), "odd": (2, 2)}
+    """Return the rows of a pooling: windows side by side, overlapping, with gaps and with a
+    border.
+    """
+    ways = {
+        "two": (2,),
+        "overlap": (3, 2, 1),
+        "gaps": (2, 3),
+        "uneven": ((3, 2), (1, 2), (1, 0)),
+        "odd": (2, 2),
+    }
     return [
-        Sample(public, name, lambda x, way=way: function(x, *way), [images(3, 9 if name == "odd" else 8, 11, 7)])
+        Sample(
+            public,
+            name,
+            lambda x, way=way: function(x, *way),
+            [images(3, 9 if name == "odd" else 8, 11, 7)],
+        )
         for name, way in ways.items()
     ]
 
@@ -96,23 +117,55 @@ def pooling(public: str, function: Any) -> list[Sample]:
 def attending(heads: int, time: int, causal: bool) -> Sample:
     """Return the row of packed self-attention."""
     name = f"{time} {'causal' if causal else 'all'}"
-    return Sample("ops.attention", name, lambda x: ops.attention(x, heads, causal), [anywhere(2, time, 60 * heads)])
+    return Sample(
+        "ops.attention",
+        name,
+        lambda x: ops.attention(x, heads, causal),
+        [anywhere(2, time, 60 * heads)],
+    )
 
 
 def losses() -> list[Sample]:
-    """Return the rows of the losses: every reduction, labels that are ignored, smoothing, narrow dtypes."""
-    ways = {"plain": (None, 0.0, np.int64), "smooth": (None, 0.1, np.int32), "ignored": (3, 0.0, np.uint8)}
+    """Return the rows of the losses: every reduction, labels that are ignored, smoothing, narrow
+    dtypes.
+    """
+    ways = {
+        "plain": (None, 0.0, np.int64),
+        "smooth": (None, 0.1, np.int32),
+        "ignored": (3, 0.0, np.uint8),
+    }
     found = []
     for reduction in ("mean", "sum", "none"):
         for function in (ops.mse, ops.mae, ops.huber, ops.binary_cross_entropy):
             near = partial(function, reduction=reduction)
             target = [positive(ROWS, COLUMNS)]
-            found.append(Sample(f"ops.{function.__name__}", reduction, near, [anywhere(ROWS, COLUMNS)], target, 0, 1))
+            found.append(
+                Sample(
+                    f"ops.{function.__name__}",
+                    reduction,
+                    near,
+                    [anywhere(ROWS, COLUMNS)],
+                    target,
+                    0,
+                    1,
+                )
+            )
         for name, (ignored, smoothing, dtype) in ways.items():
-            labelled = partial(ops.cross_entropy, reduction=reduction, ignore_index=ignored, label_smoothing=smoothing)
+            labelled = partial(
+                ops.cross_entropy,
+                reduction=reduction,
+                ignore_index=ignored,
+                label_smoothing=smoothing,
+            )
             labels = [DRAW.integers(0, COLUMNS, ROWS).astype(dtype)]
             found.append(
-                Sample("ops.cross_entropy", f"{reduction} {name}", labelled, [anywhere(ROWS, COLUMNS)], labels)
+                Sample(
+                    "ops.cross_entropy",
+                    f"{reduction} {name}",
+                    labelled,
+                    [anywhere(ROWS, COLUMNS)],
+                    labels,
+                )
             )
     return found
 
@@ -127,14 +180,24 @@ TABLE: list[Sample] = [
     unary("ops.gelu", lambda x: ops.gelu(x, "tanh"), name="tanh"),
     unary("ops.softmax", ops.softmax),
     unary("ops.softmax", lambda x: ops.softmax(x, 0), name="first axis"),
-    # kernels give a row to a warp, a block, or several turns of a block; and columns to one or to several blocks
-    *(Sample("ops.softmax", f"rows of {n}", ops.softmax, [anywhere(3, n)]) for n in (1, 1033, 9001)),
+    # kernels give a row to a warp, a block, or several turns of a block; and columns to one or to
+    # several blocks
+    *(
+        Sample("ops.softmax", f"rows of {n}", ops.softmax, [anywhere(3, n)])
+        for n in (1, 1033, 9001)
+    ),
     *(
         layer("ops.layer_norm", f"rows of {n}", ops.layer_norm, [(rows, n), (n,), (n,)])
         for rows, n in ((3, 1033), (2, 9001), (5000, 3))
     ),
     *(
-        Sample("ops.cross_entropy", f"of {n}", ops.cross_entropy, [anywhere(3, n)], [np.array([0, n - 1, 1])])
+        Sample(
+            "ops.cross_entropy",
+            f"of {n}",
+            ops.cross_entropy,
+            [anywhere(3, n)],
+            [np.array([0, n - 1, 1])],
+        )
         for n in (1033, 9001)
     ),
     *(
@@ -146,7 +209,9 @@ TABLE: list[Sample] = [
     unary("ops.dropout", lambda x: ops.dropout(x, 0.3, (12345, 67890), 5)),
     *dense("ops.linear", ops.linear),
     *dense("ops.linear_relu", ops.linear_relu),
-    layer("ops.linear_transposed", "stack", ops.linear_transposed, [(3, 11, COLUMNS), (67, COLUMNS)]),
+    layer(
+        "ops.linear_transposed", "stack", ops.linear_transposed, [(3, 11, COLUMNS), (67, COLUMNS)]
+    ),
     layer("ops.lstm", "whole", ops.lstm, [(5, 9, 12), (12, 28), (7, 28), (28,)]),
     layer(
         "ops.lstm",
@@ -158,8 +223,15 @@ TABLE: list[Sample] = [
     *dense("ops.linear_gelu", lambda x, w, b=None: ops.linear_gelu(x, w, b, "tanh"), " tanh"),
     layer("ops.layer_norm", "one axis", ops.layer_norm, [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
-    layer("ops.batch_norm", "rows", lambda *x: ops.batch_norm(*x)[0], [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
-    layer("ops.batch_norm", "images", lambda *x: ops.batch_norm(*x)[0], [(5, 7, 9, 20), (20,), (20,)]),
+    layer(
+        "ops.batch_norm",
+        "rows",
+        lambda *x: ops.batch_norm(*x)[0],
+        [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)],
+    ),
+    layer(
+        "ops.batch_norm", "images", lambda *x: ops.batch_norm(*x)[0], [(5, 7, 9, 20), (20,), (20,)]
+    ),
     layer(
         "ops.conv_transpose2d",
         "every option",
@@ -176,8 +248,20 @@ TABLE: list[Sample] = [
         [anywhere(2, 3, 9, 20), anywhere(2, 3, 70, 20), anywhere(2, 3, 70, 33)],
     ),
     *losses(),
-    Sample("ops.embedding", "many", ops.embedding, [anywhere(40, 33)], [DRAW.integers(0, 40, (7, 90))], 1),
     Sample(
-        "ops.embedding", "narrow", ops.embedding, [anywhere(40, 33)], [DRAW.integers(0, 40, 90).astype(np.uint8)], 1
+        "ops.embedding",
+        "many",
+        ops.embedding,
+        [anywhere(40, 33)],
+        [DRAW.integers(0, 40, (7, 90))],
+        1,
+    ),
+    Sample(
+        "ops.embedding",
+        "narrow",
+        ops.embedding,
+        [anywhere(40, 33)],
+        [DRAW.integers(0, 40, 90).astype(np.uint8)],
+        1,
     ),
 ]

@@ -1,4 +1,6 @@
-"""What the backend can do besides arithmetic, on the device: copies by itself, times, memory, and its place."""
+"""What the backend can do besides arithmetic, on the device: copies by itself, times, memory, and
+its place.
+"""
 
 import numpy as np
 import pytest
@@ -12,9 +14,13 @@ from tests.gpu.conftest import ON_A_CARD
 ELEMENTS = 2**22 if ON_A_CARD else 2**12
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", bfloat16(), "int64", "uint8"], ids=str)
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", bfloat16(), "int64", "uint8"], ids=str
+)
 def test_copies_there_and_back(device: Backend, dtype: object) -> None:
-    """Through page-locked memory, whatever the elements mean, and behind what was computed before."""
+    """Through page-locked memory, whatever the elements mean, and behind what was computed
+    before.
+    """
     source = room_for(device.xp, ELEMENTS, dtype)  # type: ignore[arg-type]
     source[...] = (np.arange(ELEMENTS) % 101).astype(dtype)  # type: ignore[call-overload]
     array = device.zeros(ELEMENTS, dtype)

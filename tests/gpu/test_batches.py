@@ -1,4 +1,6 @@
-"""Batches on a device are the host's: copied ahead of the steps, of images and of sentences of many lengths."""
+"""Batches on a device are the host's: copied ahead of the steps, of images and of sentences of many
+lengths.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from tests.equivalence.reference import digits
 
 
-@pytest.mark.parametrize("transform", [None, Compose(Shift(1), Flip(), Normalize.fit(digits()))], ids=["none", "all"])
+@pytest.mark.parametrize(
+    "transform", [None, Compose(Shift(1), Flip(), Normalize.fit(digits()))], ids=["none", "all"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_batches_on_a_device_are_the_hosts(device: Backend, transform: Any, dtype: str) -> None:
     """Bit for bit, the last short one and an empty part too, while the next one is on its way."""
@@ -47,26 +51,39 @@ def test_padded_batches_give_the_hosts_numbers(
 ) -> None:
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
     random = np.random.default_rng(0)
-    (tmp_path / "a.txt").write_text("\n".join("".join(random.choice(list("abc "), n)) + "d" for n in range(1, 24)))
+    (tmp_path / "a.txt").write_text(
+        "\n".join("".join(random.choice(list("abc "), n)) + "d" for n in range(1, 24))
+    )
     source = TextSource(tmp_path / "a.txt", sentences=sentences)
     prepare_tokens(source)
     train, test = load_text(source, 9)
 
     def main(group: Group, backend: Backend) -> dict[str, Any]:
-        model = models.gpt(train.classes, 9, 6, 1, 2).initialize(seed=0, dtype="float64", backend=backend)
+        model = models.gpt(train.classes, 9, 6, 1, 2).initialize(
+            seed=0, dtype="float64", backend=backend
+        )
         worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, backend=backend)
-        loader = Loader(train, 5, rank=group.rank, world=group.size, microbatches=2, dtype="float64")
+        loader = Loader(
+            train, 5, rank=group.rank, world=group.size, microbatches=2, dtype="float64"
+        )
         report = worker.run(loader, 0, 0, loader.batches_per_epoch, 0, lambda step: 0.1)
         held_out = Loader(test, 5, rank=group.rank, world=group.size, shuffle=False)
         with held_out.epoch(0, backend=backend) as given:
             tested = worker.evaluate(given)
         state = worker.state()[0].to_dict(everywhere=True)
         worker.release()
-        numbers = [report.totals.loss_sum, report.totals.targets, tested.loss, tested.accuracy, tested.targets]
+        numbers = [
+            report.totals.loss_sum,
+            report.totals.targets,
+            tested.loss,
+            tested.accuracy,
+            tested.targets,
+        ]
         return {**state, "numbers": np.array(numbers)}
 
     host, there = (
-        simulate(lambda group, backend=backend: main(group, backend), 2)[0] for backend in (numpy_backend(), device)
+        simulate(lambda group, backend=backend: main(group, backend), 2)[0]
+        for backend in (numpy_backend(), device)
     )
     assert host["numbers"][1] == train.targets.sum() and host["numbers"][4] == test.targets.sum()
     for name, values in host.items():

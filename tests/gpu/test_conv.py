@@ -1,4 +1,6 @@
-"""Convolutions of whole numbers, which every precision computes exactly: device and host agree to the last bit."""
+"""Convolutions of whole numbers, which every precision computes exactly: device and host agree to
+the last bit.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,8 @@ from nnmpi.ops.conv import im2col
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.tensor.tensor import Tensor
 
-MODES = ("float32", "float64", "tf32", "bf16", "fp16")  # the second is float32 with arrays of float64
+# the second is float32 with arrays of float64
+MODES = ("float32", "float64", "tf32", "bf16", "fp16")
 
 
 class Case(NamedTuple):
@@ -67,7 +70,10 @@ def arrays(case: Case, seed: int = 0) -> list[Any]:
     rng = np.random.default_rng(seed)
     kernel = (*case.kernel, case.images[3] // case.groups, case.outputs)
     shapes = [case.images, kernel, (case.outputs,)]
-    return [rng.integers(-1, 2, shape).astype(np.float64) for shape in (shapes if case.bias else shapes[:2])]
+    return [
+        rng.integers(-1, 2, shape).astype(np.float64)
+        for shape in (shapes if case.bias else shapes[:2])
+    ]
 
 
 def grad_of(shape: tuple[int, ...]) -> Any:
@@ -100,7 +106,9 @@ def on_device(device: Backend, function: Any, case: Case, mode: str) -> list[Any
         y.backward(xp.asarray(grad_of(y.shape)).astype(y.dtype))
     assert y.dtype == (dtype if low is None else low)
     assert all(leaf.grad.dtype == leaf.data.dtype for leaf in leaves)
-    return [xp.asnumpy(each).astype(np.float64) for each in (y.data, *(leaf.grad for leaf in leaves))]
+    return [
+        xp.asnumpy(each).astype(np.float64) for each in (y.data, *(leaf.grad for leaf in leaves))
+    ]
 
 
 @contextmanager
@@ -113,7 +121,9 @@ def precision(mode: str) -> Iterator[None]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_convolution(device: Backend, case: Case, name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolution(
+    device: Backend, case: Case, name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any sizes, strides, borders, dilations and groups; one image at a time, too."""
     try:
         right = on_host(FUNCTIONS[name], case)
@@ -126,7 +136,9 @@ def test_convolution(device: Backend, case: Case, name: str, mode: str, monkeypa
 
 
 def test_windows_lie_in_the_memory_of_their_images(device: Backend) -> None:
-    """And so does what is cut out of them: memory as long as all windows would reach into other arrays'."""
+    """And so does what is cut out of them: memory as long as all windows would reach into other
+    arrays'.
+    """
     x = device.zeros((2, 7, 6, 3), "float32")
     used = device.memory().used_bytes
     seen = windows(x, (3, 3), (1, 1), (1, 1))

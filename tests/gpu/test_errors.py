@@ -16,7 +16,9 @@ from nnmpi.units import format_bytes
 
 
 def test_out_of_memory(device: Backend) -> None:
-    """The sentence says what used it, what there is, and what to lower; afterwards the device still works."""
+    """The sentence says what used it, what there is, and what to lower; afterwards the device still
+    works.
+    """
     device.release_memory()  # or what other checks left in the pool would do
     pool = device.xp.get_default_memory_pool()
     before = pool.get_limit()
@@ -29,7 +31,9 @@ def test_out_of_memory(device: Backend) -> None:
         pool.set_limit(size=before)
     explained = device.explain(caught.value)
     assert isinstance(explained, DeviceError)
-    assert f"no room for {format_bytes(asked)}" in str(explained) and "make the batch smaller" in str(explained)
+    assert f"no room for {format_bytes(asked)}" in str(
+        explained
+    ) and "make the batch smaller" in str(explained)
     assert float(device.zeros(8, np.float64).sum()) == 0
 
 
@@ -72,12 +76,16 @@ def test_a_batch_that_is_not_where_the_model_is(device: Backend, on_device: bool
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     model.initialize(backend=device if on_device else numpy_backend())
     batch = tensor(np if on_device else device.xp, 4, 3)
-    with pytest.raises(DeviceError, match=r"bring them to where the model is, with backend.asarray\(x\) or"):
+    with pytest.raises(
+        DeviceError, match=r"bring them to where the model is, with backend.asarray\(x\) or"
+    ):
         model(batch)
 
 
 def test_a_gradient_that_is_not_where_the_result_is(device: Backend) -> None:
-    """One of the host is brought to the device; the other way round somebody has mixed things up."""
+    """One of the host is brought to the device; the other way round somebody has mixed things
+    up.
+    """
     leaf = Tensor(device.xp.ones(3, "float32"), requires_grad=True)
     (leaf * 2).backward(np.ones(3, np.float32))
     assert leaf.grad is not None
@@ -96,7 +104,9 @@ def test_other_errors_stay(device: Backend) -> None:
 
 
 def test_an_index_out_of_range_is_refused(device: Backend) -> None:
-    """Where it lies in the host's memory: CuPy begins again from the other end, and does so with one on the device."""
+    """Where it lies in the host's memory: CuPy begins again from the other end, and does so with
+    one on the device.
+    """
     x = tensor(device.xp, 2, 3)
     for key in (np.array([0, 5]), [0, -3], (slice(None), np.array([3]))):
         with pytest.raises(ShapeError, match="out of bounds"):
@@ -109,7 +119,9 @@ def test_attention_without_its_kernels(device: Backend) -> None:
     """By the library's functions alone, forward and backward."""
     found = []
     for backend in (device, numpy_backend()):
-        x = Tensor(backend.asarray(np.random.default_rng(0).normal(size=(2, 5, 12))), requires_grad=True)
+        x = Tensor(
+            backend.asarray(np.random.default_rng(0).normal(size=(2, 5, 12))), requires_grad=True
+        )
         with jit(False):
             y = ops.attention(x, 2, causal=True)
             y.backward(backend.asarray(np.linspace(-1, 1, y.size).reshape(y.shape)))

@@ -39,7 +39,9 @@ def lying(values: Any, way: str, backend: Backend) -> Any:
 
 
 @pytest.mark.parametrize("mode", KINDS)
-@pytest.mark.parametrize("ways", list(product(("rows", "transposed", "part"), repeat=2)), ids="-".join)
+@pytest.mark.parametrize(
+    "ways", list(product(("rows", "transposed", "part"), repeat=2)), ids="-".join
+)
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 def test_product(device: Backend, sizes: Any, ways: tuple[str, str], mode: str) -> None:
     """New, written to a place, and added to one; half precision also with a result in float32."""
@@ -47,7 +49,8 @@ def test_product(device: Backend, sizes: Any, ways: tuple[str, str], mode: str) 
     draw, dtype = np.random.default_rng(0), dtype_of(mode)
     a, b = (draw.uniform(-1, 1, (*leading, *shape)).astype(dtype) for shape in ((n, k), (k, m)))
     right = np.matmul(a.astype(np.float64), b.astype(np.float64))
-    terms = np.matmul(abs(a.astype(np.float64)), abs(b.astype(np.float64)))  # what rounding is a share of
+    # what rounding is a share of
+    terms = np.matmul(abs(a.astype(np.float64)), abs(b.astype(np.float64)))
     here, there = lying(a, ways[0], device), lying(b, ways[1], device)
     with use_precision(mode if mode in (TF32, BF16, FP16) else FLOAT32):
         results = [gemm(device.xp, here, there)]

@@ -1,4 +1,6 @@
-"""Every operation gives on the device what it gives on the host, forward and backward, in every precision."""
+"""Every operation gives on the device what it gives on the host, forward and backward, in every
+precision.
+"""
 
 from functools import partial
 from typing import Any
@@ -12,7 +14,18 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import is_stand_in
-from tests.gpu.play import BF16, FLOAT64, FP16, MODES, TOLERANCES, call, differences, dtypes, exact, precise
+from tests.gpu.play import (
+    BF16,
+    FLOAT64,
+    FP16,
+    MODES,
+    TOLERANCES,
+    call,
+    differences,
+    dtypes,
+    exact,
+    precise,
+)
 from tests.gpu.table import TABLE, Sample
 from tests.ops.replays import check_replays
 from tests.ops.rows import OPS
@@ -21,7 +34,9 @@ from tests.tensor.rows import TENSOR
 
 
 def apart(sample: Sample, device: Backend, mode: str, least: float = 0.0) -> list[str]:
-    """Compare a call with NumPy's in float64 on the same inputs, rounded to what the precision has."""
+    """Compare a call with NumPy's in float64 on the same inputs, rounded to what the precision
+    has.
+    """
     sample = exact(sample, mode)
     right = call(sample, numpy_backend(), [np.dtype(FLOAT64)] * len(sample.inputs))
     with precise(mode):
@@ -44,20 +59,28 @@ def test_what_has_no_kernel_is_the_hosts(device: Backend, row: Row, mode: str) -
     @settings(max_examples=10)
     @given(row.cases)
     def same(case: Any) -> None:
-        assert not apart(Sample(row.public, "drawn", case.function, case.inputs), device, mode, least=1.0)
+        assert not apart(
+            Sample(row.public, "drawn", case.function, case.inputs), device, mode, least=1.0
+        )
 
     same()
 
 
 def replay(sample: Sample, device: Backend) -> None:
-    """Compare a call's replays with it; where products lie elsewhere, they may add up in another order."""
+    """Compare a call's replays with it; where products lie elsewhere, they may add up in another
+    order.
+    """
     leaves = [Tensor(device.asarray(np.array(each)), requires_grad=True) for each in sample.inputs]
     fixed = [device.asarray(each) for each in sample.fixed]
     values = [[each * factor for each in sample.inputs] for factor in (0.5, 1.0)]
-    check_replays(lambda *given: sample.function(*given, *fixed), leaves, values, TOLERANCES[FLOAT64])
+    check_replays(
+        lambda *given: sample.function(*given, *fixed), leaves, values, TOLERANCES[FLOAT64]
+    )
 
 
-@pytest.mark.parametrize("sample", {each.public: each for each in reversed(TABLE)}.values(), ids=lambda x: x.public)
+@pytest.mark.parametrize(
+    "sample", {each.public: each for each in reversed(TABLE)}.values(), ids=lambda x: x.public
+)
 def test_every_operation_replays(device: Backend, sample: Sample) -> None:
     replay(sample, device)
 
@@ -82,31 +105,44 @@ def test_a_condition_of_numpys_replays(device: Backend) -> None:
 
 @pytest.mark.parametrize("mode", [BF16, FP16])
 def test_results_are_rounded_to_nearest(device: Backend, mode: str) -> None:
-    """Bit for bit, and to even where two are as near: a bias alone, which no sum or product hides."""
+    """Bit for bit, and to even where two are as near: a bias alone, which no sum or product
+    hides.
+    """
     low = low_dtype(mode)
-    bias = np.linspace(1, 2, 2**14 + 1, dtype=np.float32)[:-1]  # 64 and 8 to each number of half precision
+    # 64 and 8 to each number of half precision
+    bias = np.linspace(1, 2, 2**14 + 1, dtype=np.float32)[:-1]
     x, weight = device.zeros((3, 1), low), device.zeros((1, bias.size), np.float32)
     with precise(mode):
         found = ops.linear_relu(*map(Tensor, (x, weight, device.asarray(bias)))).data
-    np.testing.assert_array_equal(device.to_host(found).astype("float32"), [bias.astype(low).astype("float32")] * 3)
+    np.testing.assert_array_equal(
+        device.to_host(found).astype("float32"), [bias.astype(low).astype("float32")] * 3
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_relu_stops_gradients_at_0(device: Backend, bias: bool) -> None:
-    """Of small whole numbers, whose products are often 0 and always exact: as on the host, to the last bit."""
+    """Of small whole numbers, whose products are often 0 and always exact: as on the host, to the
+    last bit.
+    """
     rng = np.random.default_rng(0)
-    arrays = [rng.integers(-1, 2, shape).astype("float32") for shape in ((9, 4), (4, 6), (6,))][: 2 + bias]
+    arrays = [rng.integers(-1, 2, shape).astype("float32") for shape in ((9, 4), (4, 6), (6,))][
+        : 2 + bias
+    ]
     results = []
     for backend in (device, numpy_backend()):
         leaves = [Tensor(backend.asarray(each), requires_grad=True) for each in arrays]
         y = ops.linear_relu(*leaves)
         y.backward(backend.asarray(np.arange(54, dtype="float32").reshape(9, 6)))
-        results.append([backend.to_host(each) for each in (y.data, *(leaf.grad for leaf in leaves))])
+        results.append(
+            [backend.to_host(each) for each in (y.data, *(leaf.grad for leaf in leaves))]
+        )
     for ours, host in zip(*results, strict=True):
         np.testing.assert_array_equal(ours, host)
 
 
 def test_every_operation_with_a_kernel_is_in_the_table() -> None:
     """And in the host's is every operation there is, see `tests.tensor.test_operations`."""
-    found = {sample.public for sample in TABLE} | {f"ops.{each}" for each in ("conv2d", "conv_relu", "conv_relu_pool")}
+    found = {sample.public for sample in TABLE} | {
+        f"ops.{each}" for each in ("conv2d", "conv_relu", "conv_relu_pool")
+    }
     assert {row.public for row in OPS} <= found

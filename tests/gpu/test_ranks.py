@@ -1,4 +1,6 @@
-"""Several ranks on one device, under each strategy: the numbers are the host's, whatever way they travel."""
+"""Several ranks on one device, under each strategy: the numbers are the host's, whatever way they
+travel.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +30,8 @@ SIZE, MICROBATCHES = 31, 3
 # Of losses and of weights, as a share of the largest: after three steps of Adam with a large eps.
 LIMITS = {FLOAT64: 1e-9, FLOAT32: 1e-3, FP16: 3e-2, BF16: 1e-1}
 MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
-    # name: dp, pp, tp for two ranks (a 0 stands for all the ranks that are left), options of the layout
+    # name: dp, pp, tp for two ranks (a 0 stands for all the ranks that are left), options of the
+    # layout
     "pp naive": ((1, 0, 1), {"schedule": "naive"}),
     "pp gpipe": ((1, 0, 1), {"schedule": "gpipe"}),
     "pp 1f1b": ((1, 0, 1), {"schedule": "1f1b", "activation_memory": "least"}),
@@ -56,14 +59,21 @@ def mesh_of(name: str, ranks: int) -> tuple[int, int, int] | None:
 
 
 def train(
-    group: Group, backend: Backend, setup: str, mode: str, layout: Layout | None = None, **options: Any
+    group: Group,
+    backend: Backend,
+    setup: str,
+    mode: str,
+    layout: Layout | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return losses, evaluation and weights of an epoch of three batches, the last one short."""
     data, wide = digits(), FLOAT64 if mode == FLOAT64 else FLOAT32
     model = SETUPS[setup].model(data.sample_shape, data.classes, **SETUPS[setup].model_options)
     where = None
     if layout is not None:
-        where = arrange(model, group, layout, np.zeros((4, *data.sample_shape), wide), wide, backend)
+        where = arrange(
+            model, group, layout, np.zeros((4, *data.sample_shape), wide), wide, backend
+        )
         model = where.model
     model.initialize(seed=5, dtype=wide, backend=backend)
     options = {"backend": backend, "check": True, "arrangement": where, **options}
@@ -71,8 +81,12 @@ def train(
     place = {"rank": rank, "world": world, "dtype": wide, "workers": 0}
     parts = {"microbatches": MICROBATCHES, "whole": layout is not None and layout.fixed}
     with precise(mode):
-        worker = Worker(model, optim.Adam(model.storage, lr=1e-3, eps=1e-3), group, **grouped(**options))
-        losses = [worker.step(batch).loss for batch in Loader(data, SIZE, **place, **parts).epoch(0)]
+        worker = Worker(
+            model, optim.Adam(model.storage, lr=1e-3, eps=1e-3), group, **grouped(**options)
+        )
+        losses = [
+            worker.step(batch).loss for batch in Loader(data, SIZE, **place, **parts).epoch(0)
+        ]
         evaluation = worker.evaluate(Loader(data, 17, **place).epoch(0))
         state = worker.state()[0].to_dict(everywhere=True)
     worker.release()
@@ -85,7 +99,9 @@ def train(
     }
 
 
-def assert_equal(group: Group, device: Backend, setup: str, mode: str, layout: Layout | None, **options: Any) -> None:
+def assert_equal(
+    group: Group, device: Backend, setup: str, mode: str, layout: Layout | None, **options: Any
+) -> None:
     """Fail on all ranks if a run on the device differs from the host's in float64 on any."""
     right = train(group, numpy_backend(), setup, FLOAT64, layout)
     found = train(group, device, setup, mode, layout, **options)
@@ -96,17 +112,34 @@ def assert_equal(group: Group, device: Backend, setup: str, mode: str, layout: L
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("setup", "algorithm", "overlap"),
-    [*(("mlp", each, True) for each in ALGORITHMS), ("mlp", "ring", False), ("resnet", "ring", True)],
+    [
+        *(("mlp", each, True) for each in ALGORITHMS),
+        ("mlp", "ring", False),
+        ("resnet", "ring", True),
+    ],
 )
-def test_data_parallel(group: Group, device: Backend, setup: str, algorithm: str, overlap: bool) -> None:
+def test_data_parallel(
+    group: Group, device: Backend, setup: str, algorithm: str, overlap: bool
+) -> None:
     """Every all-reduce, in buckets small enough that several are under way."""
-    assert_equal(group, device, setup, FLOAT64, None, allreduce=algorithm, bucket_bytes=20_000, overlap=overlap)
+    assert_equal(
+        group,
+        device,
+        setup,
+        FLOAT64,
+        None,
+        allreduce=algorithm,
+        bucket_bytes=20_000,
+        overlap=overlap,
+    )
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("mode", [FLOAT32, BF16, FP16])
 @pytest.mark.parametrize("algorithm", ["ring", "native"])
-def test_data_parallel_in_lower_precision(group: Group, device: Backend, algorithm: str, mode: str) -> None:
+def test_data_parallel_in_lower_precision(
+    group: Group, device: Backend, algorithm: str, mode: str
+) -> None:
     """Gradients travel in float32 whatever the layers compute in."""
     assert_equal(group, device, "cnn", mode, None, allreduce=algorithm)
 
@@ -114,7 +147,9 @@ def test_data_parallel_in_lower_precision(group: Group, device: Backend, algorit
 def row(setup: str, mode: str, name: str) -> Any:
     """Return a layout's parameters; on how many ranks it can be, and whether it is like others."""
     few, more = pytest.mark.needs_ranks(4, 8), pytest.mark.slow(MORE_LAYOUTS)
-    return pytest.param(setup, mode, name, marks=[few] * (2 in MIXES[name][0]) + [more] * (setup != "cnn"))
+    return pytest.param(
+        setup, mode, name, marks=[few] * (2 in MIXES[name][0]) + [more] * (setup != "cnn")
+    )
 
 
 LAYOUTS = [
@@ -126,17 +161,27 @@ LAYOUTS = [
 @pytest.mark.mpi
 @pytest.mark.parametrize(("setup", "mode", "name"), [row(*each) for each in LAYOUTS])
 def test_layout(group: Group, device: Backend, setup: str, mode: str, name: str) -> None:
-    """Pipelines, layers shared out, mixes of them, sums in a fixed order; in bfloat16 activations travel so, too."""
+    """Pipelines, layers shared out, mixes of them, sums in a fixed order; in bfloat16 activations
+    travel so, too.
+    """
     mesh = mesh_of(name, group.size)
     if mesh is None:
         pytest.skip(f"{name} on {group.size} ranks")
-    assert_equal(group, device, setup, mode, spread(SETUPS[setup], mesh, **{"schedule": "1f1b", **MIXES[name][1]}))
+    assert_equal(
+        group,
+        device,
+        setup,
+        mode,
+        spread(SETUPS[setup], mesh, **{"schedule": "1f1b", **MIXES[name][1]}),
+    )
 
 
 def asynchronous(group: Group, backend: Backend, sync: Sync, epochs: int = 2) -> dict[str, Any]:
     """Return the last epoch's loss and the weights after some epochs out of step."""
     model = small(backend=backend)
-    worker = AsynchronousWorker(model, optim.SGD(model.storage, lr=0.1), group, sync, seed=3, backend=backend)
+    worker = AsynchronousWorker(
+        model, optim.SGD(model.storage, lr=0.1), group, sync, seed=3, backend=backend
+    )
     loader = Loader(dataset(), BATCH, rank=group.rank, world=group.size, dtype="float64", workers=0)
     count = loader.batches_per_epoch
     for epoch in range(epochs):
@@ -159,7 +204,9 @@ def test_asynchronous_modes_that_wait(group: Group, device: Backend, sync: Sync)
 @pytest.mark.mpi
 @pytest.mark.parametrize("sync", RUNNING, ids=name_of)
 def test_asynchronous_modes_that_run_free(group: Group, device: Backend, sync: Sync) -> None:
-    """Nobody waits, so no two runs are alike: the loss is that of a model that learns, and all ranks agree."""
+    """Nobody waits, so no two runs are alike: the loss is that of a model that learns, and all
+    ranks agree.
+    """
     skip_unless_fitting(group, sync)
     found = asynchronous(group, device, sync, epochs=12)
     everyones = group.gather([float(value.sum()) for value in found.values()])

@@ -1,4 +1,6 @@
-"""Twenty steps of each model on the device: losses and weights are the host's, nothing waits, nothing grows."""
+"""Twenty steps of each model on the device: losses and weights are the host's, nothing waits,
+nothing grows.
+"""
 
 import gc
 from collections.abc import Callable, Mapping
@@ -13,7 +15,17 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import INTERPRETED, is_stand_in
-from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, MODES, TF32, differences, no_waiting, precise
+from tests.gpu.play import (
+    BF16,
+    FLOAT32,
+    FLOAT64,
+    FP16,
+    MODES,
+    TF32,
+    differences,
+    no_waiting,
+    precise,
+)
 from tests.harness.slow import GROWTH
 
 STEPS, BATCH, CLASSES = 3 if INTERPRETED else 20, 12, 5
@@ -33,14 +45,18 @@ class Model:
 
 MODELS: Mapping[str, Model] = {
     "mlp": Model(lambda: models.mlp((8, 8, 1), CLASSES, (33, 21)), (8, 8, 1)),
-    "mlp with dropout": Model(lambda: models.mlp((8, 8, 1), CLASSES, (33, 21), "gelu", 0.3), (8, 8, 1)),
+    "mlp with dropout": Model(
+        lambda: models.mlp((8, 8, 1), CLASSES, (33, 21), "gelu", 0.3), (8, 8, 1)
+    ),
     "cnn": Model(lambda: models.cnn((8, 8, 1), CLASSES, (17,)), (8, 8, 1)),
     "resnet": Model(lambda: models.resnet((8, 8, 3), CLASSES, width=4), (8, 8, 3)),
     "transformer block": Model(lambda: nn.TransformerBlock(24, 3, 50), (17, 24), regression=True),
 }
 OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
     "sgd": lambda storage: optim.SGD(storage, lr=0.05),
-    "momentum": lambda storage: optim.SGD(storage, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "momentum": lambda storage: optim.SGD(
+        storage, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3
+    ),
     "adam": lambda storage: optim.Adam(storage, lr=1e-3, eps=1e-3),
     "adamw": lambda storage: optim.AdamW(storage, lr=1e-3, eps=1e-3, weight_decay=0.1),
 }
@@ -49,11 +65,17 @@ OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
 class Training:
     """A model in training on a backend, step by step."""
 
-    def __init__(self, model: Model, optimizer: str, backend: Backend, mode: str, compiled: bool = False) -> None:
+    def __init__(
+        self, model: Model, optimizer: str, backend: Backend, mode: str, compiled: bool = False
+    ) -> None:
         wide = FLOAT64 if mode == FLOAT64 else FLOAT32
         draw = np.random.default_rng(1)
         x = draw.standard_normal((BATCH, *model.sample)).astype(wide)
-        y = draw.standard_normal(x.shape).astype(wide) if model.regression else draw.integers(0, CLASSES, BATCH)
+        y = (
+            draw.standard_normal(x.shape).astype(wide)
+            if model.regression
+            else draw.integers(0, CLASSES, BATCH)
+        )
         self.backend, self._mode, self._kind = backend, mode, model
         self.x, self.y = Tensor(backend.asarray(x)), Tensor(backend.asarray(y))
         self.module = model.build().initialize(seed=4, dtype=wide, backend=backend)
@@ -76,10 +98,15 @@ class Training:
         return loss
 
     def course(self, steps: int = STEPS) -> dict[str, Any]:
-        """Return the losses of some steps, and how far they moved the weights and statistics, as float64."""
+        """Return the losses of some steps, and how far they moved the weights and statistics, as
+        float64.
+        """
         first = {name: value.astype(np.float64) for name, value in self.module.state().items()}
         losses = [self.step() for _ in range(steps)]
-        moved = {name: value.astype(np.float64) - first[name] for name, value in self.module.state().items()}
+        moved = {
+            name: value.astype(np.float64) - first[name]
+            for name, value in self.module.state().items()
+        }
         return {"losses": np.array([loss.item() for loss in losses]), **moved}
 
 
@@ -104,15 +131,21 @@ def test_optimizers_are_the_hosts(device: Backend, optimizer: str, mode: str) ->
 @pytest.mark.parametrize("mode", [FLOAT32, BF16])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_recorded_step_is_the_plain_one(device: Backend, name: str, mode: str) -> None:
-    """The same calls on the same arrays; but cuBLAS may add up in another order where these lie elsewhere."""
-    plain, recorded = (Training(MODELS[name], "adam", device, mode, way).course(6) for way in (False, True))
+    """The same calls on the same arrays; but cuBLAS may add up in another order where these lie
+    elsewhere.
+    """
+    plain, recorded = (
+        Training(MODELS[name], "adam", device, mode, way).course(6) for way in (False, True)
+    )
     assert not apart(recorded, plain, 1e-5 if mode == FLOAT32 else 2e-2)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_step_waits_for_the_device(real_device: Backend, name: str, compiled: bool) -> None:
-    """After the first steps, which compile kernels and test cuBLAS, the host only asks and never waits."""
+    """After the first steps, which compile kernels and test cuBLAS, the host only asks and never
+    waits.
+    """
     training = Training(MODELS[name], "adam", real_device, FLOAT32, compiled)
     losses = [training.step() for _ in range(3)]
     with no_waiting():
@@ -124,7 +157,9 @@ def test_no_step_waits_for_the_device(real_device: Backend, name: str, compiled:
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("name", ["mlp with dropout", "cnn", "transformer block"])
 def test_memory_stays_flat(device: Backend, name: str, compiled: bool) -> None:
-    """Over a thousand steps (fewer where NumPy stands in), not a byte more is in use, nor in the pool."""
+    """Over a thousand steps (fewer where NumPy stands in), not a byte more is in use, nor in the
+    pool.
+    """
     training = Training(MODELS[name], "adam", device, FLOAT32, compiled)
     for _ in range(10):
         training.step().item()
@@ -140,11 +175,15 @@ def test_memory_stays_flat(device: Backend, name: str, compiled: bool) -> None:
 
 
 def apart(found: Mapping[str, Any], right: Mapping[str, Any], limit: float) -> list[str]:
-    """Return what differs: losses one by one, and the change of all parameters as a share of the largest change."""
+    """Return what differs: losses one by one, and the change of all parameters as a share of the
+    largest change.
+    """
     largest = max(float(np.abs(value).max()) for name, value in right.items() if name != "losses")
     words = differences({"losses": found["losses"]}, {"losses": right["losses"]}, limit)
     for name, value in right.items():
         error = float(np.abs(found[name] - value).max()) / largest
         if name != "losses" and not error <= limit:
-            words.append(f"{name}'s change is off by {error:.2g} of the largest, more than {limit:g}")
+            words.append(
+                f"{name}'s change is off by {error:.2g} of the largest, more than {limit:g}"
+            )
     return words

@@ -1,4 +1,6 @@
-"""Device arrays between ranks: every collective, however they travel, gives what it gives with host arrays."""
+"""Device arrays between ranks: every collective, however they travel, gives what it gives with host
+arrays.
+"""
 
 import numpy as np
 import pytest
@@ -7,13 +9,24 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
 from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    NEIGHBOUR_AVERAGE,
+    REDUCE_SCATTER,
+)
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.shard import part
 
 SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, *ALGORITHMS)]
-OTHERS = [key for key in COLLECTIVES if key[0] not in (ALL_REDUCE.name, ALL_TO_ALL.name, NEIGHBOUR_AVERAGE.name)]
+OTHERS = [
+    key
+    for key in COLLECTIVES
+    if key[0] not in (ALL_REDUCE.name, ALL_TO_ALL.name, NEIGHBOUR_AVERAGE.name)
+]
 OTHERS += [(name, NATIVE) for name in (REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)]
 
 
@@ -26,15 +39,22 @@ def test_collectives_keep_their_contracts(
 ) -> None:
     """Whole numbers, which every order of adding sums exactly; blocking, polled and waited for."""
     dtype = bfloat16() if kind == "bfloat16" else np.dtype(kind)
-    whole = [np.random.default_rng(rank).integers(-9, 9, n).astype(dtype) for rank in range(group.size)]
+    whole = [
+        np.random.default_rng(rank).integers(-9, 9, n).astype(dtype) for rank in range(group.size)
+    ]
     total = np.sum([each.astype(np.float64) for each in whole], axis=0).astype(dtype)
-    parts = [slice(own.start, own.stop) for own in (part(n, group.size, rank) for rank in range(group.size))]
+    parts = [
+        slice(own.start, own.stop)
+        for own in (part(n, group.size, rank) for rank in range(group.size))
+    ]
     where = parts[group.rank] if operation == REDUCE_SCATTER.name else slice(None)
     wanted = {
         ALL_REDUCE.name: total,
         REDUCE_SCATTER.name: total[where],
         BROADCAST.name: whole[0],
-        ALL_GATHER.name: np.concatenate([each[own] for each, own in zip(whole, parts, strict=True)]),
+        ALL_GATHER.name: np.concatenate(
+            [each[own] for each, own in zip(whole, parts, strict=True)]
+        ),
     }[operation]
     array = device.xp.empty(n, dtype)
     bound, right = group.bind(array, algorithm, 5, operation), []
@@ -77,10 +97,15 @@ def test_arrays_without_axes_come_to_the_host(device: Backend) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("root", [0, -1])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
-def test_any_rank_broadcasts_any_shape(group: Group, device: Backend, shape: tuple[int, ...], root: int) -> None:
+def test_any_rank_broadcasts_any_shape(
+    group: Group, device: Backend, shape: tuple[int, ...], root: int
+) -> None:
     array = device.xp.full(shape, group.rank + 1, dtype=np.float32)
     group.broadcast(array, root % group.size)
-    assert group.gather(bool((device.to_host(array) == root % group.size + 1).all())) == [True] * group.size
+    assert (
+        group.gather(bool((device.to_host(array) == root % group.size + 1).all()))
+        == [True] * group.size
+    )
 
 
 @pytest.mark.mpi

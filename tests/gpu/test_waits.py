@@ -1,4 +1,6 @@
-"""How often the host waits for a device in a step: once, where ranks exchange nothing. By CuPy's own account."""
+"""How often the host waits for a device in a step: once, where ranks exchange nothing. By CuPy's
+own account.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -36,7 +38,8 @@ from tests.worker_options import grouped
 def watched(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count the waits that are asked for, and refuse those that nobody asks for.
 
-    CuPy's switch takes every copy to the host for a wait; what makes such copies without one is left out.
+    CuPy's switch takes every copy to the host for a wait; what makes such copies without one is
+    left out.
     """
     counts: Counter[str] = Counter()
     cuda = backend.xp.cuda
@@ -75,7 +78,11 @@ def worker(backend: Backend, group: Group, build: Any = models.mlp, **options: A
 )
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_few_waits_a_step(
-    real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, microbatches: int
+    real_device: Backend,
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Any,
+    microbatches: int,
 ) -> None:
     """For its numbers, and for the gradient's length; not for forward, backward and update."""
     one = worker(real_device, group, build, clip=0.1)
@@ -90,7 +97,9 @@ def test_few_waits_a_step(
     given.close()
 
 
-def test_one_wait_an_evaluation(real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wait_an_evaluation(
+    real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many batches it has; the loader waits for its copies, of two batches before."""
     one = worker(real_device, group)
     loader = Loader(digits(), 16, workers=0)
@@ -124,16 +133,34 @@ def test_nobody_waits_without_a_word(
     real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Where ranks exchange arrays, messages wait for their copies, and say so."""
-    layout = [Layout(), Layout(pp=group.size, dp=1), Layout(tp=group.size, dp=1), Layout(reduction="fixed")][number]
+    layout = [
+        Layout(),
+        Layout(pp=group.size, dp=1),
+        Layout(tp=group.size, dp=1),
+        Layout(reduction="fixed"),
+    ][number]
     dataset, backend = digits(), real_device
     model = models.mlp(dataset.sample_shape, dataset.classes, hidden=(16, 12, 8, 8))
-    where = arrange(model, group, layout, np.zeros((4, *dataset.sample_shape), "float32"), "float32", backend)
+    where = arrange(
+        model, group, layout, np.zeros((4, *dataset.sample_shape), "float32"), "float32", backend
+    )
     model = where.model.initialize(seed=0, backend=backend)
     one = Worker(
-        model, optim.Adam(model.storage), group, backend=backend, arrangement=where, numerics=Numerics(clip=0.5)
+        model,
+        optim.Adam(model.storage),
+        group,
+        backend=backend,
+        arrangement=where,
+        numerics=Numerics(clip=0.5),
     )
     loader = Loader(
-        dataset, 24, rank=where.data_rank, world=where.data_ranks, microbatches=4, whole=layout.fixed, workers=0
+        dataset,
+        24,
+        rank=where.data_rank,
+        world=where.data_ranks,
+        microbatches=4,
+        whole=layout.fixed,
+        workers=0,
     )
     given = loader.epoch(0, backend=backend)
     one.step(next(given))
@@ -146,14 +173,21 @@ def test_nobody_waits_without_a_word(
 
 
 @pytest.mark.parametrize("rows", [6, 0])
-def test_statistics_over_ranks_are_the_hosts(real_device: Backend, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """They are not waited for where the sum does not; an empty batch changes no running statistics."""
+def test_statistics_over_ranks_are_the_hosts(
+    real_device: Backend, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """They are not waited for where the sum does not; an empty batch changes no running
+    statistics.
+    """
     x = np.random.default_rng(0).standard_normal((rows, 5)).astype("float32")
     found = []
     for backend in (real_device, numpy_backend()):
         model = nn.Sequential(nn.BatchNorm(5)).initialize(backend=backend)
         model[0].all_reduce = lambda array: array * 2  # another rank has the same rows
-        given, seed = Tensor(backend.asarray(x), requires_grad=True), backend.asarray(x[::-1].copy())
+        given, seed = (
+            Tensor(backend.asarray(x), requires_grad=True),
+            backend.asarray(x[::-1].copy()),
+        )
         with watched(real_device, monkeypatch), training(0, 0, 0):
             y = model(given)
             y.backward(seed)
@@ -182,7 +216,9 @@ def test_a_label_that_is_no_class_is_found_on_the_host(real_device: Backend, gro
 def test_an_index_without_a_row_is_found_on_the_host(real_device: Backend, group: Group) -> None:
     """Before it goes to the device."""
     backend = real_device
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).initialize(backend=backend)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).initialize(
+        backend=backend
+    )
     one = Worker(model, optim.SGD(model.storage, lr=0.1), group, backend=backend)
     (batch,) = Loader(digits(), len(digits()), shuffle=False, workers=0).epoch(0)
     indices = np.zeros((len(batch.y), 3), np.int64)
@@ -198,7 +234,9 @@ def test_a_loss_that_is_not_finite_changes_no_weight(real_device: Backend, group
     before = one.model.state()
     batch = next(Loader(digits(), 8).epoch(0, backend=one.backend))
     batch.x[3] = float("nan")
-    with pytest.raises(DivergenceError, match="the first values that are not finite are in the input on rank 0"):
+    with pytest.raises(
+        DivergenceError, match="the first values that are not finite are in the input on rank 0"
+    ):
         one.step(batch)
     for name, values in one.model.state().items():
         np.testing.assert_array_equal(values, before[name])
@@ -218,18 +256,29 @@ def test_kernels_that_are_switched_off_are_recorded_apart(real_device: Backend) 
     with jit(False):
         second = step(x)
     assert step.recordings == 2
-    np.testing.assert_allclose(real_device.to_host(first.data), real_device.to_host(second.data), rtol=1e-6)
+    np.testing.assert_allclose(
+        real_device.to_host(first.data), real_device.to_host(second.data), rtol=1e-6
+    )
 
 
-def test_a_replay_makes_no_more_calls_than_a_step(real_device: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the library and of kernels: results are written where they lie, and none is copied there."""
-    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).initialize(backend=real_device)
+def test_a_replay_makes_no_more_calls_than_a_step(
+    real_device: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the library and of kernels: results are written where they lie, and none is copied
+    there.
+    """
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).initialize(
+        backend=real_device
+    )
     update = optim.Adam(model.storage)
 
     copies = []
     monkeypatch.setattr("nnmpi.backend.recording._fill", lambda *args: copies.append(args))
     compiled = nnmpi.compile(step_of(model, update))
-    x, y = real_device.asarray(np.ones((4, 6), "float32")), real_device.asarray(np.zeros(4, "int64"))
+    x, y = (
+        real_device.asarray(np.ones((4, 6), "float32")),
+        real_device.asarray(np.zeros(4, "int64")),
+    )
     compiled(x, y)
     with no_waiting():
         compiled(x, y)

@@ -1,1 +1,3 @@
-"""Running tests under MPI so that one rank's failure or hang ends the run for all, with that rank's words shown."""
+"""Running tests under MPI so that one rank's failure or hang ends the run for all, with that rank's
+words shown.
+"""

@@ -1,13 +1,15 @@
 """The serial tests, and the MPI tests on several numbers of ranks.
 
-Serial are those on simulated ranks, too (see `simulated`). Plainly: every kind of test, without those that are marked
-slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all others on one of these, dealt out by name; each
-simulated test on one of 12 numbers of ranks. --all: the slow ones, too, the MPI tests of messages and collectives on 1,
-2, 3, 4, 6 and 8 ranks, all others on one of these but 1. --rest: what --all runs and a plain run does not. Several runs
-at once. Arguments that are not listed here are pytest's (paths, -k, -x): with them, one run comes after the other and
-prints as it goes, and nothing is left out. Where several runs took the cores from one another, or with --again, tests
-that failed are run once more by themselves if they are few: what passes then is named as unsteady, and is no failure.
-scripts/test --gpu installs CuPy and CUDA's compiler first; without them the tests that need one are skipped.
+Serial are those on simulated ranks, too (see `simulated`). Plainly: every kind of test, without
+those that are marked slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all
+others on one of these, dealt out by name; each simulated test on one of 12 numbers of ranks. --all:
+the slow ones, too, the MPI tests of messages and collectives on 1, 2, 3, 4, 6 and 8 ranks, all
+others on one of these but 1. --rest: what --all runs and a plain run does not. Several runs at
+once. Arguments that are not listed here are pytest's (paths, -k, -x): with them, one run comes
+after the other and prints as it goes, and nothing is left out. Where several runs took the cores
+from one another, or with --again, tests that failed are run once more by themselves if they are
+few: what passes then is named as unsteady, and is no failure. scripts/test --gpu installs CuPy and
+CUDA's compiler first; without them the tests that need one are skipped.
 """
 
 import argparse
@@ -26,19 +28,33 @@ MOST_AGAIN = 10  # where more failed, something is broken
 
 def main() -> int:
     """Run everything, print a table, and return 1 if anything failed."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that running jobs are ended
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
+    # so that running jobs are ended
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # a shell ignores it in what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options, arguments = _parser().parse_known_args()
     begin = time.monotonic()
     everything = options.all or options.rest
     quick = not everything and not arguments
-    ranks = options.ranks if options.ranks is not None else left_out.ALL_RANKS if everything else left_out.QUICK_RANKS
+    ranks = (
+        options.ranks
+        if options.ranks is not None
+        else left_out.ALL_RANKS
+        if everything
+        else left_out.QUICK_RANKS
+    )
     sizes = ([] if options.no_serial else [0]) + ranks
     lanes = options.jobs or (1 if arguments or options.no_serial else max(2, _cores()))
-    words = {size: arguments or left_out.options(size, ranks, everything, options.rest) for size in sizes}
-    suites = [Suite(size, words[size], options.limit_s, options.test_limit_s, _say) for size in sizes]
+    words = {
+        size: arguments or left_out.options(size, ranks, everything, options.rest) for size in sizes
+    }
+    suites = [
+        Suite(size, words[size], options.limit_s, options.test_limit_s, _say) for size in sizes
+    ]
     if lanes > 1:
-        _say(f"{lanes} runs at once; each prints when it has ended (--jobs 1: one after the other)\n")
+        _say(
+            f"{lanes} runs at once; each prints when it has ended (--jobs 1: one after the other)\n"
+        )
         run_side_by_side(suites, lanes, _say)
     else:
         for suite in suites:
@@ -51,7 +67,9 @@ def main() -> int:
     _say(table(suites, time.monotonic() - begin))
     if quick:
         _say("scripts/test --all runs what was left out, and MPI tests on 1, 6 and 8 ranks, too\n")
-    return int(any(suite.failures for suite in suites) or not any(suite.outcomes for suite in suites))
+    return int(
+        any(suite.failures for suite in suites) or not any(suite.outcomes for suite in suites)
+    )
 
 
 def _cores() -> int:
@@ -61,10 +79,16 @@ def _cores() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="scripts/test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/test",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--all", action="store_true", help="slow tests, too, and the MPI tests on 1, 2, 3, 4, 6 and 8 ranks")
+    add(
+        "--all",
+        action="store_true",
+        help="slow tests, too, and the MPI tests on 1, 2, 3, 4, 6 and 8 ranks",
+    )
     add("--rest", action="store_true", help="what --all runs and a plain run does not")
     add(
         "--ranks",
@@ -75,9 +99,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--jobs",
         type=int,
-        help="runs at once (default: one for each core; 1 where pytest gets arguments or --no-serial is given)",
+        help=(
+            "runs at once (default: one for each core; 1 where pytest gets arguments or --no-serial"
+            " is given)"
+        ),
     )
-    add("--again", action="store_true", help="run what failed once more by itself, also after one run at a time")
+    add(
+        "--again",
+        action="store_true",
+        help="run what failed once more by itself, also after one run at a time",
+    )
     add("--limit-s", type=float, default=1800, help="seconds for one run (default 1800)")
     add("--test-limit-s", type=float, default=60, help="seconds for one MPI test (default 60)")
     return parser
@@ -85,18 +116,32 @@ def _parser() -> argparse.ArgumentParser:
 
 def table(suites: list[Suite], seconds: float) -> str:
     """Return the totals, why tests were skipped or left out, and what failed with what."""
-    lines, totals, why = ["", f"==== total ({seconds:.0f} s) ===="], Counter[str](), Counter[tuple[str, str]]()
+    lines, totals, why = (
+        ["", f"==== total ({seconds:.0f} s) ===="],
+        Counter[str](),
+        Counter[tuple[str, str]](),
+    )
     for suite in suites:
         counts = Counter(suite.outcomes.values())
         totals += counts
         why.update((suite.outcomes[test], reason) for test, reason in suite.reasons.items())
-        words = f"{suite.name:>8}: {counts[PASSED]:5d} passed, {counts[FAILED]} failed, {counts[SKIPPED]} skipped"
+        words = (
+            f"{suite.name:>8}: {counts[PASSED]:5d} passed, {counts[FAILED]} failed,"
+            f" {counts[SKIPPED]} skipped"
+        )
         words += f", {counts[LEFT_OUT]} left out" if counts[LEFT_OUT] else ""
         lines.append(f"{words}  ({suite.seconds:.1f} s)")
     for outcome in (SKIPPED, LEFT_OUT):
-        lines += [f"{outcome} {count}: {reason}" for (found, reason), count in why.most_common() if found == outcome]
+        lines += [
+            f"{outcome} {count}: {reason}"
+            for (found, reason), count in why.most_common()
+            if found == outcome
+        ]
     for suite in suites:
-        again = [("UNSTEADY (failed, and passed again by itself)", each) for each in suite.unsteady.items()]
+        again = [
+            ("UNSTEADY (failed, and passed again by itself)", each)
+            for each in suite.unsteady.items()
+        ]
         failed = [("FAILED", (test, suite.reasons.get(test, ""))) for test in suite.failures]
         for word, (test, reason) in again + failed:
             lines.append(f"{word} on {suite.name}: {test}\n    {reason}".rstrip())

@@ -1,16 +1,20 @@
-"""A disk that fails on purpose: full at some point, cut off in the middle of a write, without what was not synced.
+"""A disk that fails on purpose: full at some point, cut off in the middle of a write, without what
+was not synced.
 
     with FaultyDisk(folder, dies_at=17, draws=Random(3)) as disk:
         simulate(train, 3)                  # the rank that does the 17th operation is killed in it
-    disk.lose()                             # the power went, too: what was not brought to the disk may be gone
+    disk.lose()                             # the power went, too: what was not brought to the disk
+                                            may be gone
 
-What the disk promises is what POSIX does, and no more. A file's content is safe once it was synced; before, any part of
-its end may be missing. That a name exists, has gone, or belongs to another file is safe once its folder was synced;
-before, of what was done in a folder, the last of it may be undone. (CrashMonkey and ALICE test file systems and
-databases in this way: Mohan et al., OSDI 2018; Pillai et al., OSDI 2014.)
+What the disk promises is what POSIX does, and no more. A file's content is safe once it was synced;
+before, any part of its end may be missing. That a name exists, has gone, or belongs to another file
+is safe once its folder was synced; before, of what was done in a folder, the last of it may be
+undone. (CrashMonkey and ALICE test file systems and databases in this way: Mohan et al., OSDI 2018;
+Pillai et al., OSDI 2014.)
 
-The program is not changed: the functions of `os`, `io` and `shutil` that it calls are replaced while the block runs,
-for paths below the folder. A rank that is only cleared away, because another one was killed, changes nothing any more.
+The program is not changed: the functions of `os`, `io` and `shutil` that it calls are replaced
+while the block runs, for paths below the folder. A rank that is only cleared away, because another
+one was killed, changes nothing any more.
 """
 
 from __future__ import annotations
@@ -90,7 +94,9 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         done: dict[str, list[_Act]] = {}
         for act in self._acts:
             done.setdefault(os.path.dirname(act.path), []).append(act)
-        undone = [act for acts in done.values() for act in acts[self._draws.randrange(len(acts) + 1) :]]
+        undone = [
+            act for acts in done.values() for act in acts[self._draws.randrange(len(acts) + 1) :]
+        ]
         for act in reversed(list(self._acts)):
             self._acts.remove(act)
             if act in undone:
@@ -110,7 +116,9 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             else:
                 place = os.path.abspath(path) if isinstance(path, str | os.PathLike) else ""
             inside = (place + os.sep).startswith(self.root + os.sep)
-            if (inside or place == os.path.dirname(self.root) and work == self._fsync) and "dir_fd" not in kwargs:
+            if (
+                inside or place == os.path.dirname(self.root) and work == self._fsync
+            ) and "dir_fd" not in kwargs:
                 return work(real, place, path, *args, **kwargs)
             return real(path, *args, **kwargs)
 
@@ -138,7 +146,9 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         world._scheduler.enter(world._own)
         world._scheduler.fall(world._own, f"was killed in operation {self.operations} of the disk")
 
-    def _open(self, real: Any, place: str, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def _open(
+        self, real: Any, place: str, path: Any, mode: str = "r", *args: Any, **kwargs: Any
+    ) -> Any:
         if mode not in ("wb", "ab"):
             return real(path, mode, *args, **kwargs)
         if not self._begin(writes=not os.path.exists(place)):
@@ -199,9 +209,17 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
     # ---- what is not safe ----
 
     def _settle(self, place: str) -> None:
-        """Let be safe what was done in a folder. What was in a folder that is gone from there comes back no more."""
-        safe = {number for number, act in enumerate(self._acts) if os.path.dirname(act.path) == place}
-        gone = {self._acts[number].path: number for number in safe if self._acts[number].before == {"": None}}
+        """Let be safe what was done in a folder. What was in a folder that is gone from there comes
+        back no more.
+        """
+        safe = {
+            number for number, act in enumerate(self._acts) if os.path.dirname(act.path) == place
+        }
+        gone = {
+            self._acts[number].path: number
+            for number in safe
+            if self._acts[number].before == {"": None}
+        }
         kept = []
         for number, act in enumerate(self._acts):
             if number not in safe and number > gone.get(os.path.dirname(act.path), -1):
@@ -212,7 +230,11 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         """Let what is known of a place go with it to another one."""
 
         def moved(path: str) -> str:
-            return target + path[len(source) :] if (path + os.sep).startswith(source + os.sep) else path
+            return (
+                target + path[len(source) :]
+                if (path + os.sep).startswith(source + os.sep)
+                else path
+            )
 
         for act in self._acts:
             act.path, act.source = moved(act.path), moved(act.source) if act.source else ""
@@ -234,7 +256,12 @@ class _Stream:
 
     def __init__(self, stream: Any, disk: FaultyDisk) -> None:
         self._stream, self._disk = stream, disk
-        self.fileno, self.close, self.tell, self.truncate = stream.fileno, stream.close, stream.tell, stream.truncate
+        self.fileno, self.close, self.tell, self.truncate = (
+            stream.fileno,
+            stream.close,
+            stream.tell,
+            stream.truncate,
+        )
 
     def __enter__(self) -> _Stream:
         return self

@@ -1,4 +1,6 @@
-"""Starting a command, on several ranks or plainly, so that nothing of it outlives its time limit."""
+"""Starting a command, on several ranks or plainly, so that nothing of it outlives its time
+limit.
+"""
 
 import os
 import subprocess
@@ -10,9 +12,10 @@ from pathlib import Path
 POLL_S = 0.02
 TERM_S = 5.0
 
-# Open MPI: to run as root, with more ranks than cores, and, on one machine, without the second that its search for
-# network cards takes. Who waits for a message sleeps a little between two looks: ranks that spin, even those that
-# yield, take the cores from the others and from the runs beside them. MPICH ignores them all.
+# Open MPI: to run as root, with more ranks than cores, and, on one machine, without the second that
+# its search for network cards takes. Who waits for a message sleeps a little between two looks:
+# ranks that spin, even those that yield, take the cores from the others and from the runs beside
+# them. MPICH ignores them all.
 LAUNCH_VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -59,7 +62,8 @@ def run(
     cwd: Path | None = None,
     once_more: bool = True,
 ) -> Ending:
-    """Run the command in a session of its own, without input, its output in a file; kill all of it at the limit.
+    """Run the command in a session of its own, without input, its output in a file; kill all of it
+    at the limit.
 
     The output goes to a file because a stray rank can hold a pipe open for ever.
 
@@ -89,7 +93,11 @@ def run(
         )
         status: int | None = None
         try:
-            while (status := process.poll()) is None and time.monotonic() - begin < limit_s and not is_lost():
+            while (
+                (status := process.poll()) is None
+                and time.monotonic() - begin < limit_s
+                and not is_lost()
+            ):
                 on_output(source.read().decode(errors="replace"))
                 time.sleep(POLL_S)
         finally:

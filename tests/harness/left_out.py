@@ -1,8 +1,10 @@
-"""What a plain `scripts/test` leaves out, `scripts/test --all` on many ranks, and --rest, which runs what is left.
+"""What a plain `scripts/test` leaves out, `scripts/test --all` on many ranks, and --rest, which
+runs what is left.
 
-Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out, all but those of messages
-themselves: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. For
-simulated ranks, on which most of what they try is tried on other numbers, see `simulated`.
+Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out, all but
+those of messages themselves: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all
+on one of 2, 3, 4, 6 and 8. For simulated ranks, on which most of what they try is tried on other
+numbers, see `simulated`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
 DEALT += ("test_docs.py", "test_examples.py", "test_verify.py")
-EVERYWHERE = "equivalence/test_layouts.py"  # with --all: the contract itself, promised on every number of ranks
+# with --all: the contract itself, promised on every number of ranks
+EVERYWHERE = "equivalence/test_layouts.py"
 
 
 def read_ranks(text: str) -> list[int]:
@@ -40,7 +43,12 @@ def options(ranks: int, among: Sequence[int], everything: bool, rest: bool = Fal
     if ranks == 0:
         return ["--sizes", "1", *but] if everything else ["--quick"]
     shared = [each for each in among if each > ALONE or not everything]
-    return [*([] if everything and ranks <= FEW else ["--quick"]), "--deal", ",".join(map(str, shared)), *but]
+    return [
+        *([] if everything and ranks <= FEW else ["--quick"]),
+        "--deal",
+        ",".join(map(str, shared)),
+        *but,
+    ]
 
 
 def is_dealt(test: pytest.Item) -> bool:
@@ -54,9 +62,13 @@ def is_contract(test: pytest.Item) -> bool:
 
 
 def is_plain(test: pytest.Item, ranks: int) -> bool:
-    """Return whether a plain `scripts/test` runs a test on so many ranks, 0 for the serial tests but simulated ones."""
+    """Return whether a plain `scripts/test` runs a test on so many ranks, 0 for the serial tests
+    but simulated ones.
+    """
     if ranks == 0:
-        return not any(test.get_closest_marker(mark) for mark in ("slow", "simulated", "both_worlds"))
+        return not any(
+            test.get_closest_marker(mark) for mark in ("slow", "simulated", "both_worlds")
+        )
     return ranks in QUICK_RANKS and not reason(test, ranks, True, QUICK_RANKS)
 
 
@@ -80,4 +92,8 @@ def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> 
         able = [each for each in able if each <= FEW]
     if not able or not dealt:
         return ""
-    return "" if able[crc32(place.encode()) % len(able)] == ranks else "dealt to another number of ranks"
+    return (
+        ""
+        if able[crc32(place.encode()) % len(able)] == ranks
+        else "dealt to another number of ranks"
+    )

@@ -1,7 +1,9 @@
-"""The pytest plugin on every rank: records outcomes, ends all ranks when one fails, and watches the time.
+"""The pytest plugin on every rank: records outcomes, ends all ranks when one fails, and watches the
+time.
 
-Under several ranks a failing test prints its report with the rank and aborts the job: the others may be waiting in a
-collective, and would wait for ever. The runner (`python -m tests.harness`) then starts again with the next test.
+Under several ranks a failing test prints its report with the rank and aborts the job: the others
+may be waiting in a collective, and would wait for ever. The runner (`python -m tests.harness`) then
+starts again with the next test.
 """
 
 import faulthandler
@@ -38,7 +40,9 @@ def group() -> Any:
 
 
 def start_quietly() -> Any:
-    """Start MPI, and leave an exception in a thread to pytest, which makes it a failure of the test."""
+    """Start MPI, and leave an exception in a thread to pytest, which makes it a failure of the
+    test.
+    """
     hook = threading.excepthook
     world = start()
     threading.excepthook = hook
@@ -47,15 +51,23 @@ def start_quietly() -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --quick, --deal and --but-plain."""
-    parser.addoption("--quick", action="store_true", help="leave out the tests that are marked slow")
-    words = "numbers of ranks over which MPI tests are dealt out, all but those of messages themselves"
+    parser.addoption(
+        "--quick", action="store_true", help="leave out the tests that are marked slow"
+    )
+    words = (
+        "numbers of ranks over which MPI tests are dealt out, all but those of messages themselves"
+    )
     parser.addoption("--deal", type=left_out.read_ranks, default=[], help=words)
-    parser.addoption("--but-plain", action="store_true", help="leave out what a plain scripts/test runs")
+    parser.addoption(
+        "--but-plain", action="store_true", help="leave out what a plain scripts/test runs"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not read a file without MPI tests where nothing else is asked for: every rank would, at every size."""
+    """Do not read a file without MPI tests where nothing else is asked for: every rank would, at
+    every size.
+    """
     if config.option.markexpr != "mpi" or not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
     text = collection_path.read_text()
@@ -64,11 +76,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Give each rank a place of its own for temporary files: pytest's shared one is tidied by all ranks at once."""
+    """Give each rank a place of its own for temporary files: pytest's shared one is tidied by all
+    ranks at once.
+    """
     launch = read_launch(os.environ)
     if launch is not None and launch.size > 1 and not config.option.basetemp:
         scratch = tempfile.TemporaryDirectory(
-            prefix=f"rank-{launch.rank}-", dir=os.environ.get(RUN_FOLDER), ignore_cleanup_errors=True
+            prefix=f"rank-{launch.rank}-",
+            dir=os.environ.get(RUN_FOLDER),
+            ignore_cleanup_errors=True,
         )
         config.add_cleanup(scratch.cleanup)
         config.option.basetemp = os.path.join(scratch.name, "tmp")
@@ -77,7 +93,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Find this rank's place, and register what it needs there."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else runs measure how many are fastest, and bits differ
+    # else runs measure how many are fastest, and bits differ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = os.environ.pop(RUN_FOLDER, None)  # it is not for what the tests start
     claims = os.environ.pop(CLAIMS, None)
     rank = 0
@@ -88,21 +105,28 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit(str(error), returncode=error.exit_status)
         world = importlib.import_module("mpi4py.MPI").COMM_WORLD.Dup()
         rank = world.Get_rank()
-        config.pluginmanager.register(Guard(world, _stderr(config, folder, rank), folder is None), "nnmpi-guard")
+        config.pluginmanager.register(
+            Guard(world, _stderr(config, folder, rank), folder is None), "nnmpi-guard"
+        )
         for plugin in config.pluginmanager.get_plugins():
-            if type(plugin).__name__ == "MPIPlugin":  # pytest-mpi's: at the end it prints a page about MPI
+            if type(plugin).__name__ == "MPIPlugin":
+                # pytest-mpi's: at the end it prints a page about MPI
                 plugin._is_testing_mpi = False
     if rank > 0:
         config.pluginmanager.unregister(name="terminalreporter")  # rank 0 speaks for all
     if folder is not None:
-        config.pluginmanager.register(Recorder(records.Writer(Path(folder), rank), Path(folder)), "nnmpi-recorder")
+        config.pluginmanager.register(
+            Recorder(records.Writer(Path(folder), rank), Path(folder)), "nnmpi-recorder"
+        )
     if claims is not None:
         config.pluginmanager.register(Sharer(claims), "nnmpi-sharer")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Let Python's search for cycles pass over what is collected: half a million objects, at each full search."""
+    """Let Python's search for cycles pass over what is collected: half a million objects, at each
+    full search.
+    """
     gc.disable()
     try:
         return (yield)
@@ -112,9 +136,13 @@ def pytest_collection() -> Iterator[None]:
 
 
 def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
-    """Return a descriptor for a rank's last words: its file in the run's folder, or else the real stderr."""
+    """Return a descriptor for a rank's last words: its file in the run's folder, or else the real
+    stderr.
+    """
     if folder is not None:
-        return os.open(records.Writer(Path(folder), rank).errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        return os.open(
+            records.Writer(Path(folder), rank).errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+        )
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.suspend_global_capture()
     descriptor = os.dup(2)
@@ -123,7 +151,9 @@ def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
 
 
 class Recorder:
-    """Writes what happens to each test, and leaves out what is done, or not asked for in a run of a few again."""
+    """Writes what happens to each test, and leaves out what is done, or not asked for in a run of a
+    few again.
+    """
 
     def __init__(self, writer: records.Writer, folder: Path) -> None:
         self._writer = writer
@@ -132,7 +162,9 @@ class Recorder:
         self._reason = ""
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Leave out what is done, and what is not for this run where that is asked for."""
         launch = read_launch(os.environ)
         ranks = 1 if launch is None else launch.size
@@ -161,7 +193,9 @@ class Recorder:
             self._writer.write(report.nodeid, records.FAILED, _what(report))
         elif report.skipped and self._outcome == records.PASSED:
             self._outcome = records.SKIPPED
-            self._reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected to fail"
+            self._reason = (
+                report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected to fail"
+            )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note a file that is left out as a whole."""
@@ -174,22 +208,32 @@ class Recorder:
             self._writer.write(nodeid, self._outcome, self._reason)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Leave the proof of a proper end: tests passed, or failed, or there were none, which is as good."""
+        """Leave the proof of a proper end: tests passed, or failed, or there were none, which is as
+        good.
+        """
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK
-        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        if exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.TESTS_FAILED,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        ):
             self._writer.finish()
 
 
 class Sharer:
-    """Shares the test files with other runs of the same suite: whoever comes first to a file runs it."""
+    """Shares the test files with other runs of the same suite: whoever comes first to a file runs
+    it.
+    """
 
     def __init__(self, claims: str) -> None:
         self._claims = claims
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Run this run's tests, as pytest's own loop does; a file is claimed when its turn comes."""
+        """Run this run's tests, as pytest's own loop does; a file is claimed when its turn
+        comes.
+        """
         if session.config.option.collectonly or session.testsfailed:
             return None
         for item, following in pairwise(chain(self._taken(session.items), [None])):
@@ -231,7 +275,8 @@ class Guard:
         watchdog.daemon = True
         self._has_met = False
         watchdog.start()
-        faulthandler.dump_traceback_later(limit_s + 2, file=self._descriptor)  # for code that never frees the GIL
+        # for code that never frees the GIL
+        faulthandler.dump_traceback_later(limit_s + 2, file=self._descriptor)
         result = yield
         self._has_met = True
         self._meet()
@@ -259,7 +304,9 @@ class Guard:
         self._failed("the session was broken off", str(excinfo.value))
 
     def _meet(self) -> None:
-        """Wait for the other ranks, so that every rank is always in the same test; sleep, as cores are few."""
+        """Wait for the other ranks, so that every rank is always in the same test; sleep, as cores
+        are few.
+        """
         request = self._world.Ibarrier()
         pause = 1e-5
         while not request.Test():
@@ -298,13 +345,17 @@ def _stacks() -> str:
     parts = []
     for number, frame in sys._current_frames().items():
         if number != threading.get_ident():
-            frames = [line for line in traceback.extract_stack(frame) if not PYTEST.search(line.filename)]
+            frames = [
+                line for line in traceback.extract_stack(frame) if not PYTEST.search(line.filename)
+            ]
             parts += [f"in {threads.get(number, number)}:\n", *traceback.format_list(frames)]
     return "".join(parts)
 
 
 def _what(report: pytest.TestReport) -> str:
-    """Return the first line of what the test failed with, and the innermost lines of code that led there."""
+    """Return the first line of what the test failed with, and the innermost lines of code that led
+    there.
+    """
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         return report.longreprtext.partition("\n")[0]

@@ -5,7 +5,8 @@ RANK.err    what the rank says of a failure or a hang
 RANK.ok     the rank's session came to its end
 plan        the tests that a run after an abort leaves out, and those to run, null for all
 
-Serial runs that share the tests have one more folder, with a file for each test file, named by who claims it.
+Serial runs that share the tests have one more folder, with a file for each test file, named by who
+claims it.
 """
 
 import json
@@ -21,7 +22,8 @@ STARTED, PASSED, FAILED, SKIPPED, LEFT_OUT = "started", "passed", "failed", "ski
 # Variables by which the runner speaks to the plugin on every rank.
 RUN_FOLDER = "NNMPI_TEST_RUN"
 LIMIT = "NNMPI_TEST_LIMIT_S"
-CLAIMS = "NNMPI_TEST_CLAIMS"  # a folder for all that share the tests, a colon, the run's name: the same after an abort
+# a folder for all that share the tests, a colon, the run's name: the same after an abort
+CLAIMS = "NNMPI_TEST_CLAIMS"
 DEFAULT_LIMIT_S = 60.0
 
 
@@ -66,7 +68,8 @@ def read(folder: Path, ranks: int) -> Records:
     """Return what `ranks` ranks left in the folder."""
     logs = [_lines(folder / f"{rank}.log") for rank in range(ranks)]
     ended = [{line["test"]: line for line in log if line["outcome"] != STARTED} for log in logs]
-    names = dict.fromkeys(line["test"] for log in logs for line in log)  # in the order in which they were begun
+    # in the order in which they were begun
+    names = dict.fromkeys(line["test"] for log in logs for line in log)
     outcomes = {}
     for name in names:
         found = [log[name]["outcome"] for log in ended if name in log]
@@ -75,7 +78,11 @@ def read(folder: Path, ranks: int) -> Records:
         elif len(found) == ranks:
             outcomes[name] = PASSED if PASSED in found else found[0]
     complete = all((folder / f"{rank}.ok").exists() for rank in range(ranks))
-    culprit = None if complete else next((name for name in names if outcomes.get(name, FAILED) == FAILED), None)
+    culprit = (
+        None
+        if complete
+        else next((name for name in names if outcomes.get(name, FAILED) == FAILED), None)
+    )
     reasons = {name: log[name]["reason"] for log in ended for name in log if log[name]["reason"]}
     return Records(outcomes, culprit, reasons, complete, _words(folder, ranks))
 
@@ -93,7 +100,9 @@ def read_plan(folder: Path) -> Callable[[str], bool]:
 
 def count_ended(folder: Path) -> Counter[str]:
     """Return how many tests ended so far on the first rank, by outcome."""
-    return Counter(line["outcome"] for line in _lines(folder / "0.log") if line["outcome"] != STARTED)
+    return Counter(
+        line["outcome"] for line in _lines(folder / "0.log") if line["outcome"] != STARTED
+    )
 
 
 def claim(claims: str, file: str) -> bool:
@@ -125,4 +134,6 @@ def _words(folder: Path, ranks: int) -> str:
         text = path.read_text(errors="replace").strip() if path.exists() else ""
         if text:
             said.setdefault(re.sub(r"rank \d+ of", "rank", text), (text, []))[1].append(str(rank))
-    return "\n".join(f"---- rank {', '.join(who)} of {ranks} ----\n{text}" for text, who in said.values())
+    return "\n".join(
+        f"---- rank {', '.join(who)} of {ranks} ----\n{text}" for text, who in said.values()
+    )

@@ -1,4 +1,6 @@
-"""What a rank is told: each catches its own error, so that no rank leaves the others waiting, and all compare."""
+"""What a rank is told: each catches its own error, so that no rank leaves the others waiting, and
+all compare.
+"""
 
 from collections.abc import Callable
 

@@ -1,23 +1,25 @@
 """Tests of what several ranks do: on simulated ranks, on real ones, or on both.
 
-    @pytest.mark.simulated       in a serial run, on ranks of the simulated world, each a thread of that process
+    @pytest.mark.simulated       in a serial run, on ranks of the simulated world, each a thread of
+                                 that process
     @pytest.mark.mpi             under mpirun, on real processes
     @pytest.mark.both_worlds     both
 
-A test is simulated if it is about what ranks compute and say to one another; it runs under mpirun if something real
-takes part: MPI's own calls and sums, memory that processes share, processes that are started, fail or are killed,
-seconds that go by, transports between devices. In both worlds runs what all of the package rests on: collectives,
-messages, the exchange of gradients, the contract of layouts; every call of `comm.world` must be among them or under
-mpirun alone.
+A test is simulated if it is about what ranks compute and say to one another; it runs under mpirun
+if something real takes part: MPI's own calls and sums, memory that processes share, processes that
+are started, fail or are killed, seconds that go by, transports between devices. In both worlds runs
+what all of the package rests on: collectives, messages, the exchange of gradients, the contract of
+layouts; every call of `comm.world` must be among them or under mpirun alone.
 
-In a simulated test `group` and `tmp_path` are the rank's own, and so is what fixtures make of them; all else is shared.
-So what one rank patches is patched for all.
+In a simulated test `group` and `tmp_path` are the rank's own, and so is what fixtures make of them;
+all else is shared. So what one rank patches is patched for all.
 
-Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
-many if it is about messages and collectives themselves and this is no quick run; `scripts/test` has K = 1. Without it a
-test runs on all of them, and on few ranks with several seeds. What is no test of messages and collectives themselves
-is dealt to at most 12, the fewest with three axes of ranks that differ, and whole trainings (`equivalence`) but the
-contract of layouts itself to at most 8, the fewest with three; on the double of a device to at most 4.
+Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its
+name, and on twice as many if it is about messages and collectives themselves and this is no quick
+run; `scripts/test` has K = 1. Without it a test runs on all of them, and on few ranks with several
+seeds. What is no test of messages and collectives themselves is dealt to at most 12, the fewest
+with three axes of ranks that differ, and whole trainings (`equivalence`) but the contract of
+layouts itself to at most 8, the fewest with three; on the double of a device to at most 4.
 """
 
 import inspect
@@ -61,7 +63,9 @@ class Simulation:
 
 @dataclass(frozen=True)
 class PerRank:
-    """What stands for a fixture that each rank makes for itself: a function, and what it is given."""
+    """What stands for a fixture that each rank makes for itself: a function, and what it is
+    given.
+    """
 
     make: Callable[..., Any]
     given: dict[str, Any]
@@ -69,13 +73,20 @@ class PerRank:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --sizes."""
-    parser.addoption("--sizes", type=int, help="on how many of the numbers of ranks a simulated test runs (all)")
+    parser.addoption(
+        "--sizes", type=int, help="on how many of the numbers of ranks a simulated test runs (all)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the marks."""
-    for name, where in (("simulated", "simulated ranks"), ("both_worlds", "simulated ranks and under mpirun")):
-        config.addinivalue_line("markers", f"{name}(min_size=1, max_size=33, check=True): the test runs on {where}")
+    for name, where in (
+        ("simulated", "simulated ranks"),
+        ("both_worlds", "simulated ranks and under mpirun"),
+    ):
+        config.addinivalue_line(
+            "markers", f"{name}(min_size=1, max_size=33, check=True): the test runs on {where}"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,12 +99,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test of each number of ranks where there is no MPI."""
-    marks = [metafunc.definition.get_closest_marker(name) for name in ("simulated", "both_worlds", "needs_ranks")]
+    marks = [
+        metafunc.definition.get_closest_marker(name)
+        for name in ("simulated", "both_worlds", "needs_ranks")
+    ]
     mark, needed = marks[0] or marks[1], marks[2]
     if mark is None or metafunc.config.getoption("--with-mpi", default=False):
         return
     low, high = mark.kwargs.get("min_size", 1), mark.kwargs.get("max_size", MANY[-1])
-    sizes = [size for size in FEW + MANY if low <= size <= high and (needed is None or size in needed.args)]
+    sizes = [
+        size
+        for size in FEW + MANY
+        if low <= size <= high and (needed is None or size in needed.args)
+    ]
     seeds = {size: 1 if _dealt_to(metafunc.config) or size in MANY else SEEDS for size in sizes}
     check = mark.kwargs.get("check", True)
     worlds = [Simulation(size, seed, check) for size in sizes for seed in range(seeds[size])]
@@ -153,7 +171,10 @@ def _dealt_to(config: pytest.Config) -> int:
 
 def _spread(sizes: list[int], count: int, first: int) -> list[int]:
     """Return so many of the sizes, from small to large ones, beginning somewhere."""
-    return [sizes[(first + number * len(sizes) // count) % len(sizes)] for number in range(count if sizes else 0)]
+    return [
+        sizes[(first + number * len(sizes) // count) % len(sizes)]
+        for number in range(count if sizes else 0)
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -182,12 +203,19 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
             values = _Values(group, stack)
             pyfuncitem.obj(**{name: values.of(name, each) for name, each in given.items()})
 
-    simulate(live, world.ranks, seed=world.seed + crc32(_name(pyfuncitem, world).encode()), check=world.check)
+    simulate(
+        live,
+        world.ranks,
+        seed=world.seed + crc32(_name(pyfuncitem, world).encode()),
+        check=world.check,
+    )
     return True
 
 
 class _Values:
-    """What a rank gets for what was given to all: its group, folder and fixtures, each made once, and ended at last."""
+    """What a rank gets for what was given to all: its group, folder and fixtures, each made once,
+    and ended at last.
+    """
 
     def __init__(self, group: Group, stack: ExitStack) -> None:
         self._group, self._stack = group, stack

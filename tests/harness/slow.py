@@ -1,4 +1,5 @@
-"""What a plain `scripts/test` leaves out: jobs and cases that take long and are much like others that it runs.
+"""What a plain `scripts/test` leaves out: jobs and cases that take long and are much like others
+that it runs.
 
 Each reason is written once, since the table at the end groups what was left out by reason.
 """
@@ -18,9 +19,15 @@ MORE_SEEDS = "more seeds, like those that ran"
 MORE_LAYOUTS = "more models, layouts and numbers of ranks, like those that ran"
 
 
-def cases(rows: Iterable[tuple[Any, ...]], quick: Callable[..., bool], reason: str = MORE_LAYOUTS) -> list[Any]:
-    """Return rows of parameters, those marked slow of which `quick`, which is given a row, is not true."""
-    return [pytest.param(*row, marks=() if quick(*row) else pytest.mark.slow(reason)) for row in rows]
+def cases(
+    rows: Iterable[tuple[Any, ...]], quick: Callable[..., bool], reason: str = MORE_LAYOUTS
+) -> list[Any]:
+    """Return rows of parameters, those marked slow of which `quick`, which is given a row, is not
+    true.
+    """
+    return [
+        pytest.param(*row, marks=() if quick(*row) else pytest.mark.slow(reason)) for row in rows
+    ]
 
 
 def once_more(value: Any, slow: bool = True, reason: str = ONCE_MORE) -> Any:

@@ -1,8 +1,9 @@
-"""Running the test suite on a number of ranks, to its last test, whatever fails on the way; and on several at once.
+"""Running the test suite on a number of ranks, to its last test, whatever fails on the way; and on
+several at once.
 
-The MPI tests go through one lane then, the largest number of ranks first: two numbers of ranks at once would be more
-ranks than any test is meant for. The other lanes run the serial tests, and so does the first one when it is
-through: each of their files is run by whoever comes to it first.
+The MPI tests go through one lane then, the largest number of ranks first: two numbers of ranks at
+once would be more ranks than any test is meant for. The other lanes run the serial tests, and so
+does the first one when it is through: each of their files is run by whoever comes to it first.
 """
 
 import os
@@ -47,7 +48,8 @@ class Suite:
         outcomes: by test; a test that the run broke on without naming it is under its own words.
         reasons: why tests were skipped or left out, and what others failed with, by test.
         seconds: how long it took.
-        unsteady: tests that failed and passed when they were run again by themselves: what they failed with.
+        unsteady: tests that failed and passed when they were run again by themselves: what they
+            failed with.
         folder: where the tests that run now are recorded.
     """
 
@@ -79,21 +81,27 @@ class Suite:
         return replace(self, say=say, claims=claims, outcomes={}, reasons={}, unsteady={})
 
     def run(self, only: Collection[str] | None = None) -> None:
-        """Run the tests, all or those of some names, again after each abort without those that are done."""
+        """Run the tests, all or those of some names, again after each abort without those that are
+        done.
+        """
         begin = time.monotonic()
         for _ in range(MAX_RUNS):
             left_s = self.limit_s - (time.monotonic() - begin)
             if left_s <= 0 or self.stopped.is_set() or not self._go_on(left_s, only):
                 break
         else:
-            self.say(f"{MAX_RUNS} runs ended in an abort; the tests after the last one were not run\n")
+            self.say(
+                f"{MAX_RUNS} runs ended in an abort; the tests after the last one were not run\n"
+            )
         self.seconds = time.monotonic() - begin
 
     def run_again(self) -> None:
-        """Run the tests that failed once more, nothing else before or beside them; note those that pass as unsteady.
+        """Run the tests that failed once more, nothing else before or beside them; note those that
+        pass as unsteady.
 
-        A test of processes, threads and times meets a moment now and then in which the machine does something else.
-        Such a test is named in the table, to be made steady; one that fails twice has failed.
+        A test of processes, threads and times meets a moment now and then in which the machine does
+        something else. Such a test is named in the table, to be made steady; one that fails twice
+        has failed.
         """
         failed = [test for test in self.failures if "::" in test]
         self.say(f"\n==== {self.name}: what failed once more by itself ====\n")
@@ -106,12 +114,16 @@ class Suite:
 
     def progress(self) -> str:
         """Return how many tests have ended so far."""
-        counts = Counter(self.outcomes.values()) + (records.count_ended(self.folder) if self.folder else Counter())
+        counts = Counter(self.outcomes.values()) + (
+            records.count_ended(self.folder) if self.folder else Counter()
+        )
         failed = f", {counts[FAILED]} failed" * (counts[FAILED] > 0)
         return f"{self.name}: {counts.total() - counts[records.LEFT_OUT]} tests{failed}"
 
     def _go_on(self, limit_s: float, only: Collection[str] | None) -> bool:
-        """Run what is not done yet, and note it; return whether the run broke and there may be more."""
+        """Run what is not done yet, and note it; return whether the run broke and there may be
+        more.
+        """
         with tempfile.TemporaryDirectory(prefix="nnmpi-test-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             records.write_plan(folder, self.outcomes, only)
@@ -137,7 +149,8 @@ class Suite:
         self.reasons |= found.reasons
         if found.words:
             self.say(f"\n{found.words}\n")
-        # A failure is known to the exit status (mpirun may hide it), to the records, or to the proofs that are missing.
+        # A failure is known to the exit status (mpirun may hide it), to the records, or to the
+        # proofs that are missing.
         if found.complete and (ending.status == 0 or self.failures):
             return False
         how = (
@@ -155,8 +168,11 @@ class Suite:
     def _command(self) -> list[str]:
         """Return the command: pytest, under mpirun or not."""
         pytest = [sys.executable, "-m", "pytest", "-p", "tests.harness.plugin"]
-        # Open MPI gives its ranks a terminal of their own, so pytest cannot see whether there is one.
-        color = "--color=" + ("yes" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "no")
+        # Open MPI gives its ranks a terminal of their own, so pytest cannot see whether there is
+        # one.
+        color = "--color=" + (
+            "yes" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "no"
+        )
         if self.ranks == 0:
             return [*pytest, "-m", "not mpi", "-q", "-rs", color, *self.arguments]
         return [*mpirun(self.ranks), *pytest, *UNDER_MPI, color, *self.arguments]
@@ -169,7 +185,9 @@ def _spoke_long_ago(folder: Path) -> bool:
 
 
 def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], None]) -> None:
-    """Run suites, so many at once; what each prints comes in one piece, at its end, by this thread alone."""
+    """Run suites, so many at once; what each prints comes in one piece, at its end, by this thread
+    alone.
+    """
     ended: queue.SimpleQueue[tuple[Suite, str]] = queue.SimpleQueue()
     stopped, all_claimed = threading.Event(), threading.Event()
     parts: list[tuple[Suite, Suite]] = []  # of each suite
@@ -198,15 +216,21 @@ def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], N
 
     begin = spoken = time.monotonic()
     # The pool waits for its threads, also where this one is interrupted.
-    with tempfile.TemporaryDirectory(prefix="nnmpi-claims-") as claims, ThreadPoolExecutor(lanes) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="nnmpi-claims-") as claims,
+        ThreadPoolExecutor(lanes) as pool,
+    ):
         running = [pool.submit(run_lane, number, claims) for number in range(lanes)]
         try:
-            # Not Thread.join with a time limit: once a signal breaks that off, Python 3.11 forgets the thread.
+            # Not Thread.join with a time limit: once a signal breaks that off, Python 3.11 forgets
+            # the thread.
             while wait(running, timeout=0.1).not_done:
                 print_ended()
                 if time.monotonic() - spoken > PROGRESS_S:
                     spoken = time.monotonic()
-                    under_way = [part.progress() for _, part in list(parts) if part.folder is not None]
+                    under_way = [
+                        part.progress() for _, part in list(parts) if part.folder is not None
+                    ]
                     say(f"{spoken - begin:6.0f} s   {'   '.join(under_way)}\n")
         finally:
             stopped.set()

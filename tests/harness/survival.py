@@ -1,11 +1,14 @@
-"""Trainings that are started again after faults, in the simulated world: what must hold of each, whatever the seed.
+"""Trainings that are started again after faults, in the simulated world: what must hold of each,
+whatever the seed.
 
-    python -m tests.harness.survival 0 10000        # seeds 0 to 9999 on all cores; tells the first that fails
+    python -m tests.harness.survival 0 10000        # seeds 0 to 9999 on all cores; tells the first
+                                                    that fails
 
-A seed draws how ranks train (in step, with servers, averaging, by gossip), how many hosts answer before each start, and
-what goes wrong in it: a rank that is killed or stops in some call, a kill in the middle of some operation of the disk,
-with or without what was not synced, a disk that fills up, a supervisor that is killed itself; slow ranks and late
-messages besides. After the last fault nothing more happens. The supervisor is the real one. Then
+A seed draws how ranks train (in step, with servers, averaging, by gossip), how many hosts answer
+before each start, and what goes wrong in it: a rank that is killed or stops in some call, a kill in
+the middle of some operation of the disk, with or without what was not synced, a disk that fills up,
+a supervisor that is killed itself; slow ranks and late messages besides. After the last fault
+nothing more happens. The supervisor is the real one. Then
 
     each start ends with an error that has a name, or well
     no checkpoint is lost that was written
@@ -52,10 +55,19 @@ from nnmpi.train.metrics import read_metrics
 from tests.harness.disk import FaultyDisk
 
 STEPS = 4
-WORDS = f"--model mlp --hidden 3 --dataset iris --batch-size 60 --max-steps {STEPS} --save-every 2steps"
+WORDS = (
+    f"--model mlp --hidden 3 --dataset iris --batch-size 60 --max-steps {STEPS} --save-every 2steps"
+)
 WORDS += " --eval-every 0 --lr-schedule constant --log-every 1 --quiet --backend numpy"
 FIXED = "--reduction fixed"
-WAYS = (FIXED, FIXED, "--sync asp", "--sync ssp --staleness 1", "--sync local --local-steps 2", "--sync gossip")
+WAYS = (
+    FIXED,
+    FIXED,
+    "--sync asp",
+    "--sync ssp --staleness 1",
+    "--sync local --local-steps 2",
+    "--sync gossip",
+)
 HOSTS, MOST_FAULTS = ("one", "two", "three"), 3
 CALLS, OPERATIONS = 400, 150  # about as many as such a run has
 EXPECTED_ERRORS = ("was killed", "has stopped", "No space left on device")
@@ -70,7 +82,11 @@ def draw_faults(seed: int, ranks: int, calls: int) -> Faults:
         calls: how many a rank makes, about: in one of them it falls.
     """
     draws = Random(seed)
-    fate, rank, call = draws.choice(("kill", "stop", "none")), draws.randrange(ranks), draws.randrange(1, calls + 1)
+    fate, rank, call = (
+        draws.choice(("kill", "stop", "none")),
+        draws.randrange(ranks),
+        draws.randrange(1, calls + 1),
+    )
     slow = {other: draws.uniform(1, 20) for other in range(ranks) if draws.random() < 0.3}
     late, falls = draws.choice((0.0, 0.0, 0.1, 0.5)), {rank: call}
     return Faults(falls if fate == "kill" else {}, falls if fate == "stop" else {}, slow, late)
@@ -83,7 +99,9 @@ def quick_trainings() -> Iterator[None]:
         start: list[list[str]] = []
         describe = inputs._describe_start
         patch.setattr(
-            inputs, "_describe_start", lambda *given: start[0] if start else start.append(describe(*given)) or start[0]
+            inputs,
+            "_describe_start",
+            lambda *given: start[0] if start else start.append(describe(*given)) or start[0],
         )
         for module in (threadpoolctl, blas):
             patch.setattr(module, "threadpool_info", cache(threadpoolctl.threadpool_info))
@@ -102,7 +120,9 @@ def arrays_of(run: Path) -> list[bytes]:
 
 
 def _last(run: Path) -> Path:
-    """Return the checkpoint that a resume would take: a kill may have come between its name and `latest`."""
+    """Return the checkpoint that a resume would take: a kill may have come between its name and
+    `latest`.
+    """
     loaded = checkpoint.load_checkpoint(run / "checkpoints")
     assert loaded is not None
     return loaded.folder
@@ -150,7 +170,8 @@ class _SupervisorKilled(BaseException):
 
 @dataclass
 class _Machine:
-    """What stands for launcher, hosts and clock of a supervisor: each start is a simulation, with a fault.
+    """What stands for launcher, hosts and clock of a supervisor: each start is a simulation, with a
+    fault.
 
     Attributes:
         left: how many starts will have one.
@@ -168,7 +189,9 @@ class _Machine:
     def taking_part(self) -> Iterator[None]:
         """Let supervisors start simulations instead of processes."""
         popen = SimpleNamespace(**{**vars(subprocess), "Popen": self.start})
-        times = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep, strftime=time.strftime)
+        times = SimpleNamespace(
+            monotonic=lambda: self.now_s, sleep=self.sleep, strftime=time.strftime
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(supervisor, "subprocess", popen)
             patch.setattr(supervisor, "time", times)
@@ -188,7 +211,9 @@ class _Machine:
         self.wrong = self.wrong or self.promised.find_lost(self.run)
         if self.wrong or (self.left and self.draws.random() < 0.1):
             raise _SupervisorKilled
-        return SimpleNamespace(pid=0, returncode=status, poll=lambda: status, wait=lambda limit_s=None: status)
+        return SimpleNamespace(
+            pid=0, returncode=status, poll=lambda: status, wait=lambda limit_s=None: status
+        )
 
     def _train(self, words: Sequence[str], ranks: int) -> int:
         """Train, and let something go wrong; return the job's status."""
@@ -197,17 +222,37 @@ class _Machine:
         fault = draws.choice(("ranks", "kill", "power", "full")) if faulty else "none"
         faults = draw_faults(draws.randrange(2**32), ranks, CALLS) if fault == "ranks" else None
         at = draws.randint(1, OPERATIONS)
-        disk = FaultyDisk(self.run, draws, at if fault in ("kill", "power") else 0, at if fault == "full" else 0)
+        disk = FaultyDisk(
+            self.run, draws, at if fault in ("kill", "power") else 0, at if fault == "full" else 0
+        )
         try:
             with disk:
-                simulate(partial(main, list(words)), ranks, seed=draws.randrange(2**32), check=False, faults=faults)
+                simulate(
+                    partial(main, list(words)),
+                    ranks,
+                    seed=draws.randrange(2**32),
+                    check=False,
+                    faults=faults,
+                )
         except NnmpiError as error:
             text = str(error)
-            if not faulty or "Traceback" in text or not any(each in text for each in EXPECTED_ERRORS):
-                self.wrong = f"start with {self.left} faults to come: {type(error).__name__}: {error}"
+            if (
+                not faulty
+                or "Traceback" in text
+                or not any(each in text for each in EXPECTED_ERRORS)
+            ):
+                self.wrong = (
+                    f"start with {self.left} faults to come: {type(error).__name__}: {error}"
+                )
             if "was killed" in text and draws.random() < 0.2:
                 return 0  # as MPICH's launcher has it where a rank leaves by itself
-            return KILLED if "was killed" in text else STALLED if "has stopped" in text else error.exit_status
+            return (
+                KILLED
+                if "was killed" in text
+                else STALLED
+                if "has stopped" in text
+                else error.exit_status
+            )
         except Exception as error:
             self.wrong = f"start with {self.left} faults to come: {type(error).__name__}: {error}"
             return 1
@@ -257,14 +302,23 @@ class _Promised:
         except CheckpointError as error:
             return f"a checkpoint of step {self.step} was written: {error}" if self.step else ""
         step = 0 if loaded is None else loaded.values["step"]
-        return f"the checkpoint of step {self.step} was written, and that of step {step} is left" * (step < self.step)
+        return (
+            f"the checkpoint of step {self.step} was written, and that of step {step} is left"
+            * (step < self.step)
+        )
 
 
 def _judge_end(run: Path, wanted: list[bytes] | None) -> str:
-    """Return what is wrong with a run that has ended; where ranks are not in step, its bits are its own."""
+    """Return what is wrong with a run that has ended; where ranks are not in step, its bits are its
+    own.
+    """
     records = read_metrics(run / "metrics.jsonl")
     trained = [each["global_step"] for each in records if each["kind"] == "train"]
-    if trained != sorted(set(trained)) or trained[-1:] != [STEPS] or (wanted and len(trained) != STEPS):
+    if (
+        trained != sorted(set(trained))
+        or trained[-1:] != [STEPS]
+        or (wanted and len(trained) != STEPS)
+    ):
         return f"metrics of the steps {trained}"
     if not (run / "finished.json").exists():
         return "there is no finished.json"
@@ -290,7 +344,9 @@ def sweep(first: int, last: int) -> tuple[int, str] | None:
 
 
 def _fast_folder() -> str | None:
-    """Return where files are memory, if that is known; what is lost with the power is a matter of `FaultyDisk`."""
+    """Return where files are memory, if that is known; what is lost with the power is a matter of
+    `FaultyDisk`.
+    """
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -298,7 +354,9 @@ BATCH = 50  # seeds that a process takes at once
 
 
 def _stay_on_core(cores: SimpleQueue[int]) -> None:
-    """Keep this process on a core of its own, as ranks take turns thousands of times in a second: 1.2 times as fast."""
+    """Keep this process on a core of its own, as ranks take turns thousands of times in a second:
+    1.2 times as fast.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[cores.get()]})
 
@@ -318,7 +376,10 @@ def main_sweep(low: int, high: int) -> str:
                 pool.shutdown(cancel_futures=True)
                 raise SystemExit(f"seed {failed[0]}: {failed[1]}")
     seconds = time.monotonic() - begin
-    return f"seeds {low} to {high - 1}: all ended well, in {seconds:.0f} s, {(high - low) / seconds:.1f} in a second"
+    return (
+        f"seeds {low} to {high - 1}: all ended well, in {seconds:.0f} s,"
+        f" {(high - low) / seconds:.1f} in a second"
+    )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,11 @@ def test_where_a_test_runs(name: str, marks: Any, among: list[int], wanted: list
 
 def test_what_is_slow_is_dealt_to_few_ranks() -> None:
     slow = [item(f"equivalence/test_a.py::test_b[{n}]", slow=("why",)) for n in range(20)]
-    assert {tuple(runs_on(each, left_out.ALL_RANKS[1:], quick=False)) for each in slow} == {(2,), (3,), (4,)}
+    assert {tuple(runs_on(each, left_out.ALL_RANKS[1:], quick=False)) for each in slow} == {
+        (2,),
+        (3,),
+        (4,),
+    }
 
 
 @pytest.mark.parametrize(
@@ -63,17 +67,27 @@ def test_what_is_slow_is_dealt_to_few_ranks() -> None:
         ("comm/test_group.py", 33, 33),
     ],
 )
-def test_simulated_trainings_are_dealt_to_few_ranks(name: str, on_host: int, on_double: int) -> None:
+def test_simulated_trainings_are_dealt_to_few_ranks(
+    name: str, on_host: int, on_double: int
+) -> None:
     assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
 
 
 def test_options_of_a_run() -> None:
     """A plain one leaves out what is slow; with --all it runs on few ranks."""
     quick, deal = ["--quick"], ["--deal", "2,3,4,6,8"]
-    wanted = {0: ["--sizes", "1"], **dict.fromkeys([1, 2, 3, 4], deal), **dict.fromkeys([6, 8], quick + deal)}
-    assert {ranks: options(ranks, left_out.ALL_RANKS, everything=True) for ranks in wanted} == wanted
+    wanted = {
+        0: ["--sizes", "1"],
+        **dict.fromkeys([1, 2, 3, 4], deal),
+        **dict.fromkeys([6, 8], quick + deal),
+    }
+    assert {
+        ranks: options(ranks, left_out.ALL_RANKS, everything=True) for ranks in wanted
+    } == wanted
     wanted = {0: quick, 3: [*quick, "--deal", "2,3,4"]}
-    assert {ranks: options(ranks, left_out.QUICK_RANKS, everything=False) for ranks in wanted} == wanted
+    assert {
+        ranks: options(ranks, left_out.QUICK_RANKS, everything=False) for ranks in wanted
+    } == wanted
 
 
 PLANTED = """
@@ -116,6 +130,7 @@ def test_plain_and_rest_are_all(ranks: int, tmp_path: Path) -> None:
     plain = passed(left_out.QUICK_RANKS, everything=False, rest=False)
     rest = passed(left_out.ALL_RANKS, everything=True, rest=True)
     assert plain and rest and not plain & rest
-    # Dealt to fewer numbers of ranks, tests of a plain run may be among these ranks' that --all gives to others.
+    # Dealt to fewer numbers of ranks, tests of a plain run may be among these ranks' that --all
+    # gives to others.
     whole = passed(left_out.ALL_RANKS, everything=True, rest=False)
     assert rest < whole <= plain | rest and (ranks or whole == plain | rest)

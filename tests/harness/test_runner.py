@@ -31,7 +31,8 @@ OK = "def test_ok(group): group.barrier()\n"
 LAST = "def test_last(group): group.barrier()\n"
 THREE = "--no-serial --ranks 3"
 
-# What one rank of three does while the others would wait for ever, and the words that its report must have.
+# What one rank of three does while the others would wait for ever, and the words that its report
+# must have.
 PLANTED = {
     "fails": ("assert group.rank != 1, 'planted'", "AssertionError: planted"),
     "raises": ("if group.rank == 1: raise ValueError('planted')", "ValueError: planted"),
@@ -43,7 +44,8 @@ PLANTED = {
     ),
     "killed": ("if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)", ""),
     "hangs": ("if group.rank == 1: time.sleep(999)", "time.sleep(999)"),
-    # on all ranks: PyDLL keeps the interpreter's lock during the call, so no Python code can notice the time
+    # on all ranks: PyDLL keeps the interpreter's lock during the call, so no Python code can notice
+    # the time
     "deaf": ("ctypes.PyDLL(None).sleep(999)", ""),
 }
 FINE = """
@@ -60,7 +62,10 @@ def test_slow(group):  # not to be blamed for what follows
 def harness(folder: Path, tests: str, options: str) -> Ending:
     """Run the harness on a file of tests, with the project's settings."""
     (folder / "test_planted.py").write_text(BEGIN + tests)
-    command = f"{sys.executable} -m tests.harness {options} -c {ROOT}/setup.cfg --rootdir {folder} {folder}"
+    command = (
+        f"{sys.executable} -m tests.harness {options} -c {ROOT}/setup.cfg --rootdir {folder}"
+        f" {folder}"
+    )
     return run(command.split(), folder / "output", LIMIT_S, cwd=ROOT)
 
 
@@ -87,20 +92,24 @@ def test_one_rank_fails_and_so_do_all(name: str, planted: str) -> None:
     words = PLANTED[name][1]
     assert ("has not ended after" in reported) == (name == "hangs"), reported
     if words:
-        assert any(word in reported.partition("---- rank 1 of 3 ----")[2] for word in words.split("|")), reported
+        assert any(
+            word in reported.partition("---- rank 1 of 3 ----")[2] for word in words.split("|")
+        ), reported
 
 
 @pytest.mark.slow(HARNESS)
 def test_the_others_pass(planted: str) -> None:
     assert f"3 ranks:     4 passed, {len(PLANTED) + 1} failed" in planted
-    assert planted.count("was killed after") == 2  # the deaf one: where it was, and with the failures
+    # the deaf one: where it was, and with the failures
+    assert planted.count("was killed after") == 2
 
 
 @pytest.mark.slow(HARNESS)
 def test_what_all_ranks_fail_in_is_shown_once(planted: str) -> None:
     assert len(re.findall("E +ValueError: alike", planted)) == 1, planted
     summary = (
-        r"test_alike\n    ValueError: alike\n    at \S*test_planted.py:\d+\n"  # with the other failures, at the end
+        # with the other failures, at the end
+        r"test_alike\n    ValueError: alike\n    at \S*test_planted.py:\d+\n"
     )
     assert re.search(summary, planted), planted
     assert planted.count("said") == 2  # in the source line, and as captured output
@@ -109,15 +118,20 @@ def test_what_all_ranks_fail_in_is_shown_once(planted: str) -> None:
 RUNS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
     # tests, options, exit status, and what must be printed
     "sizes are counted apart": (
-        f"{OK}def test_planted(group): assert group.size != 2\n"
-        "@pytest.mark.mpi(min_size=9)\ndef test_nine(group): pass\n",
+        (
+            f"{OK}def test_planted(group): assert group.size != 2\n"
+            "@pytest.mark.mpi(min_size=9)\ndef test_nine(group): pass\n"
+        ),
         "--no-serial --ranks 1,2,3",
         1,
         (
             "1 rank:     2 passed, 0 failed, 1 skipped",
             "2 ranks:     1 passed, 1 failed, 1 skipped",
             "3 ranks:     2 passed, 0 failed, 1 skipped",
-            *(f"skipped 1: Skipped: Test requires 9 MPI processes, only {size} MPI" for size in (1, 2, 3)),
+            *(
+                f"skipped 1: Skipped: Test requires 9 MPI processes, only {size} MPI"
+                for size in (1, 2, 3)
+            ),
             "\n2 passed, 1 skipped",  # pytest's own line
             "5 passed, 1 failed\n",
         ),
@@ -126,27 +140,48 @@ RUNS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
         "pytest.importorskip('no_such_library')\n",
         "--no-serial --ranks 2",
         0,
-        ("2 ranks:     0 passed, 0 failed, 1 skipped", "skipped 1: Skipped: could not import 'no_such_library'"),
+        (
+            "2 ranks:     0 passed, 0 failed, 1 skipped",
+            "skipped 1: Skipped: could not import 'no_such_library'",
+        ),
     ),
     "a crash in the serial tests hides only itself": (
-        "pytestmark = []\ndef test_a(): pass\ndef test_b(): os.kill(os.getpid(), 11)\ndef test_c(): assert 0\n",
+        (
+            "pytestmark = []\ndef test_a(): pass\ndef test_b(): os.kill(os.getpid(), 11)\ndef"
+            " test_c(): assert 0\n"
+        ),
         "--ranks=",
         1,
-        ("serial:     1 passed, 2 failed", *(f"FAILED on serial: test_planted.py::test_{name}" for name in "bc")),
+        (
+            "serial:     1 passed, 2 failed",
+            *(f"FAILED on serial: test_planted.py::test_{name}" for name in "bc"),
+        ),
     ),
-    "a file that cannot be read is a failure": ("import no_such_module\n", THREE, 1, ("1 failed", "test_planted.py")),
+    "a file that cannot be read is a failure": (
+        "import no_such_module\n",
+        THREE,
+        1,
+        ("1 failed", "test_planted.py"),
+    ),
     "no tests are no success": ("", THREE, 1, ("0 passed, 0 failed",)),
-    # no rank can tell here: all are stopped again and again, as mpirun lets them go on before it ends them
+    # no rank can tell here: all are stopped again and again, as mpirun lets them go on before it
+    # ends them
     "a run has a limit": (
-        f"{OK}def test_planted(group):\n    while True:\n        os.kill(os.getpid(), signal.SIGSTOP)\n",
+        (
+            f"{OK}def test_planted(group):\n    while True:\n        os.kill(os.getpid(),"
+            " signal.SIGSTOP)\n"
+        ),
         "--no-serial --ranks 2 --limit-s 15",
         1,
         ("The run on 2 ranks was killed after ", " s in test_planted.py::test_planted\n"),
     ),
     "what is slow is left out and counted": (
-        "pytestmark = []\n@pytest.mark.mpi\n@pytest.mark.slow('starts much')\ndef test_a(group): assert 0\n"
-        "@pytest.mark.slow('draws much')\n@pytest.mark.parametrize('n', [1, 2])\ndef test_b(n): assert 0\n"
-        "def test_c(): pass\n",
+        (
+            "pytestmark = []\n@pytest.mark.mpi\n@pytest.mark.slow('starts much')\ndef"
+            " test_a(group): assert 0\n@pytest.mark.slow('draws"
+            " much')\n@pytest.mark.parametrize('n', [1, 2])\ndef test_b(n): assert 0\ndef test_c():"
+            " pass\n"
+        ),
         "--ranks 2 --quick",
         0,
         (
@@ -160,7 +195,11 @@ RUNS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [once_more(name, slow="skipped" not in name and "serial" not in name, reason=HARNESS) for name in RUNS]
+    "name",
+    [
+        once_more(name, slow="skipped" not in name and "serial" not in name, reason=HARNESS)
+        for name in RUNS
+    ],
 )
 def test_a_run(name: str, tmp_path: Path) -> None:
     tests, options, status, lines = RUNS[name]
@@ -171,10 +210,25 @@ def test_a_run(name: str, tmp_path: Path) -> None:
 
 
 def test_without_the_runner_a_failing_rank_ends_all_too(tmp_path: Path) -> None:
-    planted = "def test_planted(group):\n    assert group.rank != 1, 'planted'\n    group.barrier()\n"
+    planted = (
+        "def test_planted(group):\n    assert group.rank != 1, 'planted'\n    group.barrier()\n"
+    )
     (tmp_path / "test_planted.py").write_text(BEGIN + planted)
-    options = ["-p", "tests.harness.plugin", "--with-mpi", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    ending = run([*mpirun(3), sys.executable, "-m", "pytest", *options], tmp_path / "output", LIMIT_S, cwd=ROOT)
+    options = [
+        "-p",
+        "tests.harness.plugin",
+        "--with-mpi",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+    ]
+    ending = run(
+        [*mpirun(3), sys.executable, "-m", "pytest", *options],
+        tmp_path / "output",
+        LIMIT_S,
+        cwd=ROOT,
+    )
     assert ending.status == 1
     assert ending.output.count("rank 1 of 3: ") == 1, ending.output
     assert ending.output.count("AssertionError: planted") == 1
@@ -182,7 +236,9 @@ def test_without_the_runner_a_failing_rank_ends_all_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow(HARNESS)
 def test_runs_side_by_side_share_the_serial_tests_and_hide_no_failure(tmp_path: Path) -> None:
-    """Every test runs once, a crash takes one test along, and the two sizes and the serial tests are counted apart."""
+    """Every test runs once, a crash takes one test along, and the two sizes and the serial tests
+    are counted apart.
+    """
     once = "import os, time, pytest\n@pytest.mark.parametrize('n', range(3))\n"
     once += "def test_once(n): open(f'{__file__}-{n}', 'x').close(); time.sleep(0.2)\n"
     for name in "abcd":
@@ -202,13 +258,21 @@ def test_runs_side_by_side_share_the_serial_tests_and_hide_no_failure(tmp_path: 
 
 
 def test_what_failed_is_run_again_by_itself_where_that_is_asked_for(tmp_path: Path) -> None:
-    """What passes then is named and fails nothing; what fails again has failed; nothing else runs twice."""
+    """What passes then is named and fails nothing; what fails again has failed; nothing else runs
+    twice.
+    """
     note = "    with open(__file__ + {!r}, 'a') as file: file.write('x')\n"
-    tests = f"def test_good(group):\n{note.format('.good')}def test_once(group):\n{note.format('.once')}"
+    tests = (
+        f"def test_good(group):\n{note.format('.good')}def"
+        f" test_once(group):\n{note.format('.once')}"
+    )
     tests += "    assert os.path.getsize(__file__ + '.once') > 1\ndef test_bad(group): assert 0\n"
     ending = harness(tmp_path, tests, "--again --no-serial --ranks 1")
     assert ending.status == 1, ending.output
-    assert "UNSTEADY (failed, and passed again by itself) on 1 rank: test_planted.py::test_once\n" in ending.output
+    assert (
+        "UNSTEADY (failed, and passed again by itself) on 1 rank: test_planted.py::test_once\n"
+        in ending.output
+    )
     assert "FAILED on 1 rank: test_planted.py::test_bad" in ending.output
     assert ending.output.rstrip().endswith("2 passed, 1 failed")
     assert (tmp_path / "test_planted.py.good").read_text() == "x"
@@ -217,13 +281,19 @@ def test_what_failed_is_run_again_by_itself_where_that_is_asked_for(tmp_path: Pa
 @pytest.mark.slow(HARNESS)
 def test_an_interruption_ends_all_runs(tmp_path: Path) -> None:
     """Of the harness, by a signal; a rank of either run that outlived it would go on ticking."""
-    tick = "    for _ in range(999):\n        open(__file__ + {name!r}, 'w').close(); time.sleep(0.1)\n"
+    tick = (
+        "    for _ in range(999):\n        open(__file__ + {name!r}, 'w').close();"
+        " time.sleep(0.1)\n"
+    )
     mpi = BEGIN + "def test_planted(group):\n" + tick.format(name=".mpi")
     (tmp_path / "test_mpi.py").write_text(mpi)
-    (tmp_path / "test_serial.py").write_text("import time\ndef test_planted():\n" + tick.format(name=".serial"))
+    (tmp_path / "test_serial.py").write_text(
+        "import time\ndef test_planted():\n" + tick.format(name=".serial")
+    )
     ticks = [tmp_path / "test_mpi.py.mpi", tmp_path / "test_serial.py.serial"]
     command = (
-        f"{sys.executable} -m tests.harness --jobs 2 --ranks 2 -c {ROOT}/setup.cfg --rootdir {tmp_path} {tmp_path}"
+        f"{sys.executable} -m tests.harness --jobs 2 --ranks 2 -c {ROOT}/setup.cfg --rootdir"
+        f" {tmp_path} {tmp_path}"
     )
     with subprocess.Popen(command.split(), cwd=ROOT, stdout=subprocess.DEVNULL) as job:
         wait_until(lambda: all(tick.exists() for tick in ticks))
@@ -246,9 +316,18 @@ def wait_until(holds: Callable[[], bool], limit_s: float = 120) -> None:
 
 def test_help_needs_nothing_that_is_installed() -> None:
     """-I and -S: without what site-packages hold."""
-    code = "import runpy, sys; sys.path.insert(0, '.'); sys.argv[1:] = ['--help']; runpy.run_module('tests.harness')"
+    code = (
+        "import runpy, sys; sys.path.insert(0, '.'); sys.argv[1:] = ['--help'];"
+        " runpy.run_module('tests.harness')"
+    )
     code = code.replace("('tests.harness')", "('tests.harness', run_name='__main__')")
-    ran = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ran.returncode == 0, ran.stderr
     assert "--ranks" in ran.stdout
 
@@ -271,7 +350,13 @@ def test_records_of_several_ranks(tmp_path: Path) -> None:
     """A line that was cut off is left out."""
     ranks = [Writer(tmp_path, rank) for rank in range(2)]
     for rank in ranks:
-        for line in (("a", "started"), ("a", PASSED), ("b", "started"), ("b", SKIPPED, "why"), ("c", "started")):
+        for line in (
+            ("a", "started"),
+            ("a", PASSED),
+            ("b", "started"),
+            ("b", SKIPPED, "why"),
+            ("c", "started"),
+        ):
             rank.write(*line)
     ranks[1].write("c", FAILED)
     for outcome in ("started", PASSED):

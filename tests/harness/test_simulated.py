@@ -1,4 +1,6 @@
-"""The mark `simulated` itself: every rank runs the body with what is its own, and one rank's failure is the test's."""
+"""The mark `simulated` itself: every rank runs the body with what is its own, and one rank's
+failure is the test's.
+"""
 
 import os
 import subprocess
@@ -52,20 +54,45 @@ def twice(alone: list[int]) -> list[int]:
 
 
 @pytest.mark.simulated
-def test_each_rank_has_what_is_its_own(group: Group, alone: list[int], twice: list[int], tmp_path: Path) -> None:
+def test_each_rank_has_what_is_its_own(
+    group: Group, alone: list[int], twice: list[int], tmp_path: Path
+) -> None:
     """Fixtures are made once for each rank, and ended there."""
     assert group.size in FEW + MANY
     assert twice is alone
     alone.append(-group.rank)
-    assert group.gather([alone, tmp_path.name]) == [[[n, -n], f"rank-{n}"] for n in range(group.size)]
+    assert group.gather([alone, tmp_path.name]) == [
+        [[n, -n], f"rank-{n}"] for n in range(group.size)
+    ]
 
 
 def test_what_fails_and_hangs_is_told(tmp_path: Path) -> None:
-    """One rank's failure by its number; a rank that waits for ever is left behind at the test's time limit."""
+    """One rank's failure by its number; a rank that waits for ever is left behind at the test's
+    time limit.
+    """
     (tmp_path / "test_planted.py").write_text(PLANTED)
-    command = ["-m", "pytest", "-p", "tests.harness.plugin", "-p", "tests.harness.simulated", "-q", "--quick"]
-    options = ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(tmp_path)]
-    ran = subprocess.run([sys.executable, *command, *options], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    command = [
+        "-m",
+        "pytest",
+        "-p",
+        "tests.harness.plugin",
+        "-p",
+        "tests.harness.simulated",
+        "-q",
+        "--quick",
+    ]
+    options = [
+        "-c",
+        str(ROOT / "setup.cfg"),
+        "--rootdir",
+        str(tmp_path),
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+    ]
+    ran = subprocess.run(
+        [sys.executable, *command, *options], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     text = ran.stdout
     assert ran.returncode == 1, text
     assert "test_fails[" in text and "(on rank 1 of " in text
@@ -80,7 +107,9 @@ def test_what_fails_and_hangs_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_each_rank_has_temporary_files_of_its_own(group: Group, tmp_path: Path) -> None:
-    """In pytest's shared folder eight ranks that tidied up at once met one another's half-removed folders."""
+    """In pytest's shared folder eight ranks that tidied up at once met one another's half-removed
+    folders.
+    """
     homes = group.gather(os.fspath(tmp_path.parents[1]))
     assert len(set(homes)) == group.size
     assert all(f"rank-{rank}-" in home for rank, home in enumerate(homes)), homes

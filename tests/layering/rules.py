@@ -26,7 +26,8 @@ MUTATORS = frozenset(
     }
 )
 
-# A path of the package in backquotes: `comm.group`, `parallel/data.py`, `nnmpi.mesh.Mesh.shape`, `optim.clip.scale()`.
+# A path of the package in backquotes: `comm.group`, `parallel/data.py`, `nnmpi.mesh.Mesh.shape`,
+# `optim.clip.scale()`.
 QUOTED = re.compile(r"`(?:nnmpi[./])?([a-z_]+(?:[./][A-Za-z_]\w*)+)(?:\(\))?`")
 UNQUOTED = re.compile(r"(?<![\w.`/-])(?:nnmpi\.)?([a-z_]+(?:\.[A-Za-z_]\w*)+)")
 
@@ -42,7 +43,9 @@ class Tree:
         self.sources = read_tree(root)
         self.packages = frozenset(source.module for source in self.sources if source.is_init)
         self.modules = {source.module: source for source in self.sources}
-        self.imports = {source.path: imports(source, frozenset(self.modules)) for source in self.sources}
+        self.imports = {
+            source.path: imports(source, frozenset(self.modules)) for source in self.sources
+        }
 
     def each_import(self) -> Iterator[tuple[Source, Import]]:
         """Yield every import with its file."""
@@ -61,13 +64,18 @@ def lower_layers_only(tree: Tree) -> Iterator[str]:
     """A module imports only lower layers; the parts of one layer do not import one another."""
     for source in tree.sources:
         if source.part and source.part not in layers.LAYER_OF:
-            yield f"{source.path}:1: {source.part} is in no layer; add it to tests/layering/layers.py"
+            yield (
+                f"{source.path}:1: {source.part} is in no layer; add it to tests/layering/layers.py"
+            )
     for source, found in _inside(tree):
         own, other = source.part, part_of(found.target)
         if own == other or not own or own not in layers.LAYER_OF or other not in layers.LAYER_OF:
             continue
         mine, theirs = layers.LAYER_OF[own], layers.LAYER_OF[other]
-        where = f"{source.path}:{found.line}: {own} (layer {mine}) imports {found.target} (layer {theirs})"
+        where = (
+            f"{source.path}:{found.line}: {own} (layer {mine}) imports {found.target} (layer"
+            f" {theirs})"
+        )
         if theirs > mine:
             yield f"{where}; a module imports only lower layers"
         elif theirs == mine > 0:
@@ -81,7 +89,10 @@ def strategies_apart(tree: Tree) -> Iterator[str]:
     for source, found in _inside(tree):
         own, other = (_strategy_of(module) for module in (source.module, found.target))
         if own and other and own != other:
-            yield f"{source.path}:{found.line}: one strategy imports another, {found.target}; use a third file"
+            yield (
+                f"{source.path}:{found.line}: one strategy imports another, {found.target}; use a"
+                " third file"
+            )
 
 
 def _strategy_of(module: str) -> str:
@@ -91,12 +102,20 @@ def _strategy_of(module: str) -> str:
 
 
 def defining_module(tree: Tree) -> Iterator[str]:
-    """Inside the package the module that defines a name is imported, never a package's `__init__`."""
+    """Inside the package the module that defines a name is imported, never a package's
+    `__init__`.
+    """
     for source, found in _inside(tree):
         if found.target in tree.packages and source.module != PACKAGE:
-            yield f"{source.path}:{found.line}: imports the package {found.target}; import the module that defines it"
+            yield (
+                f"{source.path}:{found.line}: imports the package {found.target}; import the module"
+                " that defines it"
+            )
         elif source.is_init and source.part and not found.target.startswith(f"{source.module}."):
-            yield f"{source.path}:{found.line}: an __init__ exports only its own package, not {found.target}"
+            yield (
+                f"{source.path}:{found.line}: an __init__ exports only its own package, not"
+                f" {found.target}"
+            )
 
 
 def libraries_at_home(tree: Tree) -> Iterator[str]:
@@ -107,15 +126,25 @@ def libraries_at_home(tree: Tree) -> Iterator[str]:
         if home is not None and not source.path.startswith(f"{PACKAGE}/{home}/"):
             yield f"{source.path}:{found.line}: imports {library}, which only {home}/ may"
         if library in layers.PICKLES and source.path not in layers.PICKLERS:
-            yield f"{source.path}:{found.line}: imports {library}; nothing is pickled, in files or messages"
+            yield (
+                f"{source.path}:{found.line}: imports {library}; nothing is pickled, in files or"
+                " messages"
+            )
 
 
 def imports_on_top(tree: Tree) -> Iterator[str]:
     """Imports stand at the top of the file, except of optional libraries."""
     for source, found in tree.each_import():
         is_optional = found.target.partition(".")[0] in layers.OPTIONAL
-        if found.is_late and not is_optional and (source.path, found.target) not in layers.LATE_IMPORTS:
-            yield f"{source.path}:{found.line}: imports {found.target} inside a function; only optional libraries are"
+        if (
+            found.is_late
+            and not is_optional
+            and (source.path, found.target) not in layers.LATE_IMPORTS
+        ):
+            yield (
+                f"{source.path}:{found.line}: imports {found.target} inside a function; only"
+                " optional libraries are"
+            )
 
 
 def options_in_train(tree: Tree) -> Iterator[str]:
@@ -127,7 +156,10 @@ def options_in_train(tree: Tree) -> Iterator[str]:
         for node in [] if _may_talk(source) else _strings(source.tree):
             for flag in FLAG.findall(node.value):
                 if flag not in layers.FOREIGN_FLAGS:
-                    yield f"{source.path}:{node.lineno}: speaks of {flag}; name the argument here, the option in train/"
+                    yield (
+                        f"{source.path}:{node.lineno}: speaks of {flag}; name the argument here,"
+                        " the option in train/"
+                    )
 
 
 def no_shared_state(tree: Tree) -> Iterator[str]:
@@ -139,7 +171,10 @@ def no_shared_state(tree: Tree) -> Iterator[str]:
             local = {name for node in ast.walk(function) for name in _assigned(node)}
             for line, name in _changes(function):
                 if name in names - local:
-                    yield f"{source.path}:{line}: changes the module's {name}; no state is kept in modules"
+                    yield (
+                        f"{source.path}:{line}: changes the module's {name}; no state is kept in"
+                        " modules"
+                    )
 
 
 def documented(tree: Tree) -> Iterator[str]:
@@ -147,9 +182,15 @@ def documented(tree: Tree) -> Iterator[str]:
     for source in tree.sources:
         if ast.get_docstring(source.tree) is None:
             yield f"{source.path}:1: the module has no docstring"
-        for owner in [source.tree, *(node for node in source.tree.body if isinstance(node, ast.ClassDef))]:
+        for owner in [
+            source.tree,
+            *(node for node in source.tree.body if isinstance(node, ast.ClassDef)),
+        ]:
             for node in owner.body if not getattr(owner, "name", "").startswith("_") else []:
-                inherited = bool(getattr(owner, "bases", [])) and getattr(node, "name", "") in layers.INHERITED
+                inherited = (
+                    bool(getattr(owner, "bases", []))
+                    and getattr(node, "name", "") in layers.INHERITED
+                )
                 if _needs_docstring(node) and not inherited and ast.get_docstring(node) is None:
                     yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
 
@@ -167,7 +208,9 @@ def one_meaning(tree: Tree) -> Iterator[str]:
 
 
 def references_exist(tree: Tree) -> Iterator[str]:
-    """What docstrings and comments name in backquotes, and maps without, is a module, or a name in one."""
+    """What docstrings and comments name in backquotes, and maps without, is a module, or a name in
+    one.
+    """
     for source in tree.sources:
         yield from dead_references(tree, source.path, source.text)
         written = ast.get_docstring(source.tree) or ""
@@ -185,9 +228,12 @@ def dead_references(tree: Tree, path: str, text: str) -> Iterator[str]:
 
 
 def refers(tree: Tree, words: str) -> bool:
-    """Return whether words like "comm.world.Comm" lead to a module or a name in it; also if they are no path at all."""
+    """Return whether words like "comm.world.Comm" lead to a module or a name in it; also if they
+    are no path at all.
+    """
     module, names = PACKAGE, re.split("[./]", words.removesuffix(".py"))
-    if f"{module}.{names[0]}" not in tree.modules or names[-1] == "csv":  # a user's train.csv is no module
+    if f"{module}.{names[0]}" not in tree.modules or names[-1] == "csv":
+        # a user's train.csv is no module
         return True
     while names and f"{module}.{names[0]}" in tree.modules:
         module = f"{module}.{names.pop(0)}"
@@ -251,13 +297,19 @@ def _strings(tree: ast.AST) -> Iterator[ast.Constant]:
     """Yield the literal strings, and the literal parts of f-strings, that are no docstrings."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
             yield node
 
 
 def _needs_docstring(node: ast.stmt) -> bool:
     """Whether this is public; setters and overloads are explained where they are first defined."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+    if not isinstance(
+        node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    ) or node.name.startswith("_"):
         return False
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
     return not any(name.endswith((".setter", "overload", "override")) for name in decorators)
@@ -265,15 +317,27 @@ def _needs_docstring(node: ast.stmt) -> bool:
 
 def _assigned(node: ast.AST) -> set[str]:
     """Return the names that a statement binds."""
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     bound = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
     return {each.id for each in bound if isinstance(each.ctx, ast.Store)}
 
 
 def _changes(function: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of everything that a function changes in place: x[i] = ..., x += ..., x.append(...)."""
+    """Yield line and name of everything that a function changes in place: x[i] = ..., x += ...,
+    x.append(...).
+    """
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in MUTATORS
+        ):
             yield node.lineno, ast.unparse(node.func.value)
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield node.lineno, ast.unparse(node.value)

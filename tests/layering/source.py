@@ -13,7 +13,8 @@ class Import:
     """One module that a file imports.
 
     Attributes:
-        target: its full name; of `from a.b import c` it is a.b.c when that is a module of the tree, and else a.b.
+        target: its full name; of `from a.b import c` it is a.b.c when that is a module of the tree,
+            and else a.b.
         line: where.
         is_late: whether it stands in a function.
         is_for_types: whether it stands under `if TYPE_CHECKING`.
@@ -45,7 +46,9 @@ class Source:
 
     @property
     def part(self) -> str:
-        """The first name below the package: `comm` of nnmpi.comm.ring; nothing for `nnmpi/__init__`."""
+        """The first name below the package: `comm` of nnmpi.comm.ring; nothing for
+        `nnmpi/__init__`.
+        """
         return part_of(self.module)
 
 
@@ -83,14 +86,19 @@ def imports(source: Source, modules: frozenset[str]) -> list[Import]:
 
 
 def _walk(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, bool, bool]]:
-    """Yield every statement and expression, with whether it is in a function and under `if TYPE_CHECKING`."""
+    """Yield every statement and expression, with whether it is in a function and under `if
+    TYPE_CHECKING`.
+    """
     left = [(tree, False, False)]
     while left:
         node, late, types = left.pop()
-        if isinstance(node, (ast.expr, ast.stmt)):  # a union, made anew for each of a million nodes, takes longer
+        if isinstance(node, (ast.expr, ast.stmt)):
+            # a union, made anew for each of a million nodes, takes longer
             yield node, late, types
         late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        types = types or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
+        types = types or (
+            isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        )
         left += [(child, late, types) for child in ast.iter_child_nodes(node)][::-1]
 
 
@@ -104,12 +112,18 @@ def _targets(node: ast.AST, source: Source, modules: frozenset[str]) -> list[str
         return list(dict.fromkeys(name if name in modules else base for name in full))
     called = getattr(node, "func", None)
     if getattr(called, "attr", getattr(called, "id", "")) in ("import_module", "__import__"):
-        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        return [
+            arg.value
+            for arg in node.args[:1]
+            if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+        ]
     return []
 
 
 def _base(node: ast.ImportFrom, source: Source) -> str:
-    """Return the module that `from ... import` names, with the dots of a relative import resolved."""
+    """Return the module that `from ... import` names, with the dots of a relative import
+    resolved.
+    """
     if node.level == 0:
         return node.module or ""
     names = source.module.split(".")

@@ -1,4 +1,6 @@
-"""Activations that leave memory and come back: the bits of an ordinary pass, bytes and time as predicted, errors."""
+"""Activations that leave memory and come back: the bits of an ordinary pass, bytes and time as
+predicted, errors.
+"""
 
 import gc
 import os
@@ -31,7 +33,9 @@ def movable(costs):
 
 
 def test_plans_that_swap_are_near_the_best_of_all():
-    """Of 24 cases of short chains at least 18 are the best plan that there is, and none is worse by a fifth."""
+    """Of 24 cases of short chains at least 18 are the best plan that there is, and none is worse by
+    a fifth.
+    """
     exact, cases = 0, 0
     for seed in range(12):
         draw = random.Random(seed)
@@ -40,7 +44,10 @@ def test_plans_that_swap_are_near_the_best_of_all():
         for budget in plans.budgets(3)[:-1]:
             bandwidth = draw.choice((0.5, 1, 2, 4, 8))
             price = price_plan(costs, swapping_plan(plans, budget, bandwidth), bandwidth)
-            assert price.peak <= budget and price.seconds <= price_plan(costs, plans.plan(budget)).seconds
+            assert (
+                price.peak <= budget
+                and price.seconds <= price_plan(costs, plans.plan(budget)).seconds
+            )
             best = quickest(costs, budget, bandwidth, price.seconds + 1e-9)
             exact, cases = exact + (best > price.seconds - 1e-9), cases + 1
             assert price.seconds <= 1.2 * best
@@ -48,14 +55,31 @@ def test_plans_that_swap_are_near_the_best_of_all():
 
 
 def test_a_plan_waits_for_what_moves():
-    """One transfer after the other, beside what is computed; the bytes are there until they are away."""
+    """One transfer after the other, beside what is computed; the bytes are there until they are
+    away.
+    """
     cost = movable(random_chain(random.Random(0), 1) * 2)[0]
     layer = replace(cost, value=10, gradient=0, kept=90, keeps_input=False, keeps_result=True)
     layer = replace(layer, forward_s=1.0, keep_s=1.0, backward_s=2.0)
     costs = [layer, layer, replace(layer, value=0, keeps_result=False, moves=False)]
     plan = parse_plan("K0 O0 K1 D1 A0 O1 K2 D2 B2 A1 I1 B1 I0 B0")
     price = price_plan(costs, plan, bandwidth=100.0)  # a second each way
-    assert [row[7] for row in price.rows] == [100, 100, 200, 200, 100, 100, 190, 190, 100, 0, 100, 0, 100, 0]
+    assert [row[7] for row in price.rows] == [
+        100,
+        100,
+        200,
+        200,
+        100,
+        100,
+        190,
+        190,
+        100,
+        0,
+        100,
+        0,
+        100,
+        0,
+    ]
     # K0 1, K1 2 = A0, K2 3 = O1 over, B2 5, I1 6, B1 8, I0 9, B0 11
     assert (price.seconds, price.moved, price.again) == (11.0, 200, 0)
     assert price_plan(costs, plan).draw().splitlines()[0].endswith("|KO=A......IB")
@@ -89,8 +113,8 @@ class SlowLayer(nn.Module):
 def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
     """Within 5 %, on a disk so slow that it decides; at 64 MiB/s the plan for 128 waits for it.
 
-    In one round of forty at least, beside a pass in which nothing moves: others use the machine, too, which makes both
-    slower. A price that was wrong would be wrong in all.
+    In one round of forty at least, beside a pass in which nothing moves: others use the machine,
+    too, which makes both slower. A price that was wrong would be wrong in all.
     """
     model = nn.Sequential(*(SlowLayer() for _ in range(4))).initialize(seed=0)
     forward = RecomputedModel(model, None, store=ThrottledStore(tmp_path, bandwidth))
@@ -117,13 +141,19 @@ def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
 
 
 def _live():
-    """Return how many objects of nnmpi's classes there are; the double of a device keeps a log of its own."""
+    """Return how many objects of nnmpi's classes there are; the double of a device keeps a log of
+    its own.
+    """
     return sum(str(type(each).__module__).startswith("nnmpi.") for each in gc.get_objects())
 
 
 def test_many_passes_leave_nothing_behind(tmp_path):
-    """Neither objects nor places in the file; two passes at a time have a place each, and one may never go back."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))).initialize(seed=0)
+    """Neither objects nor places in the file; two passes at a time have a place each, and one may
+    never go back.
+    """
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+    ).initialize(seed=0)
     store, backend = store_here(tmp_path)
     forward = RecomputedModel(model, None, backend, store=store)
     x = here(np.ones((64, 64), "float32"))
@@ -159,7 +189,9 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match="give offload host"):
             Store(tmp_path, backend)
         return
-    with pytest.raises(UsageError, match=rf"can be made in {re.escape(str(tmp_path))}/none \(No such file"):
+    with pytest.raises(
+        UsageError, match=rf"can be made in {re.escape(str(tmp_path))}/none \(No such file"
+    ):
         Store(tmp_path / "none", backend)
     with pytest.raises(UsageError, match="in the host's memory already"):
         Store("host", backend)

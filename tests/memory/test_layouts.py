@@ -1,4 +1,6 @@
-"""What is computed again, and what lies out of memory, in every layout: the bits of the run without it."""
+"""What is computed again, and what lies out of memory, in every layout: the bits of the run without
+it.
+"""
 
 from dataclasses import replace
 
@@ -19,8 +21,15 @@ from tests.equivalence.rows import CNN, GPT
 LEAST = {"activation_memory": "least"}
 STATE, ALL = {"offload_state": "optimizer"}, {"offload_state": "all"}
 ROWS = (
-    *((GPT, Layout(pp=1, dp=dp, tp=tp, sp=sp, sp_attention=RING), LEAST) for dp, tp, sp in ((3, 1, 1), (1, 2, 2))),
-    *((setup, Layout(zero=stage, dp=3, unit_bytes=1), LEAST) for stage in (2, 3) for setup in (GPT, CNN)),
+    *(
+        (GPT, Layout(pp=1, dp=dp, tp=tp, sp=sp, sp_attention=RING), LEAST)
+        for dp, tp, sp in ((3, 1, 1), (1, 2, 2))
+    ),
+    *(
+        (setup, Layout(zero=stage, dp=3, unit_bytes=1), LEAST)
+        for stage in (2, 3)
+        for setup in (GPT, CNN)
+    ),
     (GPT, Layout(pp=1, dp=1), STATE),
     (GPT, Layout(pp=1, dp=2), STATE),
     (GPT, Layout(pp=1, dp=1, tp=2), STATE),
@@ -36,14 +45,18 @@ def compare(setup, layout, folder, allreduce, **changes):
     both = layout, replace(layout, **offload, **changes)
     ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
     options = {"allreduce": allreduce, "fused_update": False}
-    plain, found = (simulate(lambda group, at=at: run(setup, group, at, **options), ranks)[0] for at in both)
+    plain, found = (
+        simulate(lambda group, at=at: run(setup, group, at, **options), ranks)[0] for at in both
+    )
     assert not differences(found, plain, setup, exact=True)
     assert not list(folder.iterdir())  # the file has no name
 
 
 @pytest.mark.host_only("the same strategies run on the double in tests/parallel")
 @pytest.mark.parametrize(
-    ("setup", "layout", "changes"), ROWS, ids=lambda each: each.model.__name__ if isinstance(each, Setup) else str(each)
+    ("setup", "layout", "changes"),
+    ROWS,
+    ids=lambda each: each.model.__name__ if isinstance(each, Setup) else str(each),
 )
 def test_every_layout_gives_its_own_bits(setup, layout, changes, tmp_path):
     """Also where weights are gathered again, and where they stand once."""

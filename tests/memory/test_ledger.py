@@ -17,20 +17,39 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError
-from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, KINDS, MemoryLedger, MemoryReport
+from nnmpi.memory.ledger import (
+    ACTIVATIONS,
+    BATCHES,
+    COMMUNICATION,
+    KINDS,
+    MemoryLedger,
+    MemoryReport,
+)
 from nnmpi.timeline import Timeline, recording, to_chrome
 
 HIDDEN = (30, 20, 40)
 
 
 def train(
-    group: Group, zero: int, allreduce: str = "native", trace: bool = False, hidden: tuple[int, ...] = HIDDEN
+    group: Group,
+    zero: int,
+    allreduce: str = "native",
+    trace: bool = False,
+    hidden: tuple[int, ...] = HIDDEN,
 ) -> tuple[MemoryReport, str, Any]:
     data = Dataset("numbers", np.ones((24, 6), np.float32), np.zeros(24, int), 3)
-    where = arrange(models.mlp((6,), 3, hidden), group, Layout(zero=zero, memory_limit=2**40, unit_bytes=1))
+    where = arrange(
+        models.mlp((6,), 3, hidden), group, Layout(zero=zero, memory_limit=2**40, unit_bytes=1)
+    )
     where.model.initialize(storage=where.storage)
-    optimizer, exchange = optim.Adam(where.model.storage), GradientExchange(allreduce, fused_update=False)
-    worker, timeline = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange), Timeline()
+    optimizer, exchange = (
+        optim.Adam(where.model.storage),
+        GradientExchange(allreduce, fused_update=False),
+    )
+    worker, timeline = (
+        Worker(where.model, optimizer, group, arrangement=where, exchange=exchange),
+        Timeline(),
+    )
     for batch in Loader(data, 8, rank=group.rank, world=group.size, workers=0).epoch(0):
         if trace:
             with recording(timeline):
@@ -81,7 +100,10 @@ def test_a_short_last_batch_does_not_stand_for_full_ones(group: Group) -> None:
 @pytest.mark.host_only("memory that a node's ranks share is the host's")
 def test_each_stage_of_zero_takes_less_than_the_one_before() -> None:
     """Of layers none of which has most of the parameters."""
-    stages = [simulate(lambda group, stage=stage: train(group, stage, hidden=(32,) * 8), 4) for stage in range(4)]
+    stages = [
+        simulate(lambda group, stage=stage: train(group, stage, hidden=(32,) * 8), 4)
+        for stage in range(4)
+    ]
     peaks = [max(found.peak for found, _, _ in ranks) for ranks in stages]
     assert peaks == sorted(set(peaks), reverse=True)
 

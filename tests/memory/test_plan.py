@@ -1,4 +1,6 @@
-"""Plans as numbers: the dynamic programme against exhaustion and Revolve's formula, and what is refused."""
+"""Plans as numbers: the dynamic programme against exhaustion and Revolve's formula, and what is
+refused.
+"""
 
 import heapq
 import random
@@ -43,11 +45,15 @@ def random_chain(draw, count):
 
 
 def quickest(costs, budget, bandwidth=inf, bound=inf):
-    """Return the least time of all plans, by a search through all that can be done; none takes more than `bound`."""
+    """Return the least time of all plans, by a search through all that can be done; none takes more
+    than `bound`.
+    """
 
     def to_come(state):
         there = state._kept | state._away | state._back
-        return sum(costs[i].backward_s + (i not in there) * costs[i].keep_s for i in range(state._grad))
+        return sum(
+            costs[i].backward_s + (i not in there) * costs[i].keep_s for i in range(state._grad)
+        )
 
     def actions(state):
         there = state._kept | state._away | state._back
@@ -70,7 +76,10 @@ def quickest(costs, budget, bandwidth=inf, bound=inf):
             if least is False or least > bound:
                 continue
             sets = (after._values, after._kept, after._away, after._back)
-            waits = (after._idle_s, *(after.done[each] for each in sorted(after._back | set(after.leaving))))
+            waits = (
+                after._idle_s,
+                *(after.done[each] for each in sorted(after._back | set(after.leaving))),
+            )
             times = (after.seconds, *(max(each, after.seconds) for each in waits))
             known = seen.setdefault((*map(frozenset, sets), after._grad, after.leaving), [])
             if not any(all(a <= b for a, b in zip(each, times, strict=True)) for each in known):
@@ -82,7 +91,9 @@ def quickest(costs, budget, bandwidth=inf, bound=inf):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_is_quicker(seed):
-    """The plans take the time of the best of all, and stay within the budget; below the least there is none."""
+    """The plans take the time of the best of all, and stay within the budget; below the least there
+    is none.
+    """
     draw = random.Random(seed)
     costs = random_chain(draw, draw.randint(1, 5))
     plans = OptimalPlans(costs)
@@ -107,9 +118,12 @@ def revolve(layers, slots):
 
 
 def test_equal_layers_meet_revolve():
-    """Of equal layers, one kept at a time, as many are gone through again as Revolve needs for so many checkpoints."""
+    """Of equal layers, one kept at a time, as many are gone through again as Revolve needs for so
+    many checkpoints.
+    """
     for count in (*range(1, 10), 14, 20):
-        # 1000: so that no second one is kept; the loss has no result, which the others have at the same moment
+        # 1000: so that no second one is kept; the loss has no result, which the others have at the
+        # same moment
         layers = [LayerCost("", 1, 0, 1000, True, False, 1.0, 1.0, 1.0)] * count
         layers[-1] = replace(layers[-1], kept=1001)
         plans = OptimalPlans(layers)
@@ -148,8 +162,16 @@ def test_a_plan_that_lacks_something_is_refused(text, words):
 def test_plans_are_drawn():
     """A row for each layer, a column for each action."""
     costs = random_chain(random.Random(2), 3)
-    picture = price_plan(costs, parse_plan("F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0")).draw().splitlines()
-    assert [row.partition("|")[2].rstrip() for row in picture[:3]] == ["F   f  kB", " F   kB", "  KB"]
+    picture = (
+        price_plan(costs, parse_plan("F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0"))
+        .draw()
+        .splitlines()
+    )
+    assert [row.partition("|")[2].rstrip() for row in picture[:3]] == [
+        "F   f  kB",
+        " F   kB",
+        "  KB",
+    ]
     assert picture[3].startswith("bytes |") and "█" in picture[3]
 
 
@@ -157,9 +179,14 @@ def test_plans_are_drawn():
 def test_the_command_draws_and_says_what_it_costs():
     """Of equal layers, and of a model that is measured."""
     assert "again" in main(["plan", "--model", "mlp", "--budget", "0%"])
-    assert "moved     14 MB, at 8 MB/s" in main(["plan", "--layers", "6", "--budget", "50%", "--bandwidth", "8MiB"])
+    assert "moved     14 MB, at 8 MB/s" in main(
+        ["plan", "--layers", "6", "--budget", "50%", "--bandwidth", "8MiB"]
+    )
     told = main(["plan", "--layers", "8", "--budget", "50%"])
-    assert "budget    23.5 MB (24641536 bytes)\n" in told and "K forward and kept (small: again)" in told
+    assert (
+        "budget    23.5 MB (24641536 bytes)\n" in told
+        and "K forward and kept (small: again)" in told
+    )
     for words, complaint in (
         (["--layers", "6", "--budget", "1"], "give at least"),
         (["--layers", "6", "--budget", "1", "--bandwidth", "8MiB"], "give at least"),

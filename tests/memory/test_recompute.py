@@ -18,7 +18,11 @@ from tests.device.here import here, on_device
 DRAW = np.random.default_rng(0)
 TOKENS = DRAW.integers(0, 20, (2, 2, 16))
 CASES = {
-    "gpt": (lambda: models.gpt(20, 16, features=16, layers=3, heads=2, dropout=0.1), TOKENS[0], TOKENS[1]),
+    "gpt": (
+        lambda: models.gpt(20, 16, features=16, layers=3, heads=2, dropout=0.1),
+        TOKENS[0],
+        TOKENS[1],
+    ),
     "cnn": (
         lambda: models.cnn((8, 8, 1), 10, (32, 16), dropout=0.2),
         DRAW.normal(size=(4, 8, 8, 1)).astype("float32"),
@@ -65,7 +69,9 @@ def store_here(folder):
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_budget_gives_the_bits(name, away, tmp_path):
-    """From the least to all: loss, gradients and running statistics, also where most layers leave memory."""
+    """From the least to all: loss, gradients and running statistics, also where most layers leave
+    memory.
+    """
     make, x, y = case(name)
     model = make().initialize(seed=0)
     first = model.state()
@@ -108,13 +114,22 @@ def test_gradients_are_added_up():
 
 
 def test_what_a_layer_keeps_is_what_its_operations_save():
-    """Counted by hand: a linear layer keeps its input, tanh its result, and nothing is counted twice."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Flatten(), nn.Linear(8, 16), nn.Tanh()).initialize(seed=0)
+    """Counted by hand: a linear layer keeps its input, tanh its result, and nothing is counted
+    twice.
+    """
+    model = nn.Sequential(nn.Linear(4, 8), nn.Flatten(), nn.Linear(8, 16), nn.Tanh()).initialize(
+        seed=0
+    )
     forward = RecomputedModel(model, None)
     forward(np.ones((32, 4), "float32")).sum().backward()
     first, *_, last, _ = forward.plans.costs
     assert (first.value, first.gradient, first.kept, first.keeps_input) == (32 * 8 * 4, 0, 0, False)
-    assert (last.value, last.gradient, last.keeps_input, last.keeps_result) == (32 * 16 * 4, 32 * 16 * 4, False, True)
+    assert (last.value, last.gradient, last.keeps_input, last.keeps_result) == (
+        32 * 16 * 4,
+        32 * 16 * 4,
+        False,
+        True,
+    )
 
 
 def test_a_larger_input_is_measured_anew_and_a_smaller_one_is_not():
@@ -137,7 +152,9 @@ def test_a_larger_input_is_measured_anew_and_a_smaller_one_is_not():
 
 
 def test_what_cannot_be_is_refused():
-    """A budget below the least, with the least; a second backward; a compiled step; a model of several results."""
+    """A budget below the least, with the least; a second backward; a compiled step; a model of
+    several results.
+    """
     make, x, y = case("gpt")
     model = make().initialize(seed=0)
 

@@ -1,4 +1,6 @@
-"""Optimizers' state and weights out of memory: bits of the run in memory, bytes as predicted, checkpoints, limits."""
+"""Optimizers' state and weights out of memory: bits of the run in memory, bytes as predicted,
+checkpoints, limits.
+"""
 
 from dataclasses import replace
 
@@ -21,8 +23,12 @@ ON_HOST = pytest.mark.host_only("a device's arrays go to the host's memory")
 
 
 def steps(group, layout):
-    """Return the ledger's report after some steps, all arrays, and the worker's line about memory."""
-    data = Dataset("numbers", np.random.default_rng(0).normal(size=(8, 9)).astype("f4"), np.arange(8) % 3, 3)
+    """Return the ledger's report after some steps, all arrays, and the worker's line about
+    memory.
+    """
+    data = Dataset(
+        "numbers", np.random.default_rng(0).normal(size=(8, 9)).astype("f4"), np.arange(8) % 3, 3
+    )
     where = arrange(models.mlp((9,), 3, (64,) * 9), group, layout, data.x[:2])
     where.model.initialize(seed=0, storage=where.storage)
     optimizer = optim.AdamW(where.model.storage)
@@ -38,11 +44,16 @@ def steps(group, layout):
 
 @ON_HOST
 def test_a_model_that_does_not_fit_trains(tmp_path):
-    """Of 16 P bytes with Adam, 8 P are there with its state out, and with weights out 4 P and units."""
+    """Of 16 P bytes with Adam, 8 P are there with its state out, and with weights out 4 P and
+    units.
+    """
     elements = sum(-(-each.size // 16) * 16 for each in models.mlp((9,), 3, (64,) * 9).parameters())
     out = {"offload": str(tmp_path), "offload_state": "optimizer"}
     near = 9 * elements
-    message = r"rank 0 needs .* let offload-state optimizer keep its state out of memory, which then needs \d"
+    message = (
+        r"rank 0 needs .* let offload-state optimizer keep its state out of memory, which then"
+        r" needs \d"
+    )
     with pytest.raises(DeviceError, match=message):
         simulate(lambda group: steps(group, Layout(memory_limit=near)), 1)
     plain = simulate(lambda group: steps(group, Layout(memory_limit=2**40)), 1)[0]
@@ -53,8 +64,13 @@ def test_a_model_that_does_not_fit_trains(tmp_path):
         limited = replace(layout, memory_limit=limit)
         report, state, line = simulate(lambda group, at=limited: steps(group, at), 1)[0]
         assert report.peaks[STATE] == report.predicted[STATE] == 0
-        assert report.peaks[PARAMETERS] == report.predicted[PARAMETERS] == (0 if layout.zero else 4 * elements)
-        assert sum(report.peaks[kind] for kind in KINDS if kind != ACTIVATIONS) <= limit + 2**12  # the batch, too
+        assert (
+            report.peaks[PARAMETERS]
+            == report.predicted[PARAMETERS]
+            == (0 if layout.zero else 4 * elements)
+        )
+        # the batch, too
+        assert sum(report.peaks[kind] for kind in KINDS if kind != ACTIVATIONS) <= limit + 2**12
         assert "as predicted" in line
         for ours, theirs in zip(state, plain[1], strict=True):
             for name, value in theirs.items():

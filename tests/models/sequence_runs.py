@@ -11,13 +11,20 @@ SHAPES = ((7, TIME), (5, 4), (11, TIME), (2, 5))  # rows and tokens of each step
 
 
 def batch(step: int, rank: int, world: int, whole: bool = False) -> Batch:
-    """Return a rank's part of a batch of drawn tokens, or its whole microbatches; sentences end anywhere."""
+    """Return a rank's part of a batch of drawn tokens, or its whole microbatches; sentences end
+    anywhere.
+    """
     draw = np.random.default_rng(step)
     rows, time = SHAPES[step]
     x, y = (draw.integers(0, TOKENS, (rows, time)) for _ in range(2))
     y[np.arange(time) >= draw.integers(0, time + 1, (rows, 1))] = IGNORED
-    everyones, own = cut_batch(rows, microbatches=MICROBATCHES), cut_batch(rows, rank, world, MICROBATCHES, whole)
+    everyones, own = (
+        cut_batch(rows, microbatches=MICROBATCHES),
+        cut_batch(rows, rank, world, MICROBATCHES, whole),
+    )
     targets = tuple(int((y[each.start : each.stop] >= 0).sum()) for each in everyones)
     places = [np.arange(each.stop - each.start) + each.first_row for each in own]
     indices = np.concatenate([np.zeros(0, np.int64), *places])
-    return Batch(x[indices], y[indices], indices, own, rows, 0, step, len(everyones), targets=targets)
+    return Batch(
+        x[indices], y[indices], indices, own, rows, 0, step, len(everyones), targets=targets
+    )

@@ -1,4 +1,6 @@
-"""GPT-2: its sizes, its first weights, sequences that it cannot take, and a pipeline of all its layers."""
+"""GPT-2: its sizes, its first weights, sequences that it cannot take, and a pipeline of all its
+layers.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ def small(dropout: float = 0.1) -> nn.Sequential:
 
 
 def test_sizes_are_gpt2s() -> None:
-    """124,439,808 parameters, the table of tokens once; weights of 0.02, less in the last layers of branches."""
+    """124,439,808 parameters, the table of tokens once; weights of 0.02, less in the last layers of
+    branches.
+    """
     sizes = {name: parameter.size for name, parameter in models.gpt(50257, 1024).named_parameters()}
     assert sum(sizes.values()) == 124_439_808
     model = models.gpt(50, 40, features=48, layers=2, heads=4).initialize(0, "float64")
@@ -26,9 +30,13 @@ def test_sizes_are_gpt2s() -> None:
 
 def test_what_it_cannot_take() -> None:
     model = small().initialize(0)
-    with pytest.raises(ShapeError, match=r"a context of 9 needs tokens \(batch, at most 9\), not \(2, 10\)"):
+    with pytest.raises(
+        ShapeError, match=r"a context of 9 needs tokens \(batch, at most 9\), not \(2, 10\)"
+    ):
         model(np.zeros((2, 10), np.int64))
-    with pytest.raises(UsageError, match="10 features and 3 heads does not work; take a multiple of the heads"):
+    with pytest.raises(
+        UsageError, match="10 features and 3 heads does not work; take a multiple of the heads"
+    ):
         models.gpt(5, 5, features=10, layers=1, heads=3)
     with pytest.raises(UsageError, match=r"gpt's layers is 1\.0; give a whole number"):
         models.gpt(5, 5, features=10, layers=1.0, heads=2)  # type: ignore[arg-type]

@@ -30,7 +30,12 @@ def test_mlp():
 
 @pytest.mark.parametrize(
     ("sample", "classes", "parameters"),
-    [((28, 28, 1), 10, 429_258), ((32, 32, 3), 10, None), ((8, 8, 1), 10, None), ((9, 4, 2), 3, None)],
+    [
+        ((28, 28, 1), 10, 429_258),
+        ((32, 32, 3), 10, None),
+        ((8, 8, 1), 10, None),
+        ((9, 4, 2), 3, None),
+    ],
 )
 def test_cnn(sample, classes, parameters):
     """429,258 parameters for MNIST; any image of 4 x 4 pixels or more works."""
@@ -48,7 +53,9 @@ def test_resnet(sample):
     model = models.resnet(sample, 10, width=4).initialize()
     sizes = []
     with nn.observed(
-        lambda module, result: sizes.append(result.shape[1:]) if isinstance(module, nn.Residual) else None
+        lambda module, result: (
+            sizes.append(result.shape[1:]) if isinstance(module, nn.Residual) else None
+        )
     ):
         assert model(np.zeros((2, *sample), np.float32)).shape == (2, 10)
     h, w = sample[:2]
@@ -56,7 +63,9 @@ def test_resnet(sample):
 
 
 def test_resnet_20():
-    """Three blocks of width 16 are ResNet-20: 19 convolutions and a linear layer, with two 1x1 shortcuts."""
+    """Three blocks of width 16 are ResNet-20: 19 convolutions and a linear layer, with two 1x1
+    shortcuts.
+    """
     model = models.resnet((32, 32, 3), 10, blocks=3).initialize()
     convolutions = [module for _, module in model.named_modules() if isinstance(module, nn.Conv2d)]
     assert len([c for c in convolutions if c.weight.shape[:2] == (3, 3)]) == 19
@@ -67,7 +76,10 @@ def test_resnet_20():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: models.cnn((4,), 3), r"model cnn needs images .* not samples of shape \(4,\); try model mlp"),
+        (
+            lambda: models.cnn((4,), 3),
+            r"model cnn needs images .* not samples of shape \(4,\); try model mlp",
+        ),
         (lambda: models.cnn((3, 28, 1), 10), r"at least 4 x 4 pixels"),
         (lambda: models.cnn((28, 28, 0), 10), "in_[a-z]* is 0"),
         (lambda: models.cnn((28, 28, 1), 10, dropout=1.0), "not 1.0"),

@@ -1,4 +1,6 @@
-"""GPT-2 in Hugging Face's files: what is written is read again, by every layout; what does not fit is said."""
+"""GPT-2 in Hugging Face's files: what is written is read again, by every layout; what does not fit
+is said.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,13 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import DataError, UsageError
-from nnmpi.models.pretrained import GPTSize, load_pretrained, read_dropout, read_size, save_pretrained
+from nnmpi.models.pretrained import (
+    GPTSize,
+    load_pretrained,
+    read_dropout,
+    read_size,
+    save_pretrained,
+)
 from nnmpi.train.build import build_model
 from nnmpi.train.config import ModelConfig
 
@@ -41,15 +49,20 @@ def test_another_size_is_refused(folder: Path) -> None:
     build_model(ModelConfig("gpt", layers=3, features=12, heads=3, pretrained=folder), (9,), 23)
     for name, value in (("layers", 2), ("features", 128), ("heads", 4)):
         with pytest.raises(
-            UsageError, match=f"^--{name} {value} is not what --pretrained .* has, {getattr(SIZE, name)}; "
+            UsageError,
+            match=f"^--{name} {value} is not what --pretrained .* has, {getattr(SIZE, name)}; ",
         ):
             build_model(ModelConfig("gpt", pretrained=folder, **{name: value}), (9,), 23)
-    with pytest.raises(UsageError, match="has 23 tokens and a context of 9, but the data 23 and 10"):
+    with pytest.raises(
+        UsageError, match="has 23 tokens and a context of 9, but the data 23 and 10"
+    ):
         build_model(ModelConfig("gpt", pretrained=folder), (10,), 23)
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
-    """With all names under "transformer." or without, and with the masks that the published files hold."""
+    """With all names under "transformer." or without, and with the masks that the published files
+    hold.
+    """
     assert read_size(folder) == SIZE
     arrays = load_file(folder / "model.safetensors")
     assert len(arrays) == 2 + 3 * 12 + 2
@@ -64,17 +77,23 @@ def test_what_is_written_is_read(folder: Path) -> None:
         assert all(np.array_equal(array, expected[name]) for name, array in model.state().items())
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, dp=1), Layout(tp=2, dp=1), Layout(pp=2, tp=2, dp=1)])
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2, dp=1), Layout(tp=2, dp=1), Layout(pp=2, tp=2, dp=1)]
+)
 def test_each_rank_reads_its_part(folder: Path, layout: Layout) -> None:
     expected = small().state()
 
     def main(group: Group) -> int:
-        where = arrange(models.gpt(**vars(SIZE)), group, layout, np.zeros((2, 7), np.int64), "float64")
+        where = arrange(
+            models.gpt(**vars(SIZE)), group, layout, np.zeros((2, 7), np.int64), "float64"
+        )
         where.model.initialize(2, "float64")
         load_pretrained(where.model, folder)
         for name, parameter in where.model.named_parameters():
             whole = expected[name]
-            assert np.array_equal(parameter.data, whole if parameter.region is None else parameter.region.take(whole))
+            assert np.array_equal(
+                parameter.data, whole if parameter.region is None else parameter.region.take(whole)
+            )
         return len(where.model.parameters())
 
     assert min(simulate(main, (layout.pp or 1) * (layout.tp or 1))) > 0
@@ -84,13 +103,26 @@ def test_each_rank_reads_its_part(folder: Path, layout: Layout) -> None:
     ("values", "words"),
     [
         ({"model_type": "llama"}, "is of a model of type 'llama'; only gpt2 can be read"),
-        ({"activation_function": "relu"}, "activation_function is 'relu'; only 'gelu_new' can be read"),
+        (
+            {"activation_function": "relu"},
+            "activation_function is 'relu'; only 'gelu_new' can be read",
+        ),
         ({"n_head": 0}, "n_head is 0; it must be a whole number, 1 or more"),
         ({"n_inner": 7}, "n_inner is 7; only 48 can be read"),
-        ({"n_layer": 10**12}, r"does not fit a GPT-2 of 1000000000000 layers: missing transformer\.h\.3\."),  # at once
+        # at once
+        (
+            {"n_layer": 10**12},
+            r"does not fit a GPT-2 of 1000000000000 layers: missing transformer\.h\.3\.",
+        ),
         ({"vocab_size": 10**30}, r"wte\.weight has shape \[23, 12\]; config\.json says \[1000"),
-        ({"n_positions": 10**9}, r"wpe\.weight has shape \[9, 12\]; config\.json says \[1000000000, 12\]"),
-        ({"n_layer": 2}, r"does not fit a GPT-2 of 2 layers: missing nothing, unknown transformer\.h\.2\."),
+        (
+            {"n_positions": 10**9},
+            r"wpe\.weight has shape \[9, 12\]; config\.json says \[1000000000, 12\]",
+        ),
+        (
+            {"n_layer": 2},
+            r"does not fit a GPT-2 of 2 layers: missing nothing, unknown transformer\.h\.2\.",
+        ),
     ],
 )
 def test_other_models_are_refused(folder: Path, values: dict[str, object], words: str) -> None:
@@ -114,7 +146,8 @@ def test_an_output_that_is_not_the_embedding_is_refused(folder: Path) -> None:
     for other in (tokens + 1e-6, tokens.astype(np.int64), tokens[:-1]):
         save_file(arrays | {"lm_head.weight": other}, file)
         with pytest.raises(
-            DataError, match=r"lm_head\.weight is not transformer\.wte\.weight; only a GPT-2 whose output"
+            DataError,
+            match=r"lm_head\.weight is not transformer\.wte\.weight; only a GPT-2 whose output",
         ):
             load_pretrained(model, folder)
     save_file(arrays | {"lm_head.weight": tokens.astype(np.float16)}, file)
@@ -124,7 +157,9 @@ def test_an_output_that_is_not_the_embedding_is_refused(folder: Path) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
     with pytest.raises(DataError, match="only a GPT-2 whose output"):
         load_pretrained(model, folder)
-    assert all(np.array_equal(array, small(seed=2).state()[name]) for name, array in model.state().items())
+    assert all(
+        np.array_equal(array, small(seed=2).state()[name]) for name, array in model.state().items()
+    )
     save_file(arrays | {"lm_head.weight": tokens}, file)
     load_pretrained(model, folder)
     assert np.array_equal(model.state()["0.tokens.weight"], tokens)

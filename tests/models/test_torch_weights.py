@@ -1,4 +1,6 @@
-"""A model's values in PyTorch's names and layouts: the same logits there, and the same values back."""
+"""A model's values in PyTorch's names and layouts: the same logits there, and the same values
+back.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,14 @@ import pytest
 
 from nnmpi import models, nn
 from nnmpi.errors import CheckpointError
-from nnmpi.models.torch_weights import from_torch, read_torch, save_arrays, to_torch, torch_weights, write_torch
+from nnmpi.models.torch_weights import (
+    from_torch,
+    read_torch,
+    save_arrays,
+    to_torch,
+    torch_weights,
+    write_torch,
+)
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import no_grad
 
@@ -32,13 +41,18 @@ def _decoder(t: Any) -> Any:
 
 def cases() -> dict[str, tuple[Module, Any]]:
     """Return models of every kind of layer, with something that they take."""
-    bidirectional = nn.Sequential(nn.Embedding(7, 4), nn.LSTM(4, 5, num_layers=2, bidirectional=True), nn.Linear(10, 7))
+    bidirectional = nn.Sequential(
+        nn.Embedding(7, 4), nn.LSTM(4, 5, num_layers=2, bidirectional=True), nn.Linear(10, 7)
+    )
     return {
         "cnn": (models.cnn((8, 6, 2), 10), IMAGES),
         "mlp": (models.mlp((8, 6, 2), 10, (9,)), IMAGES),
         "resnet": (models.resnet((8, 6, 2), 10), IMAGES),
         "lstm": (bidirectional, TOKENS),
-        "gru": (nn.Sequential(nn.Embedding(7, 4), nn.GRU(4, 5, num_layers=2), nn.Linear(5, 7)), TOKENS),
+        "gru": (
+            nn.Sequential(nn.Embedding(7, 4), nn.GRU(4, 5, num_layers=2), nn.Linear(5, 7)),
+            TOKENS,
+        ),
         "decoder": (_decoder(nn), IMAGES),
         "gpt": (models.gpt(7, 5, 8, 1, 2), TOKENS),
     }
@@ -63,7 +77,9 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
 
 
 def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path: Path) -> None:
-    """The library raises an error of its own, which names a temporary file; the end of a run looks for the system's."""
+    """The library raises an error of its own, which names a temporary file; the end of a run looks
+    for the system's.
+    """
     with pytest.raises(FileNotFoundError) as caught:
         save_arrays(tmp_path / "missing" / "torch.safetensors", {"x": np.zeros(2)})
     assert caught.value.strerror == "No such file or directory"
@@ -72,7 +88,13 @@ def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path: Path) -> No
 def _torch_model(torch: Any, name: str) -> Any:
     t = torch.nn
     if name == "cnn":
-        conv = [t.Conv2d(2, 32, 3, padding=1), t.ReLU(), t.MaxPool2d(2), t.Conv2d(32, 64, 3, padding=1), t.ReLU()]
+        conv = [
+            t.Conv2d(2, 32, 3, padding=1),
+            t.ReLU(),
+            t.MaxPool2d(2),
+            t.Conv2d(32, 64, 3, padding=1),
+            t.ReLU(),
+        ]
         dense = [t.Linear(128, 128), t.ReLU(), t.Linear(128, 64), t.ReLU(), t.Linear(64, 10)]
         return t.Sequential(*conv, t.MaxPool2d(2), t.Flatten(), *dense)
     if name == "mlp":
@@ -102,7 +124,9 @@ def _torch_model(torch: Any, name: str) -> Any:
 
     if name == "gru":
         return t.Sequential(t.Embedding(7, 4), GRU(4, 5, 2, batch_first=True), t.Linear(5, 7))
-    return t.Sequential(t.Embedding(7, 4), LSTM(4, 5, 2, bidirectional=True, batch_first=True), t.Linear(10, 7))
+    return t.Sequential(
+        t.Embedding(7, 4), LSTM(4, 5, 2, bidirectional=True, batch_first=True), t.Linear(10, 7)
+    )
 
 
 def _resnet(t: Any, residual: Any) -> Any:
@@ -112,7 +136,9 @@ def _resnet(t: Any, residual: Any) -> Any:
         if isinstance(module, nn.Sequential):
             return t.Sequential(*(twin(each) for _, each in module.children()))
         if isinstance(module, nn.Residual):
-            return residual(twin(module.body), None if module.shortcut is None else twin(module.shortcut))
+            return residual(
+                twin(module.body), None if module.shortcut is None else twin(module.shortcut)
+            )
         if isinstance(module, nn.Conv2d):
             (kh, kw, inputs, outputs), bias = module.weight.shape, module.bias is not None
             return t.Conv2d(inputs, outputs, (kh, kw), module.stride, module.padding, bias=bias)
@@ -120,7 +146,9 @@ def _resnet(t: Any, residual: Any) -> Any:
             return t.BatchNorm2d(module.weight.shape[0])
         if isinstance(module, nn.Linear):
             return t.Linear(*module.weight.shape)
-        return {"ReLU": t.ReLU(), "Flatten": t.Flatten(), "GlobalAvgPool2d": _mean(t)}[type(module).__name__]
+        return {"ReLU": t.ReLU(), "Flatten": t.Flatten(), "GlobalAvgPool2d": _mean(t)}[
+            type(module).__name__
+        ]
 
     return twin(models.resnet((8, 6, 2), 10))
 
@@ -136,7 +164,9 @@ def test_pytorch_computes_the_same(name: str) -> None:
     model, x = cases()[name]
     model.initialize(seed=1)
     theirs = _torch_model(torch, name).eval()
-    theirs.load_state_dict({key: torch.from_numpy(value) for key, value in to_torch(model, x[:1]).items()})
+    theirs.load_state_dict(
+        {key: torch.from_numpy(value) for key, value in to_torch(model, x[:1]).items()}
+    )
     given = torch.from_numpy(x.transpose(0, 3, 1, 2).copy() if x.ndim == 4 else x)
     for _ in range(2):
         with no_grad():

@@ -1,4 +1,6 @@
-"""GPT-2 against Hugging Face's: the same logits, loss and gradients in float64, and the same files both ways."""
+"""GPT-2 against Hugging Face's: the same logits, loss and gradients in float64, and the same files
+both ways.
+"""
 
 import numpy as np
 import pytest
@@ -65,7 +67,12 @@ def test_they_read_what_is_written(tmp_path):
 def test_they_read_the_tokenizer_beside_it(tmp_path):
     """Characters become the same tokens, and the same one ends a text."""
     ours = CharacterTokenizer("to be or not to be\n")
-    save_pretrained(tmp_path, models.gpt(ours.vocabulary_size, 12, 16, 2, 2).initialize(0).state(), 2, end=ours.end)
+    save_pretrained(
+        tmp_path,
+        models.gpt(ours.vocabulary_size, 12, 16, 2, 2).initialize(0).state(),
+        2,
+        end=ours.end,
+    )
     ours.save(tmp_path)
     found = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert found.encode("to\nbe", add_special_tokens=False) == ours.encode("to\nbe")

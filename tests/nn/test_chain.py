@@ -1,4 +1,6 @@
-"""Chains: every way to cut a model gives the model's result, gradients and names; skips pair up or are refused."""
+"""Chains: every way to cut a model gives the model's result, gradients and names; skips pair up or
+are refused.
+"""
 
 from itertools import combinations
 from typing import Any
@@ -20,7 +22,9 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def skips() -> Sequential:
-    """Return a model whose skips overlap, with one inside an inner sequence that has the same name as an outer one."""
+    """Return a model whose skips overlap, with one inside an inner sequence that has the same name
+    as an outer one.
+    """
     inner = Sequential(Stash("a"), Linear(5, 5), Pop("a", Linear(5, 5)))
     return Sequential(
         Linear(4, 5),
@@ -119,10 +123,14 @@ def test_a_shared_layers_running_statistics_have_all_its_names() -> None:
 
 def test_a_part_without_an_optimizer_group_of_the_model_knows_it() -> None:
     model = Sequential(Linear(3, 3), Tanh(), Linear(3, 2))
-    first, last = (ModelPart(model, layers) for layers in cut_chain(open_chain(model), [range(2), range(2, 3)]))
+    first, last = (
+        ModelPart(model, layers) for layers in cut_chain(open_chain(model), [range(2), range(2, 3)])
+    )
     for part, own in ((first, "body"), (last, "head")):
         part.initialize(group=lambda name, _: "head" if name.startswith("2") else "body")
         assert part.storage.groups == [own]
         SGD(part.storage, lr=0.1, weight_decay={"head": 0.1, "body": 0.2})
-        with pytest.raises(UsageError, match="'tail', which does not exist; choose from: body, head"):
+        with pytest.raises(
+            UsageError, match="'tail', which does not exist; choose from: body, head"
+        ):
             SGD(part.storage, lr=0.1, weight_decay={"tail": 0.1})

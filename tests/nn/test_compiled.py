@@ -1,4 +1,6 @@
-"""Compiled steps: replayed, they give bit for bit what the eager ones give; what they record anew, and refuse."""
+"""Compiled steps: replayed, they give bit for bit what the eager ones give; what they record anew,
+and refuse.
+"""
 
 import gc
 import threading
@@ -25,19 +27,27 @@ TABLE = [*TENSOR, *OPS]
 
 @pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
 def test_every_operation_replays(row):
-    """Recorded with some values and replayed with others, an operation gives what it gives eagerly with these."""
+    """Recorded with some values and replayed with others, an operation gives what it gives eagerly
+    with these.
+    """
 
     @settings(max_examples=10)
     @given(row.cases)
     def same(case):
         leaves = [Tensor(np.array(x), requires_grad=True) for x in case.inputs]
-        check_replays(case.function, leaves, [[x * factor for x in case.inputs] for factor in (0.75, 0.5, 1.0)])
+        check_replays(
+            case.function,
+            leaves,
+            [[x * factor for x in case.inputs] for factor in (0.75, 0.5, 1.0)],
+        )
 
     same()
 
 
 def network():
-    """A model with all that is difficult: dropout, running statistics, a shortcut, shared parameters, pooling."""
+    """A model with all that is difficult: dropout, running statistics, a shortcut, shared
+    parameters, pooling.
+    """
     shared = nn.Linear(6, 6)
     return nn.Sequential(
         nn.Conv2d(2, 6, 3, padding=1),
@@ -73,7 +83,14 @@ def step_of(model, update):
     return step
 
 
-def train(compiled, optimizer=optim.Adam, dtype="float32", sizes=(5, 5, 3, 5, 1, 3, 5), model=None, backend=None):
+def train(
+    compiled,
+    optimizer=optim.Adam,
+    dtype="float32",
+    sizes=(5, 5, 3, 5, 1, 3, 5),
+    model=None,
+    backend=None,
+):
     """Train some steps and return losses, parameters and buffers."""
     backend = numpy_backend() if backend is None else backend
     model = network() if model is None else model
@@ -93,7 +110,9 @@ def train(compiled, optimizer=optim.Adam, dtype="float32", sizes=(5, 5, 3, 5, 1,
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("optimizer", [optim.SGD, optim.Adam])
 def test_training_is_the_same(optimizer, dtype):
-    """Losses, weights and running statistics are the eager run's, with batches of several sizes in turn."""
+    """Losses, weights and running statistics are the eager run's, with batches of several sizes in
+    turn.
+    """
     eager, state, _ = train(False, optimizer, dtype)
     losses, compiled, step = train(True, optimizer, dtype)
     assert losses == eager
@@ -174,7 +193,13 @@ def test_operations_of_ones_own():
 
 @pytest.mark.parametrize(
     "look",
-    [lambda x: x.sum().item(), lambda x: float(x.sum()), lambda x: x > 0, lambda x: x.argmax(), lambda x: x.numpy()],
+    [
+        lambda x: x.sum().item(),
+        lambda x: float(x.sum()),
+        lambda x: x > 0,
+        lambda x: x.argmax(),
+        lambda x: x.numpy(),
+    ],
 )
 def test_looking_into_tensors_is_refused(look):
     """A number taken out while recording would stay for ever."""
@@ -202,7 +227,9 @@ def test_an_error_leaves_nothing_behind():
 
 
 def test_old_recordings_go(monkeypatch):
-    """Only so many kinds are held; where steps push one another out, malloc's memory is not looked through in each."""
+    """Only so many kinds are held; where steps push one another out, malloc's memory is not looked
+    through in each.
+    """
     looked = []
     monkeypatch.setattr("nnmpi.nn.compiled.return_freed_memory", lambda: looked.append(None))
     step = nnmpi.compile(lambda x, n: x * n)
@@ -244,7 +271,13 @@ def test_threads_take_turns():
 def test_numbers_of_numpys_and_in_tuples_are_values():
     step = nnmpi.compile(lambda x, factors: x * factors[0])
     ones = np.ones(2)
-    for factors, right in (((2.0,), 2), ((2,), 2), ((0.0,), 0.0), ((-0.0,), -0.0), ((np.float64(5),), 5)):
+    for factors, right in (
+        ((2.0,), 2),
+        ((2,), 2),
+        ((0.0,), 0.0),
+        ((-0.0,), -0.0),
+        ((np.float64(5),), 5),
+    ):
         result = step(ones, factors).data
         np.testing.assert_array_equal(result, [right, right])
         assert np.signbit(result[0]) == np.signbit(right)
@@ -255,7 +288,9 @@ def test_numbers_of_numpys_and_in_tuples_are_values():
     "size", [3, 4000]
 )  # short arrays have memory of their own in a recording, long ones the pool's
 def test_gradients_of_loose_leaves_are_the_callers(size):
-    """What is no parameter has no place of its own for its gradient: each step gives another array."""
+    """What is no parameter has no place of its own for its gradient: each step gives another
+    array.
+    """
     leaf = Tensor(np.arange(float(size)), requires_grad=True)
 
     def step(x: Tensor) -> None:
@@ -343,7 +378,9 @@ def test_a_mode_inside_leads_back_to_that_of_the_time():
 
 
 def test_gradients_are_clipped_each_time():
-    """As is everything that the step does to them; the norm itself is a number, which is refused."""
+    """As is everything that the step does to them; the norm itself is a number, which is
+    refused.
+    """
     results = []
     for wrap in (eager, nnmpi.compile):
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).initialize()

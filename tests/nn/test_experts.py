@@ -1,4 +1,6 @@
-"""A mixture of experts: its formula written out, its gradients, and what ranks that share experts send."""
+"""A mixture of experts: its formula written out, its gradients, and what ranks that share experts
+send.
+"""
 
 from typing import Any
 
@@ -39,14 +41,20 @@ def by_hand(layer: nn.MixtureOfExperts, x: Any, top_k: int, capacity: float | No
             for e in np.argsort(-p[s, t], kind="stable")[:top_k]:
                 taken[e] += 1
                 if taken[e] <= most:
-                    y[s, t] += p[s, t, e] * (gelu(Tensor(row @ w1[e] + b1[e]), "tanh").data @ w2[e] + b2[e])
+                    y[s, t] += p[s, t, e] * (
+                        gelu(Tensor(row @ w1[e] + b1[e]), "tanh").data @ w2[e] + b2[e]
+                    )
     return y
 
 
-@pytest.mark.parametrize(("top_k", "capacity"), [(1, None), (2, None), (2, 0.6), (3, 1.0), (5, None), (2, 0.01)])
+@pytest.mark.parametrize(
+    ("top_k", "capacity"), [(1, None), (2, None), (2, 0.6), (3, 1.0), (5, None), (2, 0.01)]
+)
 def test_the_formula_and_its_gradients(top_k: int, capacity: float | None) -> None:
     layer, x = layer_of(top_k, capacity).initialize(seed=1, dtype="float64"), samples(3)
-    np.testing.assert_allclose(layer(x).data, by_hand(layer, x, top_k, capacity), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(
+        layer(x).data, by_hand(layer, x, top_k, capacity), rtol=1e-12, atol=1e-14
+    )
 
     def function(x: Tensor, p: Tensor, *weights: Tensor) -> Tensor:
         return Experts(Gate(top_k, capacity, 0.0), None, None, lambda: None)(x, p, *weights)
@@ -56,7 +64,10 @@ def test_the_formula_and_its_gradients(top_k: int, capacity: float | None) -> No
 
 
 def test_a_graph_that_is_kept_has_another_backward_pass() -> None:
-    layer, x = layer_of(2, None, 0.1).initialize(seed=1, dtype="float64"), Tensor(samples(2), requires_grad=True)
+    layer, x = (
+        layer_of(2, None, 0.1).initialize(seed=1, dtype="float64"),
+        Tensor(samples(2), requires_grad=True),
+    )
     loss, found = layer(x).sum(), []
     for keeps in (True, False):
         x.grad = None
@@ -70,14 +81,18 @@ def test_a_graph_that_is_kept_has_another_backward_pass() -> None:
 @pytest.mark.filterwarnings("error")
 def test_no_positions_have_no_result() -> None:
     with nn.training():
-        layer_of(2, 1.0, 0.1).initialize(seed=1, dtype="float64")(samples(2)[:, :0]).sum().backward()
+        layer_of(2, 1.0, 0.1).initialize(seed=1, dtype="float64")(
+            samples(2)[:, :0]
+        ).sum().backward()
 
 
 def test_one_expert_is_the_multilayer_perceptron() -> None:
     mixture = nn.MixtureOfExperts(FEATURES, 1, 1, 3).initialize(seed=1, dtype="float64")
     w1, b1, w2, b2 = (each.data[0] for each in (mixture.w1, mixture.b1, mixture.w2, mixture.b2))
     x = samples(2)
-    np.testing.assert_allclose(mixture(x).data, gelu(Tensor(x @ w1 + b1), "tanh").data @ w2 + b2, rtol=1e-12)
+    np.testing.assert_allclose(
+        mixture(x).data, gelu(Tensor(x @ w1 + b1), "tanh").data @ w2 + b2, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("weight", [None, 0.25])
@@ -95,9 +110,13 @@ def test_the_balance_is_the_gradient_of_its_formula(weight: float | None) -> Non
     p = softmax(Tensor(x) @ layer.gate.weight)
     chosen = np.argsort(-p.data, axis=2)[:, :, :2]
     shares = np.stack([(chosen == e).sum(axis=(1, 2)) / POSITIONS for e in range(EXPERTS)], axis=1)
-    loss = (p.sum(axis=1) * shares * (0.3 * EXPERTS / 2)).sum() * (1 / 18 if weight is None else weight)
+    loss = (p.sum(axis=1) * shares * (0.3 * EXPERTS / 2)).sum() * (
+        1 / 18 if weight is None else weight
+    )
     loss.backward()
-    np.testing.assert_allclose(to_gate(0.3, True) - to_gate(0.0, True), layer.gate.weight.grad, rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(
+        to_gate(0.3, True) - to_gate(0.0, True), layer.gate.weight.grad, rtol=1e-9, atol=1e-14
+    )
     np.testing.assert_array_equal(to_gate(0.3, False), to_gate(0.0, False))
 
 
@@ -108,14 +127,22 @@ def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
     group: Group, top_k: int, capacity: float | None
 ) -> None:
     """Ranks have other numbers of samples, the last one none; seven ranks have five experts."""
-    counts = [(2 * rank + 1) % 4 if rank < group.size - 1 or group.size == 1 else 0 for rank in range(group.size)]
+    counts = [
+        (2 * rank + 1) % 4 if rank < group.size - 1 or group.size == 1 else 0
+        for rank in range(group.size)
+    ]
     stops = np.cumsum(counts)
-    everything, own = samples(stops[-1], 3), slice(stops[group.rank] - counts[group.rank], stops[group.rank])
+    everything, own = (
+        samples(stops[-1], 3),
+        slice(stops[group.rank] - counts[group.rank], stops[group.rank]),
+    )
     serial = layer_of(top_k, capacity, 0.3).initialize(seed=2, dtype="float64")
     shared = layer_of(top_k, capacity, 0.3)
     share_experts(nn.Sequential(shared), group)
     shared.initialize(seed=2, dtype="float64")
-    whole, part = (Tensor(each, requires_grad=True) for each in (everything, everything[own].copy()))
+    whole, part = (
+        Tensor(each, requires_grad=True) for each in (everything, everything[own].copy())
+    )
     trace, weights = Timeline(), np.random.default_rng(5).normal(size=everything.shape)
     with nn.training(weight=0.25):
         y = serial(whole)
@@ -128,16 +155,23 @@ def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
         np.allclose(z.data, y.data[own], rtol=1e-12, atol=1e-14),
         np.allclose(part.grad, whole.grad[own], rtol=1e-11, atol=1e-13),
         *(
-            np.allclose(mine.grad, theirs.grad[experts.start : experts.stop], rtol=1e-11, atol=1e-13)
+            np.allclose(
+                mine.grad, theirs.grad[experts.start : experts.stop], rtol=1e-11, atol=1e-13
+            )
             for mine, theirs in zip(
-                (shared.w1, shared.b1, shared.w2, shared.b2), (serial.w1, serial.b1, serial.w2, serial.b2), strict=True
+                (shared.w1, shared.b1, shared.w2, shared.b2),
+                (serial.w1, serial.b1, serial.w2, serial.b2),
+                strict=True,
             )
         ),
     ]
     assert group.gather(list(map(bool, right))) == [[True] * 6] * group.size
     (gate_sum,) = [shared.gate.weight.grad.copy()]
     group.all_reduce(gate_sum.reshape(-1))
-    assert group.gather(bool(np.allclose(gate_sum, serial.gate.weight.grad, rtol=1e-11))) == [True] * group.size
+    assert (
+        group.gather(bool(np.allclose(gate_sum, serial.gate.weight.grad, rtol=1e-11)))
+        == [True] * group.size
+    )
 
     p = softmax(Tensor(everything) @ serial.gate.weight).data
     chosen, taken = Gate(top_k, capacity, 0.3).choose(np, p)
@@ -161,10 +195,18 @@ def test_what_does_not_work_is_refused() -> None:
     rows: list[tuple[type[NnmpiError], str, Any]] = [
         (UsageError, "top_k of at most the experts", lambda: nn.MixtureOfExperts(4, 2, 3)),
         *(
-            (UsageError, "capacity above 0", lambda bad=bad: nn.MixtureOfExperts(4, 2, 1, None, bad))
+            (
+                UsageError,
+                "capacity above 0",
+                lambda bad=bad: nn.MixtureOfExperts(4, 2, 1, None, bad),
+            )
             for bad in (0, np.inf)
         ),
-        (UsageError, "finite balance of at least 0", lambda: nn.MixtureOfExperts(4, 2, 1, balance=np.inf)),
+        (
+            UsageError,
+            "finite balance of at least 0",
+            lambda: nn.MixtureOfExperts(4, 2, 1, balance=np.inf),
+        ),
         (
             ShapeError,
             "needs (batch, positions, features)",

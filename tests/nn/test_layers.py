@@ -1,4 +1,6 @@
-"""The layers: what they compute in training and in evaluation, and what they refuse when they are made."""
+"""The layers: what they compute in training and in evaluation, and what they refuse when they are
+made.
+"""
 
 import inspect
 
@@ -28,7 +30,11 @@ def both_ways(lstm, x):
             h, c, times = 0.0, 0.0, range(x.shape[1])
             found.append(np.empty((*x.shape[:2], each.recurrent.shape[0])))
             for t in reversed(times) if each.reverse else times:
-                gates = x[:, t] @ each.weight.data + h * np.ones((1, 3)) @ each.recurrent.data + each.bias.data
+                gates = (
+                    x[:, t] @ each.weight.data
+                    + h * np.ones((1, 3)) @ each.recurrent.data
+                    + each.bias.data
+                )
                 *opened, new = np.split(gates, 4, axis=1)
                 inwards, kept, outwards = (1 / (1 + np.exp(-gate)) for gate in opened)
                 c = kept * c + inwards * np.tanh(new)
@@ -83,7 +89,9 @@ LAYERS = {
     "TransformerBlock": (
         lambda: nn.TransformerBlock(4, 2, 6, bias=False),
         SEQUENCES,
-        lambda m, x: (y := x + m.attention(m.norm1(x))) + m.mlp[2](ops.gelu(m.mlp[0](m.norm2(y)), "tanh")),
+        lambda m, x: (
+            (y := x + m.attention(m.norm1(x))) + m.mlp[2](ops.gelu(m.mlp[0](m.norm2(y)), "tanh"))
+        ),
     ),
     "LayerNorm of two": (
         lambda: nn.LayerNorm((6, 4), 0.1),
@@ -99,7 +107,11 @@ LAYERS = {
     "Sigmoid": (nn.Sigmoid, ROWS, lambda m, x: ops.sigmoid(x)),
     "Softmax": (lambda: nn.Softmax(0), ROWS, lambda m, x: ops.softmax(x, 0)),
     "Flatten": (nn.Flatten, IMAGES, lambda m, x: x.reshape(2, 144)),
-    "Embedding": (lambda: nn.Embedding(7, 3), np.array([[0, 6], [3, 3]]), lambda m, x: ops.embedding(m.weight, x)),
+    "Embedding": (
+        lambda: nn.Embedding(7, 3),
+        np.array([[0, 6], [3, 3]]),
+        lambda m, x: ops.embedding(m.weight, x),
+    ),
     "LSTM": (
         lambda: nn.LSTM(4, 3),
         SEQUENCES,
@@ -123,17 +135,29 @@ LAYERS = {
         lambda: nn.AdaptiveAvgPool2d((4, 3)),
         IMAGES,
         lambda m, x: stack(
-            [stack([x[:, i : i + 2, 2 * j : 2 * j + 2].mean((1, 2)) for j in range(3)], 1) for i in (0, 1, 3, 4)], 1
+            [
+                stack([x[:, i : i + 2, 2 * j : 2 * j + 2].mean((1, 2)) for j in range(3)], 1)
+                for i in (0, 1, 3, 4)
+            ],
+            1,
         ),
     ),
-    "Upsample": (lambda: nn.Upsample((2, 3)), IMAGES, lambda m, x: Tensor(x.data.repeat(2, axis=1).repeat(3, axis=2))),
+    "Upsample": (
+        lambda: nn.Upsample((2, 3)),
+        IMAGES,
+        lambda m, x: Tensor(x.data.repeat(2, axis=1).repeat(3, axis=2)),
+    ),
     "Dropout2d": (lambda: nn.Dropout2d(0.5), IMAGES, lambda m, x: x),
     "RMSNorm": (
         lambda: nn.RMSNorm(4),
         ROWS,
         lambda m, x: Tensor(x.data / np.sqrt((x.data**2).mean(1, keepdims=True) + 1e-6)),
     ),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), IMAGES, lambda m, x: grouped(x.reshape(2, 36, 2, 2)).reshape(2, 6, 6, 4)),
+    "GroupNorm": (
+        lambda: nn.GroupNorm(2, 4),
+        IMAGES,
+        lambda m, x: grouped(x.reshape(2, 36, 2, 2)).reshape(2, 6, 6, 4),
+    ),
     "MultiheadAttention": (
         lambda: nn.MultiheadAttention(4, 2),
         SEQUENCES,
@@ -145,13 +169,35 @@ LAYERS = {
         lambda m, x: x @ m.weight.transpose((1, 0)),
     ),
     "Dropout": (lambda: nn.Dropout(0.5), ROWS, lambda m, x: x),
-    "BatchNorm": (lambda: nn.BatchNorm(4), ROWS, lambda m, x: x * Tensor(np.float32(1 / np.sqrt(1 + 1e-5)))),
-    "Sequential": (lambda: nn.Sequential(nn.ReLU(), nn.Tanh()), ROWS, lambda m, x: ops.relu(x).tanh()),
+    "BatchNorm": (
+        lambda: nn.BatchNorm(4),
+        ROWS,
+        lambda m, x: x * Tensor(np.float32(1 / np.sqrt(1 + 1e-5))),
+    ),
+    "Sequential": (
+        lambda: nn.Sequential(nn.ReLU(), nn.Tanh()),
+        ROWS,
+        lambda m, x: ops.relu(x).tanh(),
+    ),
     "Residual": (lambda: nn.Residual(nn.Tanh()), ROWS, lambda m, x: ops.relu(x.tanh() + x)),
-    "Branches": (lambda: nn.Branches(nn.Tanh(), nn.ReLU(), join="add"), ROWS, lambda m, x: x.tanh() + ops.relu(x)),
+    "Branches": (
+        lambda: nn.Branches(nn.Tanh(), nn.ReLU(), join="add"),
+        ROWS,
+        lambda m, x: x.tanh() + ops.relu(x),
+    ),
 }
 
-NO_LAYERS = {"Module", "Buffer", "Constant", "Normal", "Uniform", "Stash", "Pop", "Sharding", "Units"}
+NO_LAYERS = {
+    "Module",
+    "Buffer",
+    "Constant",
+    "Normal",
+    "Uniform",
+    "Stash",
+    "Pop",
+    "Sharding",
+    "Units",
+}
 NO_LAYERS |= {"Parameter", "list"}
 
 
@@ -186,9 +232,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*LAYERS, *MODELS} - {"Softmax"}))  # which goes along the rows above
+# which goes along the rows above
+@pytest.mark.parametrize("name", sorted({*LAYERS, *MODELS} - {"Softmax"}))
 def test_a_rank_without_rows(name):
-    """Forward and backward give what some rows would, but for their number; no gradient comes of it."""
+    """Forward and backward give what some rows would, but for their number; no gradient comes of
+    it.
+    """
     make, x, *_ = {**LAYERS, **MODELS}[name]
     layer = make().initialize(seed=1)
     shapes = []
@@ -215,9 +264,17 @@ def test_one_value_per_channel_is_refused_by_batch_normalization():
 
 
 def test_every_layer_is_here():
-    """A new one without a test fails; losses, which take two inputs, are in test_pytorch_script.py."""
-    classes = {found.__name__ for name in nnmpi.nn.__all__ if inspect.isclass(found := getattr(nnmpi.nn, name))}
-    assert {name for name in classes if not name.endswith("Loss")} - NO_LAYERS == {name.split()[0] for name in LAYERS}
+    """A new one without a test fails; losses, which take two inputs, are in
+    test_pytorch_script.py.
+    """
+    classes = {
+        found.__name__
+        for name in nnmpi.nn.__all__
+        if inspect.isclass(found := getattr(nnmpi.nn, name))
+    }
+    assert {name for name in classes if not name.endswith("Loss")} - NO_LAYERS == {
+        name.split()[0] for name in LAYERS
+    }
 
 
 # ---------------------------------------------------------------- modes
@@ -263,7 +320,9 @@ def test_dropout_drops_in_training_only():
 
 # ---------------------------------------------------------------- batch normalization
 def test_running_statistics():
-    """They move by the momentum, with the unbiased variance, in training only, and are used in evaluation only."""
+    """They move by the momentum, with the unbiased variance, in training only, and are used in
+    evaluation only.
+    """
     layer = nn.BatchNorm(4, momentum=0.25).initialize(dtype="float64")
     x = np.random.default_rng(0).standard_normal((2, 3, 4)) * 2 + 1
     layer(x)
@@ -341,11 +400,15 @@ REFUSED = {
     "AdaptiveAvgPool2d of bytes": lambda: nn.AdaptiveAvgPool2d(2)(IMAGES.astype("uint8")),
     "Upsample of a row": lambda: nn.Upsample(2)(ROWS),
     "Dropout2d of numbers": lambda: nn.Dropout2d(0.5)(ROWS[0]),
-    "GRU in another state": lambda: nn.GRU(4, 3).initialize().with_state(SEQUENCES, np.zeros((2, 2, 3), "float32")),
+    "GRU in another state": lambda: (
+        nn.GRU(4, 3).initialize().with_state(SEQUENCES, np.zeros((2, 2, 3), "float32"))
+    ),
     "GRU with a dropout of 2": lambda: nn.GRU(4, 3, dropout=2),
     "GroupNorm with a negative eps": lambda: nn.GroupNorm(2, 4, eps=-1),
     "groups that do not divide": lambda: nn.ConvTranspose2d(3, 4, 2, groups=2),
-    "output_padding as large as the stride": lambda: nn.ConvTranspose2d(4, 4, 2, output_padding=1).initialize()(IMAGES),
+    "output_padding as large as the stride": lambda: nn.ConvTranspose2d(
+        4, 4, 2, output_padding=1
+    ).initialize()(IMAGES),
 }
 
 

@@ -66,7 +66,9 @@ class Shares(Module):
 
 
 def test_full_names():
-    """Paths of attributes and numbers; a module's own parameters first, then its modules' in order of definition."""
+    """Paths of attributes and numbers; a module's own parameters first, then its modules' in order
+    of definition.
+    """
     model = Everything()
     assert [name for name, _ in model.named_modules()] == [
         "",
@@ -91,7 +93,11 @@ def test_full_names():
         "parts.2.weight",
         "parts.2.bias",
     ]
-    assert [name for name, _ in model.named_buffers()] == ["seen", "parts.2.running_mean", "parts.2.running_variance"]
+    assert [name for name, _ in model.named_buffers()] == [
+        "seen",
+        "parts.2.running_mean",
+        "parts.2.running_variance",
+    ]
     assert model.parameters() == [parameter for _, parameter in model.named_parameters()]
 
 
@@ -141,8 +147,14 @@ def test_replace():
 @pytest.mark.parametrize(
     ("use", "words"),
     [
-        (lambda m: m.get("body.second"), "no module 'body.second'; there are '', 'body', 'body.first'"),
-        (lambda m: m.set_child("size", ReLU()), "Everything has no part 'size' that can be replaced"),
+        (
+            lambda m: m.get("body.second"),
+            "no module 'body.second'; there are '', 'body', 'body.first'",
+        ),
+        (
+            lambda m: m.set_child("size", ReLU()),
+            "Everything has no part 'size' that can be replaced",
+        ),
         (lambda m: Sequential(ReLU()).set_child("1", ReLU()), r"no part 'layers\.1'"),
     ],
 )
@@ -153,12 +165,18 @@ def test_modules_that_are_not_there(use, words):
 
 
 @pytest.mark.parametrize("within", [lambda x: {"a": x}, lambda x: [[x]]])
-@pytest.mark.parametrize("make", [lambda: Linear(2, 2).initialize(), lambda: Linear(2, 2), lambda: Parameter((2,))])
+@pytest.mark.parametrize(
+    "make", [lambda: Linear(2, 2).initialize(), lambda: Linear(2, 2), lambda: Parameter((2,))]
+)
 def test_a_part_that_is_not_found_is_refused(within, make):
-    """One with values of its own would compute, and not be trained; one that is found elsewhere, too, is."""
+    """One with values of its own would compute, and not be trained; one that is found elsewhere,
+    too, is.
+    """
     hidden, model = make(), Residual(Linear(2, 2))
     model.body.others = within(hidden)
-    with pytest.raises(UsageError, match=f"body.others holds a {type(hidden).__name__} that is not found there"):
+    with pytest.raises(
+        UsageError, match=f"body.others holds a {type(hidden).__name__} that is not found there"
+    ):
         model.initialize()
     model.mine = hidden
     assert "mine" in " ".join(name for name, _ in model.initialize().named_parameters())
@@ -182,22 +200,29 @@ def test_observers_see_every_module():
     assert seen == [("0", (3, 2)), ("1.body", (3, 2)), ("1", (3, 2)), ("", (3, 2))]
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 def test_a_copied_model_has_a_storage_of_its_own(duplicate):
-    """With a shared, a frozen and a given parameter, statistics and groups; and it is trained alone."""
+    """With a shared, a frozen and a given parameter, statistics and groups; and it is trained
+    alone.
+    """
     model = Sequential(Linear(3, 3), BatchNorm(3), Linear(3, 3))
     model[2].weight, model[2].bias = model[0].weight, Parameter(np.full(3, 7, "float32"))
     model.initialize(seed=3, group=lambda name, _: name.rpartition(".")[2])
     model[0].bias.requires_grad = False
     fresh = duplicate(Sequential(Linear(3, 3)))
-    assert np.array_equal(fresh.initialize(3)[0].weight.data, model[0].weight.data)  # copied without values
+    # copied without values
+    assert np.array_equal(fresh.initialize(3)[0].weight.data, model[0].weight.data)
     before = model.state()
     found = duplicate(model)
     assert found[2].weight is found[0].weight and found.storage.groups == model.storage.groups
     optimizer = SGD(found.storage, lr=1.0, weight_decay={"weight": 0.5})
     found(np.ones((2, 3), "float32")).sum().backward()
     optimizer.step()
-    moved = {name for name, value in found.state().items() if not np.array_equal(value, before[name])}
+    moved = {
+        name for name, value in found.state().items() if not np.array_equal(value, before[name])
+    }
     assert moved == {"0.weight", "1.weight", "1.bias", "2.bias"}
     assert all(np.array_equal(value, before[name]) for name, value in model.state().items())
     assert not model.storage.has_gradients
@@ -222,7 +247,8 @@ def test_residual():
         Residual(Linear(2, 3)).initialize()(x)
 
 
-# First values are drawn one parameter at a time: a rank with a part of a model never holds the whole of it.
+# First values are drawn one parameter at a time: a rank with a part of a model never holds the
+# whole of it.
 
 
 WIDTH, LAYERS, RANKS = 128, 12, 8
@@ -240,6 +266,10 @@ def _share() -> Sequential:
 
 def test_each_is_the_region_of_what_the_whole_would_draw() -> None:
     part = _share().initialize(seed=3, dtype="float64")
-    whole = Sequential(*(Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).initialize(seed=3, dtype="float64")
-    for (name, mine), (_, other) in zip(part.named_parameters(), whole.named_parameters(), strict=True):
+    whole = Sequential(*(Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).initialize(
+        seed=3, dtype="float64"
+    )
+    for (name, mine), (_, other) in zip(
+        part.named_parameters(), whole.named_parameters(), strict=True
+    ):
         assert np.array_equal(mine.data, other.data[:, : WIDTH // RANKS]), name

@@ -22,7 +22,9 @@ def test_reprs_say_what_it_is() -> None:
     assert repr(optim.SGD(model.storage, lr=0.1)) == "SGD(lr=0.1, 43 parameters, after 0 steps)"
     for x, y in data.Loader(train, 50).epoch(0):
         assert len(x) == len(y)
-    assert repr(nnmpi.Layout(dp=2, pp=3, schedule="gpipe")) == "Layout(dp=2, pp=3, schedule='gpipe')"
+    assert (
+        repr(nnmpi.Layout(dp=2, pp=3, schedule="gpipe")) == "Layout(dp=2, pp=3, schedule='gpipe')"
+    )
     assert repr(nnmpi.Layout()) == "Layout()"
 
 
@@ -45,12 +47,16 @@ class Net(nn.Module):
 
 
 def test_what_is_written_for_pytorch_computes_the_same() -> None:
-    """Arguments, layers, states, optimizers and loops by PyTorch's names do what ours do by their own."""
+    """Arguments, layers, states, optimizers and loops by PyTorch's names do what ours do by their
+    own.
+    """
     model, other = Net(), Net().initialize(seed=0)
     optimizer = optim.SGD(model.parameters(), lr=0.1)  # the model has its values now
     assert optimizer.storage is model.storage
     criterion, draw = nn.CrossEntropyLoss(), np.random.default_rng(0)
-    sets = data.Dataset("mine", draw.normal(size=(10, 8, 8, 1)).astype(np.float32), np.arange(10) % 3, 3)
+    sets = data.Dataset(
+        "mine", draw.normal(size=(10, 8, 8, 1)).astype(np.float32), np.arange(10) % 3, 3
+    )
     loader = data.Loader(sets, batch_size=4)
     assert len(loader) == 3
     for epoch in range(2):
@@ -65,9 +71,12 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
             optimizer.step()
     other.load_state_dict(model.state_dict())
     without = Net()
-    without.load_state_dict(model.state_dict())  # a state brings its values, also to a model that has none yet
+    # a state brings its values, also to a model that has none yet
+    without.load_state_dict(model.state_dict())
     assert (without(x).numpy() == model(x).numpy()).all()
-    assert (other(x).numpy() == model(x).numpy()).all() and model.state_dict()["scale"].shape == (3,)
+    assert (other(x).numpy() == model(x).numpy()).all() and model.state_dict()["scale"].shape == (
+        3,
+    )
     assert (Net().initialize().state_dict()["scale"] == 2).all()
     assert nn.Parameter([2.0, 0.5, 0.5]).shape == (3,) and nn.Linear(2, 3).weight.size == 6
     assert nn.Parameter([2, 3]).shape == nn.Parameter((2, 3)).shape == (2, 3)  # type: ignore[arg-type]
@@ -76,7 +85,9 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
 
 
 def test_a_loss_computed_in_evaluation_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one sentence at the line of backward, where dropout or batch normalization is in it and nobody has said so."""
+    """In one sentence at the line of backward, where dropout or batch normalization is in it and
+    nobody has said so.
+    """
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     x, y = np.ones((6, 4), np.float32), np.arange(6) % 3
@@ -85,7 +96,9 @@ def test_a_loss_computed_in_evaluation_warns(monkeypatch: pytest.MonkeyPatch) ->
         return nn.CrossEntropyLoss()(nn.Sequential(nn.Linear(4, 3), *layers).initialize()(x), y)
 
     for layer in (nn.Dropout(), nn.BatchNorm(3)):
-        with pytest.warns(UserWarning, match=r"compute the loss within `with nn.training\(step=") as told:
+        with pytest.warns(
+            UserWarning, match=r"compute the loss within `with nn.training\(step="
+        ) as told:
             loss(layer).backward()
         assert [each.filename for each in told] == [__file__]
         (loss() + loss(layer) * 0).detach()  # what nobody asks a gradient of
@@ -149,4 +162,6 @@ def test_a_parameter_is_not_replaced_by_an_array() -> None:
     layer.initialize().weight.data[...] = 0
     layer.scale = np.ones(3)
     layer.scale = np.zeros(3)  # no parameter
-    assert (layer(np.ones((1, 2), np.float32)).numpy() == layer.bias.data).all() and not layer.scale.any()
+    assert (
+        layer(np.ones((1, 2), np.float32)).numpy() == layer.bias.data
+    ).all() and not layer.scale.any()

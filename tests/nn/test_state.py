@@ -38,9 +38,15 @@ def test_the_same_seed_gives_the_same_values():
 
 
 def test_values_do_not_depend_on_the_rest_of_the_model():
-    """Not on the order of its layers, nor on other layers that were replaced: only on seed and full name."""
+    """Not on the order of its layers, nor on other layers that were replaced: only on seed and full
+    name.
+    """
     one = Named(a=Linear(3, 4), b=Conv2d(1, 2, 3), c=Embedding(5, 2)).initialize(seed=1).state()
-    two = Named(c=Embedding(7, 2), b=Conv2d(1, 2, 3), x=Linear(9, 9), a=Linear(3, 4)).initialize(seed=1).state()
+    two = (
+        Named(c=Embedding(7, 2), b=Conv2d(1, 2, 3), x=Linear(9, 9), a=Linear(3, 4))
+        .initialize(seed=1)
+        .state()
+    )
     for name in ("a.weight", "a.bias", "b.weight", "b.bias"):
         np.testing.assert_array_equal(one[name], two[name])
     first = Sequential(Linear(3, 4), ReLU(), Linear(4, 2)).initialize(seed=1)
@@ -53,7 +59,10 @@ def test_values_do_not_depend_on_the_rest_of_the_model():
 def test_known_values_stay_the_same():
     """A run of today can be repeated tomorrow: these are the first numbers of seed 0."""
     state = Sequential(Linear(2, 2)).initialize(seed=0, dtype="float64").state()
-    expected = [[0.09577951063329504, 0.31386454612264947], [0.591714823274075, 0.35212811135422895]]
+    expected = [
+        [0.09577951063329504, 0.31386454612264947],
+        [0.591714823274075, 0.35212811135422895],
+    ]
     np.testing.assert_allclose(state["0.weight"], expected, rtol=1e-15)
 
 
@@ -72,7 +81,9 @@ def test_groups_and_allocator_reach_the_storage():
         asked.append((elements, np.dtype(dtype)))
         return zeros(elements, dtype)
 
-    made = model().initialize(group=lambda name, parameter: name.partition(".")[0], allocate=allocate)
+    made = model().initialize(
+        group=lambda name, parameter: name.partition(".")[0], allocate=allocate
+    )
     assert made.storage.groups == ["0", "1", "3"]
     assert asked == [(32, np.float32)] * 6
 
@@ -132,9 +143,18 @@ def test_there_and_back():
     [
         ({"0.weight": None}, r"missing \['0.weight'\], unknown nothing"),
         ({"4.weight": np.zeros(1)}, r"missing nothing, unknown \['4.weight'\]"),
-        ({"3.weight": np.zeros((2, 4), "float32")}, r"3.weight is float32 \(2, 4\) in the state, but float32 \(4, 2\)"),
-        ({"3.weight": np.zeros((2, 4), "float32")}, "for PyTorch's order of axes see nnmpi.models.torch"),
-        ({"3.bias": np.zeros(2)}, r"3.bias is float64 \(2,\) in the state, but float32 \(2,\) in the model"),
+        (
+            {"3.weight": np.zeros((2, 4), "float32")},
+            r"3.weight is float32 \(2, 4\) in the state, but float32 \(4, 2\)",
+        ),
+        (
+            {"3.weight": np.zeros((2, 4), "float32")},
+            "for PyTorch's order of axes see nnmpi.models.torch",
+        ),
+        (
+            {"3.bias": np.zeros(2)},
+            r"3.bias is float64 \(2,\) in the state, but float32 \(2,\) in the model",
+        ),
         ({"3.bias": [0.0, 0.0]}, r"3.bias is a list in the state, but float32 \(2,\)"),
         ({"x": 1, 2: 3}, r"missing nothing, unknown \[2, 'x'\]"),
     ],

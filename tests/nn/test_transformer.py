@@ -1,4 +1,6 @@
-"""The transformer's block: PyTorch's numbers, in float64 and within float32's rounding, fused and one by one."""
+"""The transformer's block: PyTorch's numbers, in float64 and within float32's rounding, fused and
+one by one.
+"""
 
 import numpy as np
 import pytest

@@ -10,5 +10,7 @@ def compiled_calls(monkeypatch):
     """The names of the compiled functions that operations call, in order."""
     module = import_module("nnmpi.backend.jit.kernels")
     names, perform = [], module.perform
-    monkeypatch.setattr(module, "perform", lambda f, *args: (names.append(f.__name__), perform(f, *args)))
+    monkeypatch.setattr(
+        module, "perform", lambda f, *args: (names.append(f.__name__), perform(f, *args))
+    )
     return names

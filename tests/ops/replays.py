@@ -8,7 +8,9 @@ from nnmpi.comm.buffers import to_host
 
 
 def check_replays(function, leaves, values, tolerance=0):
-    """Record a function of leaves, forward and backward, and compare its replays with it, for each list of arrays."""
+    """Record a function of leaves, forward and backward, and compare its replays with it, for each
+    list of arrays.
+    """
 
     def step():
         for leaf in leaves:

@@ -1,4 +1,6 @@
-"""The rows of the table for nnmpi.ops. Every operation there stands here: test_operations sees to it."""
+"""The rows of the table for nnmpi.ops. Every operation there stands here: test_operations sees to
+it.
+"""
 
 from functools import partial
 
@@ -52,10 +54,14 @@ def linear_transposed(draw: Draw) -> Case:
 
 
 def lstm(draw: Draw) -> Case:
-    """Whole sequences and shorter ones, either way round, with and without a first state and the last one."""
+    """Whole sequences and shorter ones, either way round, with and without a first state and the
+    last one.
+    """
     n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
     sizes = [(n, time, i), (i, 4 * o), (o, 4 * o), (4 * o,), (n, o), (n, o)]
-    lengths = np.array([draw(st.integers(1, time)) for _ in range(n)]) if draw(st.booleans()) else None
+    lengths = (
+        np.array([draw(st.integers(1, time)) for _ in range(n)]) if draw(st.booleans()) else None
+    )
     reverse, ends, begun = (draw(st.booleans()) for _ in range(3))
 
     def run(x, weight, recurrent, bias, *state):
@@ -65,14 +71,20 @@ def lstm(draw: Draw) -> Case:
 
 
 def conv2d(draw: Draw, alone: bool = False) -> Case:
-    """Every option, different for rows and columns; also no image at all, and borders wider than the kernel."""
+    """Every option, different for rows and columns; also no image at all, and borders wider than
+    the kernel.
+    """
     groups = 3 if alone else draw(st.integers(1, 2))
     c, o = (groups * (1 if alone else draw(st.integers(1, 2))) for _ in range(2))
     n = draw(st.integers(0, 2))
-    kernel, stride, dilation = ([draw(st.integers(1, most)) for _ in range(2)] for most in (3, 3, 2))
+    kernel, stride, dilation = (
+        [draw(st.integers(1, most)) for _ in range(2)] for most in (3, 3, 2)
+    )
     padding = [draw(st.integers(0, 2)) for _ in range(2)]
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    h, w = (max(1, r - 2 * p) + draw(st.integers(0, 3)) for r, p in zip(reach, padding, strict=True))
+    h, w = (
+        max(1, r - 2 * p) + draw(st.integers(0, 3)) for r, p in zip(reach, padding, strict=True)
+    )
     shapes = [(n, h, w, c), (*kernel, c // groups, o), (o,)]
     inputs = arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))])
     options = (tuple(stride), tuple(padding), tuple(dilation), groups)
@@ -82,20 +94,38 @@ def conv2d(draw: Draw, alone: bool = False) -> Case:
 def conv_transpose2d(draw: Draw) -> Case:
     """Every option, different for rows and columns; also no image at all."""
     groups = draw(st.integers(1, 2))
-    c, o, n = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), draw(st.integers(0, 2))
-    kernel, stride, dilation = ([draw(st.integers(1, most)) for _ in range(2)] for most in (3, 3, 2))
+    c, o, n = (
+        groups * draw(st.integers(1, 2)),
+        groups * draw(st.integers(1, 2)),
+        draw(st.integers(0, 2)),
+    )
+    kernel, stride, dilation = (
+        [draw(st.integers(1, most)) for _ in range(2)] for most in (3, 3, 2)
+    )
     extra = [draw(st.integers(0, step - 1)) for step in stride]
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     padding = [draw(st.integers(0, (r - 1) // 2)) for r in reach]
-    shapes = [(n, draw(st.integers(1, 3)), draw(st.integers(1, 3)), c), (*kernel, o // groups, c), (o,)]
+    shapes = [
+        (n, draw(st.integers(1, 3)), draw(st.integers(1, 3)), c),
+        (*kernel, o // groups, c),
+        (o,),
+    ]
     inputs = arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))])
     options = (tuple(stride), tuple(padding), tuple(extra), tuple(dilation), groups)
-    return Case(lambda x, weight, bias=None: ops.conv_transpose2d(x, weight, bias, *options), inputs)
+    return Case(
+        lambda x, weight, bias=None: ops.conv_transpose2d(x, weight, bias, *options), inputs
+    )
 
 
 def conv_relu_pool(draw: Draw) -> Case:
-    """All options, for kernels that are nearly the identity: so no window's largest and no sign changes."""
-    side, channels, images = draw(st.sampled_from((1, 3))), draw(st.integers(1, 2)), draw(st.integers(0, 2))
+    """All options, for kernels that are nearly the identity: so no window's largest and no sign
+    changes.
+    """
+    side, channels, images = (
+        draw(st.sampled_from((1, 3))),
+        draw(st.integers(1, 2)),
+        draw(st.integers(0, 2)),
+    )
     stride, dilation = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     pool = tuple(draw(st.integers(1, 3)) for _ in range(2))
     h, w = (stride * (each - 1) + 1 + draw(st.integers(0, 3)) for each in pool)
@@ -105,16 +135,23 @@ def conv_relu_pool(draw: Draw) -> Case:
     options = (stride, dilation * (side // 2), dilation, 1)
     if draw(st.booleans()):
         return Case(lambda x, weight, bias=None: ops.conv_relu(x, weight, bias, *options), inputs)
-    return Case(lambda x, weight, bias=None: ops.conv_relu_pool(x, weight, bias, *options, pool), inputs)
+    return Case(
+        lambda x, weight, bias=None: ops.conv_relu_pool(x, weight, bias, *options, pool), inputs
+    )
 
 
 def pooling(function):
-    """Return a builder for pooling with overlapping, separate and gapped windows, and with borders."""
+    """Return a builder for pooling with overlapping, separate and gapped windows, and with
+    borders.
+    """
 
     def build(draw: Draw) -> Case:
         kernel, stride = ([draw(st.integers(1, 3)) for _ in range(2)] for _ in range(2))
         padding = [draw(st.integers(0, k // 2)) for k in kernel]
-        h, w = (max(1, k - 2 * p) + draw(st.integers(0, 3)) for k, p in zip(kernel, padding, strict=True))
+        h, w = (
+            max(1, k - 2 * p) + draw(st.integers(0, 3))
+            for k, p in zip(kernel, padding, strict=True)
+        )
         x = array(draw, distinct, (draw(st.integers(0, 2)), h, w, draw(st.integers(1, 2))))
         return Case(lambda t: function(t, tuple(kernel), tuple(stride), tuple(padding)), [x])
 
@@ -122,7 +159,9 @@ def pooling(function):
 
 
 def batch_norm(draw: Draw) -> Case:
-    """The batch's own statistics; eps is large, or single rows would be too steep for differences."""
+    """The batch's own statistics; eps is large, or single rows would be too steep for
+    differences.
+    """
     leading, channels = draw_shape(draw, least=1, most=2), draw(st.integers(1, 3))
     inputs = arrays(draw, anywhere, [(*leading, channels), (channels,), (channels,)])
     return Case(lambda x, scale, shift: ops.batch_norm(x, scale, shift, 0.1)[0], inputs)
@@ -145,9 +184,14 @@ def attention(draw: Draw) -> Case:
 def dropped_attention(draw: Draw) -> Case:
     """The same, with some of the probabilities."""
     size = (draw(st.integers(0, 2)), draw(st.integers(1, 4)), 12)
-    causal, rate, key = draw(st.booleans()), draw(st.sampled_from([0.1, 0.6])), draw(st.integers(0, 9))
+    causal, rate, key = (
+        draw(st.booleans()),
+        draw(st.sampled_from([0.1, 0.6])),
+        draw(st.integers(0, 9)),
+    )
     return Case(
-        lambda qkv: ops.attention(qkv, 2, causal, None, rate, lambda: ((key, 7), 3)), [array(draw, anywhere, size)]
+        lambda qkv: ops.attention(qkv, 2, causal, None, rate, lambda: ((key, 7), 3)),
+        [array(draw, anywhere, size)],
     )
 
 
@@ -160,7 +204,10 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
     keys, causal = draw(st.integers(1, 4)), draw(st.booleans())
     queries = keys if causal else draw(st.integers(0, 3))
     sizes = [(*leading, queries, features), (*leading, keys, features), (*leading, keys, values)]
-    return Case(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, causal=causal), arrays(draw, anywhere, sizes))
+    return Case(
+        lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, causal=causal),
+        arrays(draw, anywhere, sizes),
+    )
 
 
 def cross_entropy(draw: Draw) -> Case:
@@ -171,7 +218,10 @@ def cross_entropy(draw: Draw) -> Case:
     if ignore == -1:
         labels = np.where(rng.random(rows_shape) < draw(st.sampled_from((0.5, 1.0))), -1, labels)
     options = (draw(st.sampled_from(REDUCTIONS)), ignore, draw(st.sampled_from((0.0, 0.1))))
-    return Case(lambda x: ops.cross_entropy(x, labels, *options), [array(draw, anywhere, (*rows_shape, classes))])
+    return Case(
+        lambda x: ops.cross_entropy(x, labels, *options),
+        [array(draw, anywhere, (*rows_shape, classes))],
+    )
 
 
 def error(function, apart=0.0):
@@ -206,7 +256,8 @@ def embedding_case(draw: Draw) -> Case:
     if draw(st.booleans()):
         indices = indices.reshape(-1, 1)
     return Case(
-        lambda table: ops.embedding(table, indices), [array(draw, anywhere, (entries, draw(st.integers(0, 3))))]
+        lambda table: ops.embedding(table, indices),
+        [array(draw, anywhere, (entries, draw(st.integers(0, 3))))],
     )
 
 

@@ -25,13 +25,17 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_values(name, dtype):
-    """What the standard library gives, from 0 to where the function is flat, without overflow on either side."""
+    """What the standard library gives, from 0 to where the function is flat, without overflow on
+    either side.
+    """
     function, expected = FUNCTIONS[name]
     points = np.array([0.0, 1e-3, 0.5, 1, 3, 8, 30, 1e3, 1e4], dtype)
     x = Tensor(np.concatenate([points, -points]), requires_grad=True)
     y = function(x)
     exact = 1e-6 if dtype == "float32" else 1e-15
-    np.testing.assert_allclose(y.data, [expected(float(v)) for v in x.data], rtol=4 * exact, atol=4 * exact)
+    np.testing.assert_allclose(
+        y.data, [expected(float(v)) for v in x.data], rtol=4 * exact, atol=4 * exact
+    )
     y.sum().backward()
     assert np.isfinite(x.grad).all()
 
@@ -51,7 +55,10 @@ def test_slope_far_out(name, dtype):
 
 def test_kinks():
     """The derivative at 0 is that of the negative side."""
-    for function, expected in ((ops.relu, [0, 0, 1]), (lambda x: ops.leaky_relu(x, 0.5), [0.5, 0.5, 1])):
+    for function, expected in (
+        (ops.relu, [0, 0, 1]),
+        (lambda x: ops.leaky_relu(x, 0.5), [0.5, 0.5, 1]),
+    ):
         x = Tensor(np.array([-1.0, 0.0, 1.0]), requires_grad=True)
         function(x).sum().backward()
         np.testing.assert_array_equal(x.grad, expected)
@@ -60,7 +67,10 @@ def test_kinks():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_softmax_of_large_logits(dtype):
     """At 1e4 it is 0 or 1, its logarithm -2e4 or 0, and gradients are finite; rows add up to 1."""
-    for function, expected in ((ops.softmax, [[1, 0], [0.5, 0.5]]), (ops.log_softmax, [[0, -2e4], [-math.log(2)] * 2])):
+    for function, expected in (
+        (ops.softmax, [[1, 0], [0.5, 0.5]]),
+        (ops.log_softmax, [[0, -2e4], [-math.log(2)] * 2]),
+    ):
         x = Tensor(np.array([[1e4, -1e4], [1e4, 1e4]], dtype), requires_grad=True)
         y = function(x)
         np.testing.assert_allclose(y.data, expected, rtol=1e-6)

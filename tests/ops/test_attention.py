@@ -1,4 +1,6 @@
-"""Attention: in bands and blocks of any size as in one, nothing seen that is masked or was never written."""
+"""Attention: in bands and blocks of any size as in one, nothing seen that is masked or was never
+written.
+"""
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def reference(q, k, v, grad, causal, left=1):
-    """Return the result and the gradients, from the formulas, in float64; arrays are (batch, heads, time, features).
+    """Return the result and the gradients, from the formulas, in float64; arrays are (batch, heads,
+    time, features).
 
     `left` is what probabilities are multiplied by.
     """
@@ -25,14 +28,24 @@ def reference(q, k, v, grad, causal, left=1):
     p /= p.sum(-1, keepdims=True)
     to_p = np.einsum("bhid,bhjd->bhij", grad, v) * left
     to_scores = p * (to_p - (p * to_p).sum(-1, keepdims=True)) * factor
-    to_q, to_k = np.einsum("bhij,bhjd->bhid", to_scores, k), np.einsum("bhij,bhid->bhjd", to_scores, q)
-    return np.einsum("bhij,bhjd->bhid", p * left, v), to_q, to_k, np.einsum("bhij,bhid->bhjd", p * left, grad)
+    to_q, to_k = (
+        np.einsum("bhij,bhjd->bhid", to_scores, k),
+        np.einsum("bhij,bhid->bhjd", to_scores, q),
+    )
+    return (
+        np.einsum("bhij,bhjd->bhid", p * left, v),
+        to_q,
+        to_k,
+        np.einsum("bhij,bhid->bhjd", p * left, grad),
+    )
 
 
 def split(packed, parts, heads):
     """Return (parts, batch, heads, time, features) of a packed array."""
     batch, time, width = packed.shape
-    return packed.reshape(batch, time, parts, heads, width // parts // heads).transpose(2, 0, 3, 1, 4)
+    return packed.reshape(batch, time, parts, heads, width // parts // heads).transpose(
+        2, 0, 3, 1, 4
+    )
 
 
 def near(ours, exact, dtype):
@@ -40,11 +53,15 @@ def near(ours, exact, dtype):
     largest = max(abs(each).max(initial=0) for each in exact)
     for mine, theirs in zip(ours, exact, strict=True):
         assert mine.dtype == dtype
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=(2e-6 if dtype == "float32" else 1e-13) * largest)
+        np.testing.assert_allclose(
+            mine, theirs, rtol=0, atol=(2e-6 if dtype == "float32" else 1e-13) * largest
+        )
 
 
 def check_packed(batch, time, heads, features, causal, dtype, scale=1.0):
-    """Compare one application to packed arrays with the formulas, and the one that records nothing."""
+    """Compare one application to packed arrays with the formulas, and the one that records
+    nothing.
+    """
     rng = np.random.default_rng(time)
     width = heads * features
     qkv = (rng.standard_normal((batch, time, 3 * width)) * scale).astype(dtype)
@@ -69,11 +86,19 @@ def test_any_length(time, causal, dtype):
 
 @pytest.mark.parametrize(
     ("elements", "blocks"),
-    [(1, {(1, 1)}), (125, {(1, 2), (1, 1)}), (250, {(1, 3)}), (500, {(2, 3), (1, 3)}), (1000, {(5, 3)})],
+    [
+        (1, {(1, 1)}),
+        (125, {(1, 2), (1, 1)}),
+        (250, {(1, 3)}),
+        (500, {(2, 3), (1, 3)}),
+        (1000, {(5, 3)}),
+    ],
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_any_block(elements, blocks, causal, monkeypatch):
-    """Blocks of some heads of one sequence, of several sequences, and last ones that are smaller."""
+    """Blocks of some heads of one sequence, of several sequences, and last ones that are
+    smaller.
+    """
     monkeypatch.setattr(module, "ELEMENTS", elements)
     monkeypatch.setattr(module, "CAUSAL", 4)
     monkeypatch.setattr(module, "ALL", 8)
@@ -82,7 +107,9 @@ def test_any_block(elements, blocks, causal, monkeypatch):
     check_packed(5, 30, 3, 4, causal, "float64")
 
 
-@pytest.mark.host_only("it is about NumPy's memory; the device's double gives NaN in all new memory")
+@pytest.mark.host_only(
+    "it is about NumPy's memory; the device's double gives NaN in all new memory"
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_was_never_written_is_never_read(causal, monkeypatch):
     """New arrays full of NaN change nothing."""
@@ -134,7 +161,9 @@ def test_other_keys_than_queries(queries, keys):
 @pytest.mark.parametrize("of", ["query", "key"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nan_of_later_positions_is_not_seen(of, dtype):
-    """NaN in a query is seen in its own result, and in a key from there on; before it nothing changes by a bit."""
+    """NaN in a query is seen in its own result, and in a key from there on; before it nothing
+    changes by a bit.
+    """
     rng, at = np.random.default_rng(0), 140
     arrays = [rng.standard_normal((2, 2, 150, 4)).astype(dtype) for _ in range(3)]
     before = ops.scaled_dot_product_attention(*map(Tensor, arrays), causal=True).data
@@ -151,7 +180,9 @@ def test_nan_of_later_positions_is_not_seen(of, dtype):
     eager = [step().data.copy(), *[leaf.grad.copy() for leaf in leaves]]
     np.testing.assert_array_equal(eager[0][:, :, :at], before[:, :, :at])
     seen = np.isnan(eager[0]).any(axis=(0, 1, 3))
-    np.testing.assert_array_equal(seen, np.arange(150) == at if of == "query" else np.arange(150) >= at)
+    np.testing.assert_array_equal(
+        seen, np.arange(150) == at if of == "query" else np.arange(150) >= at
+    )
     if of == "query":
         np.testing.assert_array_equal(np.isnan(eager[1]).any(axis=(0, 1, 3)), np.arange(150) == at)
     compiled = nnmpi.compile(step)
@@ -163,7 +194,9 @@ def test_nan_of_later_positions_is_not_seen(of, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_dropped_probabilities(dtype, causal, monkeypatch):
-    """By the formulas, with the mask that its description gives, in blocks and bands of any size."""
+    """By the formulas, with the mask that its description gives, in blocks and bands of any
+    size.
+    """
     monkeypatch.setattr(module, "ELEMENTS", 500)
     monkeypatch.setattr(module, "CAUSAL", 4)
     monkeypatch.setattr(module, "ALL", 8)

@@ -1,4 +1,6 @@
-"""What is computed in blocks of rows: the same as in one block, whatever the blocks, eagerly and replayed."""
+"""What is computed in blocks of rows: the same as in one block, whatever the blocks, eagerly and
+replayed.
+"""
 
 from importlib import import_module
 
@@ -24,7 +26,9 @@ def elements(request, monkeypatch):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_blocks_cover_all_rows(size, elements):
-    """Each once, in order; at least one block; the first is a largest one; a device gets a single one."""
+    """Each once, in order; at least one block; the first is a largest one; a device gets a single
+    one.
+    """
     blocks = row_blocks(np.empty(size))
     assert [i for part in blocks for i in range(size[0])[part]] == list(range(size[0]))
     assert blocks[0].start == 0
@@ -60,7 +64,9 @@ def test_blocks_do_not_matter(name, size, elements, monkeypatch):
     arrays = [rng.standard_normal(shape) for shape in (size, *shapes(size[-1]))]
     grad = rng.standard_normal((*size[:-1], 3) if name.startswith("linear") else size)
     results = run(function, arrays, grad)
-    check_replays(function, [Tensor(np.zeros_like(a), requires_grad=True) for a in arrays], [arrays])
+    check_replays(
+        function, [Tensor(np.zeros_like(a), requires_grad=True) for a in arrays], [arrays]
+    )
     monkeypatch.setattr(import_module("nnmpi.backend.sums"), "ELEMENTS", 10**6)
     for one, other in zip(results, run(function, arrays, grad), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
@@ -69,7 +75,9 @@ def test_blocks_do_not_matter(name, size, elements, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("features", [1, 3, 250, 300])
 def test_layer_norm_in_float32(rows, features):
-    """Within 2e-6 of the largest of float64's, with parameters' gradients in their place, and on constant rows."""
+    """Within 2e-6 of the largest of float64's, with parameters' gradients in their place, and on
+    constant rows.
+    """
     rng = np.random.default_rng(rows)
     x, grad = (rng.standard_normal((rows, features)) for _ in range(2))
     x[0] = 3.25
@@ -81,7 +89,8 @@ def test_layer_norm_in_float32(rows, features):
     y = ops.layer_norm(*leaves)
     y.backward(grad.astype("float32"))
     np.testing.assert_array_equal(y.data[0], leaves[2].data)
-    exact[1][0], leaves[0].grad[0] = 0, 0  # of a constant row: the eps alone keeps it from being infinitely steep
+    # of a constant row: the eps alone keeps it from being infinitely steep
+    exact[1][0], leaves[0].grad[0] = 0, 0
     for one, other in zip([y.data, *[leaf.grad for leaf in leaves]], exact, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * max(1, abs(other).max()))
     assert all(leaf.grad is leaf.buffer for leaf in leaves[1:])

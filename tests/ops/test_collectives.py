@@ -1,4 +1,5 @@
-"""Every exchange is a linear map, and its backward the transposed one: <F x, y> = <x, F* y>, on every rank.
+"""Every exchange is a linear map, and its backward the transposed one: <F x, y> = <x, F* y>, on
+every rank.
 
 The public ones are held against central differences, too.
 """
@@ -21,15 +22,22 @@ from nnmpi.tensor.placement import Placement, features, rows
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.refusals import told
 
-WHOLE, PARTS, OWN = "whole", "parts", "own"  # of a vector: the same on all ranks, cut, another one on each rank
+# of a vector: the same on all ranks, cut, another one on each rank
+WHOLE, PARTS, OWN = "whole", "parts", "own"
 
 
-def draw(group: Group, space: str, shape: tuple[int, ...], placement: Placement, seed: int) -> Array:
-    """Return small whole numbers, whose sums are exact: of a whole array, this rank's part of one, or its own."""
+def draw(
+    group: Group, space: str, shape: tuple[int, ...], placement: Placement, seed: int
+) -> Array:
+    """Return small whole numbers, whose sums are exact: of a whole array, this rank's part of one,
+    or its own.
+    """
     generator = np.random.default_rng([seed, group.rank if space == OWN else 99])
     values: Array = generator.integers(-9, 10, shape).astype(np.float64)
     if space == PARTS:
-        values = np.ascontiguousarray(placement.region(shape, placement.axis, group.size, group.rank).take(values))
+        values = np.ascontiguousarray(
+            placement.region(shape, placement.axis, group.size, group.rank).take(values)
+        )
     return values
 
 
@@ -51,7 +59,10 @@ def check_adjoint(
     if result.requires_grad and result.node is not None:
         result.backward(y)
     gradient = y if leaf.grad is None else leaf.grad
-    forward, backward = product(group, spaces[1], result.data, y), product(group, spaces[0], x, gradient)
+    forward, backward = (
+        product(group, spaces[1], result.data, y),
+        product(group, spaces[0], x, gradient),
+    )
     everyone = group.gather([forward, backward])
     assert all(pair[0] == pair[1] == everyone[0][0] for pair in everyone), everyone
     assert any(group.gather(bool(x.any() and y.any()))), "nothing was tested"
@@ -69,7 +80,11 @@ LAYOUTS = [
 
 EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Placement], Tensor]]] = {
     "copy": (WHOLE, OWN, lambda x, group, placement: exchange.copy(x, group)),
-    "sum_over_ranks": (OWN, WHOLE, lambda x, group, placement: exchange.sum_over_ranks(x * 1.0, group)),
+    "sum_over_ranks": (
+        OWN,
+        WHOLE,
+        lambda x, group, placement: exchange.sum_over_ranks(x * 1.0, group),
+    ),
     "scatter": (WHOLE, PARTS, exchange.scatter),
     "gather": (PARTS, WHOLE, exchange.gather),
     "gather_summing_grads": (PARTS, OWN, exchange.gather_summing_grads),
@@ -82,8 +97,17 @@ def test_adjoint(group: Group, name: str) -> None:
     """All pairs, on parts of uneven sizes, some of them empty, along both axes."""
     source, target, function = EXCHANGES[name]
     for shape, placement in LAYOUTS:
-        x, y = draw(group, source, shape, placement, seed=1), draw(group, target, shape, placement, seed=2)
-        check_adjoint(group, (source, target), x, y, lambda leaf, placement=placement: function(leaf, group, placement))
+        x, y = (
+            draw(group, source, shape, placement, seed=1),
+            draw(group, target, shape, placement, seed=2),
+        )
+        check_adjoint(
+            group,
+            (source, target),
+            x,
+            y,
+            lambda leaf, placement=placement: function(leaf, group, placement),
+        )
 
 
 @pytest.mark.simulated
@@ -108,10 +132,16 @@ def test_halo(group: Group, frame: RowWindows) -> None:
     y = draw(group, OWN, (2, len(needed), 2, 3), placement, seed=5)
     check_adjoint(group, (PARTS, OWN), x, y, lambda leaf: halo(leaf, group, frame))
     whole = draw(group, WHOLE, shape, placement, seed=4)
-    padded = np.pad(whole, ((0, 0), (frame.padding, frame.padding + frame.reach), (0, 0), (0, 0)), constant_values=7)
+    padded = np.pad(
+        whole,
+        ((0, 0), (frame.padding, frame.padding + frame.reach), (0, 0), (0, 0)),
+        constant_values=7,
+    )
     seen = halo(Tensor(x), group, frame, value=7.0).data
     if part(frame.outputs, group.size, group.rank):
-        right = np.array_equal(seen, padded[:, needed.start + frame.padding : needed.stop + frame.padding])
+        right = np.array_equal(
+            seen, padded[:, needed.start + frame.padding : needed.stop + frame.padding]
+        )
     else:
         right = (seen == 7).all()
     assert all(group.gather(bool(right)))
@@ -122,8 +152,15 @@ def of_ranks(rank: int, length: int) -> Array:
     return np.random.default_rng([7, rank]).normal(size=(2, length))
 
 
-PUBLIC: dict[str, tuple[Callable[[int, int], int], Callable[..., Tensor], Callable[[list[Array], int], Array]]] = {
-    "all_reduce": (lambda rank, size: 5, lambda x, group: ops.all_reduce(x, group), lambda all_, rank: sum(all_)),
+PUBLIC: dict[
+    str,
+    tuple[Callable[[int, int], int], Callable[..., Tensor], Callable[[list[Array], int], Array]],
+] = {
+    "all_reduce": (
+        lambda rank, size: 5,
+        lambda x, group: ops.all_reduce(x, group),
+        lambda all_, rank: sum(all_),
+    ),
     "all_gather": (
         lambda rank, size: (3 * rank + 2) % 4,
         lambda x, group: ops.all_gather(x, group, axis=1),
@@ -187,7 +224,9 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
         ]
     ).reshape(2, -1)
     found = np.zeros_like(leaf.data) if leaf.grad is None else leaf.grad
-    right = np.allclose(found, numerical, rtol=1e-6, atol=1e-6) and np.array_equal(leaf.data, everyones[group.rank])
+    right = np.allclose(found, numerical, rtol=1e-6, atol=1e-6) and np.array_equal(
+        leaf.data, everyones[group.rank]
+    )
     assert group.gather([bool(same), bool(right)]) == [[True, True]] * group.size
 
 
@@ -195,17 +234,33 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
 @pytest.mark.parametrize(
     ("function", "error", "words"),
     [
-        (lambda x, group: ops.all_reduce(np.ones(2 + group.rank), group), CommError, "differ beyond that axis.*give"),
-        (lambda x, group: ops.all_gather(np.ones(2 * (group.rank == 0)), group, 1), ShapeError, "no axis 1"),
         (
-            lambda x, group: ops.reduce_scatter(x, group, [group.size * (r == group.rank) for r in range(group.size)]),
+            lambda x, group: ops.all_reduce(np.ones(2 + group.rank), group),
+            CommError,
+            "differ beyond that axis.*give",
+        ),
+        (
+            lambda x, group: ops.all_gather(np.ones(2 * (group.rank == 0)), group, 1),
+            ShapeError,
+            "no axis 1",
+        ),
+        (
+            lambda x, group: ops.reduce_scatter(
+                x, group, [group.size * (r == group.rank) for r in range(group.size)]
+            ),
             CommError,
             "lengths differ",
         ),
-        (lambda x, group: ops.all_to_all(x, group, [1] * (group.size + (group.rank == 1))), ShapeError, "rank [01]"),
+        (
+            lambda x, group: ops.all_to_all(x, group, [1] * (group.size + (group.rank == 1))),
+            ShapeError,
+            "rank [01]",
+        ),
         *(
             (
-                lambda x, group, name=name: getattr(ops, name)(np.ones((2, 2)), group, axis=group.rank % 2),
+                lambda x, group, name=name: getattr(ops, name)(
+                    np.ones((2, 2)), group, axis=group.rank % 2
+                ),
                 CommError,
                 f"different operations: .* {name} along axis 0; .* {name} along axis 1",
             )
@@ -225,7 +280,9 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
         ),
         *(
             (
-                lambda x, group, wrong=wrong: ops.all_to_all(x, group, [wrong] * group.size if group.rank else None),
+                lambda x, group, wrong=wrong: ops.all_to_all(
+                    x, group, [wrong] * group.size if group.rank else None
+                ),
                 ShapeError,
                 "rank 1 has .*give one of its axes, and whole numbers",
             )
@@ -243,7 +300,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
 def test_a_compiled_step_agrees_each_time(group: Group) -> None:
-    """A rank of a new shape records while the others replay, and nobody waits. Lists of lengths are refused."""
+    """A rank of a new shape records while the others replay, and nobody waits. Lists of lengths are
+    refused.
+    """
     gather = nnmpi.compile(lambda x: ops.all_gather(x, group).sum())
     sums = [float(gather(Tensor(np.full(2 + group.rank, value))).data) for value in (1.0, 1.0, 2.0)]
     total = sum(2 + rank for rank in range(group.size))
@@ -251,4 +310,6 @@ def test_a_compiled_step_agrees_each_time(group: Group) -> None:
     said = told(CommError, lambda: gather(Tensor(np.ones(2 + 2 * group.rank))))
     assert all("was recorded for lengths" in each for each in group.gather(said)), said
     dealt = nnmpi.compile(lambda x: ops.all_to_all(x, group, [1] * group.size))
-    assert "list of lengths inside a compiled step" in told(UsageError, lambda: dealt(Tensor(np.ones(group.size))))
+    assert "list of lengths inside a compiled step" in told(
+        UsageError, lambda: dealt(Tensor(np.ones(group.size)))
+    )

@@ -1,4 +1,6 @@
-"""Compiled convolutions against the plain ones in float64, and what they leave to the plain ones."""
+"""Compiled convolutions against the plain ones in float64, and what they leave to the plain
+ones.
+"""
 
 from functools import partial
 
@@ -23,7 +25,9 @@ pytestmark = pytest.mark.host_only("kernels that numba compiles for NumPy's arra
 
 @pytest.fixture(autouse=True)
 def products(monkeypatch):
-    """Skip where compiled code cannot call the BLAS; let few outputs be computed, which is slow but right."""
+    """Skip where compiled code cannot call the BLAS; let few outputs be computed, which is slow but
+    right.
+    """
     monkeypatch.setattr("nnmpi.ops.conv.conv2d.FEWEST_OUTPUTS", 1)
     with jit():
         if not compiled_kernels().has_products():
@@ -31,7 +35,9 @@ def products(monkeypatch):
 
 
 def draw(sizes, whole=False, seed=0):
-    """Return images, a kernel and a bias, float32; `whole` numbers are added up exactly and are often equal."""
+    """Return images, a kernel and a bias, float32; `whole` numbers are added up exactly and are
+    often equal.
+    """
     n, h, w, c, o = sizes
     rng = np.random.default_rng(seed)
     shapes = (n, h, w, c), (3, 3, c, o), (o,)
@@ -52,7 +58,11 @@ def fused(x, weight, bias=None, pool=2):
     """Return what is under test."""
     if pool is None:
         return conv2d(x, weight, bias, padding=1)
-    return conv_relu(x, weight, bias, padding=1) if pool == 1 else conv_relu_pool(x, weight, bias, padding=1, pool=pool)
+    return (
+        conv_relu(x, weight, bias, padding=1)
+        if pool == 1
+        else conv_relu_pool(x, weight, bias, padding=1, pool=pool)
+    )
 
 
 def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=True):
@@ -72,15 +82,21 @@ def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=Tr
     assert isinstance(nodes[1].algorithm, kind)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == np.float32
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=0 if whole else 2e-6 * abs(theirs).max(initial=1e-3))
+        np.testing.assert_allclose(
+            mine, theirs, rtol=0, atol=0 if whole else 2e-6 * abs(theirs).max(initial=1e-3)
+        )
 
 
-# The first divides nothing; the second is one tile. Few, since each kind of each of them is compiled.
+# The first divides nothing; the second is one tile. Few, since each kind of each of them is
+# compiled.
 @pytest.mark.parametrize(
     "sizes",
     [
         (3, 6, 4, 5, 7),
-        *(once_more(each, True, KERNELS) for each in ((1, 2, 2, 6, 1), (2, 2, 30, 7, 33), (3, 14, 14, 8, 16))),
+        *(
+            once_more(each, True, KERNELS)
+            for each in ((1, 2, 2, 6, 1), (2, 2, 30, 7, 33), (3, 14, 14, 8, 16))
+        ),
     ],
 )
 def test_pooled(sizes):
@@ -95,7 +111,8 @@ def test_not_pooled(sizes, pool):
     compare(sizes, pool)
 
 
-# In the second the last piece of each image is shorter; in the third there are two images, and then one.
+# In the second the last piece of each image is shorter; in the third there are two images, and then
+# one.
 @pytest.mark.slow(KERNELS)
 @pytest.mark.parametrize(("cache_rows", "rows", "pool"), [(0, 1, 1), (2, 2, 2), (8, 6, 2)])
 def test_in_pieces(cache_rows, rows, pool, monkeypatch):
@@ -105,7 +122,9 @@ def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     compare((3, 6, 4, 5, 7), pool)
 
 
-@pytest.mark.parametrize("sizes", [once_more((3, 28, 28, 1, 32), True, KERNELS), (2, 12, 8, 1, 5), (0, 12, 8, 1, 5)])
+@pytest.mark.parametrize(
+    "sizes", [once_more((3, 28, 28, 1, 32), True, KERNELS), (2, 12, 8, 1, 5), (0, 12, 8, 1, 5)]
+)
 def test_images_of_few_channels(sizes):
     """The direct kernel, for images that need no gradient."""
     compare(sizes, 2, CompiledDirect, for_x=False)
@@ -114,14 +133,19 @@ def test_images_of_few_channels(sizes):
 
 @pytest.mark.parametrize("shade", [0.0, 1.0])
 def test_images_of_one_shade(shade):
-    """All windows tie but at the border; with no bias, black images give exactly 0 everywhere: no gradient at all."""
+    """All windows tie but at the border; with no bias, black images give exactly 0 everywhere: no
+    gradient at all.
+    """
     x, weight, bias = draw((2, 6, 4, 5, 7))
     x[...] = shade
     bias[...] = 0
     arrays = [x, weight, bias]
     expected, found = run(chain, arrays, np.float64, False), run(fused, arrays, np.float32, True)
-    for i in (0, 2, 3):  # of equal elements rounding may choose another: the images' gradient may lie elsewhere
-        np.testing.assert_allclose(found[i], expected[i], rtol=0, atol=4e-6 * max(1, abs(expected[i]).max()))
+    for i in (0, 2, 3):
+        # of equal elements rounding may choose another: the images' gradient may lie elsewhere
+        np.testing.assert_allclose(
+            found[i], expected[i], rtol=0, atol=4e-6 * max(1, abs(expected[i]).max())
+        )
 
 
 @pytest.mark.parametrize("pool", [2, 1])
@@ -138,7 +162,9 @@ def test_nan_is_seen(pool, place):
 
 
 def is_compiled(y):
-    """Return whether one of numba's kernels computed this; the last operation may be a pooling by itself."""
+    """Return whether one of numba's kernels computed this; the last operation may be a pooling by
+    itself.
+    """
     return isinstance(getattr(y.node, "algorithm", None), CompiledWinograd | CompiledDirect)
 
 
@@ -164,7 +190,10 @@ def test_what_does_not_fit_is_computed_plainly():
 
 def test_a_compiled_step_is_the_eager_one():
     """Bit for bit, by both kernels, with other values."""
-    first, second = draw((2, 12, 8, 1, 5)), [Tensor(each, requires_grad=True) for each in draw((2, 6, 4, 5, 7))[1:]]
+    first, second = (
+        draw((2, 12, 8, 1, 5)),
+        [Tensor(each, requires_grad=True) for each in draw((2, 6, 4, 5, 7))[1:]],
+    )
 
     def function(*leaves):
         return conv_relu_pool(conv_relu_pool(*map(Tensor, first), padding=1), *leaves, padding=1)

@@ -1,4 +1,6 @@
-"""Compiled kernels besides those of 3 x 3 convolutions: the plain operations in float64, and what is left to these."""
+"""Compiled kernels besides those of 3 x 3 convolutions: the plain operations in float64, and what
+is left to these.
+"""
 
 import numpy as np
 import pytest
@@ -43,14 +45,20 @@ def compare(function, arrays, share=2e-6):
 def test_linear_and_relu(shape, out, compiled_calls):
     """For any number of axes, and no rows."""
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(size, dtype=np.float32) for size in (shape, (shape[-1], out), out)]
+    arrays = [
+        rng.standard_normal(size, dtype=np.float32) for size in (shape, (shape[-1], out), out)
+    ]
     compare(linear_relu, arrays)
     assert compiled_calls == ["bias_relu", "relu_grad_bias"]
 
 
 def test_bias_gradients_of_many_rows():
     """Added up in parts; in one long sum the error would be 20 times as large."""
-    arrays = [np.ones((50000, 1), np.float32), np.ones((1, 3), np.float32), np.full(3, 0.1, np.float32)]
+    arrays = [
+        np.ones((50000, 1), np.float32),
+        np.ones((1, 3), np.float32),
+        np.full(3, 0.1, np.float32),
+    ]
     tensors = [Tensor(a, requires_grad=True) for a in arrays]
     with jit():
         linear_relu(*tensors).backward(np.full((50000, 3), 0.1, np.float32))
@@ -92,9 +100,14 @@ def test_other_losses_are_plain(settings, compiled_calls):
 
 @pytest.mark.parametrize("lengths", [None, [1, 4, 3]])
 def test_lstm(lengths):
-    """Forward and backward, gates near their ends, and sequences of several lengths; by other bits than NumPy."""
+    """Forward and backward, gates near their ends, and sequences of several lengths; by other bits
+    than NumPy.
+    """
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(size, dtype=np.float32) * 2 for size in ((3, 4, 5), (5, 24), (6, 24), (24,))]
+    arrays = [
+        rng.standard_normal(size, dtype=np.float32) * 2
+        for size in ((3, 4, 5), (5, 24), (6, 24), (24,))
+    ]
 
     def function(*given):
         return lstm(*given, lengths=None if lengths is None else np.array(lengths))
@@ -106,12 +119,16 @@ def test_lstm(lengths):
 
 def test_tanh():
     """Within 3 units of the last place of float64's, near 0 and far from it."""
-    x = np.float32([0.0, -0.0, 1e-20, 3e-4, -0.1, 0.62, 0.63, -1.5, 5.0, -9.0, 50.0, np.inf, -np.inf, np.nan])
+    x = np.float32(
+        [0.0, -0.0, 1e-20, 3e-4, -0.1, 0.62, 0.63, -1.5, 5.0, -9.0, 50.0, np.inf, -np.inf, np.nan]
+    )
     gates = np.zeros((1, 4 * x.size), np.float32)
     gates[0, -x.size :] = x
     zeros = np.zeros((1, x.size), np.float32)
     with jit():
-        kernels_for(x, "lstm_step").lstm_step(gates, np.zeros_like(gates), zeros, zeros.copy(), zeros.copy())
+        kernels_for(x, "lstm_step").lstm_step(
+            gates, np.zeros_like(gates), zeros, zeros.copy(), zeros.copy()
+        )
     np.testing.assert_allclose(gates[0, -x.size :], np.tanh(x.astype("float64")), rtol=4e-7)
 
 
@@ -119,7 +136,10 @@ def test_tanh():
 def test_batch_normalization_and_relu(shape, compiled_calls):
     """Channels side by side, or as they are where nothing divides their number; far from 0."""
     rng = np.random.default_rng(0)
-    arrays = [5 + rng.standard_normal(shape, dtype=np.float32), *rng.standard_normal((2, shape[-1]), dtype=np.float32)]
+    arrays = [
+        5 + rng.standard_normal(shape, dtype=np.float32),
+        *rng.standard_normal((2, shape[-1]), dtype=np.float32),
+    ]
     compare(lambda *args: relu(batch_norm(*args)[0]), arrays, 1e-5)
     assert compiled_calls == ["norm_products", "norm", "relu_grad", "norm_products", "norm_grad"]
 

@@ -12,7 +12,9 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def reference(x, weight, grad, stride, padding, dilation, groups):
-    """Return the convolution and, for a gradient of it, those of x and weight: one product after another."""
+    """Return the convolution and, for a gradient of it, those of x and weight: one product after
+    another.
+    """
     n, h, w, c = x.shape
     kh, kw, per_group, o = weight.shape
     size = [
@@ -20,8 +22,13 @@ def reference(x, weight, grad, stride, padding, dilation, groups):
         for s, k, t, p, d in zip((h, w), (kh, kw), stride, padding, dilation, strict=True)
     ]
     y, to_x, to_weight = np.zeros((n, *size, o)), np.zeros_like(x), np.zeros_like(weight)
-    for b, i, j, out, ki, kj, ci in itertools.product(*map(range, (n, *size, o, kh, kw, per_group))):
-        row, column = i * stride[0] + ki * dilation[0] - padding[0], j * stride[1] + kj * dilation[1] - padding[1]
+    for b, i, j, out, ki, kj, ci in itertools.product(
+        *map(range, (n, *size, o, kh, kw, per_group))
+    ):
+        row, column = (
+            i * stride[0] + ki * dilation[0] - padding[0],
+            j * stride[1] + kj * dilation[1] - padding[1],
+        )
         channel = out // (o // groups) * per_group + ci
         if 0 <= row < h and 0 <= column < w:
             y[b, i, j, out] += x[b, row, column, channel] * weight[ki, kj, ci, out]
@@ -35,12 +42,18 @@ def compare(sizes, kernel, stride, padding, dilation, groups):
     """Compare conv2d with the reference, forward and backward."""
     rng = np.random.default_rng(0)
     n, h, w, c, o = sizes
-    arrays = rng.standard_normal((n, h, w, c)), rng.standard_normal((*kernel, c // groups, o)), rng.standard_normal(o)
+    arrays = (
+        rng.standard_normal((n, h, w, c)),
+        rng.standard_normal((*kernel, c // groups, o)),
+        rng.standard_normal(o),
+    )
     x, weight, bias = (Tensor(a, requires_grad=True) for a in arrays)
     y = conv2d(x, weight, bias, stride, padding, dilation, groups)
     grad = rng.standard_normal(y.shape)
     y.backward(grad)
-    expected, to_x, to_weight = reference(x.data, weight.data, grad, stride, padding, dilation, groups)
+    expected, to_x, to_weight = reference(
+        x.data, weight.data, grad, stride, padding, dilation, groups
+    )
     np.testing.assert_allclose(y.data, expected + bias.data, atol=1e-12)
     np.testing.assert_allclose(x.grad, to_x, atol=1e-12)
     np.testing.assert_allclose(weight.grad, to_weight, atol=1e-12)
@@ -53,7 +66,9 @@ def compare(sizes, kernel, stride, padding, dilation, groups):
 @pytest.mark.parametrize("dilation", [(1, 1), (2, 1)])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_against_loops(kernel, stride, padding, dilation, groups):
-    """Every option with every other, different for rows and columns; borders wider than the kernel are among them."""
+    """Every option with every other, different for rows and columns; borders wider than the kernel
+    are among them.
+    """
     compare((2, 5, 6, 2, 4), kernel, stride, padding, dilation, groups)
 
 
@@ -85,7 +100,9 @@ def test_blocks_of_images(images_each, monkeypatch):
 @pytest.mark.parametrize("elements", [1, 20, 50, 10**6])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 1)])
 def test_blocks_and_strips_of_each_channel_alone(elements, stride, monkeypatch):
-    """A row at a time, some rows of an image, some images, all of them; with a kernel of two sizes."""
+    """A row at a time, some rows of an image, some images, all of them; with a kernel of two
+    sizes.
+    """
     monkeypatch.setattr(depthwise, "ELEMENTS", elements)
     compare((5, 6, 4, 3, 3), (2, 3), stride, (1, 2), (2, 1), 3)
 
@@ -98,7 +115,9 @@ def test_blocks_and_strips_of_each_channel_alone(elements, stride, monkeypatch):
         ((3, 2), (2, 3), (1, 0), (1, 2), (2, 1), 2, (10, 10)),
     ],
 )
-def test_a_transposed_convolution_is_the_gradient_of_the_images(kernel, stride, padding, extra, dilation, groups, size):
+def test_a_transposed_convolution_is_the_gradient_of_the_images(
+    kernel, stride, padding, extra, dilation, groups, size
+):
     """Of (2, 4, 3, 4) images, against loops; a larger result by output_padding."""
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((2, 4, 3, 4)), rng.standard_normal((*kernel, 6 // groups, 4))

@@ -43,7 +43,9 @@ def compare(arrays, expected=chain, function=conv_relu_pool, **options):
         np.testing.assert_allclose(found, y, rtol=0, atol=tolerance * np.abs(y).max(initial=1e-300))
         for one, other in zip(found_grads, grads, strict=True):
             assert one.dtype == dtype
-            np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max(initial=1e-300))
+            np.testing.assert_allclose(
+                one, other, rtol=0, atol=tolerance * np.abs(other).max(initial=1e-300)
+            )
 
 
 def whole(rng, *shape):
@@ -62,10 +64,14 @@ def whole(rng, *shape):
     st.booleans(),
 )
 def test_against_the_chain(sizes, kernel, padding, dilation, pool, block, with_bias):
-    """Any sizes, and blocks of a few images or of a few rows; whole numbers, so that every result is exact."""
+    """Any sizes, and blocks of a few images or of a few rows; whole numbers, so that every result
+    is exact.
+    """
     n, h, w, c, o = sizes
     rng = np.random.default_rng(h * w + c)
-    arrays = [whole(rng, n, h, w, c), whole(rng, *kernel, c, o)] + ([whole(rng, o)] if with_bias else [])
+    arrays = [whole(rng, n, h, w, c), whole(rng, *kernel, c, o)] + (
+        [whole(rng, o)] if with_bias else []
+    )
     options = {"padding": padding, "dilation": dilation, "pool": pool}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(im2col, "COLUMNS_BYTES", 1 << block)
@@ -78,7 +84,13 @@ def test_against_the_chain(sizes, kernel, padding, dilation, pool, block, with_b
 
 @pytest.mark.parametrize(
     "options",
-    [{"stride": 2}, {"groups": 2}, {"padding": 3}, {"padding": (0, 4)}, {"stride": (1, 2), "dilation": 2}],
+    [
+        {"stride": 2},
+        {"groups": 2},
+        {"padding": 3},
+        {"padding": (0, 4)},
+        {"stride": (1, 2), "dilation": 2},
+    ],
 )
 def test_what_has_no_fast_path(options):
     """Strides, groups, and borders wider than the kernel."""
@@ -89,7 +101,9 @@ def test_what_has_no_fast_path(options):
 
 @pytest.mark.parametrize("bias", [0.0, 0.5, -0.5])
 def test_constant_regions(bias):
-    """All places are equal, and with a bias of 0 so is the ReLU's corner: the first place wins, or none."""
+    """All places are equal, and with a bias of 0 so is the ReLU's corner: the first place wins, or
+    none.
+    """
     rng = np.random.default_rng(0)
     x = np.zeros((4, 12, 12, 2))
     x[:, 3:7, 4:9] = rng.standard_normal((4, 4, 5, 2))
@@ -100,10 +114,17 @@ def test_constant_regions(bias):
 def test_nan_and_infinity():
     """They are not hidden, and do not spread further than by the chain."""
     rng = np.random.default_rng(0)
-    x, weight, bias = rng.standard_normal((2, 8, 8, 2)), rng.standard_normal((3, 3, 2, 3)), np.zeros(3)
+    x, weight, bias = (
+        rng.standard_normal((2, 8, 8, 2)),
+        rng.standard_normal((3, 3, 2, 3)),
+        np.zeros(3),
+    )
     x[0, 2, 3, 0], x[1, 5, 5, 1] = np.nan, np.inf
     with np.errstate(invalid="ignore"):
-        one, other = (f(Tensor(x), Tensor(weight), Tensor(bias), padding=1).data for f in (conv_relu_pool, chain))
+        one, other = (
+            f(Tensor(x), Tensor(weight), Tensor(bias), padding=1).data
+            for f in (conv_relu_pool, chain)
+        )
     assert np.isnan(one).any()
     assert np.isinf(one).any()
     np.testing.assert_allclose(one, other)
@@ -112,11 +133,15 @@ def test_nan_and_infinity():
 @pytest.mark.parametrize("channels", [1, 3, 16])
 @pytest.mark.parametrize("function", [conv2d, conv_relu, conv_relu_pool])
 def test_replayed(function, channels, monkeypatch):
-    """A recorded step gives the same bits with other values; several blocks, the last one shorter."""
+    """A recorded step gives the same bits with other values; several blocks, the last one
+    shorter.
+    """
     monkeypatch.setattr(im2col, "COLUMNS_BYTES", 1 << 16)
     monkeypatch.setattr(winograd_numpy, "TILES_BYTES", 1 << 17)
     rng = np.random.default_rng(0)
     shapes = (10, 8, 6, channels), (3, 3, channels, 16), (16,)
-    first, *others = ([rng.standard_normal(shape, dtype=np.float32) for shape in shapes] for _ in range(3))
+    first, *others = (
+        [rng.standard_normal(shape, dtype=np.float32) for shape in shapes] for _ in range(3)
+    )
     leaves = [Tensor(each, requires_grad=True) for each in first]
     check_replays(partial(function, padding=1), leaves, others)

@@ -1,4 +1,6 @@
-"""Dropout: how much it drops, that the mean stays, and that the mask depends on its key and place alone."""
+"""Dropout: how much it drops, that the mean stays, and that the mask depends on its key and place
+alone.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ def mask(rate, key, first_row=0, rows=ROWS):
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_rate_is_right(rate, seed):
-    """Of 100,000 elements, within 4 standard deviations; so are single rows and columns, within 5."""
+    """Of 100,000 elements, within 4 standard deviations; so are single rows and columns, within
+    5.
+    """
     kept = mask(rate, key_pair("test", seed))
     deviation = np.sqrt(rate * (1 - rate))
     assert abs(kept.mean() - (1 - rate)) < 4 * deviation / np.sqrt(kept.size)
@@ -47,11 +51,20 @@ def test_the_mask_is_the_same_under_any_sharding(parts):
 
 
 def test_another_key_is_another_mask():
-    """Masks of different steps, layers and seeds agree as often as chance has it, and in no shifted place either."""
-    keys = [key_pair("dropout", *what) for what in ((0, 0, "1"), (0, 1, "1"), (0, 0, "2"), (1, 0, "1"), (0, 0, "11"))]
+    """Masks of different steps, layers and seeds agree as often as chance has it, and in no shifted
+    place either.
+    """
+    keys = [
+        key_pair("dropout", *what)
+        for what in ((0, 0, "1"), (0, 1, "1"), (0, 0, "2"), (1, 0, "1"), (0, 0, "11"))
+    ]
     masks = [mask(0.5, key) for key in keys]
     for i, one in enumerate(masks):
         for j, other in enumerate(masks[:i]):
             for shift in (0, 1, 2):
                 agree = (one[shift:] == other[: ROWS - shift]).mean()
-                assert abs(agree - 0.5) < 4 * 0.5 / np.sqrt(one.size - shift * COLUMNS), (i, j, shift)
+                assert abs(agree - 0.5) < 4 * 0.5 / np.sqrt(one.size - shift * COLUMNS), (
+                    i,
+                    j,
+                    shift,
+                )

@@ -1,4 +1,6 @@
-"""Operations in half precision: near float64, in the dtypes that are promised, and never by a silent conversion."""
+"""Operations in half precision: near float64, in the dtypes that are promised, and never by a
+silent conversion.
+"""
 
 import operator
 from collections.abc import Callable
@@ -20,7 +22,9 @@ draw = np.random.default_rng(3)
 
 
 def values(*sizes: int) -> Any:
-    """Return numbers between -2 and 2 that bfloat16 holds exactly, none near 0, where ReLU has its kink."""
+    """Return numbers between -2 and 2 that bfloat16 holds exactly, none near 0, where ReLU has its
+    kink.
+    """
     numbers = draw.integers(8, 64, sizes) / 32 * draw.choice([-1, 1], sizes)
     return numbers.astype(np.float64)
 
@@ -32,14 +36,20 @@ LABELS = np.array([0, 3, 4, 1, 1, 2], np.uint8)
 PLACES = np.array([[0, 5], [2, 2]], np.int32)
 QKV, HEADS = values(2, 4, 12), values(2, 2, 4, 3)
 
-# name: (function, inputs in half precision, parameters in float32, whether the result is of half precision)
+# name: (function, inputs in half precision, parameters in float32, whether the result is of half
+# precision)
 CASES: dict[str, tuple[Callable[..., Tensor], list[Any], list[Any], bool]] = {
     "linear": (ops.linear, [ROWS], [W, B], True),
     "linear of half precision alone": (ops.linear, [ROWS, W, B], [], True),
     "linear_relu of half precision alone": (ops.linear_relu, [ROWS, W, B], [], True),
     "linear_gelu": (ops.linear_gelu, [X], [W, B], True),
     "embedding": (lambda w: ops.embedding(w, PLACES), [], [X], True),
-    "scaled attention": (ops.scaled_dot_product_attention, [HEADS, HEADS[::-1].copy(), HEADS * 0.5], [], True),
+    "scaled attention": (
+        ops.scaled_dot_product_attention,
+        [HEADS, HEADS[::-1].copy(), HEADS * 0.5],
+        [],
+        True,
+    ),
     "matmul with a parameter": (operator.matmul, [ROWS], [W], True),
     "layer_norm": (ops.layer_norm, [X], [S, T], True),
     "batch_norm": (lambda *a: ops.batch_norm(*a)[0], [X], [S, T], True),
@@ -52,7 +62,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Any], list[Any], bool]] = {
 
 
 def run(case: str, precision: str | None) -> tuple[Tensor, list[Tensor]]:
-    """Return a case's result and its inputs after a backward pass; in float64 where no precision is given."""
+    """Return a case's result and its inputs after a backward pass; in float64 where no precision is
+    given.
+    """
     function, halves, parameters, _ = CASES[case]
     low, single = (np.dtype(np.float64),) * 2 if precision is None else (LOW[precision], FLOAT32)
     inputs = [Tensor(x.astype(low), requires_grad=True) for x in halves]
@@ -67,13 +79,17 @@ def run(case: str, precision: str | None) -> tuple[Tensor, list[Tensor]]:
 def check_near(found: Any, wanted: Any, precision: str, what: str) -> None:
     """Fail if an array is more than a few roundings of its largest value away."""
     error = np.abs(found.astype(np.float64) - wanted).max() / np.abs(wanted).max()
-    assert error <= 4 * ROUNDING[precision], f"{what} is off by {error / ROUNDING[precision]:.2f} roundings"
+    assert error <= 4 * ROUNDING[precision], (
+        f"{what} is off by {error / ROUNDING[precision]:.2f} roundings"
+    )
 
 
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_near_those_of_float64(case: str, precision: str) -> None:
-    """And of the promised dtypes: results of half precision, an input's gradient as the input, losses float32."""
+    """And of the promised dtypes: results of half precision, an input's gradient as the input,
+    losses float32.
+    """
     y, inputs = run(case, precision)
     reference, exact = run(case, None)
     assert y.dtype == (LOW[precision] if CASES[case][3] else FLOAT32)
@@ -90,7 +106,8 @@ def test_a_sum_of_many_is_not_lost() -> None:
         assert Tensor(np.ones(300, LOW["bf16"])).sum().item() == 300
     with nnmpi.use_precision("fp16"):
         assert Tensor(np.ones(70000, np.float16)).sum().item() == 70000
-    assert Tensor(np.ones(300, np.float16)).mean().dtype == np.float16  # without a mode nothing changes its dtype
+    # without a mode nothing changes its dtype
+    assert Tensor(np.ones(300, np.float16)).mean().dtype == np.float16
 
 
 def test_gradients_of_several_uses_are_added_where_they_belong() -> None:
@@ -146,8 +163,14 @@ def test_without_a_mode_dtypes_do_not_mix(call: Callable[[], Tensor]) -> None:
 @pytest.mark.host_only("NumPy has no tf32")
 def test_tf32_needs_a_device() -> None:
     with nnmpi.use_precision("tf32"):
-        for call in (lambda: ops.linear(SINGLES, SINGLES), lambda: SINGLES @ SINGLES, lambda: ops.attention(WIDE, 1)):
-            with pytest.raises(UsageError, match="cannot be computed in tf32 by NumPy; use precision float32"):
+        for call in (
+            lambda: ops.linear(SINGLES, SINGLES),
+            lambda: SINGLES @ SINGLES,
+            lambda: ops.attention(WIDE, 1),
+        ):
+            with pytest.raises(
+                UsageError, match="cannot be computed in tf32 by NumPy; use precision float32"
+            ):
                 call()
 
 

@@ -33,7 +33,9 @@ def test_a_tied_embedding():
 
 @pytest.mark.parametrize("features", [2, 200])
 def test_repeated_rows_get_every_gradient(features):
-    """As many times as they are picked; the others get zeros, also where old values lay in the buffer."""
+    """As many times as they are picked; the others get zeros, also where old values lay in the
+    buffer.
+    """
     table = Tensor(np.zeros((4, features)), requires_grad=True)
     table.buffer = table.data * np.nan
     ops.embedding(table, [[0, 2], [2, 2]]).sum().backward()

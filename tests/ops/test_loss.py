@@ -32,8 +32,14 @@ def by_hand(row, label, smoothing=0.0):
 def test_cross_entropy_by_hand(smoothing):
     """Each reduction is what it says."""
     expected = [by_hand(row, label, smoothing) for row, label in zip(LOGITS, LABELS, strict=True)]
-    for reduction, value in (("none", expected), ("sum", sum(expected)), ("mean", sum(expected) / 3)):
-        np.testing.assert_allclose(run(cross_entropy, LOGITS, LABELS, reduction, None, smoothing)[0], value, rtol=1e-14)
+    for reduction, value in (
+        ("none", expected),
+        ("sum", sum(expected)),
+        ("mean", sum(expected) / 3),
+    ):
+        np.testing.assert_allclose(
+            run(cross_entropy, LOGITS, LABELS, reduction, None, smoothing)[0], value, rtol=1e-14
+        )
 
 
 def test_ignored_labels():
@@ -88,7 +94,10 @@ def test_squared_and_binary_errors_by_hand():
     """Each reduction is what it says."""
     x, t = LOGITS, 1 / (1 + LABELS[:, None] + np.arange(3))
     s = 1 / (1 + np.exp(-x))
-    for loss, each in ((mse, (x - t) ** 2), (binary_cross_entropy, -t * np.log(s) - (1 - t) * np.log(1 - s))):
+    for loss, each in (
+        (mse, (x - t) ** 2),
+        (binary_cross_entropy, -t * np.log(s) - (1 - t) * np.log(1 - s)),
+    ):
         for reduction, expected in (("none", each), ("sum", each.sum()), ("mean", each.mean())):
             np.testing.assert_allclose(run(loss, x, t, reduction)[0], expected, rtol=1e-12)
 
@@ -99,4 +108,6 @@ def test_negative_labels_of_narrow_dtypes():
     logits = np.zeros((2, 300), "float32")
     with pytest.raises(ShapeError, match="label -1 at row 1"):
         cross_entropy(Tensor(logits), np.array([127, -1], "int8"))
-    assert cross_entropy(Tensor(logits), np.array([299, 200], "uint16")).item() == pytest.approx(math.log(300))
+    assert cross_entropy(Tensor(logits), np.array([299, 200], "uint16")).item() == pytest.approx(
+        math.log(300)
+    )

@@ -17,7 +17,9 @@ def layer(**options: bool) -> nn.LSTM:
     return nn.LSTM(INPUTS, FEATURES, num_layers=2, **options).initialize(1, "float64")
 
 
-def run(model: nn.LSTM, x: np.ndarray, lengths: np.ndarray | None) -> tuple[np.ndarray, list[np.ndarray]]:
+def run(
+    model: nn.LSTM, x: np.ndarray, lengths: np.ndarray | None
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return the result, and the gradients of some function of what is real of it."""
     model.zero_grad()
     y = model(Tensor(here(x)), lengths)
@@ -68,4 +70,7 @@ def test_compiled() -> None:
         loss = (model(Tensor(here(scale * X))) ** 2).sum()
         loss.backward()
         assert found == loss.item()
-        assert all(np.array_equal(a, Tensor(p.grad).numpy()) for a, p in zip(grads, model.parameters(), strict=True))
+        assert all(
+            np.array_equal(a, Tensor(p.grad).numpy())
+            for a, p in zip(grads, model.parameters(), strict=True)
+        )

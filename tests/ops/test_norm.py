@@ -10,10 +10,11 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Ranks:
-    """Ranks without MPI: each is run again and again until it knows what the others contribute to every sum.
+    """Ranks without MPI: each is run again and again until it knows what the others contribute to
+    every sum.
 
-    A rank's n-th all-reduce returns the sum of what all ranks contributed to their n-th in the previous round; after as
-    many rounds as there are sums, all of them are right.
+    A rank's n-th all-reduce returns the sum of what all ranks contributed to their n-th in the
+    previous round; after as many rounds as there are sums, all of them are right.
     """
 
     def __init__(self, run, parts, sums):
@@ -21,7 +22,9 @@ class Ranks:
         self.results: list[Any] = []
         for _ in range(sums + 1):
             now: list[list[Any]] = [[] for _ in parts]
-            self.results = [run(part, self.all_reduce(now[rank])) for rank, part in enumerate(parts)]
+            self.results = [
+                run(part, self.all_reduce(now[rank])) for rank, part in enumerate(parts)
+            ]
             self.stored = now
 
     def all_reduce(self, mine):
@@ -44,7 +47,9 @@ SHARES = [(4, 4), (5, 3), (8, 0), (0, 8), (1, 1, 6), (3, 0, 0, 5)]
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_statistics_over_ranks_are_those_of_the_whole_batch(shares, dtype, offset):
-    """Results and gradients of x are the serial ones, row by row; scale's and shift's add up. Also without any rows."""
+    """Results and gradients of x are the serial ones, row by row; scale's and shift's add up. Also
+    without any rows.
+    """
     rng = np.random.default_rng(0)
     x, grad = (rng.standard_normal((8, 2, 3)).astype(dtype) for _ in range(2))
     x += np.asarray(offset, dtype)
@@ -66,9 +71,13 @@ def test_statistics_over_ranks_are_those_of_the_whole_batch(shares, dtype, offse
         whole = np.concatenate([result[number] for result in ranks])
         np.testing.assert_allclose(whole, serial[number], atol=tolerance)
     for number in (2, 3):
-        np.testing.assert_allclose(sum(result[number] for result in ranks), serial[number], atol=10 * tolerance)
+        np.testing.assert_allclose(
+            sum(result[number] for result in ranks), serial[number], atol=10 * tolerance
+        )
     for result in ranks:
-        np.testing.assert_allclose(result[4], serial[4], rtol=1e-6 if dtype == "float32" else 1e-13, atol=1e-7)
+        np.testing.assert_allclose(
+            result[4], serial[4], rtol=1e-6 if dtype == "float32" else 1e-13, atol=1e-7
+        )
         np.testing.assert_allclose(result[5], serial[5], rtol=1e-4 if dtype == "float32" else 1e-10)
         assert result[6] == serial[6] == 16
 
@@ -90,10 +99,17 @@ def test_nothing_cancels_far_from_zero():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_infinite_variance_is_nan(dtype):
-    """Where squares overflow: not zeros, which would hide that a run diverges; elsewhere nothing changes."""
+    """Where squares overflow: not zeros, which would hide that a run diverges; elsewhere nothing
+    changes.
+    """
     huge = 1e30 if dtype == "float32" else 1e200
-    for function, place in ((layer_norm, (1, slice(None))), (lambda *a: batch_norm(*a)[0], (slice(None), 2))):
-        x = Tensor(np.random.default_rng(0).standard_normal((3, 4)).astype(dtype), requires_grad=True)
+    for function, place in (
+        (layer_norm, (1, slice(None))),
+        (lambda *a: batch_norm(*a)[0], (slice(None), 2)),
+    ):
+        x = Tensor(
+            np.random.default_rng(0).standard_normal((3, 4)).astype(dtype), requires_grad=True
+        )
         one, zero = (Tensor(np.full(4, value, dtype)) for value in (1, 0))
         before = function(x, one, zero).data.copy()
         x.data[1, 2] = huge

@@ -13,7 +13,9 @@ from nnmpi.tensor.tensor import Tensor
 def reference(kind, x, grad, kernel, stride, padding):
     """Return the pooled images and the gradient of x, window by window."""
     n, h, w, c = x.shape
-    size = [(s + 2 * p - k) // t + 1 for s, k, t, p in zip((h, w), kernel, stride, padding, strict=True)]
+    size = [
+        (s + 2 * p - k) // t + 1 for s, k, t, p in zip((h, w), kernel, stride, padding, strict=True)
+    ]
     y, to_x = np.zeros((n, *size, c)), np.zeros_like(x)
     for b, i, j, channel in itertools.product(*map(range, (n, *size, c))):
         top, left = i * stride[0] - padding[0], j * stride[1] - padding[1]
@@ -56,7 +58,9 @@ def test_against_loops(kind, kernel, stride, border):
 @pytest.mark.parametrize("images_each", [1, 2, 100])
 def test_more_places_than_a_byte_counts(stride, images_each, monkeypatch):
     """256 of them, and ties: the first wins. In blocks of some images."""
-    monkeypatch.setattr(pooling, "PLANES_BYTES", images_each * 256 * 8 * (1 + (20 - 16) // stride) ** 2)
+    monkeypatch.setattr(
+        pooling, "PLANES_BYTES", images_each * 256 * 8 * (1 + (20 - 16) // stride) ** 2
+    )
     rng = np.random.default_rng(0)
     x = Tensor(rng.integers(0, 2, (3, 20, 20, 1)).astype(float), requires_grad=True)
     x.data[0] = 1
@@ -70,7 +74,9 @@ def test_more_places_than_a_byte_counts(stride, images_each, monkeypatch):
 
 
 def test_the_border_never_wins():
-    """Not against negative values, nor in float32; where all values are the least possible, the result is that."""
+    """Not against negative values, nor in float32; where all values are the least possible, the
+    result is that.
+    """
     x = Tensor(np.full((1, 3, 3, 1), -1e30, "float32"))
     assert (max_pool2d(x, 3, 1, 1).data == np.float32(-1e30)).all()
     assert (max_pool2d(x * np.inf, 3, 1, 1).data == -np.inf).all()

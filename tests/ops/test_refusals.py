@@ -15,7 +15,10 @@ LSTM = [(5, 7, 3), (3, 16), (4, 16), (16,)]
 
 # operation: (inputs, of which a tuple is the shape of a tensor of zeros, options, error, words)
 REFUSED = {
-    ops.softmax: [([(2, 0)], {}, ShapeError, r"axis -1 of shape \(2, 0\)"), ([(2,), 1], {}, ShapeError, "axis 1")],
+    ops.softmax: [
+        ([(2, 0)], {}, ShapeError, r"axis -1 of shape \(2, 0\)"),
+        ([(2,), 1], {}, ShapeError, "axis 1"),
+    ],
     ops.log_softmax: [([()], {}, ShapeError, r"shape \(\)")],
     ops.gelu: [([(1,), "erf"], {}, UsageError, "'none' or 'tanh', not 'erf'")],
     ops.relu: [([Tensor([True])], {}, DtypeError, "relu needs floating point, not bool")],
@@ -50,11 +53,21 @@ REFUSED = {
     ops.conv2d: [
         ([(5, 5, 1), (3, 3, 1, 2)], {}, ShapeError, r"images .* not an array of shape \(5, 5, 1\)"),
         ([IMAGES, (3, 3, 1)], {}, ShapeError, r"weight .* not \(3, 3, 1\)"),
-        ([(1, 5, 5, 3), (3, 3, 1, 2)], {}, ShapeError, r"\(\.\., \.\., 3, \.\.\), not \(3, 3, 1, 2\)"),
+        (
+            [(1, 5, 5, 3), (3, 3, 1, 2)],
+            {},
+            ShapeError,
+            r"\(\.\., \.\., 3, \.\.\), not \(3, 3, 1, 2\)",
+        ),
         ([IMAGES, (3, 3, 1, 2), (3,)], {}, ShapeError, r"bias has shape \(3,\)"),
         ([(1, 2, 5, 1), KERNEL], {}, ShapeError, "3 pixels does not fit a height of 2"),
         ([(1, 9, 4, 1), KERNEL], {"dilation": 2}, ShapeError, "5 pixels .* width of 4"),
-        ([(1, 5, 5, 3), (3, 3, 1, 2)], {"groups": 2}, UsageError, "groups 2 does not divide 3 input"),
+        (
+            [(1, 5, 5, 3), (3, 3, 1, 2)],
+            {"groups": 2},
+            UsageError,
+            "groups 2 does not divide 3 input",
+        ),
         ([(1, 5, 5, 2), (3, 3, 1, 3)], {"groups": 2}, UsageError, "2 input and 3 output"),
         ([(1, 5, 5, 2), (3, 3, 1, 2)], {"groups": 0}, UsageError, "groups 0"),
         ([IMAGES, KERNEL], {"stride": 0}, UsageError, "stride .* at least 1.* not 0"),
@@ -66,7 +79,12 @@ REFUSED = {
     ],
     ops.max_pool2d: [
         ([(4, 4, 1), 2], {}, ShapeError, r"images .* not an array of shape \(4, 4, 1\)"),
-        ([(1, 1, 4, 1), 2], {}, ShapeError, r"window of \(2, 2\) does not fit the height of images \(1, 1, 4, 1\)"),
+        (
+            [(1, 1, 4, 1), 2],
+            {},
+            ShapeError,
+            r"window of \(2, 2\) does not fit the height of images \(1, 1, 4, 1\)",
+        ),
         ([(1, 4, 1, 1), 2], {}, ShapeError, "the width"),
         ([IMAGES, 0], {}, UsageError, "kernel_size .* at least 1"),
         ([IMAGES, 2, 0], {}, UsageError, "stride .* at least 1"),
@@ -74,7 +92,12 @@ REFUSED = {
         ([IMAGES, [2, 2, 2]], {}, UsageError, r"kernel_size .* \[2, 2, 2\]"),
     ],
     ops.avg_pool2d: [
-        ([IMAGES, 2, 2, 2], {}, UsageError, r"padding \(2, 2\) is more than half of its kernel_size \(2, 2\)"),
+        (
+            [IMAGES, 2, 2, 2],
+            {},
+            UsageError,
+            r"padding \(2, 2\) is more than half of its kernel_size \(2, 2\)",
+        ),
     ],
     ops.attention: [
         ([(2, 3, 12), 0], {}, UsageError, "at least 1 head, not 0"),
@@ -82,37 +105,81 @@ REFUSED = {
         ([(3, 12), 2], {}, ShapeError, r"not \(3, 12\)"),
         ([(2, 3, 0), 2], {}, ShapeError, r"not \(2, 3, 0\)"),
         ([Tensor(np.zeros((2, 3, 12), int)), 2], {}, DtypeError, "int64"),
-        ([(1, 2, 6), 1], {"dropout": 1.0, **PLACE}, UsageError, r"in \[0, 1\) and needs a place, .* not"),
+        (
+            [(1, 2, 6), 1],
+            {"dropout": 1.0, **PLACE},
+            UsageError,
+            r"in \[0, 1\) and needs a place, .* not",
+        ),
         ([(1, 2, 6), 1], {"dropout": 0.5}, UsageError, r"in \[0, 1\) and needs a place, .* not"),
     ],
-    nn.CausalSelfAttention: [([4, 2], {"dropout": 1.5}, UsageError, r"dropout's p is a probability .* not 1.5")],
+    nn.CausalSelfAttention: [
+        ([4, 2], {"dropout": 1.5}, UsageError, r"dropout's p is a probability .* not 1.5")
+    ],
     ops.scaled_dot_product_attention: [
         ([(2, 1, 3, 4), (2, 1, 3, 5), (2, 1, 3, 4)], {}, ShapeError, r"keys \(2, 1, 3, 5\)"),
         ([(2, 1, 3, 4), (2, 1, 0, 4), (2, 1, 0, 4)], {}, ShapeError, "needs keys"),
         ([(2, 1, 3, 4), (2, 1, 5, 4), (2, 1, 4, 4)], {}, ShapeError, "as many values"),
         ([(2, 1, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4)], {}, ShapeError, "same batch and heads"),
-        ([(2, 1, 3, 4), (2, 1, 5, 4), (2, 1, 5, 4)], {"causal": True}, ShapeError, "as many queries as keys"),
-        ([*[(1, 1, 1, 3)] * 2, Tensor(SINGLE.data.reshape(1, 1, 1, 3))], {}, DtypeError, "float64, float64, float32"),
+        (
+            [(2, 1, 3, 4), (2, 1, 5, 4), (2, 1, 5, 4)],
+            {"causal": True},
+            ShapeError,
+            "as many queries as keys",
+        ),
+        (
+            [*[(1, 1, 1, 3)] * 2, Tensor(SINGLE.data.reshape(1, 1, 1, 3))],
+            {},
+            DtypeError,
+            "float64, float64, float32",
+        ),
     ],
     ops.lstm: [
         (LSTM, {"lengths": [1, 2]}, ShapeError, "needs 5 lengths, not"),
-        (LSTM, {"lengths": [1, 8, 0, 1, 1]}, ShapeError, r"length 8 of sequence 1 is outside 1\.\.7"),
+        (
+            LSTM,
+            {"lengths": [1, 8, 0, 1, 1]},
+            ShapeError,
+            r"length 8 of sequence 1 is outside 1\.\.7",
+        ),
         (LSTM, {"lengths": [1.0] * 5}, DtypeError, "integer lengths"),
-        (LSTM, {"state": (np.zeros((2, 4)), np.zeros((5, 4)))}, ShapeError, r"two of shape \(5, 4\)"),
+        (
+            LSTM,
+            {"state": (np.zeros((2, 4)), np.zeros((5, 4)))},
+            ShapeError,
+            r"two of shape \(5, 4\)",
+        ),
         ([LSTM[0], LSTM[2], *LSTM[2:]], {}, ShapeError, "4 features"),
     ],
     nn.LSTM: [([3, 0], {}, UsageError, "hidden_size is 0")],
-    ops.dropout: [([(1,), p], {}, UsageError, f"not {p}") for p in (1.0, 1, 1.5, -0.1, float("nan"))],
+    ops.dropout: [
+        ([(1,), p], {}, UsageError, f"not {p}") for p in (1.0, 1, 1.5, -0.1, float("nan"))
+    ],
     ops.cross_entropy: [
-        ([(3, 3), [0, 1]], {}, ShapeError, r"logits \(3, 3\) needs labels of shape \(3,\), not \(2,\)"),
+        (
+            [(3, 3), [0, 1]],
+            {},
+            ShapeError,
+            r"logits \(3, 3\) needs labels of shape \(3,\), not \(2,\)",
+        ),
         ([(3, 3), np.eye(3, dtype=int)], {}, ShapeError, r"not \(3, 3\)"),
         ([(), []], {}, DtypeError, "integer labels, not float64; yes or no .* bce"),
         ([(), 0], {}, ShapeError, r"logits \(\)"),
         ([(1, 0), [0]], {}, ShapeError, r"logits \(1, 0\)"),
         ([(3, 3), [0, 3, 7]], {}, ShapeError, r"label 3 at row 1 is outside 0\.\.2$"),
-        ([(3, 3), [0, -100, 2]], {}, ShapeError, "label -100 .* ignore_index=-100 leaves such rows out$"),
+        (
+            [(3, 3), [0, -100, 2]],
+            {},
+            ShapeError,
+            "label -100 .* ignore_index=-100 leaves such rows out$",
+        ),
         ([(3, 3), [0, -1, -2]], {"ignore_index": -1}, ShapeError, "label -2 at row 2"),
-        ([(3, 3), LABELS, "average"], {}, UsageError, "'average' is unknown; choose one of mean, sum, none"),
+        (
+            [(3, 3), LABELS, "average"],
+            {},
+            UsageError,
+            "'average' is unknown; choose one of mean, sum, none",
+        ),
         ([(3, 3), LABELS], {"label_smoothing": 1.0}, UsageError, "label_smoothing .* not 1.0"),
         ([(3, 3), LABELS], {"label_smoothing": -0.1}, UsageError, "not -0.1"),
     ],
@@ -125,7 +192,9 @@ REFUSED = {
 }
 
 
-LABEL = pytest.mark.host_only("a kernel cannot raise: on a device a label that is no class makes the loss NaN")
+LABEL = pytest.mark.host_only(
+    "a kernel cannot raise: on a device a label that is no class makes the loss NaN"
+)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +207,7 @@ LABEL = pytest.mark.host_only("a kernel cannot raise: on a device a label that i
 )
 def test_what_does_not_fit(function, inputs, options, error, words):
     with pytest.raises(error, match=words):
-        function(*(Tensor(np.zeros(each)) if isinstance(each, tuple) else each for each in inputs), **options)
+        function(
+            *(Tensor(np.zeros(each)) if isinstance(each, tuple) else each for each in inputs),
+            **options,
+        )

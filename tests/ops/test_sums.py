@@ -1,4 +1,6 @@
-"""Sums over many rows in float32 keep their digits: one long sum of 100,000 equal numbers would be off by 5e-4."""
+"""Sums over many rows in float32 keep their digits: one long sum of 100,000 equal numbers would be
+off by 5e-4.
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +12,9 @@ from nnmpi.backend.sums import ROWS, row_sum
 from nnmpi.nn.mode import training
 from nnmpi.tensor.tensor import Tensor
 
-pytestmark = pytest.mark.host_only("NumPy's long sums are cut into blocks; a device's threads add up parts")
+pytestmark = pytest.mark.host_only(
+    "NumPy's long sums are cut into blocks; a device's threads add up parts"
+)
 
 COUNT = 100_000
 VALUE = np.float32(0.1)

@@ -1,4 +1,6 @@
-"""The same numbers as PyTorch, forward and backward in float64, for everything that has an argument to get wrong."""
+"""The same numbers as PyTorch, forward and backward in float64, for everything that has an argument
+to get wrong.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ functional = torch.nn.functional
 
 
 def images(array):
-    """Return images (batch, height, width, channels) as PyTorch wants them: (batch, channels, height, width)."""
+    """Return images (batch, height, width, channels) as PyTorch wants them: (batch, channels,
+    height, width).
+    """
     return np.ascontiguousarray(array.transpose(0, 3, 1, 2))
 
 
@@ -24,9 +28,14 @@ def same(array):
 
 
 def compare(ours, theirs, inputs, layouts, out=same, rtol=1e-12):
-    """Compare results and gradients of two functions at inputs; layouts and out turn ours into PyTorch's arrays."""
+    """Compare results and gradients of two functions at inputs; layouts and out turn ours into
+    PyTorch's arrays.
+    """
     leaves = [Tensor(x, requires_grad=True) for x in inputs]
-    others = [torch.tensor(layout(x), requires_grad=True) for x, layout in zip(inputs, layouts, strict=True)]
+    others = [
+        torch.tensor(layout(x), requires_grad=True)
+        for x, layout in zip(inputs, layouts, strict=True)
+    ]
     y, expected = ours(*leaves), theirs(*others)
     np.testing.assert_allclose(out(y.data), expected.detach().numpy(), rtol=rtol, atol=1e-12)
     grad = np.random.default_rng(1).standard_normal(y.shape)
@@ -46,7 +55,9 @@ def normal():
 @pytest.mark.parametrize("shape", [(6, 4), (2, 5, 3, 4)])
 @pytest.mark.parametrize("momentum", [0.1, 0.5])
 def test_batch_norm(shape, momentum, normal):
-    """Three batches in training, running statistics after each, then evaluation, with its gradients."""
+    """Three batches in training, running statistics after each, then evaluation, with its
+    gradients.
+    """
     layer = BatchNorm(4, 1e-3, momentum).initialize(dtype="float64")
     theirs = torch.nn.BatchNorm2d if len(shape) == 4 else torch.nn.BatchNorm1d
     reference = theirs(4, momentum=momentum, eps=1e-3, dtype=torch.float64)
@@ -63,9 +74,15 @@ def test_batch_norm(shape, momentum, normal):
             with training():
                 compare(layer, reference, [x], [layout], layout, rtol=1e-10)
         for name in ("weight", "bias"):
-            np.testing.assert_allclose(getattr(layer, name).grad, getattr(reference, name).grad.numpy(), rtol=1e-10)
-        np.testing.assert_allclose(layer.running_mean.data, reference.running_mean.numpy(), rtol=1e-12)
-        np.testing.assert_allclose(layer.running_variance.data, reference.running_var.numpy(), rtol=1e-12)
+            np.testing.assert_allclose(
+                getattr(layer, name).grad, getattr(reference, name).grad.numpy(), rtol=1e-10
+            )
+        np.testing.assert_allclose(
+            layer.running_mean.data, reference.running_mean.numpy(), rtol=1e-12
+        )
+        np.testing.assert_allclose(
+            layer.running_variance.data, reference.running_var.numpy(), rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -81,7 +98,14 @@ def test_cross_entropy(reduction, smoothing, ignore, leading, normal):
     ignored = {} if ignore is None else {"ignore_index": ignore}
 
     def theirs(x):
-        y = functional.cross_entropy(x.reshape(-1, 5), torch.tensor(labels.ravel()), **options, **ignored)
+        y = functional.cross_entropy(
+            x.reshape(-1, 5), torch.tensor(labels.ravel()), **options, **ignored
+        )
         return y.reshape(leading) if reduction == "none" else y
 
-    compare(lambda x: ops.cross_entropy(x, labels, **options, **ignored), theirs, [normal(*leading, 5)], [same])
+    compare(
+        lambda x: ops.cross_entropy(x, labels, **options, **ignored),
+        theirs,
+        [normal(*leading, 5)],
+        [same],
+    )

@@ -47,7 +47,9 @@ def tiled(spec, side, x, weight, bias=None):
 def test_sizes(spec, size, channels, n, monkeypatch):
     """Sizes of whole tiles and any channels, in blocks of three images, the last one shorter."""
     (c, o), side = channels, 2 if size[0] % 4 or size[1] % 4 or spec.pool != (1, 1) else 4
-    monkeypatch.setattr(winograd_numpy, "TILES_BYTES", 3 * winograd_numpy.image_bytes(*size, c, o, 4, side))
+    monkeypatch.setattr(
+        winograd_numpy, "TILES_BYTES", 3 * winograd_numpy.image_bytes(*size, c, o, 4, side)
+    )
     rng = np.random.default_rng(0)
     compare(
         [rng.standard_normal(shape) for shape in ((n, *size, c), (3, 3, c, o), (o,))],
@@ -59,7 +61,9 @@ def test_sizes(spec, size, channels, n, monkeypatch):
 @pytest.mark.parametrize("bias", [0.0, 0.5, -0.5])
 @pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
 def test_constant_regions(spec, bias):
-    """Where a black background meets a picture: equal places, and with a bias of 0 the corner of the ReLU."""
+    """Where a black background meets a picture: equal places, and with a bias of 0 the corner of
+    the ReLU.
+    """
     rng = np.random.default_rng(0)
     x = np.zeros((4, 12, 12, 16))
     x[:, 3:7, 4:9] = rng.standard_normal((4, 4, 5, 16))
@@ -68,11 +72,16 @@ def test_constant_regions(spec, bias):
 
 
 @pytest.mark.parametrize(
-    ("function", "spec"), [(conv2d, ALONE), (conv_relu, RELU), (conv_relu_pool, RELU_POOL)], ids=NAMES
+    ("function", "spec"),
+    [(conv2d, ALONE), (conv_relu, RELU), (conv_relu_pool, RELU_POOL)],
+    ids=NAMES,
 )
 def test_it_is_taken(function, spec):
     """By the operations that users call."""
-    x, weight = (Tensor(np.zeros(shape, "float32"), requires_grad=True) for shape in ((2, 8, 6, 16), (3, 3, 16, 16)))
+    x, weight = (
+        Tensor(np.zeros(shape, "float32"), requires_grad=True)
+        for shape in ((2, 8, 6, 16), (3, 3, 16, 16))
+    )
     algorithm = function(x, weight, padding=1).node.algorithm
     assert type(algorithm) is WinogradNumpy
     assert algorithm.spec == spec

@@ -10,14 +10,23 @@ from hypothesis import strategies as st
 
 from nnmpi.errors import CheckpointError
 from nnmpi.optim import optimizer
-from nnmpi.optim.clip import FIRST, LEAST, LossScale, clip_by_global_norm, global_norm, sum_of_squares
+from nnmpi.optim.clip import (
+    FIRST,
+    LEAST,
+    LossScale,
+    clip_by_global_norm,
+    global_norm,
+    sum_of_squares,
+)
 
 
 @given(st.lists(st.lists(st.floats(-1e100, 1e100), max_size=30), max_size=4))
 def test_norm_of_several_arrays(lists):
     """The norm is that of all numbers together; math.fsum adds the squares without rounding."""
     expected = math.sqrt(math.fsum(value * value for values in lists for value in values))
-    assert global_norm([np.array(values) for values in lists]) == pytest.approx(expected, rel=1e-14, abs=1e-300)
+    assert global_norm([np.array(values) for values in lists]) == pytest.approx(
+        expected, rel=1e-14, abs=1e-300
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-7), ("float64", 1e-13)])
@@ -65,7 +74,9 @@ def test_clipped_gradients_point_the_same_way_and_are_short_enough(lists, max_no
 
 
 def test_no_large_copy_is_made():
-    """The norm of 8 MB of float32 needs no more than two blocks of float64, also when it overflows float32."""
+    """The norm of 8 MB of float32 needs no more than two blocks of float64, also when it overflows
+    float32.
+    """
     grads = [np.full(2_000_000, 1e25, "float32")]
     tracemalloc.start()
     try:
@@ -111,7 +122,9 @@ def test_its_state_is_put_back() -> None:
     assert one.state() == other.state() == {"value": FIRST, "good": 0, "skipped": 1}
 
 
-@pytest.mark.parametrize("state", [{}, {"value": 2.0, "good": 1}, {"value": None, "good": 1, "skipped": 0}])
+@pytest.mark.parametrize(
+    "state", [{}, {"value": 2.0, "good": 1}, {"value": None, "good": 1, "skipped": 0}]
+)
 def test_a_state_that_lacks_something_is_refused(state: dict[str, object]) -> None:
     scale = LossScale()
     with pytest.raises(CheckpointError, match="loss scale lacks a value"):

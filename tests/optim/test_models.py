@@ -70,15 +70,26 @@ def test_gradients_set_by_hand_count() -> None:
         np.testing.assert_allclose(value, before[name] - 0.1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [lambda s: optim.AdamW(s, lr=0.1), lambda s: optim.SGD(s, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "make", [lambda s: optim.AdamW(s, lr=0.1), lambda s: optim.SGD(s, lr=0.1, momentum=0.9)]
+)
 def test_a_frozen_parameter_stays(make: Any) -> None:
-    """Neither weight decay nor the momentum of earlier steps moves it, nor its state; thawed, it moves again."""
+    """Neither weight decay nor the momentum of earlier steps moves it, nor its state; thawed, it
+    moves again.
+    """
     model = Sometimes().initialize()
     optimizer = make(model.storage)
-    own = next(slice(span.start, span.stop) for span in model.storage.spans if span.parameter.name == "first.weight")
+    own = next(
+        slice(span.start, span.stop)
+        for span in model.storage.spans
+        if span.parameter.name == "first.weight"
+    )
     for frozen in (False, True, False):
         model.first.weight.requires_grad = not frozen
-        before, state = model.state(), [arrays[0][own].copy() for arrays in optimizer.slots().values()]
+        before, state = (
+            model.state(),
+            [arrays[0][own].copy() for arrays in optimizer.slots().values()],
+        )
         model.zero_grad()
         model(X, True).sum().backward()
         optimizer.step()
@@ -90,16 +101,26 @@ def test_a_frozen_parameter_stays(make: Any) -> None:
 
 
 def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> list[Any]:
-    """Return weights and state of 6 steps; a layer is frozen in steps 1 to 3; the last has its own rate."""
+    """Return weights and state of 6 steps; a layer is frozen in steps 1 to 3; the last has its own
+    rate.
+    """
     rng = np.random.default_rng(0)
-    data = Dataset("rows", rng.standard_normal((18, 5)).astype("float32"), rng.integers(0, 3, 18), 3)
+    data = Dataset(
+        "rows", rng.standard_normal((18, 5)).astype("float32"), rng.integers(0, 3, 18), 3
+    )
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
     where = arrange(model, group, layout, np.zeros((2, 5)), "float64")
     groups = {"group": lambda name, _: "head" if name.startswith("4") else "body"}
     where.model.initialize(seed=0, dtype="float64", storage=where.storage, **groups)
-    adam = optim.AdamW(where.model.storage, lr={"body": 0.01, "head": 0.02}, weight_decay={"body": 0.1, "head": 0.1})
+    adam = optim.AdamW(
+        where.model.storage,
+        lr={"body": 0.01, "head": 0.02},
+        weight_decay={"body": 0.1, "head": 0.1},
+    )
     worker = Worker(where.model, adam, group, arrangement=where, exchange=exchange)
-    loader = Loader(data, 9, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0)
+    loader = Loader(
+        data, 9, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0
+    )
     middle, step = list(where.model.parameters())[2:4], 0
     for epoch in range(3):
         for batch in loader.epoch(epoch):
@@ -116,7 +137,11 @@ def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> l
 @pytest.mark.parametrize(
     ("layout", "fused"),
     [
-        pytest.param(Layout(), True, marks=pytest.mark.host_only("the fused update, which is of arrays in the node")),
+        pytest.param(
+            Layout(),
+            True,
+            marks=pytest.mark.host_only("the fused update, which is of arrays in the node"),
+        ),
         (Layout(), False),
         (Layout(dp=2, zero=1), None),
         (Layout(dp=2, zero=3), None),
@@ -125,7 +150,9 @@ def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> l
 )
 def test_a_frozen_parameter_stays_on_all_ranks(layout: Layout, fused: bool | None) -> None:
     right = simulate(lambda group: train_thawing(group, Layout(), GradientExchange()), 1)[0]
-    found = simulate(lambda group: train_thawing(group, layout, GradientExchange(fused_update=fused)), 2)[0]
+    found = simulate(
+        lambda group: train_thawing(group, layout, GradientExchange(fused_update=fused)), 2
+    )[0]
     for ours, theirs in zip(found, right, strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():

@@ -44,9 +44,13 @@ def gradient(name: str, shape: tuple[int, ...], step: int) -> Any:
 
 
 def trained(group: Group, stage: int) -> dict[str, Any]:
-    """Return the weights after some updates whose gradient is the last rank's alone: the sum is exact."""
+    """Return the weights after some updates whose gradient is the last rank's alone: the sum is
+    exact.
+    """
     model, tokens = whole(), np.arange(12).reshape(2, 6)
-    model.initialize(seed=3, storage=sharded(model, group, stage, unit_bytes=700) if stage else FlatStorage)
+    model.initialize(
+        seed=3, storage=sharded(model, group, stage, unit_bytes=700) if stage else FlatStorage
+    )
     parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
     optimizer = Muon(model.storage, lr=0.02)
     optimizer.ranks = group
@@ -98,8 +102,12 @@ def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp([5], 3, [9, 9, 4]).initialize(seed=0)
     ours = Muon(model.storage, lr=0.01, weight_decay=0.1)
     parameters = {span.parameter.name: span.parameter for span in model.storage.spans}
-    theirs = {name: torch.nn.Parameter(torch.tensor(p.data.T.copy())) for name, p in parameters.items()}
-    matrices, rest = ([p for p in theirs.values() if (p.ndim == 2) == wanted] for wanted in (True, False))
+    theirs = {
+        name: torch.nn.Parameter(torch.tensor(p.data.T.copy())) for name, p in parameters.items()
+    }
+    matrices, rest = (
+        [p for p in theirs.values() if (p.ndim == 2) == wanted] for wanted in (True, False)
+    )
     muon = torch.optim.Muon(matrices, 0.01, 0.1, 0.95, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, 0.01, weight_decay=0.1)
     for step in range(30):
@@ -108,7 +116,9 @@ def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             theirs[name].grad = torch.tensor(parameter.grad.T.copy())
         ours.step(), muon.step(), adamw.step()
     for name, parameter in parameters.items():
-        np.testing.assert_allclose(parameter.data, theirs[name].detach().numpy().T, rtol=0, atol=5e-7)
+        np.testing.assert_allclose(
+            parameter.data, theirs[name].detach().numpy().T, rtol=0, atol=5e-7
+        )
 
 
 @pytest.mark.host_only("a server, which a device refuses in its own words")
@@ -127,10 +137,22 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
         AsynchronousWorker(model, Muon(model.storage), group, Sync("asp"))
 
     rows: list[tuple[type[NnmpiError], str, Callable[[], None]]] = [
-        (LayoutError, "whole matrices, and this rank has a part of 1.weight; leave tp at 1", sharded_layers),
+        (
+            LayoutError,
+            "whole matrices, and this rank has a part of 1.weight; leave tp at 1",
+            sharded_layers,
+        ),
         (LayoutError, "fused update does not go with Muon", fused),
-        (UsageError, "with asp a server updates flat arrays, and Muon takes whole matrices; give sync bsp", served),
-        (UsageError, "give model.storage", lambda: Muon(Arrays([np.ones((2, 2))], [np.ones((2, 2))])) and None),
+        (
+            UsageError,
+            "with asp a server updates flat arrays, and Muon takes whole matrices; give sync bsp",
+            served,
+        ),
+        (
+            UsageError,
+            "give model.storage",
+            lambda: Muon(Arrays([np.ones((2, 2))], [np.ones((2, 2))])) and None,
+        ),
     ]
     for kind, words, call in rows:
         assert all(words in each for each in group.gather(told(kind, call)))
@@ -145,10 +167,14 @@ def test_matrices_of_a_group_have_its_rate() -> None:
     """A matrix moves half as far at half of the rate, and no matrix moves twice."""
     moved = []
     for lr in ({"body": 0.01, "head": 0.01}, {"body": 0.01, "head": 0.005}):
-        model = mlp((4,), 3, (5,)).initialize(seed=0, group=lambda name, _: "head" if name[0] == "3" else "body")
+        model = mlp((4,), 3, (5,)).initialize(
+            seed=0, group=lambda name, _: "head" if name[0] == "3" else "body"
+        )
         before, optimizer = model.state(), Muon(model.storage, lr, weight_decay=0.0)
         model(np.ones((2, 4), "float32")).sum().backward()
         optimizer.step()
         moved.append({name: value - before[name] for name, value in model.state().items()})
     for name, change in moved[0].items():
-        np.testing.assert_allclose(moved[1][name], change * (0.5 if name[0] == "3" else 1), rtol=1e-3, atol=1e-9)
+        np.testing.assert_allclose(
+            moved[1][name], change * (0.5 if name[0] == "3" else 1), rtol=1e-3, atol=1e-9
+        )

@@ -17,12 +17,16 @@ CASES = {
     "sgd": lambda storage: SGD(storage, 0.1),
     "sgd-decay": lambda storage: SGD(storage, 0.1, weight_decay=0.3),
     "momentum": lambda storage: SGD(storage, 0.1, momentum=0.9),
-    "nesterov-decay": lambda storage: SGD(storage, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "nesterov-decay": lambda storage: SGD(
+        storage, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "adam": lambda storage: Adam(storage, 0.01),
     "adam-decay": lambda storage: Adam(storage, 0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.3),
     "adamw": lambda storage: AdamW(storage, 0.01, weight_decay=0.1),
     "rmsprop": lambda storage: RMSprop(storage, 0.01, alpha=0.7),
-    "rmsprop-momentum": lambda storage: RMSprop(storage, 0.01, eps=0.1, momentum=0.9, weight_decay=0.3),
+    "rmsprop-momentum": lambda storage: RMSprop(
+        storage, 0.01, eps=0.1, momentum=0.9, weight_decay=0.3
+    ),
     "adagrad": lambda storage: Adagrad(storage, 0.1, eps=1e-3, weight_decay=0.1),
     "adadelta": lambda storage: Adadelta(storage, rho=0.8),
     "adadelta-decay": lambda storage: Adadelta(storage, 0.5, eps=1e-3, weight_decay=0.3),
@@ -41,7 +45,9 @@ def train(optimizer, steps, seed=1):
     """Do some updates with gradients that depend on the step number alone."""
     for _ in range(steps):
         grads = optimizer.storage.grads
-        for grad, new in zip(grads, values([g.shape for g in grads], seed=seed + optimizer.steps), strict=True):
+        for grad, new in zip(
+            grads, values([g.shape for g in grads], seed=seed + optimizer.steps), strict=True
+        ):
             grad[...] = new
         optimizer.step()
 
@@ -63,7 +69,9 @@ def test_block_size_does_not_change_a_bit(make, monkeypatch):
 
 @every_optimizer
 def test_a_step_allocates_nothing_and_leaves_gradients_alone(make):
-    """Three updates of 2.4 MB need no more than a few Python numbers; the gradients' bits are the same afterwards."""
+    """Three updates of 2.4 MB need no more than a few Python numbers; the gradients' bits are the
+    same afterwards.
+    """
     data, grads = values([200_000, 100_000]), values([200_000, 100_000], seed=1)
     kept = [grad.copy() for grad in grads]
     optimizer = make(Arrays(data, grads))
@@ -83,7 +91,9 @@ def test_a_step_allocates_nothing_and_leaves_gradients_alone(make):
 
 @every_optimizer
 def test_a_loaded_state_continues_bit_for_bit(make):
-    """Five updates, state copied into a fresh optimizer, five more: the same bits as ten updates."""
+    """Five updates, state copied into a fresh optimizer, five more: the same bits as ten
+    updates.
+    """
     expected = trained(make, values(SHAPES), steps=10)
 
     first = make(Arrays(values(SHAPES), values(SHAPES)))
@@ -164,7 +174,10 @@ def test_an_optimizer_follows_a_storage_that_moves():
 @every_optimizer
 def test_other_arrays_share_the_state(make):
     """Updates in turn, of two storages with one state: the bits of updates of one."""
-    expected, storage = make(Arrays(values(SHAPES), values(SHAPES))), Arrays(values(SHAPES), values(SHAPES))
+    expected, storage = (
+        make(Arrays(values(SHAPES), values(SHAPES))),
+        Arrays(values(SHAPES), values(SHAPES)),
+    )
     first = make(storage)
     expected.step()
     first.step()
@@ -195,8 +208,12 @@ def test_parts_of_the_buffers_are_updated_alone():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_processes_that_train_apart_are_warned(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks that only call loss.backward() and step(): their weights drift apart, and nothing else says so."""
+def test_processes_that_train_apart_are_warned(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks that only call loss.backward() and step(): their weights drift apart, and nothing
+    else says so.
+    """
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     storage = models.mlp((5,), 3, hidden=()).initialize().storage

@@ -33,11 +33,19 @@ def read_only() -> Any:
 
 
 ROWS: list[tuple[Callable[[], object], type[NnmpiError], str]] = [
-    *((made(name, lr), UsageError, "lr is ") for name in ("sgd", "adam", "adamw") for lr in (-1.0, math.nan, "x")),
+    *(
+        (made(name, lr), UsageError, "lr is ")
+        for name in ("sgd", "adam", "adamw")
+        for lr in (-1.0, math.nan, "x")
+    ),
     (made(weight_decay=-0.1), UsageError, "weight_decay is -0.1"),
     (made(weight_decay={"default": -0.1}), UsageError, "weight_decay of 'default'"),
     (made(weight_decay={"norms": 0.1}), UsageError, "group 'norms', which does not exist"),
-    (made(lr={"default": 0.1, "norms": 0.1}), UsageError, "lr names the group 'norms', which does not exist"),
+    (
+        made(lr={"default": 0.1, "norms": 0.1}),
+        UsageError,
+        "lr names the group 'norms', which does not exist",
+    ),
     (made(lr={}), UsageError, "lr names no rate of the group 'default'; give each group one"),
     (made(lr={"default": -1}), UsageError, "lr of 'default' is -1"),
     (made("sgd", nesterov=True), UsageError, "nesterov needs momentum"),

@@ -86,16 +86,38 @@ def test_several_drops() -> None:
 
 def test_one_cycle_is_that_of_pytorch() -> None:
     """Its numbers for max_lr=1 and 10 steps, to its rounding."""
-    theirs = [0.04, 0.52, 1.0, 0.950484632, 0.8117456539, 0.6112620219, 0.3887419781, 0.1882583461, 0.049519368, 4e-6]
+    theirs = [
+        0.04,
+        0.52,
+        1.0,
+        0.950484632,
+        0.8117456539,
+        0.6112620219,
+        0.3887419781,
+        0.1882583461,
+        0.049519368,
+        4e-6,
+    ]
     found = [OneCycle(1.0, 10)(step) for step in range(12)]
     assert found == pytest.approx([*theirs, 4e-6, 4e-6], abs=1e-9)
 
 
 def test_one_cycle_may_begin_at_its_top() -> None:
-    assert [OneCycle(1.0, 10, rise=rise)(0) for rise in (0.0, 0.1)] == pytest.approx([1.0, 1.0], rel=0.1)
+    assert [OneCycle(1.0, 10, rise=rise)(0) for rise in (0.0, 0.1)] == pytest.approx(
+        [1.0, 1.0], rel=0.1
+    )
 
 
 def test_a_plateau() -> None:
     """Losses that fall by less than the threshold count as none; after a drop it waits anew."""
     rate = ReduceOnPlateau(1.0, factor=0.5, patience=1)
-    assert [rate(loss) for loss in (4, 3, 3, 2.99999, 3, 3, 1, 1)] == [1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.25]
+    assert [rate(loss) for loss in (4, 3, 3, 2.99999, 3, 3, 1, 1)] == [
+        1,
+        1,
+        1,
+        0.5,
+        0.5,
+        0.25,
+        0.25,
+        0.25,
+    ]

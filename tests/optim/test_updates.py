@@ -1,4 +1,6 @@
-"""SGD, Adam and AdamW against their formulas, written out for one number at a time; and compiled ones."""
+"""SGD, Adam and AdamW against their formulas, written out for one number at a time; and compiled
+ones.
+"""
 
 import math
 
@@ -13,7 +15,10 @@ from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD
 from tests.optim.test_optimizer import CASES
 
-WEIGHTS, GRADS = st.lists(st.floats(-2, 2), min_size=1, max_size=5), st.lists(st.floats(-2, 2), min_size=1, max_size=20)
+WEIGHTS, GRADS = (
+    st.lists(st.floats(-2, 2), min_size=1, max_size=5),
+    st.lists(st.floats(-2, 2), min_size=1, max_size=20),
+)
 
 
 def adam_by_hand(weight, grads, lr, betas, eps, decay, decoupled):
@@ -48,8 +53,11 @@ def test_adam_follows_the_formulas(kind, weights, grads, lr, betas, eps, decay):
     for value in grads:
         grad[...] = value
         optimizer.step()
-    expected = np.array([adam_by_hand(w, grads, lr, betas, eps, decay, kind is AdamW) for w in weights]).T
-    # Where gradients almost cancel in m, m / sqrt(v) carries m's absolute error: hence the absolute tolerance.
+    expected = np.array(
+        [adam_by_hand(w, grads, lr, betas, eps, decay, kind is AdamW) for w in weights]
+    ).T
+    # Where gradients almost cancel in m, m / sqrt(v) carries m's absolute error: hence the absolute
+    # tolerance.
     np.testing.assert_allclose(data, expected[0], rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(optimizer.slots()["m"][0], expected[1], rtol=1e-11, atol=1e-14)
     np.testing.assert_allclose(optimizer.slots()["v"][0], expected[2], rtol=1e-11, atol=1e-14)
@@ -73,7 +81,12 @@ def adaptive_by_hand(kind, weight, grads, lr, decay, momentum):
 
 @pytest.mark.parametrize(
     ("kind", "momentum", "slots"),  # which are called so in checkpoints
-    [(RMSprop, 0.0, "v"), (RMSprop, 0.9, "v momentum"), (Adagrad, 0.0, "s"), (Adadelta, 0.0, "v u")],
+    [
+        (RMSprop, 0.0, "v"),
+        (RMSprop, 0.9, "v momentum"),
+        (Adagrad, 0.0, "s"),
+        (Adadelta, 0.0, "v u"),
+    ],
 )
 @given(weights=WEIGHTS, grads=GRADS, lr=st.floats(0, 0.1), decay=st.sampled_from([0.0, 0.5]))
 def test_divided_gradients_follow_the_formulas(kind, momentum, slots, weights, grads, lr, decay):
@@ -129,7 +142,9 @@ def test_sgd_follows_the_formulas(weights, grads, lr, momentum, nesterov, decay)
     expected = [sgd_by_hand(weight, grads, lr, momentum, nesterov, decay) for weight in weights]
     np.testing.assert_allclose(data, [weight for weight, _ in expected], rtol=1e-12, atol=1e-14)
     for (momenta,) in optimizer.slots().values():
-        np.testing.assert_allclose(momenta, [velocity for _, velocity in expected], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(
+            momenta, [velocity for _, velocity in expected], rtol=1e-12, atol=1e-14
+        )
 
 
 def train(make, dtype, shape):

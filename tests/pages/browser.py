@@ -1,4 +1,6 @@
-"""Pages in headless Chromium: what a script finds in one when it has pressed keys and moved sliders."""
+"""Pages in headless Chromium: what a script finds in one when it has pressed keys and moved
+sliders.
+"""
 
 import html
 import json
@@ -10,9 +12,17 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-OPTIONS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-OPTIONS += "--disable-component-update --disable-sync --disable-dev-shm-usage --virtual-time-budget=5000 --dump-dom"
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+OPTIONS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+    " --disable-background-networking "
+)
+OPTIONS += (
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --virtual-time-budget=5000"
+    " --dump-dom"
+)
 WIDTHS = {"phone": 360, "desk": 1280}
 
 # What tests call in a page.
@@ -33,8 +43,11 @@ const count = (selector) => document.querySelectorAll(selector).length;
 """
 
 
-def look(page: str, script: str, folder: Path, width: str = "desk", dark: bool = False) -> dict[str, Any]:
-    """Return what a script returns in a page, with how wide the page is, its background, and the errors in it.
+def look(
+    page: str, script: str, folder: Path, width: str = "desk", dark: bool = False
+) -> dict[str, Any]:
+    """Return what a script returns in a page, with how wide the page is, its background, and the
+    errors in it.
 
     Args:
         page: HTML.
@@ -46,19 +59,24 @@ def look(page: str, script: str, folder: Path, width: str = "desk", dark: bool =
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here")
     asked = (
-        f"<script>{HELP}; const tell = () => {{ let found; try {{ found = (() => {{ {script} }})(); }} "
-        "catch (error) { found = { error: String(error) }; } found.width = document.documentElement.scrollWidth; "
-        "found.paper = getComputedStyle(document.body).backgroundColor; found.errors = window.wrong; "
-        "parent.document.getElementById('found').textContent = JSON.stringify(found); }; "
-        "addEventListener('load', () => setTimeout(tell, 50));</script>"
+        f"<script>{HELP}; const tell = () => {{ let found; try {{ found = (() => {{ {script} }})();"
+        " } catch (error) { found = { error: String(error) }; } found.width ="
+        " document.documentElement.scrollWidth; found.paper ="
+        " getComputedStyle(document.body).backgroundColor; found.errors = window.wrong;"
+        " parent.document.getElementById('found').textContent = JSON.stringify(found); };"
+        " addEventListener('load', () => setTimeout(tell, 50));</script>"
     )
     caught = (
-        "<script>window.wrong = []; addEventListener('error', (event) => window.wrong.push(event.message));</script>"
+        "<script>window.wrong = []; addEventListener('error', (event) =>"
+        " window.wrong.push(event.message));</script>"
     )
-    inner = html.escape(page.replace("<head>", f"<head>{caught}").replace("</body>", f"{asked}</body>"))
+    inner = html.escape(
+        page.replace("<head>", f"<head>{caught}").replace("</body>", f"{asked}</body>")
+    )
     file = folder / "frame.html"
     file.write_text(
-        f'<pre id="found"></pre><iframe srcdoc="{inner}" style="border:0;width:{WIDTHS[width]}px;height:9in"></iframe>'
+        f'<pre id="found"></pre><iframe srcdoc="{inner}"'
+        f' style="border:0;width:{WIDTHS[width]}px;height:9in"></iframe>'
     )
     words = [CHROMIUM, *OPTIONS.split(), "--window-size=1400,1000"]
     words += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", file.as_uri()]
@@ -76,9 +94,13 @@ def look(page: str, script: str, folder: Path, width: str = "desk", dark: bool =
 
 
 def _start(words: list[str], user: Path) -> str:
-    """Return what the page told; nothing if Chromium was too slow, or died: on a busy machine it does."""
+    """Return what the page told; nothing if Chromium was too slow, or died: on a busy machine it
+    does.
+    """
     try:
-        ran = subprocess.run([*words, f"--user-data-dir={user}"], capture_output=True, text=True, timeout=45)
+        ran = subprocess.run(
+            [*words, f"--user-data-dir={user}"], capture_output=True, text=True, timeout=45
+        )
     except subprocess.TimeoutExpired:
         return ""
     told = re.search(r'<pre id="found">(.+?)</pre>', ran.stdout, re.DOTALL)

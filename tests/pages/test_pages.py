@@ -1,4 +1,6 @@
-"""Pages show what the package computes: driven by keys and sliders, on a phone's width and a desk's, light and dark."""
+"""Pages show what the package computes: driven by keys and sliders, on a phone's width and a
+desk's, light and dark.
+"""
 
 import json
 import re
@@ -19,12 +21,15 @@ from nnmpi.pages.page import make_page, write_page
 from nnmpi.schedule.__main__ import main as schedule
 from tests.pages.browser import look
 
-pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]  # Chromium may be slow
+# Chromium may be slow
+pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize("one", COLLECTIVES.values(), ids=["-".join(key) for key in COLLECTIVES])
 def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one) -> None:
-    """What is said of messages leads from the beginning to the end, and their clocks are those of `price`."""
+    """What is said of messages leads from the beginning to the end, and their clocks are those of
+    `price`.
+    """
     for size in (2, 3, 5, 8):
         found = animation(one, size)
         held = [row[:] for row in found["begins"]]
@@ -32,10 +37,14 @@ def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one) -> None:
             for chunk, after in zip(message["chunks"], message["after"], strict=True):
                 held[message["to"]][chunk] = after
         wanted = [
-            [one.contract.ends(rank, chunk, size) for chunk in range(one.contract.chunks(size))] for rank in range(size)
+            [one.contract.ends(rank, chunk, size) for chunk in range(one.contract.chunks(size))]
+            for rank in range(size)
         ]
         for row, right in zip(held, wanted, strict=True):
-            assert all(parts is None or int(text, 16) == parts for text, parts in zip(row, right, strict=True))
+            assert all(
+                parts is None or int(text, 16) == parts
+                for text, parts in zip(row, right, strict=True)
+            )
         latencies, buffers = max(message["clock"] for message in found["messages"])
         assert (latencies, buffers) == pytest.approx(coefficients(one, size))
 
@@ -55,7 +64,9 @@ def test_the_coefficients_are_the_price(ranks: int) -> None:
 def ring(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of a ring on 4 ranks."""
     file = tmp_path_factory.mktemp("pages") / "ring.html"
-    assert comm(["render", "ring", "--ranks", "4", "--html", str(file)]).endswith(f"{file} runs it in a browser")
+    assert comm(["render", "ring", "--ranks", "4", "--html", str(file)]).endswith(
+        f"{file} runs it in a browser"
+    )
     return file.read_text()
 
 
@@ -68,7 +79,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", False), ("phone", True)])
-def test_a_ring_is_stepped_through_with_keys(ring: str, tmp_path: Path, width: str, dark: bool) -> None:
+def test_a_ring_is_stepped_through_with_keys(
+    ring: str, tmp_path: Path, width: str, dark: bool
+) -> None:
     script = """
         const told = [texts(".figures"), count("svg rect.part")];
         press("ArrowRight"); press("ArrowRight"); press("ArrowLeft"); press("ArrowRight");
@@ -79,18 +92,26 @@ def test_a_ring_is_stepped_through_with_keys(ring: str, tmp_path: Path, width: s
     """
     before, parts, second, said, over, all_parts = look(ring, script, tmp_path, width, dark)["told"]
     ring_s, tree_s = (
-        price(COLLECTIVES["all-reduce", name], 4, 2**20, Machine.uniform(1e-5, 8e-10)) for name in ("ring", "tree")
+        price(COLLECTIVES["all-reduce", name], 4, 2**20, Machine.uniform(1e-5, 8e-10))
+        for name in ("ring", "tree")
     )
-    assert before[0].startswith("round 0 of 6, clock 0 s of ") and before[1].startswith("round 0 of 4")
+    assert before[0].startswith("round 0 of 6, clock 0 s of ") and before[1].startswith(
+        "round 0 of 4"
+    )
     assert second.startswith("round 2 of 6") and second.endswith("8 messages")
-    assert said == "0 adds to 1: chunk 2; 1 adds to 2: chunk 3; 2 adds to 3: chunk 0; 3 adds to 0: chunk 1"
+    assert (
+        said
+        == "0 adds to 1: chunk 2; 1 adds to 2: chunk 3; 2 adds to 3: chunk 0; 3 adds to 0: chunk 1"
+    )
     assert parts == 2 * 4 * 4 and all_parts == 2 * 4 * everyone(4).bit_count() * 4
     for text, seconds in zip(over, (ring_s, tree_s), strict=True):
         shown = re.search(r"clock ([\d.]+) ms of ([\d.]+) ms", text)
         assert shown and shown[1] == shown[2] == f"{1e3 * seconds:.3g}"
 
 
-@pytest.mark.parametrize("network", [(), ("--network", "alpha_us=3,gbit=7"), ("--network", "alpha=0.002,beta=3e-9")])
+@pytest.mark.parametrize(
+    "network", [(), ("--network", "alpha_us=3,gbit=7"), ("--network", "alpha=0.002,beta=3e-9")]
+)
 def test_a_page_has_the_price_of_the_command_line(tmp_path: Path, network: tuple[str, ...]) -> None:
     """Of an algorithm of one's own, too, whatever the sliders' steps are."""
     (tmp_path / "mine.py").write_text(
@@ -121,7 +142,8 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
     assert found
     around = [round(float(found[1]) * 1024 * part / 64) * 64 for part in (0.9, 1.1)]
     ring_s, tree_s = (
-        [price(COLLECTIVES["all-reduce", name], 4, n, machine) for n in around] for name in ("ring", "tree")
+        [price(COLLECTIVES["all-reduce", name], 4, n, machine) for n in around]
+        for name in ("ring", "tree")
     )
     assert ring_s[0] > tree_s[0] and ring_s[1] < tree_s[1]
     assert server.startswith("round 2 of 2")
@@ -131,7 +153,9 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", True), ("phone", False)])
-def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str, dark: bool) -> None:
+def test_a_pipeline_is_stepped_through(
+    pipeline: str, tmp_path: Path, width: str, dark: bool
+) -> None:
     script = """
         const told = [texts(".figures")[0], texts(".clock")[0]], theme = () => document.documentElement.dataset.theme;
         const ask = (name) => dispatchEvent(new MessageEvent("message", { data: { theme: name } }));
@@ -144,24 +168,41 @@ def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str
         told.push(texts(".figures")[0]);
         return { told };
     """
-    figures, over, themes, early, kept, gpipe = look(pipeline, script, tmp_path, width, dark)["told"]
-    assert themes == ["light", "dark", True]  # of the page around it; with none of its own that of the system
-    assert figures == "18 ms, bubble 33.3 %, keeps at most 3 2 1 activations" and over.endswith("ms")
-    assert early.endswith("ms") and len(kept) == 3 and all(text.startswith("keeps") for text in kept)
+    figures, over, themes, early, kept, gpipe = look(pipeline, script, tmp_path, width, dark)[
+        "told"
+    ]
+    # of the page around it; with none of its own that of the system
+    assert themes == ["light", "dark", True]
+    assert figures == "18 ms, bubble 33.3 %, keeps at most 3 2 1 activations" and over.endswith(
+        "ms"
+    )
+    assert (
+        early.endswith("ms") and len(kept) == 3 and all(text.startswith("keeps") for text in kept)
+    )
     assert gpipe == "30 ms, bubble 20.0 %, keeps at most 8 8 8 activations"
 
 
 def test_a_plans_film_is_its_price() -> None:
-    """Bytes and clock of each action; transfers go beside what is computed, one after another, and are waited for."""
+    """Bytes and clock of each action; transfers go beside what is computed, one after another, and
+    are waited for.
+    """
     costs = [LayerCost("", 8, 8, 32, True, False, 1.0, 1.0, 2.0, True)] * 3
     plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
     price = price_plan(costs, plan, 8.0)
     actions = price.rows
     assert (actions[-1][5], price.moved, price.again) == (price.seconds, 32, 0)
-    assert max(each[6] for each in actions) == price.peak and all(each[6] >= each[7] for each in actions)
-    assert all(one[5] == other[3] <= other[4] <= other[5] for one, other in zip(actions, actions[1:], strict=False))
+    assert max(each[6] for each in actions) == price.peak and all(
+        each[6] >= each[7] for each in actions
+    )
+    assert all(
+        one[5] == other[3] <= other[4] <= other[5]
+        for one, other in zip(actions, actions[1:], strict=False)
+    )
     assert [each[8] for each in actions if each[8]] == [[1.0, 5.0], [8.0, 12.0]]
-    assert {f"{each[0]}{each[1]}": each[4] - each[3] for each in actions if each[4] > each[3]} == {"A0": 3.0, "B0": 2.0}
+    assert {f"{each[0]}{each[1]}": each[4] - each[3] for each in actions if each[4] > each[3]} == {
+        "A0": 3.0,
+        "B0": 2.0,
+    }
     assert [each[2] for each in actions[:3]] == ["K  ", "O- ", "=K "]
 
 
@@ -180,15 +221,24 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
         told.push(texts(".figures")[0]);
         return { told };
     """
-    first, boxes, lines, early, kept, end, least = look(file.read_text(), script, tmp_path, width, dark)["told"]
-    this = re.search(r"this plan ([\d.]+ MB) .*, ([\d.]+ s), .* again: (\d+)\nmoved +([\d.]+ MB)", printed)
+    first, boxes, lines, early, kept, end, least = look(
+        file.read_text(), script, tmp_path, width, dark
+    )["told"]
+    this = re.search(
+        r"this plan ([\d.]+ MB) .*, ([\d.]+ s), .* again: (\d+)\nmoved +([\d.]+ MB)", printed
+    )
     assert this and first.startswith(f"{this[2]}, at most {this[1]} of ")
     assert first.endswith(f"; {this[3]} layer again, {this[4]} moved")
     assert boxes > 2 * 6 and lines == 3
-    assert early.startswith("action 2 of ") and "O0 (layer 0): what was kept begins to go out; clock 1 s" in early
+    assert (
+        early.startswith("action 2 of ")
+        and "O0 (layer 0): what was kept begins to go out; clock 1 s" in early
+    )
     assert kept.startswith("18 s, at most 30 MB of ") and kept.endswith("; 0 layers again")
     assert end.startswith("action 17 of 17, B0")
-    assert re.search(r"least +([\d.]+ MB)", printed)[1] in least and not least.endswith("; 0 layers again")  # type: ignore[index]
+    assert re.search(r"least +([\d.]+ MB)", printed)[1] in least and not least.endswith(
+        "; 0 layers again"
+    )  # type: ignore[index]
 
 
 def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path: Path) -> None:
@@ -197,10 +247,23 @@ def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path: Path) -> None:
     assert "<h1>a &lt;b&gt; &amp; c @DATA@</h1>" in page and page.count("</script>") == 2
     data = page.split('id="data">')[1].split("</script>")[0]
     assert json.loads(data)["name"] == name and "<" not in data
-    assert not re.search(r"""(src|href)=["']|https?://(?!www\.w3\.org/2000/svg)|@import|url\(""", page)
+    assert not re.search(
+        r"""(src|href)=["']|https?://(?!www\.w3\.org/2000/svg)|@import|url\(""", page
+    )
     with pytest.raises(UsageError, match="cannot be written .*; give another file"):
         write_page(tmp_path / "none" / "page.html", "collective", "t", {})
     with pytest.raises(UsageError, match="a page draws 2 to 16 ranks, not 17"):
         comm(["render", "ring", "--ranks", "17", "--html", str(tmp_path / "page.html")])
     with pytest.raises(UsageError, match="up to 16 ranks and 32 microbatches, not 2 and 33"):
-        schedule(["--pipeline", "1f1b", "--stages", "2", "--microbatches", "33", "--html", str(tmp_path / "p.html")])
+        schedule(
+            [
+                "--pipeline",
+                "1f1b",
+                "--stages",
+                "2",
+                "--microbatches",
+                "33",
+                "--html",
+                str(tmp_path / "p.html"),
+            ]
+        )

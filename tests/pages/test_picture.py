@@ -1,4 +1,6 @@
-"""Pictures for slides: a title, rows, an axis, a legend, who sends to whom; the same bytes each time."""
+"""Pictures for slides: a title, rows, an axis, a legend, who sends to whom; the same bytes each
+time.
+"""
 
 import re
 from collections.abc import Callable
@@ -19,8 +21,16 @@ from nnmpi.schedule.__main__ import main as schedule
 PIPELINE = "--pipeline 1f1b --stages 3 --microbatches 4 --svg"
 THIN = "--pipeline interleaved --stages 4 --microbatches 8 --svg"
 COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
-    (comm, "render ring --ranks 3 --svg", {"all-reduce by ring: which chunks go where", "rank 2", "rounds", "added"}),
-    (schedule, PIPELINE, {"1f1b: bubble 33.3% of all ranks' time", "rank 2", "ms", "forward", "backward", "F3"}),
+    (
+        comm,
+        "render ring --ranks 3 --svg",
+        {"all-reduce by ring: which chunks go where", "rank 2", "rounds", "added"},
+    ),
+    (
+        schedule,
+        PIPELINE,
+        {"1f1b: bubble 33.3% of all ranks' time", "rank 2", "ms", "forward", "backward", "F3"},
+    ),
     (schedule, THIN, {"0F0", "7F7", "0B7"}),
     (
         memory,
@@ -30,7 +40,9 @@ COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("main", "words", "texts"), COMMANDS, ids=["comm", "schedule", "thin", "memory"])
+@pytest.mark.parametrize(
+    ("main", "words", "texts"), COMMANDS, ids=["comm", "schedule", "thin", "memory"]
+)
 def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = tmp_path / "a.svg", tmp_path / "b.svg"
@@ -38,16 +50,24 @@ def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_pa
         main([*words.split(), str(file)])
     found = files[0].read_text()
     assert texts <= set(re.findall(r">([^<>]+)</text>", found)) and found == files[1].read_text()
-    with pytest.raises(UsageError, match=r"a\.gif is no \.svg, \.png, \.pdf; .* such as picture\.svg"):
+    with pytest.raises(
+        UsageError, match=r"a\.gif is no \.svg, \.png, \.pdf; .* such as picture\.svg"
+    ):
         main([*words.split(), str(tmp_path / "a.gif")])
     with pytest.raises(UsageError, match=r"none/a\.svg cannot be written .*, such as picture\.svg"):
         main([*words.split(), str(tmp_path / "none" / "a.svg")])
 
 
 def test_words_lie_over_nothing(tmp_path: Path) -> None:
-    """One that its bar is too short for stands behind it, if nothing follows; a picture of nothing has an axis, too."""
+    """One that its bar is too short for stands behind it, if nothing follows; a picture of nothing
+    has an axis, too.
+    """
     pytest.importorskip("matplotlib")
-    row = [Bar("a", 0, 1, "k", "word"), Bar("a", 1, 1.001, "k", "gone"), Bar("a", 1.001, 2, "k", "last")]
+    row = [
+        Bar("a", 0, 1, "k", "word"),
+        Bar("a", 1, 1.001, "k", "gone"),
+        Bar("a", 1.001, 2, "k", "last"),
+    ]
     Picture("Thin", "", [*row, Bar("b", 0, 0.001, "k", "behind")]).save(tmp_path / "a.svg")
     found = re.findall(r">([^<>]+)</text>", (tmp_path / "a.svg").read_text())
     assert {"word", "last", "behind"} <= set(found) and "gone" not in found
@@ -59,7 +79,10 @@ def test_words_lie_over_nothing(tmp_path: Path) -> None:
 def test_arrows_are_the_messages_that_are_proved() -> None:
     found = picture(tree := find_collective("all-reduce", "tree"), 5)
     assert len(found.arrows) == prove(tree, 5).messages
-    assert found.arrows[0] == Arrow("rank 1", 0, "rank 0", 1, "added", "all") and found.kinds == ["added", "copied"]
+    assert found.arrows[0] == Arrow("rank 1", 0, "rank 0", 1, "added", "all") and found.kinds == [
+        "added",
+        "copied",
+    ]
 
 
 def test_more_kinds_than_colours_have_one_again(tmp_path: Path) -> None:
@@ -69,8 +92,14 @@ def test_more_kinds_than_colours_have_one_again(tmp_path: Path) -> None:
 
 
 def test_a_picture_is_text_too() -> None:
-    """In scale; a word that a bar is too short for stands behind it; time that is waited is dots."""
-    bars = [Bar("a", 0, 1, "computes", "x"), Bar("a", 2, 4, "waiting"), Bar("long", 1, 1.01, "sends", "word")]
+    """In scale; a word that a bar is too short for stands behind it; time that is waited is
+    dots.
+    """
+    bars = [
+        Bar("a", 0, 1, "computes", "x"),
+        Bar("a", 2, 4, "waiting"),
+        Bar("long", 1, 1.01, "sends", "word"),
+    ]
     lines = str(Picture("Title", "ms", bars)).splitlines()
     assert lines[0] == "Title" and lines[2] == f"a     x{'#' * 15}{' ' * 16}{'.' * 32}"
     assert lines[3] == f"long  {' ' * 16} word" and lines[4].endswith("4 ms")

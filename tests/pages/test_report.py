@@ -12,9 +12,21 @@ from nnmpi.report import PAINT, draw, gather, main
 from nnmpi.train.config import Config, assemble, flatten
 from tests.pages.browser import look
 
-pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]  # Chromium may be slow
+# Chromium may be slow
+pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]
 WORKER = {"worker": 0, "steps": 3, "mean": 1.0, "max": 2, "histogram": [[0, 1], [1, 1], [2, 1]]}
-COMMAND = ["python", "-m", "nnmpi.train", "--model", "mlp", "--hidden", "3", "4", "--config", "lr.toml"]
+COMMAND = [
+    "python",
+    "-m",
+    "nnmpi.train",
+    "--model",
+    "mlp",
+    "--hidden",
+    "3",
+    "4",
+    "--config",
+    "lr.toml",
+]
 FACTS = [["layout", "dp 2, 2 ranks on 1 node (here)"], ["data", "iris"], ["all-reduce", "ring"]]
 
 
@@ -23,11 +35,20 @@ def run(tmp_path: Path) -> Path:
     """A run's folder with four steps, two evaluations, and a gradient that is two updates old."""
     folder = tmp_path / "my-run"
     folder.mkdir()
-    options = flatten(assemble({"model": "mlp", "lr": 0.25, "hidden": [3, 4], "jit": "on", "dp": 2}))
+    options = flatten(
+        assemble({"model": "mlp", "lr": 0.25, "hidden": [3, 4], "jit": "on", "dp": 2})
+    )
     (folder / "config.json").write_text(json.dumps(options))
     memory = {"memory_parameters": 1024, "memory_optimizer": 3072, "memory_peak": 4096}
     records = [
-        {"kind": "train", "global_step": step, "epoch": step / 2, "loss": 4 / step, "accuracy": None, "elapsed_s": step}
+        {
+            "kind": "train",
+            "global_step": step,
+            "epoch": step / 2,
+            "loss": 4 / step,
+            "accuracy": None,
+            "elapsed_s": step,
+        }
         | {
             "step_s": 0.005,
             "compute_s": 0.003,
@@ -40,11 +61,22 @@ def run(tmp_path: Path) -> Path:
         for step in (1, 2, 3, 4)
     ]
     records += [
-        {"kind": kind, "global_step": 4, "epoch": 2.0, "loss": 0.5, "accuracy": 0.75, "elapsed_s": 4.0}
+        {
+            "kind": kind,
+            "global_step": 4,
+            "epoch": 2.0,
+            "loss": 0.5,
+            "accuracy": 0.75,
+            "elapsed_s": 4.0,
+        }
         for kind in ("eval", "test")
     ]
-    records.append({"kind": "staleness", "global_step": 4, "mean": 1.0, "max": 2, "workers": [WORKER]})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records) + '{"kind": "tr')
+    records.append(
+        {"kind": "staleness", "global_step": 4, "mean": 1.0, "max": 2, "workers": [WORKER]}
+    )
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in records) + '{"kind": "tr'
+    )
     (folder / "starts.jsonl").write_text(
         json.dumps({"command": COMMAND, "ranks": 2, "folder": str(tmp_path), "facts": FACTS}) + "\n"
     )
@@ -53,37 +85,67 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_numbers_are_the_runs(run: Path) -> None:
     found = gather(run)
-    assert found["head"][0] == ["layout", "dp 2, 2 ranks on 1 node (here)"] and len(found["head"]) == 3
+    assert (
+        found["head"][0] == ["layout", "dp 2, 2 ranks on 1 node (here)"] and len(found["head"]) == 3
+    )
     assert [each["kind"] for each in found["results"]] == ["eval", "test"]
     titles = [each["title"] for each in found["charts"]]
     assert titles == ["Loss", "Loss over time"]  # a rate that stays, a straight line, is none
     assert [line["name"] for line in found["charts"][0]["lines"]] == ["training", "test data"]
     assert found["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
-    assert found["times"] == pytest.approx({"compute": 0.003, "synchronization": 0.001, "other": 0.001})
+    assert found["times"] == pytest.approx(
+        {"compute": 0.003, "synchronization": 0.001, "other": 0.001}
+    )
     assert found["parts"] == [[step, 0.003, 0.0, 0.001, 0.0] for step in (1, 2, 3, 4)]
     assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
     assert found["staleness"] == {"heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
-    given = [["--lr", "0.25"], ["--jit", "on"], ["--model", "mlp"], ["--hidden", "3 4"], ["--dp", "2"]]
+    given = [
+        ["--lr", "0.25"],
+        ["--jit", "on"],
+        ["--model", "mlp"],
+        ["--hidden", "3 4"],
+        ["--dp", "2"],
+    ]
     assert sorted(found["options"]) == sorted(given)
-    assert found["commands"] == ["python -m nnmpi.train --model mlp --hidden 3 4 --config lr.toml    # ranks: 2"]
+    assert found["commands"] == [
+        "python -m nnmpi.train --model mlp --hidden 3 4 --config lr.toml    # ranks: 2"
+    ]
 
 
 def test_what_is_drawn_is_what_a_person_reads(run: Path) -> None:
-    """Parts of a step that were there; accuracies by the errors that are left; which class was taken for which."""
+    """Parts of a step that were there; accuracies by the errors that are left; which class was
+    taken for which.
+    """
     pytest.importorskip("bokeh")
     points = [[1, 0.5], [2, 0.97], [3, 0.99], [4, 1.0]]
-    accuracy = {"title": "Accuracy", "accuracy": True, "along": "steps", "lines": [{"name": "test", "points": points}]}
+    accuracy = {
+        "title": "Accuracy",
+        "accuracy": True,
+        "along": "steps",
+        "lines": [{"name": "test", "points": points}],
+    }
     confusion = {"classes": ["cat", "dog"], "confusion": [[3, 1], [0, 2]]}
     drawn = draw(gather(run) | {"charts": [accuracy], "evaluation": confusion})
-    assert list(drawn) == ["Where a step's time went, over the steps", "Accuracy", "Staleness", "Confusion"]
+    assert list(drawn) == [
+        "Where a step's time went, over the steps",
+        "Accuracy",
+        "Staleness",
+        "Confusion",
+    ]
     text = {title: json.dumps(item) for title, item in drawn.items()}
     times = text["Where a step's time went, over the steps"]
     assert '["compute", ' in times and '["synchronization", ' in times and '"input"' not in times
-    assert PAINT["synchronization"] in times and PAINT["waiting for stages"] not in times  # as the bars beside it
-    left = [float(each) for each in re.findall(r'"drawn", \[([^]]*)', text["Accuracy"])[0].split(", ")]
+    # as the bars beside it
+    assert PAINT["synchronization"] in times and PAINT["waiting for stages"] not in times
+    left = [
+        float(each) for each in re.findall(r'"drawn", \[([^]]*)', text["Accuracy"])[0].split(", ")
+    ]
     assert left == pytest.approx([0.5, 0.03, 0.01, 0.005]) and '"LogScale"' in text["Accuracy"]
     assert '"flipped": true' in text["Accuracy"] and '"$name: @y{0.[00000]}<br>' in text["Accuracy"]
-    assert '["n", [3, 1, 2]]' in text["Confusion"] and '["a", ["cat", "cat", "dog"]]' in text["Confusion"]
+    assert (
+        '["n", [3, 1, 2]]' in text["Confusion"]
+        and '["a", ["cat", "cat", "dog"]]' in text["Confusion"]
+    )
 
 
 def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> None:
@@ -95,8 +157,14 @@ def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> N
         (length,) = struct.unpack_from("<Q", content)
         found.append(events.Event.FromString(content[12 : 12 + length]))
         content = content[16 + length :]
-    scalars = [(each.step, value.tag, value.simple_value) for each in found for value in each.summary.value]
-    assert (3, "train/loss", pytest.approx(4 / 3)) in scalars and (4, "eval/accuracy", 0.75) in scalars
+    scalars = [
+        (each.step, value.tag, value.simple_value) for each in found for value in each.summary.value
+    ]
+    assert (3, "train/loss", pytest.approx(4 / 3)) in scalars and (
+        4,
+        "eval/accuracy",
+        0.75,
+    ) in scalars
 
 
 @pytest.mark.parametrize(
@@ -121,15 +189,24 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
         const drawn = [...document.querySelectorAll(".chart > *")].filter((each) => each.shadowRoot);
         return { told: [texts("h1"), texts("h2"), texts("tr"), drawn.length, count(".fill")] };
     """
-    title, headings, rows, charts, fills = look((run / "report.html").read_text(), script, tmp_path, width, dark)[
-        "told"
-    ]
+    title, headings, rows, charts, fills = look(
+        (run / "report.html").read_text(), script, tmp_path, width, dark
+    )["told"]
     assert title == ["run my-run"]
-    assert {"What it was", "Where a step's time went on rank 0", "Memory of rank 0: at most 4 KB", "Loss"} <= set(
-        headings
+    assert {
+        "What it was",
+        "Where a step's time went on rank 0",
+        "Memory of rank 0: at most 4 KB",
+        "Loss",
+    } <= set(headings)
+    assert {
+        "Staleness: 1 on average, at most 2",
+        "Options that are no defaults, given or chosen",
+    } <= {*headings}
+    assert (
+        "layoutdp 2, 2 ranks on 1 node (here)" in rows
+        and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
     )
-    assert {"Staleness: 1 on average, at most 2", "Options that are no defaults, given or chosen"} <= {*headings}
-    assert "layoutdp 2, 2 ranks on 1 node (here)" in rows and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
     assert "compute3 ms, 60 %" in rows and "optimizer3 KB" in rows and "--lr0.25" in rows
     assert charts == 4 and fills == 5
 
@@ -141,9 +218,13 @@ def test_an_evaluation_that_is_none_is_refused(run: Path) -> None:
         main([str(run)])
 
 
-def test_without_bokeh_the_page_says_what_draws_its_curves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bokeh_the_page_says_what_draws_its_curves(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nnmpi.report.find_spec", lambda name: None)
-    assert main([str(run)]).endswith("shows the run in a browser; for its curves: pip install bokeh")
+    assert main([str(run)]).endswith(
+        "shows the run in a browser; for its curves: pip install bokeh"
+    )
     found = look((run / "report.html").read_text(), 'return { told: texts("h2") };', run)
     assert "Curves" in found["told"] and "Loss" not in found["told"]
 
@@ -156,5 +237,7 @@ def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> N
         main([str(tmp_path)])
     (tmp_path / "metrics.jsonl").write_text("")
     main([str(tmp_path), "--out", str(tmp_path / "page.html")])
-    found = look((tmp_path / "page.html").read_text(), 'return { headings: texts("h2") };', tmp_path)
+    found = look(
+        (tmp_path / "page.html").read_text(), 'return { headings: texts("h2") };', tmp_path
+    )
     assert found["headings"] == ["What it was", "Commands"]

@@ -1,4 +1,6 @@
-"""Local SGD and gossip: the synchronous run where they average at once, the known mixing where they do not."""
+"""Local SGD and gossip: the synchronous run where they average at once, the known mixing where they
+do not.
+"""
 
 import hashlib
 import time
@@ -24,7 +26,9 @@ Make = Callable[[Any], Optimizer]
 SGD: dict[str, Make] = {
     "plain": partial(optim.SGD, lr=0.1),
     "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
-    "nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay={"weights": 0.01}),
+    "nesterov": partial(
+        optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay={"weights": 0.01}
+    ),
 }
 ADAM: Make = partial(optim.Adam, lr=0.01)
 
@@ -33,7 +37,10 @@ def network(backend: Backend | None = None, hidden: int = 7) -> nn.Sequential:
     """Return a small network in double precision, in two flat buffers."""
     model = nn.Sequential(nn.Linear(5, hidden), nn.ReLU(), nn.Linear(hidden, 3))
     return model.initialize(
-        seed=0, dtype="float64", backend=backend, group=lambda name, _: "weights" if name.endswith("weight") else "rest"
+        seed=0,
+        dtype="float64",
+        backend=backend,
+        group=lambda name, _: "weights" if name.endswith("weight") else "rest",
     )
 
 
@@ -44,7 +51,9 @@ def batch(step: int, rows: int) -> tuple[Any, Any]:
 
 
 def update(model: nn.Sequential, optimizer: Optimizer, x: Any, y: Any) -> None:
-    """Do one update with the mean gradient of these rows, or with that of no rows, which is zero."""
+    """Do one update with the mean gradient of these rows, or with that of no rows, which is
+    zero.
+    """
     model.zero_grad()
     if len(y):
         xp = namespace(model.storage.data[0])
@@ -63,7 +72,9 @@ def serial(make: Make, rows: int, steps: int) -> tuple[nn.Sequential, Optimizer]
     return model, optimizer
 
 
-def train(averaging: Averaging, model: nn.Sequential, parts: list[range], steps: int, first: int = 0) -> None:
+def train(
+    averaging: Averaging, model: nn.Sequential, parts: list[range], steps: int, first: int = 0
+) -> None:
     """Let this rank do steps on its part of each batch."""
     own = parts[averaging.group.rank]
     for step in range(first, first + steps):
@@ -74,13 +85,18 @@ def train(averaging: Averaging, model: nn.Sequential, parts: list[range], steps:
 
 def flat(arrays: list[Any]) -> Any:
     """Return all values as one host array."""
-    return np.concatenate([array.get() if hasattr(array, "get") else array.copy() for array in arrays])
+    return np.concatenate(
+        [array.get() if hasattr(array, "get") else array.copy() for array in arrays]
+    )
 
 
 def scatter(averaging: Averaging) -> list[Any]:
     """Give each rank other weights, and return those of all ranks."""
     everyones = [
-        [np.random.default_rng([rank, i]).standard_normal(a.size) for i, a in enumerate(averaging.storage.data)]
+        [
+            np.random.default_rng([rank, i]).standard_normal(a.size)
+            for i, a in enumerate(averaging.storage.data)
+        ]
         for rank in range(averaging.group.size)
     ]
     for array, values in zip(averaging.storage.data, everyones[averaging.group.rank], strict=True):
@@ -114,7 +130,9 @@ def close(ours: Any, theirs: Any) -> bool:
 @pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("kind", SGD)
 def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: str) -> None:
-    """Also the state, once the ranks have met; and that leaves the weights alone, which are equal already."""
+    """Also the state, once the ranks have met; and that leaves the weights alone, which are equal
+    already.
+    """
     rows, steps = 4 * group.size, 5
     model = network()
     local = LocalSGD(group, model.storage, SGD[kind](model.storage), every=1)
@@ -126,7 +144,10 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: s
         close(before, flat(whole.storage.data)),
         bool(np.array_equal(before, flat(model.storage.data))),
         disagreement == 0,
-        all(close(flat(ours), flat(optimizer.slots()[name])) for name, ours in local.optimizer.slots().items()),
+        all(
+            close(flat(ours), flat(optimizer.slots()[name]))
+            for name, ours in local.optimizer.slots().items()
+        ),
         local.optimizer.steps == steps,
     ]
     assert everywhere(group, right), right
@@ -135,10 +156,14 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: s
 
 @pytest.mark.simulated(max_size=8)
 def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(group: Group) -> None:
-    """DiLoCo with SGD within and a step between two averages: rates multiply; rate 1 without momentum keeps nothing."""
+    """DiLoCo with SGD within and a step between two averages: rates multiply; rate 1 without
+    momentum keeps nothing.
+    """
     rows, steps = 4 * group.size, 6
     model = network()
-    outer = LocalSGD(group, model.storage, optim.SGD(model.storage, lr=0.2), 1, outer_lr=0.5, outer_momentum=0.9)
+    outer = LocalSGD(
+        group, model.storage, optim.SGD(model.storage, lr=0.2), 1, outer_lr=0.5, outer_momentum=0.9
+    )
     train(outer, model, list(split(rows, group.size)), steps)
     whole, _ = serial(partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True), rows, steps)
     plain = LocalSGD(group, network().storage, optim.SGD(network().storage, lr=0.1), 1, 1.0, 0.0)
@@ -152,7 +177,9 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(grou
 @pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("without", [0, 1])
 def test_rows_are_the_weights_of_an_average(group: Group, without: int) -> None:
-    """Parts of unequal lengths, and the last ranks with none: for plain SGD still the synchronous run."""
+    """Parts of unequal lengths, and the last ranks with none: for plain SGD still the synchronous
+    run.
+    """
     rows, steps, some = 13, 4, max(1, group.size - without)
     parts = [*split(rows, some), *[range(rows, rows)] * (group.size - some)]
     model = network()
@@ -165,7 +192,9 @@ def test_rows_are_the_weights_of_an_average(group: Group, without: int) -> None:
 
 @pytest.mark.simulated(min_size=2)
 def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
-    """Three own steps with Adam, weighted by all rows of the three; ages and messages are counted."""
+    """Three own steps with Adam, weighted by all rows of the three; ages and messages are
+    counted.
+    """
     rows, parts = 13, list(split(13, group.size))
     model = network()
     local = LocalSGD(group, model.storage, ADAM(model.storage), every=3)
@@ -182,7 +211,11 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
             x, y = batch(step, rows)
             update(other, optimizer, x[own.start : own.stop], y[own.start : own.stop])
         alone.append(flat(other.storage.data) * (len(own) / rows))
-    right = [close(flat(model.storage.data), sum(alone)), same_bits(group, model.storage.data), ages == [0, 1, 2]]
+    right = [
+        close(flat(model.storage.data), sum(alone)),
+        same_bits(group, model.storage.data),
+        ages == [0, 1, 2],
+    ]
     steps = 2 * (group.size - 1)  # as on a ring
     sent = (2 * steps, sum(steps * array.nbytes // group.size for array in model.storage.data))
     right += [(local.messages, local.bytes) == sent]
@@ -199,8 +232,12 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
 @pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("rows", ["equal", "unequal", "none"])
 def test_a_synchronization_makes_one_of_all(group: Group, rows: str) -> None:
-    """Weights weighted by rows and state plainly, the same bits everywhere; and how far apart they were."""
-    own = {"equal": [4] * group.size, "unequal": list(range(group.size)), "none": [0] * group.size}[rows]
+    """Weights weighted by rows and state plainly, the same bits everywhere; and how far apart they
+    were.
+    """
+    own = {"equal": [4] * group.size, "unequal": list(range(group.size)), "none": [0] * group.size}[
+        rows
+    ]
     model = network()
     local = LocalSGD(group, model.storage, ADAM(model.storage), every=100)
     local.after_step(0, own[group.rank])
@@ -218,10 +255,13 @@ def test_a_synchronization_makes_one_of_all(group: Group, rows: str) -> None:
     right = [
         close(met, mean),
         abs(disagreement - np.sqrt(squares) / np.linalg.norm(mean)) < 1e-10,
-        same_bits(group, [array for arrays in slots.values() for array in arrays] + model.storage.data),
+        same_bits(
+            group, [array for arrays in slots.values() for array in arrays] + model.storage.data
+        ),
         all(close(flat(arrays), (group.size - 1) / 2) for arrays in slots.values()),
         local.optimizer.steps == 5 + group.size - 1,
-        local.synchronize() == 0 and bool(np.array_equal(met, flat(model.storage.data))),  # again: nothing changes
+        # again: nothing changes
+        local.synchronize() == 0 and bool(np.array_equal(met, flat(model.storage.data))),
     ]
     assert everywhere(group, right), right
     assert group.gather(disagreement) == [disagreement] * group.size
@@ -230,7 +270,9 @@ def test_a_synchronization_makes_one_of_all(group: Group, rows: str) -> None:
 
 @pytest.mark.both_worlds(min_size=2, max_size=8)
 def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group: Group) -> None:
-    """Step by step, with a storage that moves; the mean stays, and the ranks come together as fast as they should."""
+    """Step by step, with a storage that moves; the mean stays, and the ranks come together as fast
+    as they should.
+    """
     model = network()
     gossip = Gossip(group, model.storage, ADAM(model.storage))
     values = np.array(scatter(gossip))
@@ -247,7 +289,11 @@ def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group: Group) -> 
         right += [distance <= rate * before + 1e-12 * start]
     sent, buffers = 4 * min(2, group.size - 1), len(model.storage.data)
     nbytes = sum(array.nbytes for array in model.storage.data)
-    right += [gossip.messages == sent * buffers, gossip.bytes == sent * nbytes, gossip.steps_since_average(4) == 4]
+    right += [
+        gossip.messages == sent * buffers,
+        gossip.bytes == sent * nbytes,
+        gossip.steps_since_average(4) == 4,
+    ]
     slots = gossip.optimizer.slots()["v"]
     slots[0][...] = group.rank
     gossip.synchronize()
@@ -278,7 +324,10 @@ def test_frozen_parameters_keep_their_bits(group: Group) -> None:
         train(averaging[number], model, list(split(13, group.size)), 5)
         averaging[number].synchronize()
         moved = model.storage.spans[2].parameter.data
-        right = [bool(np.array_equal(frozen.data, before)), not np.array_equal(moved, network()[2].weight.data)]
+        right = [
+            bool(np.array_equal(frozen.data, before)),
+            not np.array_equal(moved, network()[2].weight.data),
+        ]
         for each in averaging:
             each.release()
         assert everywhere(group, right), right
@@ -320,10 +369,20 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(group: Group) -> None:
     storage = network().storage
     optimizer = SGD["plain"](storage)
     errors = [
-        (caught(lambda: LocalSGD(group, storage, optimizer, 0)), UsageError, "every 0 steps; give at least 1"),
+        (
+            caught(lambda: LocalSGD(group, storage, optimizer, 0)),
+            UsageError,
+            "every 0 steps; give at least 1",
+        ),
     ]
     if group.size == 1:
-        errors += [(caught(lambda: Gossip(group, storage, optimizer)), UsageError, "only one; start at least 2")]
+        errors += [
+            (
+                caught(lambda: Gossip(group, storage, optimizer)),
+                UsageError,
+                "only one; start at least 2",
+            )
+        ]
     else:
         other = network(hidden=7 + (group.rank == group.size - 1)).storage
         wrong = caught(lambda: LocalSGD(group, other, SGD["plain"](other), 1))

@@ -24,7 +24,10 @@ from tests.worker_options import grouped
 def batch_of(group: Group, rows: int = 13, features: int = 5) -> Batch:
     """Return this rank's part of a batch that is the same under every layout."""
     generator = np.random.default_rng(0)
-    x, y = generator.standard_normal((rows, features)).astype(np.float32), generator.integers(0, 3, rows)
+    x, y = (
+        generator.standard_normal((rows, features)).astype(np.float32),
+        generator.integers(0, 3, rows),
+    )
     mine = part(rows, group.size, group.rank)
     taken = np.arange(mine.start, mine.stop)
     return Batch(x[taken], y[taken], taken, (Cut(0, len(taken), mine.start),), rows, 0, 0)
@@ -76,7 +79,9 @@ def test_gradient_that_overflows_is_named(group: Group) -> None:
     """A finite loss whose gradient is not: found by a backward pass on each rank."""
 
     def steep(logits: Tensor, labels: object) -> Tensor:
-        return (logits * 1e-30).sum(axis=1) * 0.0 + ((logits - logits.detach()) * 1e30 * 1e30).sum(axis=1)
+        return (logits * 1e-30).sum(axis=1) * 0.0 + ((logits - logits.detach()) * 1e30 * 1e30).sum(
+            axis=1
+        )
 
     worker = worker_for(group, loss=steep)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -98,13 +103,18 @@ def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
 
     model = Partly().initialize(seed=0)
     worker = Worker(
-        model, optim.SGD(model.storage, lr=0.1), group, exchange=GradientExchange(check=True, bucket_bytes=1)
+        model,
+        optim.SGD(model.storage, lr=0.1),
+        group,
+        exchange=GradientExchange(check=True, bucket_bytes=1),
     )
     before = model.state()
     worker.step(batch_of(group))
     after = model.state()
     moved = {name for name in after if not (after[name] == before[name]).all()}
-    assert all(group.gather(moved == {"first.weight", "first.bias", "last.weight", "last.bias"})), moved
+    assert all(group.gather(moved == {"first.weight", "first.bias", "last.weight", "last.bias"})), (
+        moved
+    )
 
 
 @pytest.mark.simulated
@@ -124,7 +134,9 @@ def test_parameter_that_one_rank_alone_uses(group: Group) -> None:
     with nn.training():
         loss = ops.cross_entropy(model(batch.x), batch.y, reduction="sum")
     parallel.backward(loss, batch.global_rows)
-    norms = group.gather([float(np.abs(p.grad).sum()) for p in model.parameters() if p.grad is not None])
+    norms = group.gather(
+        [float(np.abs(p.grad).sum()) for p in model.parameters() if p.grad is not None]
+    )
     assert all(each == norms[0] for each in norms) and all(n > 0 for n in norms[0]), norms
 
 
@@ -139,11 +151,16 @@ def test_release_gives_the_model_back(group: Group) -> None:
     assert all(p.hook is None for p in model.parameters())
 
 
-# Sums in a fixed order, on a model: the same bits however microbatches are dealt to replicas, statistics too.
+# Sums in a fixed order, on a model: the same bits however microbatches are dealt to replicas,
+# statistics too.
 
 
-def train(group: Group, microbatches: int, reverse: bool = False) -> tuple[list[Array], dict[str, Array], float]:
-    """Return gradients, running statistics and loss of microbatches that are dealt to the group's ranks."""
+def train(
+    group: Group, microbatches: int, reverse: bool = False
+) -> tuple[list[Array], dict[str, Array], float]:
+    """Return gradients, running statistics and loss of microbatches that are dealt to the group's
+    ranks.
+    """
     rng = np.random.default_rng(5)
     x = rng.standard_normal((microbatches, 3, 8, 8, 1)).astype(np.float32)
     y = rng.integers(10, size=(microbatches, 3))
@@ -170,7 +187,9 @@ def train(group: Group, microbatches: int, reverse: bool = False) -> tuple[list[
 @pytest.mark.simulated
 @pytest.mark.parametrize("microbatches", [1, 3, 5, 8])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_bits_do_not_depend_on_the_ranks(group: Group, microbatches: int, reverse: bool) -> None:
+def test_the_bits_do_not_depend_on_the_ranks(
+    group: Group, microbatches: int, reverse: bool
+) -> None:
     alone = group.split(group.rank)
     grads, state, total = train(group, microbatches, reverse)
     expected, expected_state, expected_total = train(alone, microbatches)

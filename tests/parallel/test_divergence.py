@@ -15,10 +15,14 @@ LABELS = np.array([0, 2, 1])
 
 def place_of(model: Module, x: Array) -> str | None:
     with np.errstate(all="ignore"), nn.training(0, 0):
-        return locate_nonfinite(model, x, lambda: cross_entropy(model(Tensor(x)), LABELS, reduction="sum"))
+        return locate_nonfinite(
+            model, x, lambda: cross_entropy(model(Tensor(x)), LABELS, reduction="sum")
+        )
 
 
-@pytest.mark.parametrize("place", ["", "the input", "the weights '3.bias'", "the output of layer '3' (Linear)"])
+@pytest.mark.parametrize(
+    "place", ["", "the input", "the weights '3.bias'", "the output of layer '3' (Linear)"]
+)
 def test_the_place_is_found(place: str) -> None:
     model = models.mlp((4,), 3, hidden=(5,)).initialize(0)
     x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
@@ -51,5 +55,7 @@ def test_a_gradient_alone_that_is_not_finite_is_found() -> None:
 
 def test_the_sentence_names_worker_place_and_step() -> None:
     told = nonfinite_message(7, float("nan"), "the input", "worker 3")
-    assert told.startswith("step 7: the loss is nan; the first values that are not finite are in the input on worker 3")
+    assert told.startswith(
+        "step 7: the loss is nan; the first values that are not finite are in the input on worker 3"
+    )
     assert "gradient is not finite on rank 1" in nonfinite_message(7, 2.5, None, "rank 1")

@@ -1,4 +1,6 @@
-"""The fused update against a shared sum and an ordinary update: the same bits, whatever optimizer, groups and nodes."""
+"""The fused update against a shared sum and an ordinary update: the same bits, whatever optimizer,
+groups and nodes.
+"""
 
 import time
 from collections.abc import Callable
@@ -31,16 +33,25 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("adam", {"lr": 0.01, "weight_decay": {"biases": 0.1}}),
     ("adamw", {"lr": 0.01}),
 ]
-EVERY = pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=["sgd", "momentum", "nesterov", "adam", "adamw"])
+EVERY = pytest.mark.parametrize(
+    ("name", "options"), OPTIMIZERS, ids=["sgd", "momentum", "nesterov", "adam", "adamw"]
+)
 STEPS = 3
 
 
 class Setting:
-    """Two sets of the same parameters: one for the fused update, one for a shared sum and an ordinary update."""
+    """Two sets of the same parameters: one for the fused update, one for a shared sum and an
+    ordinary update.
+    """
 
-    def __init__(self, group: Group, memory: SharedMemory, name: str, options: dict[str, Any], dtype: str) -> None:
+    def __init__(
+        self, group: Group, memory: SharedMemory, name: str, options: dict[str, Any], dtype: str
+    ) -> None:
         self.group, self.memory = group, memory
-        values = {str(i): np.random.default_rng(n).normal(size=n).astype(dtype) for i, n in enumerate(LENGTHS)}
+        values = {
+            str(i): np.random.default_rng(n).normal(size=n).astype(dtype)
+            for i, n in enumerate(LENGTHS)
+        }
         self.plain, self.shared = (
             FlatStorage(
                 {key: Parameter((n,)) for key, n in zip(values, LENGTHS, strict=True)},
@@ -81,7 +92,9 @@ class Setting:
         """Whether parameters and state agree, by all bits or nearly."""
         compare: Callable[..., bool] = np.allclose if close else np.array_equal
         pairs = [*zip(self.plain.data, self.shared.data, strict=True)]
-        for theirs, ours in zip(self.optimizer.slots().values(), self.fused_optimizer.slots().values(), strict=True):
+        for theirs, ours in zip(
+            self.optimizer.slots().values(), self.fused_optimizer.slots().values(), strict=True
+        ):
             pairs += zip(theirs, ours, strict=True)
         right = all(compare(theirs, ours) for theirs, ours in pairs)
         self.memory.barrier()
@@ -157,9 +170,13 @@ def test_numbers_are_added_up_on_the_way(group: Group) -> None:
     lengths = [setting.fused.reduce()[0], setting.fused.reduce()[1]]
     everyone = group.gather(found)
     memory.free()
-    wanted = [[turn * group.size + 0.05 * group.size * (group.size - 1), 1.0] for turn in range(STEPS)]
+    wanted = [
+        [turn * group.size + 0.05 * group.size * (group.size - 1), 1.0] for turn in range(STEPS)
+    ]
     assert all(theirs == everyone[0] for theirs in everyone)
-    assert all(np.allclose(sums[:2], two) for (_, sums), two in zip(found, wanted, strict=True)), found
+    assert all(np.allclose(sums[:2], two) for (_, sums), two in zip(found, wanted, strict=True)), (
+        found
+    )
     assert [len(sums) for _, sums in found] == [2, 4, 7] and set(found[2][1][2:]) == {group.size}
     assert lengths[1] == []
 

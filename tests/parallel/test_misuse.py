@@ -1,4 +1,6 @@
-"""Calls that would give wrong gradients without a word: each must be an error that says what to do."""
+"""Calls that would give wrong gradients without a word: each must be an error that says what to
+do.
+"""
 
 import copy
 import pickle
@@ -59,13 +61,19 @@ class Setting:
         error = float(np.abs(self.model.storage.grads[0] - times * self.gradient).max())
         assert max(self.group.gather(error)) < 1e-12
 
-    def assert_refused(self, action: Callable[[], object], kind: type[Exception], text: str) -> None:
+    def assert_refused(
+        self, action: Callable[[], object], kind: type[Exception], text: str
+    ) -> None:
         """Fail on all ranks unless the action raises this on all."""
         try:
             action()
             found = "nothing was raised"
         except Exception as error:
-            found = "" if isinstance(error, kind) and text in str(error) else f"{type(error).__name__}: {error}"
+            found = (
+                ""
+                if isinstance(error, kind) and text in str(error)
+                else f"{type(error).__name__}: {error}"
+            )
         assert not any(self.group.gather(found)), found
 
 
@@ -75,7 +83,9 @@ def test_forgotten_zero_grad(group: Group) -> None:
     setting = Setting(group)
     parallel = DataParallel(setting.model, group)
     parallel.backward(setting.loss(), ROWS)
-    setting.assert_refused(lambda: parallel.backward(setting.loss(), ROWS), UsageError, "model.zero_grad()")
+    setting.assert_refused(
+        lambda: parallel.backward(setting.loss(), ROWS), UsageError, "model.zero_grad()"
+    )
     setting.model.zero_grad()
     parallel.backward(setting.loss(), ROWS, last=False)
     parallel.backward(setting.loss(), ROWS)
@@ -92,7 +102,8 @@ def test_backward_of_the_loss_itself(group: Group, overlap: bool) -> None:
     setting.model.zero_grad()
     parallel.backward(setting.loss(), ROWS)
     setting.assert_gradient()
-    setting.assert_refused(setting.loss().backward, UsageError, "parallel.backward(loss, samples)")  # nor added to it
+    # nor added to it
+    setting.assert_refused(setting.loss().backward, UsageError, "parallel.backward(loss, samples)")
     setting.assert_gradient()
     parallel.release()
     setting.model.zero_grad()
@@ -104,7 +115,9 @@ def test_two_on_one_model(group: Group) -> None:
     """Both would sum the same gradients; after a release there is one again."""
     setting = Setting(group)
     first = DataParallel(setting.model, group)
-    setting.assert_refused(lambda: DataParallel(setting.model, group), UsageError, "release() first")
+    setting.assert_refused(
+        lambda: DataParallel(setting.model, group), UsageError, "release() first"
+    )
     first.release()
     assert not first.exchange._group.comm.mpi  # what was given back is the null communicator
     DataParallel(setting.model, group).backward(setting.loss(), ROWS)
@@ -126,7 +139,8 @@ class Broken(Function):
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_pass_after_one_that_broke_off(group: Group, overlap: bool) -> None:
-    """Where sums are on their way, nobody waits for them; where they come at the end, nothing has been sent.
+    """Where sums are on their way, nobody waits for them; where they come at the end, nothing has
+    been sent.
 
     A new one can be made at once, also where ranks had launched different numbers of buckets.
     """
@@ -138,7 +152,9 @@ def test_pass_after_one_that_broke_off(group: Group, overlap: bool) -> None:
     setting.assert_refused(lambda: parallel.backward(loss, ROWS), ZeroDivisionError, "planted")
     setting.model.zero_grad()
     if overlap:
-        setting.assert_refused(lambda: parallel.backward(setting.loss(), ROWS), CommError, "make a new one")
+        setting.assert_refused(
+            lambda: parallel.backward(setting.loss(), ROWS), CommError, "make a new one"
+        )
         if group.rank == 0:
             parallel.exchange._launch()
         parallel.release()
@@ -156,7 +172,9 @@ def test_pass_after_the_release(group: Group, allreduce: str) -> None:
     setting = Setting(group)
     parallel = DataParallel(setting.model, group, allreduce)
     parallel.release()
-    setting.assert_refused(lambda: parallel.backward(setting.loss(), ROWS), UsageError, "was released; make a new one")
+    setting.assert_refused(
+        lambda: parallel.backward(setting.loss(), ROWS), UsageError, "was released; make a new one"
+    )
     setting.assert_refused(parallel.finish, UsageError, "was released")
     setting.assert_refused(lambda: parallel.reduce([0]), UsageError, "was released")
 
@@ -167,36 +185,63 @@ def test_step_after_the_release(group: Group, fused: bool) -> None:
     setting = Setting(group)
     before = setting.model.state()
     worker = Worker(
-        setting.model, optim.SGD(setting.model.storage, lr=0.1), group, exchange=GradientExchange(fused_update=fused)
+        setting.model,
+        optim.SGD(setting.model.storage, lr=0.1),
+        group,
+        exchange=GradientExchange(fused_update=fused),
     )
     worker.release()
     worker.release()  # does nothing
-    setting.assert_refused(lambda: worker.step(setting.batch()), UsageError, "was released; make a new one")
-    assert all(np.array_equal(values, setting.model.state()[name]) for name, values in before.items())
+    setting.assert_refused(
+        lambda: worker.step(setting.batch()), UsageError, "was released; make a new one"
+    )
+    assert all(
+        np.array_equal(values, setting.model.state()[name]) for name, values in before.items()
+    )
 
 
-# Inputs, and outputs on rank 0 and 1. Parameters begin at multiples of 64 bytes, so that the flat arrays of 3 and of 4
-# outputs are of one length.
-OTHERS = {"padded alike": (3, 3, 4), "longer": (8, 8, 400), "shared gradients on one rank": (8, 64, 900)}
+# Inputs, and outputs on rank 0 and 1. Parameters begin at multiples of 64 bytes, so that the flat
+# arrays of 3 and of 4 outputs are of one length.
+OTHERS = {
+    "padded alike": (3, 3, 4),
+    "longer": (8, 8, 400),
+    "shared gradients on one rank": (8, 64, 900),
+}
 
 
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("strategy", ["DataParallel", "shared", "Worker", pytest.param("fused", marks=HOST)])
+@pytest.mark.parametrize(
+    "strategy", ["DataParallel", "shared", "Worker", pytest.param("fused", marks=HOST)]
+)
 def test_different_models(group: Group, other: str, strategy: str) -> None:
-    """One sentence on all ranks, whatever the lengths of the arrays are: nobody waits, none has another's weights."""
+    """One sentence on all ranks, whatever the lengths of the arrays are: nobody waits, none has
+    another's weights.
+    """
     inputs, ours, theirs = OTHERS[other]
-    model = nn.Linear(inputs, theirs if group.rank == 1 else ours).initialize(seed=group.rank, dtype="float64")
+    model = nn.Linear(inputs, theirs if group.rank == 1 else ours).initialize(
+        seed=group.rank, dtype="float64"
+    )
     before = model.state()
 
     def make() -> object:
         if strategy in ("DataParallel", "shared"):
             return DataParallel(model, group, "auto" if strategy == "DataParallel" else strategy)
         fused = True if strategy == "fused" else None
-        return Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=GradientExchange(fused_update=fused))
+        return Worker(
+            model,
+            optim.SGD(model.storage, lr=0.1),
+            group,
+            exchange=GradientExchange(fused_update=fused),
+        )
 
-    same = name_ranks(rank for rank in range(group.size) if rank != 1) + (" has" if group.size == 2 else " have")
-    words = f"models: {same} weight ({inputs}, {ours}) float64; rank 1 has weight ({inputs}, {theirs}) float64; build"
+    same = name_ranks(rank for rank in range(group.size) if rank != 1) + (
+        " has" if group.size == 2 else " have"
+    )
+    words = (
+        f"models: {same} weight ({inputs}, {ours}) float64; rank 1 has weight ({inputs}, {theirs})"
+        " float64; build"
+    )
     if other == "padded alike":
         assert len(set(group.gather(model.storage.data[0].size))) == 1
     Setting(group).assert_refused(make, CommError, words)
@@ -208,7 +253,9 @@ def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
     """It has values of its own, which nobody would keep equal or update."""
     setting = Setting(group)
     setting.model.replace("3", nn.Linear(7, 3).initialize(dtype="float64"))
-    setting.assert_refused(lambda: DataParallel(setting.model, group), UsageError, "'3.weight' is not in")
+    setting.assert_refused(
+        lambda: DataParallel(setting.model, group), UsageError, "'3.weight' is not in"
+    )
 
 
 @pytest.mark.simulated(min_size=2)
@@ -241,15 +288,39 @@ def sgd(model: Any, **options: Any) -> Any:
 
 # (model, rank) -> what this rank gives a trainer, and words of the refusal.
 DIFFERENT: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
-    "rule": (lambda m, r: {"optimizer": optim.Adam(m.storage, lr=0.1) if r else sgd(m)}, "updates differ: .*Adam"),
+    "rule": (
+        lambda m, r: {"optimizer": optim.Adam(m.storage, lr=0.1) if r else sgd(m)},
+        "updates differ: .*Adam",
+    ),
     "rate": (lambda m, r: {"optimizer": sgd(m, lr=0.1 + r)}, "updates differ: .*lr 1.1"),
-    "option": (lambda m, r: {"optimizer": sgd(m, momentum=0.5 * r)}, "updates differ: .*momentum 0.5"),
-    "betas": (lambda m, r: {"optimizer": optim.Adam(m.storage, betas=(0.9, 0.5 * r))}, "updates differ: .*betas"),
-    "decay": (lambda m, r: {"optimizer": sgd(m, weight_decay=0.5 * r)}, "updates differ: .*weight decay"),
-    "clip": (lambda m, r: {"numerics": Numerics(clip=1.0 if r else None)}, "updates differ: .*clip 1.0"),
-    "loss": (lambda m, r: {"loss": "mse" if r else None}, "losses differ: .*cross-entropy .*rank 1 has mse"),
-    "delta": (lambda m, r: {"loss": partial(ops.huber, reduction="sum", delta=1.0 + r)}, "losses differ: .*huber with"),
-    "function": (lambda m, r: {"loss": _twice if r else _once}, "losses differ: .*_once; rank 1 has _twice"),
+    "option": (
+        lambda m, r: {"optimizer": sgd(m, momentum=0.5 * r)},
+        "updates differ: .*momentum 0.5",
+    ),
+    "betas": (
+        lambda m, r: {"optimizer": optim.Adam(m.storage, betas=(0.9, 0.5 * r))},
+        "updates differ: .*betas",
+    ),
+    "decay": (
+        lambda m, r: {"optimizer": sgd(m, weight_decay=0.5 * r)},
+        "updates differ: .*weight decay",
+    ),
+    "clip": (
+        lambda m, r: {"numerics": Numerics(clip=1.0 if r else None)},
+        "updates differ: .*clip 1.0",
+    ),
+    "loss": (
+        lambda m, r: {"loss": "mse" if r else None},
+        "losses differ: .*cross-entropy .*rank 1 has mse",
+    ),
+    "delta": (
+        lambda m, r: {"loss": partial(ops.huber, reduction="sum", delta=1.0 + r)},
+        "losses differ: .*huber with",
+    ),
+    "function": (
+        lambda m, r: {"loss": _twice if r else _once},
+        "losses differ: .*_once; rank 1 has _twice",
+    ),
     "seed": (lambda m, r: {"seed": r}, "seeds differ: rank 0 has 0; rank 1 has 1"),
 }
 
@@ -258,7 +329,9 @@ DIFFERENT: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_that_would_train_differently(group: Group, what: str, asynchronous: bool) -> None:
-    """Replicas would go apart, or wait for one another; the sum of two losses' gradients is that of neither."""
+    """Replicas would go apart, or wait for one another; the sum of two losses' gradients is that of
+    neither.
+    """
     build, words = DIFFERENT[what]
     setting = Setting(group)
     options = {"optimizer": sgd(setting.model), **build(setting.model, group.rank)}
@@ -275,7 +348,11 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
     parallel = DataParallel(setting.model, group)
     again = "build (it|the model) again and use load_state"
     optimizer = sgd(setting.model)
-    for each, how in ((setting.model, again), (group, again), (optimizer, "keep both by nnmpi.save")):
+    for each, how in (
+        (setting.model, again),
+        (group, again),
+        (optimizer, "keep both by nnmpi.save"),
+    ):
         with pytest.raises(NnmpiError, match=how):
             duplicate(each)
     parallel.release()
@@ -287,9 +364,13 @@ def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
     setting = Setting(group)
     optimizer = optim.SGD(setting.model.storage, lr=0.1)
     wrong: Any = Worker
-    setting.assert_refused(lambda: wrong(setting.model, group, optimizer), UsageError, "where the optimizer belongs")
+    setting.assert_refused(
+        lambda: wrong(setting.model, group, optimizer), UsageError, "where the optimizer belongs"
+    )
     worker = wrong(setting.model, optimizer, group)
-    setting.assert_refused(lambda: worker.step(setting.x), UsageError, "step takes a batch of a data.Loader")
+    setting.assert_refused(
+        lambda: worker.step(setting.x), UsageError, "step takes a batch of a data.Loader"
+    )
     assert optimizer.lr == 0.1
     worker.release()
 
@@ -300,12 +381,15 @@ def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
     setting = Setting(group)
     optimizer = optim.SGD(setting.model.storage, lr=0.1)
     setting.model.initialize(dtype="float64")
-    setting.assert_refused(lambda: Worker(setting.model, optimizer, group), UsageError, "make it over model.storage")
+    setting.assert_refused(
+        lambda: Worker(setting.model, optimizer, group), UsageError, "make it over model.storage"
+    )
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    "loss", [ops.cross_entropy, partial(ops.cross_entropy, label_smoothing=0.1), nn.CrossEntropyLoss()]
+    "loss",
+    [ops.cross_entropy, partial(ops.cross_entropy, label_smoothing=0.1), nn.CrossEntropyLoss()],
 )
 @pytest.mark.parametrize("role", ["loss", "evaluation_loss"])
 def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) -> None:
@@ -332,11 +416,17 @@ MEANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-@pytest.mark.parametrize("layout", [Layout(dp=1), Layout(dp=3), Layout(dp=1, pp=2)], ids=["serial", "dp", "pp"])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=1), Layout(dp=3), Layout(dp=1, pp=2)], ids=["serial", "dp", "pp"]
+)
 def test_one_number_is_no_loss(layout: Layout, name: str) -> None:
     """It may be a mean over this rank's rows, which would be divided a second time."""
-    with pytest.raises(UsageError, match="gave one number for labels of shape .* one value for each label"):
-        simulate(lambda group: _losses(group, layout, MEANS[name]), (layout.dp or 1) * (layout.pp or 1))
+    with pytest.raises(
+        UsageError, match="gave one number for labels of shape .* one value for each label"
+    ):
+        simulate(
+            lambda group: _losses(group, layout, MEANS[name]), (layout.dp or 1) * (layout.pp or 1)
+        )
 
 
 @pytest.mark.simulated
@@ -356,12 +446,18 @@ def test_a_loss_for_each_label_is_added_up(group: Group) -> None:
 def _losses(group: Group, layout: Layout, loss: Any) -> list[float]:
     """Return the losses of three steps with batches of 7 and 5 rows."""
     rng = np.random.default_rng(0)
-    data = Dataset("rows", rng.standard_normal((12, 3)).astype("float32"), rng.integers(0, 2, 12), 2)
+    data = Dataset(
+        "rows", rng.standard_normal((12, 3)).astype("float32"), rng.integers(0, 2, 12), 2
+    )
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     where = arrange(model, group, layout, np.zeros((2, 3)), "float64")
     where.model.initialize(seed=0, dtype="float64")
-    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.5), group, loss=loss, arrangement=where)
-    loader = Loader(data, 7, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0)
+    worker = Worker(
+        where.model, optim.SGD(where.model.storage, lr=0.5), group, loss=loss, arrangement=where
+    )
+    loader = Loader(
+        data, 7, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0
+    )
     found = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
     worker.release()
     where.free()

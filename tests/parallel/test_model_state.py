@@ -1,4 +1,6 @@
-"""What one layout gives, any other takes: whole arrays on rank 0, from slices that lie anywhere, and back."""
+"""What one layout gives, any other takes: whole arrays on rank 0, from slices that lie anywhere,
+and back.
+"""
 
 import re
 from collections.abc import Callable
@@ -25,7 +27,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "alone": (6,),
 }
 WHOLE: dict[str, Array] = {
-    name: np.random.default_rng(number).normal(size=shape).astype(("float32", "float64", "int64")[number % 3])
+    name: np.random.default_rng(number)
+    .normal(size=shape)
+    .astype(("float32", "float64", "int64")[number % 3])
     for number, (name, shape) in enumerate(SHAPES.items())
 }
 
@@ -48,7 +52,9 @@ def sharded(group: Group) -> dict[str, tuple[Region | None, bool]]:
 
 
 def staged(group: Group) -> dict[str, tuple[Region | None, bool]]:
-    """Whole arrays, dealt out in turn; "tied" also on the last rank; rank 1 has nothing but replicas."""
+    """Whole arrays, dealt out in turn; "tied" also on the last rank; rank 1 has nothing but
+    replicas.
+    """
     owners = [rank for rank in range(group.size) if rank != 1]
     held: dict[str, tuple[Region | None, bool]] = {}
     for number, name in enumerate(SHAPES):
@@ -77,23 +83,28 @@ Layout = Callable[[Group], dict[str, tuple[Region | None, bool]]]
 LAYOUTS: list[Layout] = [sharded, staged, mixed]
 
 
-def make(layout: Layout, group: Group, filled: bool) -> tuple[ModelState, dict[str, tuple[Array, Region | None]]]:
+def make(
+    layout: Layout, group: Group, filled: bool
+) -> tuple[ModelState, dict[str, tuple[Array, Region | None]]]:
     """Return the state of a layout, with the right values in every array, or with wrong ones."""
     arrays = {}
     for name, (region, _) in layout(group).items():
         values = WHOLE[name] if region is None else region.take(WHOLE[name])
-        padded = np.zeros((*values.shape, 2), values.dtype)  # a view with gaps, as an array in a larger one may be
+        # a view with gaps, as an array in a larger one may be
+        padded = np.zeros((*values.shape, 2), values.dtype)
         padded[..., 0] = values if filled else -1
         arrays[name] = (padded[..., 0] if group.rank % 2 else padded[..., 0].copy(), region)
     entries = [
-        StateEntry(name, arrays[name][0], region, owned) for name, (region, owned) in reversed(layout(group).items())
+        StateEntry(name, arrays[name][0], region, owned)
+        for name, (region, owned) in reversed(layout(group).items())
     ]
     return ModelState(entries, list(SHAPES), group), arrays
 
 
 def equal(found: dict[str, Array], expected: dict[str, Array]) -> bool:
     return list(found) == list(expected) and all(
-        (found[name].shape, found[name].dtype) == (each.shape, each.dtype) and np.array_equal(found[name], each)
+        (found[name].shape, found[name].dtype) == (each.shape, each.dtype)
+        and np.array_equal(found[name], each)
         for name, each in expected.items()
     )
 
@@ -128,7 +139,9 @@ def test_what_any_layout_gives_any_other_takes(group: Group) -> None:
         for second in LAYOUTS:
             found = make(first, group, filled=True)[0].to_dict()
             state, _ = make(second, group, filled=False)
-            state.scatter(found.__getitem__, {name: ArraySpec.of(array) for name, array in found.items()})
+            state.scatter(
+                found.__getitem__, {name: ArraySpec.of(array) for name, array in found.items()}
+            )
             assert all(group.gather(equal(state.to_dict(everywhere=True), WHOLE)))
 
 
@@ -137,12 +150,20 @@ def test_what_any_layout_gives_any_other_takes(group: Group) -> None:
     ("found", "text"),
     [
         ({"row": None}, r"f has no row, which this model needs with shape (7, 3)"),
-        ({"tied": np.zeros((3, 4))}, "f has tied with shape (3, 4) and float64, but this model needs shape (3, 4) and"),
-        ({"row": np.zeros((3, 7))}, "f has row with shape (3, 7) and float64, but this model needs shape (7, 3) and"),
+        (
+            {"tied": np.zeros((3, 4))},
+            "f has tied with shape (3, 4) and float64, but this model needs shape (3, 4) and",
+        ),
+        (
+            {"row": np.zeros((3, 7))},
+            "f has row with shape (3, 7) and float64, but this model needs shape (7, 3) and",
+        ),
         ({"more": np.zeros(2)}, "f has more with shape (2,), which this model does not have"),
     ],
 )
-def test_nothing_is_changed_by_what_does_not_fit(group: Group, found: dict[str, Array | None], text: str) -> None:
+def test_nothing_is_changed_by_what_does_not_fit(
+    group: Group, found: dict[str, Array | None], text: str
+) -> None:
     given = {name: array for name, array in {**WHOLE, **found}.items() if array is not None}
     state, arrays = make(sharded, group, filled=False)
     specs = {name: ArraySpec.of(array) for name, array in given.items()}
@@ -152,7 +173,9 @@ def test_nothing_is_changed_by_what_does_not_fit(group: Group, found: dict[str, 
         calls.append(name)
         return given[name]
 
-    assert text_on_all(group, lambda: state.scatter(read, specs, "f"), CheckpointError).startswith(text)
+    assert text_on_all(group, lambda: state.scatter(read, specs, "f"), CheckpointError).startswith(
+        text
+    )
     assert all(group.gather(all((array == -1).all() for array, _ in arrays.values())))
     assert all(group.gather(group.is_root or not calls))
 
@@ -174,8 +197,13 @@ def test_a_failure_of_rank_0_is_raised_on_all_in_its_words(group: Group) -> None
     specs = {name: ArraySpec.of(array) for name, array in WHOLE.items()}
     for layout in LAYOUTS:
         state, _ = make(layout, group, filled=True)
-        assert text_on_all(group, partial(state.gather, write), CheckpointError) == "the disk is full"
-        assert text_on_all(group, partial(state.scatter, read, specs), CheckpointError) == "the disk is gone"
+        assert (
+            text_on_all(group, partial(state.gather, write), CheckpointError) == "the disk is full"
+        )
+        assert (
+            text_on_all(group, partial(state.scatter, read, specs), CheckpointError)
+            == "the disk is gone"
+        )
     assert written == (["column", "row", "repeats"] * len(LAYOUTS) if group.is_root else [])
 
 
@@ -214,7 +242,11 @@ def test_ranks_that_know_other_names_are_refused(group: Group) -> None:
     state = ModelState([StateEntry("w", np.zeros(2), owned=group.is_root)], order, group)
     if group.size > 1:
         text = text_on_all(group, state.specs, LayoutError)
-        others = "rank 1 of 2 has" if group.size == 2 else f"ranks 1-{group.size - 1} of {group.size} have"
+        others = (
+            "rank 1 of 2 has"
+            if group.size == 2
+            else f"ranks 1-{group.size - 1} of {group.size} have"
+        )
         differ = "the names of the model's arrays, or their order, differ between the ranks"
         assert text == f"{differ}: {others} not what rank 0 has"
 
@@ -226,7 +258,9 @@ def columns(start: int, stop: int, repeats: int = 1) -> Region:
     return Region((4, 6), 1, start, stop, repeats)
 
 
-def say(region: Region | None = None, owned: bool = True, spec: ArraySpec = OUTLINE, name: str = "w") -> list[Any]:
+def say(
+    region: Region | None = None, owned: bool = True, spec: ArraySpec = OUTLINE, name: str = "w"
+) -> list[Any]:
     shape = spec.shape if region is None else region.local_shape
     return StateEntry(name, np.empty(shape, spec.dtype), region, owned).describe()
 
@@ -238,12 +272,27 @@ ONCE = "what the ranks write of w is not all of it, each element once: "
     ("everyones", "text"),
     [
         ([[say()], [say()]], f"{ONCE}0..4 of axis 0 by rank 0, 0..4 of axis 0 by rank 1"),
-        ([[say()], [say(columns(0, 2))]], f"{ONCE}0..4 of axis 0 by rank 0, 0..2 of axis 1 by rank 1"),
-        ([[say(columns(0, 2))], [say(columns(3, 6))]], f"{ONCE}0..2 of axis 1 by rank 0, 3..6 of axis 1 by rank 1"),
-        ([[say(columns(0, 4))], [say(columns(3, 6))]], f"{ONCE}0..4 of axis 1 by rank 0, 3..6 of axis 1 by rank 1"),
-        ([[say(columns(0, 2))], [say(columns(2, 5))]], f"{ONCE}0..2 of axis 1 by rank 0, 2..5 of axis 1 by rank 1"),
+        (
+            [[say()], [say(columns(0, 2))]],
+            f"{ONCE}0..4 of axis 0 by rank 0, 0..2 of axis 1 by rank 1",
+        ),
+        (
+            [[say(columns(0, 2))], [say(columns(3, 6))]],
+            f"{ONCE}0..2 of axis 1 by rank 0, 3..6 of axis 1 by rank 1",
+        ),
+        (
+            [[say(columns(0, 4))], [say(columns(3, 6))]],
+            f"{ONCE}0..4 of axis 1 by rank 0, 3..6 of axis 1 by rank 1",
+        ),
+        (
+            [[say(columns(0, 2))], [say(columns(2, 5))]],
+            f"{ONCE}0..2 of axis 1 by rank 0, 2..5 of axis 1 by rank 1",
+        ),
         ([[say(owned=False)], []], f"{ONCE}nothing"),
-        ([[say(columns(0, 3))], [say(columns(2, 3, 2))]], f"{ONCE}0..3 of axis 1 by rank 0, 2..3 of axis 1 by rank 1"),
+        (
+            [[say(columns(0, 3))], [say(columns(2, 3, 2))]],
+            f"{ONCE}0..3 of axis 1 by rank 0, 2..3 of axis 1 by rank 1",
+        ),
         ([[], []], "no rank has 'w'; every array of the model must be somewhere"),
         ([[say()], [say(name="v")]], "rank 1 has 'v', which is not among the 1 names of the model"),
         ([[say(), say(owned=False)]], "rank 0 has 'w' twice; a rank gives each array once"),
@@ -259,4 +308,6 @@ def test_slices_that_make_no_whole_are_refused(everyones: list[list[Any]], text:
 
 
 def test_an_array_without_elements_needs_no_owner() -> None:
-    assert shard_maps([[say(owned=False, spec=ArraySpec((0, 3), "int64"))]], ["w"])["w"].written == []
+    assert (
+        shard_maps([[say(owned=False, spec=ArraySpec((0, 3), "int64"))]], ["w"])["w"].written == []
+    )

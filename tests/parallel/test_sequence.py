@@ -1,4 +1,6 @@
-"""Sequences that ranks share: what a user's module may do with them, the bytes, and what is refused."""
+"""Sequences that ranks share: what a user's module may do with them, the bytes, and what is
+refused.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -82,8 +84,14 @@ REFUSED: dict[str, tuple[Callable[..., Module], str]] = {
     ),
     "a shift": (own(lambda m, x: x[:, ::-1]), "GetItem picks slice"),
     "the first": (own(lambda m, x: x + x[:, :1]), "GetItem picks slice"),
-    "a product": (own(lambda m, x: (x @ x.transpose(0, 2, 1)) @ x), "multiplies all parts with all parts"),
-    "other positions": (own(lambda m, x: x.transpose(1, 0, 2)), "does not have the 7 positions of its input at axis 1"),
+    "a product": (
+        own(lambda m, x: (x @ x.transpose(0, 2, 1)) @ x),
+        "multiplies all parts with all parts",
+    ),
+    "other positions": (
+        own(lambda m, x: x.transpose(1, 0, 2)),
+        "does not have the 7 positions of its input at axis 1",
+    ),
     "made whole": (own(lambda m, x: whole(x)), "does not have the 7 positions"),
     "lstm": (
         lambda *_: models.lstm(TOKENS, 10, 1),
@@ -104,9 +112,18 @@ def test_what_a_module_may_not_do(name: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout(sp=6), "ulysses shares out heads, .* for each rank of 5 heads; sp up to 5 fits, or sp attention r"),
+        (
+            Layout(sp=6),
+            (
+                "ulysses shares out heads, .* for each rank of 5 heads; sp up to 5 fits, or sp"
+                " attention r"
+            ),
+        ),
         (Layout(sp=2, tp=3), "for each rank of 1 head on a rank of tp 3; sp 1 fits"),
-        (Layout(sp=4, dp=2), "6 ranks are not dp 2 x pp 1 x tp 1 x sp 4 = 8; these fit: dp 2 x pp 1 x tp 1 x sp 3, "),
+        (
+            Layout(sp=4, dp=2),
+            "6 ranks are not dp 2 x pp 1 x tp 1 x sp 4 = 8; these fit: dp 2 x pp 1 x tp 1 x sp 3, ",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit(layout: Layout, words: str) -> None:
@@ -115,7 +132,9 @@ def test_layouts_that_do_not_fit(layout: Layout, words: str) -> None:
 
 
 def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[list[int], int]:
-    """Return the bytes that each rank said that it sent for a layer's attention, and those on all wires."""
+    """Return the bytes that each rank said that it sent for a layer's attention, and those on all
+    wires.
+    """
     batch, features = 2, 3 * heads
 
     def main(group: Group) -> int:
@@ -137,8 +156,12 @@ def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[l
 def test_the_bytes_are_those_of_the_formulas(ranks: int, time: int, heads: int) -> None:
     """In elements of 8 bytes, by rank and altogether."""
     batch, features, others = 2, 3 * heads, range(ranks)
-    t, f = [len(each) for each in split(time, ranks)], [3 * len(each) for each in split(heads, ranks)]
-    one = [8 * batch * t[r] * (features - f[r]) for r in others]  # of one of q, k, v to heads, and of y to positions
+    t, f = (
+        [len(each) for each in split(time, ranks)],
+        [3 * len(each) for each in split(heads, ranks)],
+    )
+    # of one of q, k, v to heads, and of y to positions
+    one = [8 * batch * t[r] * (features - f[r]) for r in others]
     other = [8 * batch * f[r] * (time - t[r]) for r in others]
     each_way, total = [3 * a + b for a, b in zip(one, other, strict=True)], 4 * sum(one)
     assert total == 8 * 4 * batch * (time * features - sum(np.multiply(t, f)))

@@ -1,4 +1,6 @@
-"""`shard` finds its way through any tree of modules, keeps its names, and says what it cannot do."""
+"""`shard` finds its way through any tree of modules, keeps its names, and says what it cannot
+do.
+"""
 
 from collections.abc import Callable
 
@@ -50,7 +52,9 @@ def test_a_module_of_the_users_own(group: Group) -> None:
     table = {"0": C, "1.gate.0": C, "1.gate.2": R, "1.mlp.0": C, "1.mlp.2": R, "4": R}
 
     def build() -> Module:
-        return nn.Sequential(nn.Linear(4, 6), Attention(6), nn.Dropout(0.2), nn.Flatten(), nn.Linear(18, 3))
+        return nn.Sequential(
+            nn.Linear(4, 6), Attention(6), nn.Dropout(0.2), nn.Flatten(), nn.Linear(18, 3)
+        )
 
     check_equal(group, build, (3, 4), table=table, rows=4, sharded_at_least=8)
 
@@ -100,7 +104,9 @@ def test_tied_weights_stay_tied(group: Group) -> None:
     """Two layers with one weight have one part of it."""
 
     def build() -> Module:
-        return nn.Sequential(nn.Linear(4, 5), tied(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 3))
+        return nn.Sequential(
+            nn.Linear(4, 5), tied(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 3)
+        )
 
     ours = check_equal(group, build, (4,), table={"1.0": C, "1.1": C, "2": R})
     assert all(group.gather(len(ours.parameters()) == 7))
@@ -116,7 +122,11 @@ def test_weights_that_went_apart_are_found(group: Group) -> None:
     if group.rank == group.size - 1:
         dict(model.named_buffers())["3.body.4.running_mean"].data[0] += 1e-6
     with pytest.raises(
-        CommError, match=f"3.body.4.running_mean.*: rank {group.size - 1} of {group.size} has not what rank 0 has"
+        CommError,
+        match=(
+            f"3.body.4.running_mean.*: rank {group.size - 1} of {group.size} has not what rank"
+            " 0 has"
+        ),
     ):
         check_replicas(model, group)
 
@@ -129,12 +139,19 @@ def tied(one: nn.Linear, other: nn.Linear) -> Module:
 
 REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
     (lambda: models.mlp((4,), 3), {"9": C}, "'9' names no module"),
-    (lambda: nn.Sequential(nn.Linear(2, 2)), {}, "no table that .*; give it one, such as model.sharding"),
+    (
+        lambda: nn.Sequential(nn.Linear(2, 2)),
+        {},
+        "no table that .*; give it one, such as model.sharding",
+    ),
     (lambda: nn.Linear(2, 2), {"*": C}, "single layer"),
     (
         lambda: nn.Sequential(nn.Linear(2, 2)),
         {"0": H},
-        "'0' is of Linear, which Sharding.ROWS does not cut; choose Sharding.COLUMN, VOCAB, ROW or REPLICATED",
+        (
+            "'0' is of Linear, which Sharding.ROWS does not cut; choose Sharding.COLUMN, VOCAB, ROW"
+            " or REPLICATED"
+        ),
     ),
     (lambda: nn.Sequential(nn.Conv2d(2, 2, 1)), {"0": H}, "shape of a sample"),
     (
@@ -146,14 +163,20 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
     (lambda: nn.Sequential(nn.Embedding(4, 4)), {"0": R}, "Embedding, which Sharding.ROW "),
     (lambda: nn.Sequential(nn.MaxPool2d(2)), {"0": H}, "shape of a sample"),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C}, "'1.weight' is whole there"),
-    (lambda: nn.Sequential(nn.Conv2d(2, 1, 1), nn.Flatten()), {"0": C}, "cannot tell the images' size"),
+    (
+        lambda: nn.Sequential(nn.Conv2d(2, 1, 1), nn.Flatten()),
+        {"0": C},
+        "cannot tell the images' size",
+    ),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C, "1": R}, "cut it in two ways"),
 ]
 
 
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize(("build", "table", "words"), REFUSED)
-def test_refusals(group: Group, build: Callable[[], Module], table: dict[str, Sharding], words: str) -> None:
+def test_refusals(
+    group: Group, build: Callable[[], Module], table: dict[str, Sharding], words: str
+) -> None:
     """A sentence that names the layer and what would work."""
     with pytest.raises(LayoutError, match=words):
         shard(build(), group, table)
@@ -165,17 +188,36 @@ def test_other_refusals(group: Group) -> None:
     with pytest.raises(UsageError, match="shard it first"):
         shard(models.mlp((4,), 3).initialize(seed=0), group)
     for layer, sample, words in (
-        (nn.Conv2d(1, 1, (3, 5)), (6, 4, 1), "'0' has windows of 5 columns, which do not fit images of 4 columns"),
-        (nn.Conv2d(1, 1, (7, 1)), (6, 4, 1), "'0' has windows of 7 rows, which do not fit images of 6 rows"),
+        (
+            nn.Conv2d(1, 1, (3, 5)),
+            (6, 4, 1),
+            "'0' has windows of 5 columns, which do not fit images of 4 columns",
+        ),
+        (
+            nn.Conv2d(1, 1, (7, 1)),
+            (6, 4, 1),
+            "'0' has windows of 7 rows, which do not fit images of 6 rows",
+        ),
     ):
         with pytest.raises(LayoutError, match=words):
             shard(nn.Sequential(layer), group, {"0": H}, sample=sample)
-    with pytest.raises(LayoutError, match="'1' has windows of 5 columns, which do not fit images of 4 columns"):
-        shard(nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d((2, 5))), group, {"0": H, "1": H}, sample=(6, 4, 1))
+    with pytest.raises(
+        LayoutError, match="'1' has windows of 5 columns, which do not fit images of 4 columns"
+    ):
+        shard(
+            nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d((2, 5))),
+            group,
+            {"0": H, "1": H},
+            sample=(6, 4, 1),
+        )
     with pytest.raises(LayoutError, match="use a Sharding"):
         shard(models.mlp((4,), 3), group, {"1": "column"})  # type: ignore[dict-item]
     with pytest.raises(LayoutError, match="too few"):
-        shard(nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)), group if group.size > 2 else _Many(), {"0": C})
+        shard(
+            nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)),
+            group if group.size > 2 else _Many(),
+            {"0": C},
+        )
     model = nn.Sequential(nn.Conv2d(1, 1, 3))
     shard(model, group, {"0": H}, sample=(9, 4, 1))
     model.initialize(seed=0)

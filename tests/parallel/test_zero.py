@@ -55,13 +55,15 @@ def samples(name: str) -> Dataset:
     if name == "gpt":
         x, y = draw.integers(0, TOKENS, (2, 10, TIME))
         return Dataset("tokens", x.astype(np.uint16), y, TOKENS)
-    return Dataset("numbers", draw.standard_normal((10, 5)).astype(np.float32), draw.integers(0, 3, 10), 3)
+    return Dataset(
+        "numbers", draw.standard_normal((10, 5)).astype(np.float32), draw.integers(0, 3, 10), 3
+    )
 
 
 def test_stage_3_has_the_bits_of_stage_2() -> None:
     for name in ("mlp", "lstm"):
         two, three = (
-            simulate(lambda group, stage=stage: run(ZERO[name], group, Layout(zero=stage, unit_bytes=1)), 3)[0]  # type: ignore[misc]  # noqa: B023
+            simulate(partial(run, ZERO[name], layout=Layout(zero=stage, unit_bytes=1)), 3)[0]
             for stage in (2, 3)
         )
         assert not differences(three, two, ZERO[name], exact=True)
@@ -82,26 +84,38 @@ class Counting:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> None:
-    """float32 and Adam: 16 bytes for each of P parameters with plain replicas. The peak falls from stage to stage."""
+    """float32 and Adam: 16 bytes for each of P parameters with plain replicas. The peak falls from
+    stage to stage.
+    """
     model = MODELS[name]()
     units, shared = cut_units(model, 1, 4)
-    lengths = [sum(-(-each.size // 16) * 16 for each in unit.parameters) for unit in units]  # rounded to 64 bytes
+    # rounded to 64 bytes
+    lengths = [sum(-(-each.size // 16) * 16 for each in unit.parameters) for unit in units]
     apart = sum(-(-each.size // 16) * 16 for each in shared)
     whole, unit = sum(lengths) + apart, max(lengths) + apart
     slots = max(lengths[0::2]) + max(lengths[1::2]) + apart
 
     def main(group: Group) -> list[int]:
         own = sum(len(part(length, ranks, group.rank)) for length in [*lengths, apart])
-        formulas = (16 * whole, 8 * whole + 8 * own, 4 * whole + 12 * own + 4 * unit, 16 * own + 4 * (slots + unit))
+        formulas = (
+            16 * whole,
+            8 * whole + 8 * own,
+            4 * whole + 12 * own + 4 * unit,
+            16 * own + 4 * (slots + unit),
+        )
         totals = []
         for stage in (0, *STAGES):
             model, count = MODELS[name](), Counting()
             options = {"storage": sharded(model, group, stage, 1)} if stage else {}
             model.initialize(seed=0, allocate=count, **options)
             state = optim.Adam(model.storage).slots()
-            measured = count.nbytes + sum(array.nbytes for arrays in state.values() for array in arrays)
+            measured = count.nbytes + sum(
+                array.nbytes for arrays in state.values() for array in arrays
+            )
             assert measured == formulas[stage], (stage, measured, formulas)
-            assert predict_bytes(MODELS[name](), stage, group.rank, ranks, 4, 2, 1).total == measured
+            assert (
+                predict_bytes(MODELS[name](), stage, group.rank, ranks, 4, 2, 1).total == measured
+            )
             totals.append(measured)
         return totals
 
@@ -111,7 +125,9 @@ def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
-    """By a ring, over all ranks: (N - 1) times 8P in stages 1 and 2, and 12P in stage 3; and in `traffic`, by rank."""
+    """By a ring, over all ranks: (N - 1) times 8P in stages 1 and 2, and 12P in stage 3; and in
+    `traffic`, by rank.
+    """
 
     def main(group: Group, stage: int, steps: int) -> tuple[int, int]:
         model = mlp()
@@ -121,7 +137,10 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
         for _ in range(steps):
             model.zero_grad()
             parallel.backward(
-                ops.cross_entropy(model(np.ones((2, 5), np.float32)), np.zeros(2, int), reduction="sum"), 2
+                ops.cross_entropy(
+                    model(np.ones((2, 5), np.float32)), np.zeros(2, int), reduction="sum"
+                ),
+                2,
             )
             optimizer.step()
         held = sum(len(array) for array in model.storage.data)
@@ -142,7 +161,9 @@ def test_a_checkpoint_of_any_stage_goes_on_in_any_other() -> None:
     def main(group: Group) -> None:
         kept: dict[str, Array] = {}
         for stage in (3, 1, 0, 2, 3):
-            where = arrange(MODELS["gpt"](), group, Layout(zero=stage, memory_limit=2**40, unit_bytes=1))
+            where = arrange(
+                MODELS["gpt"](), group, Layout(zero=stage, memory_limit=2**40, unit_bytes=1)
+            )
             where.model.initialize(seed=stage, storage=where.storage)
             optimizer = optim.Adam(where.model.storage)
             worker = Worker(where.model, optimizer, group, arrangement=where)
@@ -150,8 +171,18 @@ def test_a_checkpoint_of_any_stage_goes_on_in_any_other() -> None:
                 for state in worker.state():
                     state.scatter(kept.__getitem__)
             else:
-                worker.step(next(Loader(samples("gpt"), 7, rank=group.rank, world=group.size, workers=0).epoch(0)))
-            found = {name: array for state in worker.state() for name, array in state.to_dict(everywhere=True).items()}
+                worker.step(
+                    next(
+                        Loader(
+                            samples("gpt"), 7, rank=group.rank, world=group.size, workers=0
+                        ).epoch(0)
+                    )
+                )
+            found = {
+                name: array
+                for state in worker.state()
+                for name, array in state.to_dict(everywhere=True).items()
+            }
             assert not kept or all((found[name] == array).all() for name, array in kept.items())
             kept = found
             worker.release()
@@ -164,8 +195,11 @@ def test_a_model_that_only_stage_3_fits_under_the_limit() -> None:
 
     def main(group: Group) -> None:
         def place(limit: int, **options: Any) -> str:
-            model = models.mlp((64,), 10, hidden=(64,) * 31)  # 128 thousand parameters, 2 MiB of state
-            return told(DeviceError, lambda: arrange(model, group, Layout(memory_limit=limit, **options)))
+            # 128 thousand parameters, 2 MiB of state
+            model = models.mlp((64,), 10, hidden=(64,) * 31)
+            return told(
+                DeviceError, lambda: arrange(model, group, Layout(memory_limit=limit, **options))
+            )
 
         limit = 700 * 2**10
         assert "with zero 3, which needs" in place(limit)
@@ -181,7 +215,9 @@ def test_a_model_that_only_stage_3_fits_under_the_limit() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_misuse_is_refused(ranks: int) -> None:
-    """Stray passes, looks at what is not here, passes that were left halfway, and what is no stage."""
+    """Stray passes, looks at what is not here, passes that were left halfway, and what is no
+    stage.
+    """
 
     def loss_of(model: Module) -> Tensor:
         return ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int))
@@ -217,9 +253,13 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
     def main(group: Group) -> None:
         where = arrange(mlp(), group, Layout(zero=3, unit_bytes=1))
         where.model.initialize(seed=0, storage=where.storage)
-        worker = Worker(where.model, optim.SGD(where.model.storage, lr=1.0), group, arrangement=where)
+        worker = Worker(
+            where.model, optim.SGD(where.model.storage, lr=1.0), group, arrangement=where
+        )
         before = [array.copy() for array in where.model.storage.data]
-        batch = next(Loader(samples("mlp"), 7, rank=group.rank, world=group.size, workers=0).epoch(0))
+        batch = next(
+            Loader(samples("mlp"), 7, rank=group.rank, world=group.size, workers=0).epoch(0)
+        )
         batch.x[...] = np.inf
         with pytest.raises(DivergenceError, match="not finite"), np.errstate(all="ignore"):
             worker.step(batch)
@@ -242,7 +282,13 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         where.model.initialize(seed=0, storage=where.storage)
         optimizer = optim.SGD(where.model.storage, lr=1.0)
         with pytest.raises(UsageError, match="leave one of them out"):
-            Worker(where.model, optimizer, group, exchange=GradientExchange(fused_update=True), arrangement=where)
+            Worker(
+                where.model,
+                optimizer,
+                group,
+                exchange=GradientExchange(fused_update=True),
+                arrangement=where,
+            )
 
     simulate(main, 2)
 
@@ -253,13 +299,19 @@ def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 5)), rng.integers(0, 4, 12)
 
-    def main(group: Group, parallel: Callable[..., DataParallel]) -> tuple[list[float], dict[str, Array]]:
-        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)).initialize(seed=0, dtype="float64")
+    def main(
+        group: Group, parallel: Callable[..., DataParallel]
+    ) -> tuple[list[float], dict[str, Array]]:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)).initialize(
+            seed=0, dtype="float64"
+        )
         found, norms = parallel(model, group), []
         optimizer, mine = optim.SGD(model.storage, lr=0.5), part(12, group.size, group.rank)
         for _ in range(3):
             model.zero_grad()
-            loss = ops.cross_entropy(model(x[mine.start : mine.stop]), y[mine.start : mine.stop], reduction="sum")
+            loss = ops.cross_entropy(
+                model(x[mine.start : mine.stop]), y[mine.start : mine.stop], reduction="sum"
+            )
             found.backward(loss, samples=12)
             norms.append(optim.clip_by_global_norm(model.storage.grads, 0.1))
             optimizer.step()
@@ -268,7 +320,9 @@ def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
         return norms, model.state()
 
     ((norms, weights),) = simulate(lambda group: main(group, nnmpi.DataParallel), 1)
-    for theirs, state in simulate(lambda group: main(group, partial(nnmpi.ShardedDataParallel, stage=stage)), 3):
+    for theirs, state in simulate(
+        lambda group: main(group, partial(nnmpi.ShardedDataParallel, stage=stage)), 3
+    ):
         np.testing.assert_allclose(theirs, norms, rtol=1e-12)
         for name, array in weights.items():
             np.testing.assert_allclose(state[name], array, rtol=1e-12, atol=1e-14)
@@ -277,7 +331,9 @@ def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
 def train_small(group: Group, model: Module, layout: Layout) -> list[float]:
     """Return the losses of two epochs."""
     draw = np.random.default_rng(1)
-    data = Dataset("images", draw.standard_normal((16, 2, 2, 1)).astype(np.float32), draw.integers(0, 3, 16), 3)
+    data = Dataset(
+        "images", draw.standard_normal((16, 2, 2, 1)).astype(np.float32), draw.integers(0, 3, 16), 3
+    )
     where = arrange(model, group, layout, np.zeros((4, 2, 2, 1), np.float32))
     where.model.initialize(seed=0, storage=where.storage)
     worker = Worker(where.model, optim.Adam(where.model.storage), group, arrangement=where)
@@ -298,7 +354,9 @@ def test_a_stage_of_a_pipeline_without_parameters(stage: int) -> None:
 
     layout = Layout(dp=2, pp=2, zero=stage) if stage == 1 else Layout(dp=2, zero=stage)
     found = simulate(lambda group: main(group, layout), 4 if stage == 1 else 2)[0]
-    np.testing.assert_allclose(found, simulate(lambda group: main(group, Layout()), 1)[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        found, simulate(lambda group: main(group, Layout()), 1)[0], rtol=1e-5
+    )
 
 
 class Plain(nn.Module):
@@ -315,7 +373,9 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> None:
     layout = Layout(dp=2, zero=stage, activation_memory=10**7)
-    with pytest.raises(UsageError, match="taken over this model's forward, .* make the model an nn.Sequential"):
+    with pytest.raises(
+        UsageError, match="taken over this model's forward, .* make the model an nn.Sequential"
+    ):
         simulate(lambda group: train_small(group, Plain(), layout), 2)
 
 
@@ -325,7 +385,9 @@ def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> Non
 def test_without_room_for_windows_it_sends_messages_and_says_so(
     stage: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives back those that it had. However many units there are, it takes no window for each of them."""
+    """It gives back those that it had. However many units there are, it takes no window for each of
+    them.
+    """
     share_pages, left, held = SimulatedComm.share_pages, Counter[int](), Counter[int]()
 
     def share(comm: SimulatedComm, own_bytes: int) -> SharedPages:
@@ -348,16 +410,22 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(
         optimizer = optim.SGD(model.storage, lr=0.1)
         for _ in range(2):
             model.zero_grad()
-            loss = ops.cross_entropy(model(np.ones((2, 5), np.float32)), np.zeros(2, int), reduction="sum")
+            loss = ops.cross_entropy(
+                model(np.ones((2, 5), np.float32)), np.zeros(2, int), reduction="sum"
+            )
             losses.append(loss.item())
             parallel.backward(loss, 4)
             optimizer.step()
         return losses, parallel
 
     def main(group: Group) -> list[float]:
-        losses, parallel = train(group, partial(nnmpi.ShardedDataParallel, stage=stage, unit_bytes=1))
+        losses, parallel = train(
+            group, partial(nnmpi.ShardedDataParallel, stage=stage, unit_bytes=1)
+        )
         enough = left[group.rank] <= room
-        assert enough == ("no more room" not in parallel.notice) == parallel.model.storage.stands_once
+        assert (
+            enough == ("no more room" not in parallel.notice) == parallel.model.storage.stands_once
+        )
         assert enough or room < 4  # flags, gradients (those of several units apart), weights
         assert held[group.rank] == (left[group.rank] if enough else 0)
         parallel.release()
@@ -372,17 +440,28 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(
 @pytest.mark.host_only("the ranks are simulated")
 @pytest.mark.parametrize("apart", [True, False])
 def test_the_table_of_the_memory_page_is_what_runs_hold(apart: bool, tmp_path: Path) -> None:
-    """Its formulas, without slots and scratch, beside what training counts: by messages, and on one node."""
+    """Its formulas, without slots and scratch, beside what training counts: by messages, and on one
+    node.
+    """
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     rows = re.findall(r"^\| (\d) \| [^|]+ \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE)
     assert [stage for stage, *_ in rows] == ["0", "1", "2", "3"]
     ranks, held, elements = 3, {}, 0
     for stage, *_ in rows:
-        words = f"--model mlp --hidden 256 256 --max-steps 4 --log-every 2 --zero {stage} --out {tmp_path / stage}"
+        words = (
+            f"--model mlp --hidden 256 256 --max-steps 4 --log-every 2 --zero {stage} --out"
+            f" {tmp_path / stage}"
+        )
         machine = parse_network("gbit=10", ranks) if apart else None
         simulate(partial(train, [*words.split(), "--quiet"]), ranks, machine)
-        last = [each for each in read_metrics(tmp_path / stage / "metrics.jsonl") if each["kind"] == "train"][-1]
-        held[stage] = sum(last[f"memory_{kind}"] for kind in ("parameters", "gradients", "optimizer"))
+        last = [
+            each
+            for each in read_metrics(tmp_path / stage / "metrics.jsonl")
+            if each["kind"] == "train"
+        ][-1]
+        held[stage] = sum(
+            last[f"memory_{kind}"] for kind in ("parameters", "gradients", "optimizer")
+        )
         elements = last["memory_gradients"] // 4 if stage == "0" else elements
     for stage, *formulas in rows:
         formula = re.sub(r"(\d) (?=[PU(])", r"\1 * ", formulas[not apart])

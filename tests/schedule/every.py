@@ -1,4 +1,6 @@
-"""Schedules to test, as strategies and ranges: stages 1-8, microbatches 1-16, virtual stages 1-3."""
+"""Schedules to test, as strategies and ranges: stages 1-8, microbatches 1-16, virtual stages
+1-3.
+"""
 
 from functools import cache
 
@@ -10,7 +12,9 @@ from nnmpi.schedule.schedules import INFERENCE, INTERLEAVED, SCHEDULES, make, us
 
 RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 17), range(1, 4)
 SEVERAL = (INTERLEAVED, INFERENCE)  # that can have several stages on a rank
-KINDS = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name in SEVERAL else (usual_stages(name),))]
+KINDS = [
+    (name, v) for name in SCHEDULES for v in (VIRTUAL if name in SEVERAL else (usual_stages(name),))
+]
 
 numbers = st.tuples(st.sampled_from(RANKS), st.sampled_from(MICROBATCHES))
 schedules = st.tuples(st.sampled_from(KINDS), numbers)

@@ -35,7 +35,10 @@ def read(*texts: str) -> Schedule:
     """Return the schedule of two microbatches whose programs are written out, one rank per text."""
     programs: Programs = []
     for text in texts:
-        items = [[instruction(word) for word in found.strip("()").split()] for found in _ITEM.findall(text)]
+        items = [
+            [instruction(word) for word in found.strip("()").split()]
+            for found in _ITEM.findall(text)
+        ]
         programs.append([own[0] if len(own) == 1 else Together(tuple(own)) for own in items])
     return Schedule("by hand", len(texts), len(texts), 2, tuple(map(tuple, programs)))
 
@@ -65,11 +68,19 @@ def test_the_schedule_by_hand_is_right() -> None:
         ("1SEND_GRAD1 ", "", "1SEND_GRAD1 is missing on rank 1: 0RECV_GRAD1 has no partner"),
         ("0RECV_GRAD1 ", "", "0RECV_GRAD1 is missing on rank 0: 1SEND_GRAD1 has no partner"),
         ("0B1", "0B1 1STEP", "1STEP stands on rank 0, but stage 1 lives on rank 1"),
-        ("1RECV_ACT0 1F0", "1F0 1RECV_ACT0", "1F0 does not stand behind 1RECV_ACT0, which it needs"),
+        (
+            "1RECV_ACT0 1F0",
+            "1F0 1RECV_ACT0",
+            "1F0 does not stand behind 1RECV_ACT0, which it needs",
+        ),
         ("0F0 0SEND_ACT0", "0SEND_ACT0 0F0", "0SEND_ACT0 does not stand behind 0F0"),
         ("1F1 1B1", "1B1 1F1", "1B1 does not stand behind 1F1"),
         ("0RECV_GRAD1 0B1", "0B1 0RECV_GRAD1", "0B1 does not stand behind 0RECV_GRAD1"),
-        ("1B1 1REDUCE 1SEND_GRAD1", "1SEND_GRAD1 1B1 1REDUCE", "1SEND_GRAD1 does not stand behind 1B1"),
+        (
+            "1B1 1REDUCE 1SEND_GRAD1",
+            "1SEND_GRAD1 1B1 1REDUCE",
+            "1SEND_GRAD1 does not stand behind 1B1",
+        ),
         ("1B1 1REDUCE", "1REDUCE 1B1", "1REDUCE does not stand behind 1B1"),
         ("0REDUCE 0STEP", "0STEP 0REDUCE", "0STEP does not stand behind 0REDUCE"),
         ("0REDUCE ", "", "0REDUCE is missing on rank 0"),
@@ -99,11 +110,12 @@ def test_deadlock_of_sends_that_wait() -> None:
     first, last = (text.replace("(", "").replace(")", "") for text in (FIRST, LAST))
     with pytest.raises(ScheduleError) as caught:
         check(read(first, last))
-    assert str(caught.value) == (
-        "by hand: deadlock when sends wait for their receivers: rank 0 in 0SEND_ACT1, rank 1 in 1SEND_GRAD0: each "
-        "waits for the next, the last for the first\n\n"
-        "rank 0   0F0 0SEND_ACT0 0F1 >0SEND_ACT1< 0RECV_GRAD0 0B0 0RECV_GRAD1 ...\n"
-        "rank 1   1RECV_ACT0 1F0 1B0 >1SEND_GRAD0< 1RECV_ACT1 1F1 1B1 ..."
+    assert (
+        str(caught.value)
+        == "by hand: deadlock when sends wait for their receivers: rank 0 in 0SEND_ACT1, rank 1 in"
+        " 1SEND_GRAD0: each waits for the next, the last for the first\n\nrank 0   0F0"
+        " 0SEND_ACT0 0F1 >0SEND_ACT1< 0RECV_GRAD0 0B0 0RECV_GRAD1 ...\nrank 1   1RECV_ACT0 1F0"
+        " 1B0 >1SEND_GRAD0< 1RECV_ACT1 1F1 1B1 ..."
     )
 
 
@@ -122,11 +134,18 @@ def test_deadlock_of_receives() -> None:
         ("zb-v", 2, Kind.I.at(1, 0), Kind.I.at(2, 0)),
     ],
 )
-def test_stages_of_one_rank_follow_one_another(name: str, ranks: int, first: Instruction, second: Instruction) -> None:
+def test_stages_of_one_rank_follow_one_another(
+    name: str, ranks: int, first: Instruction, second: Instruction
+) -> None:
     schedule = lowered(name, ranks, 1, 2)
     order: dict[Item, Item] = {first: second, second: first}
-    swapped = replace(schedule, programs=tuple(tuple(order.get(one, one) for one in own) for own in schedule.programs))
-    with pytest.raises(ScheduleError, match=f"{first} does not stand behind {second}, which it needs"):
+    swapped = replace(
+        schedule,
+        programs=tuple(tuple(order.get(one, one) for one in own) for own in schedule.programs),
+    )
+    with pytest.raises(
+        ScheduleError, match=f"{first} does not stand behind {second}, which it needs"
+    ):
         check(swapped)
 
 
@@ -158,7 +177,9 @@ def test_what_is_dropped_or_doubled_is_noticed(data: st.DataObject) -> None:
     schedule, rank, at = _draw(data)
     assert _is_refused(spoiled(schedule, lambda programs: programs[rank].__delitem__(at)))
     to = data.draw(st.integers(0, len(schedule.programs[rank])))
-    assert _is_refused(spoiled(schedule, lambda programs: programs[rank].insert(to, programs[rank][at])))
+    assert _is_refused(
+        spoiled(schedule, lambda programs: programs[rank].insert(to, programs[rank][at]))
+    )
 
 
 @settings(max_examples=100)
@@ -169,7 +190,11 @@ def test_what_is_misdirected_is_noticed(data: st.DataObject) -> None:
     item = schedule.programs[rank][at]
     old = item.parts[0] if isinstance(item, Together) else item
     stage = data.draw(st.integers(0, schedule.stages))
-    microbatch = old.microbatch if old.microbatch is None else data.draw(st.integers(0, schedule.microbatches))
+    microbatch = (
+        old.microbatch
+        if old.microbatch is None
+        else data.draw(st.integers(0, schedule.microbatches))
+    )
     new = Instruction(old.kind, stage, microbatch)
     assume(new != old)
     replaced = Together((new, *item.parts[1:])) if isinstance(item, Together) else new
@@ -186,9 +211,11 @@ def test_two_messages_in_the_wrong_order_are_noticed_in_every_schedule() -> None
 
         def swap(programs: Programs) -> None:
             own = programs[1]
-            first, second = [i for i, one in enumerate(own) if isinstance(one, Instruction) and one.kind in RECEIVES][
-                :2
-            ]
+            first, second = [
+                i
+                for i, one in enumerate(own)
+                if isinstance(one, Instruction) and one.kind in RECEIVES
+            ][:2]
             own[first], own[second] = own[second], own[first]
 
         assert _is_refused(spoiled(schedule, swap)), name
@@ -200,7 +227,11 @@ def test_a_backward_without_its_reduction_is_noticed_in_every_schedule() -> None
             schedule = lowered(name, 2, 3, virtual)
 
             def late(programs: Programs) -> None:
-                at = [i for i, one in enumerate(programs[0]) if isinstance(one, Instruction) and one.kind in BACKWARD]
+                at = [
+                    i
+                    for i, one in enumerate(programs[0])
+                    if isinstance(one, Instruction) and one.kind in BACKWARD
+                ]
                 programs[0].append(programs[0].pop(at[-1]))
 
             assert _is_refused(spoiled(schedule, late)), name
@@ -210,10 +241,15 @@ def test_a_backward_without_its_reduction_is_noticed_in_every_schedule() -> None
 def test_no_schedule_of_ones_own_ends_in_a_stack(data: st.DataObject) -> None:
     """Programs of any instructions are refused in a sentence, or right."""
     number = st.sampled_from([0, 0, 1, 1, 2, -1, None, 0.0, "1"])
-    drawn = st.lists(st.builds(Instruction, st.sampled_from([*Kind, "F"]), number, number), max_size=3)
+    drawn = st.lists(
+        st.builds(Instruction, st.sampled_from([*Kind, "F"]), number, number), max_size=3
+    )
 
     def own(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
-        return [*(kind.at(rank, m) for kind in (Kind.F, Kind.B) for m in range(microbatches)), *data.draw(drawn)]
+        return [
+            *(kind.at(rank, m) for kind in (Kind.F, Kind.B) for m in range(microbatches)),
+            *data.draw(drawn),
+        ]
 
     with suppress(ScheduleError):
         check(lower(make(own, 2, 2)))

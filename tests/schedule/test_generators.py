@@ -1,4 +1,6 @@
-"""What the generators promise, for all numbers of stages and microbatches: bubbles, activations, messages, order."""
+"""What the generators promise, for all numbers of stages and microbatches: bubbles, activations,
+messages, order.
+"""
 
 from collections.abc import Callable
 
@@ -16,7 +18,9 @@ some = settings(max_examples=20)
 
 def found(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Simulation:
     """Simulate with a forward of one second for a rank's stages together."""
-    return simulate_schedule(lowered(name, ranks, microbatches, virtual), even_costs(ranks * virtual, 1 / virtual))
+    return simulate_schedule(
+        lowered(name, ranks, microbatches, virtual), even_costs(ranks * virtual, 1 / virtual)
+    )
 
 
 def few(ranks: int, m: int, ahead: float, behind: float) -> float:
@@ -42,12 +46,15 @@ PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
     "1f1b": lambda r, m, v, rank: min(r - rank, m),
     "pipedream": lambda r, m, v, rank: min(r - rank, m),
     "zero-bubble": lambda r, m, v, rank: min(r, m),
-    "interleaved": lambda r, m, v, rank: min(2 * (r - 1 - rank) + (v - 1) * -(-m // max(1, m // r)) + 1, v * m),
+    "interleaved": lambda r, m, v, rank: min(
+        2 * (r - 1 - rank) + (v - 1) * -(-m // max(1, m // r)) + 1, v * m
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual"), [(name, v) for name, v in KINDS if name in PEAKS and (name, v) != ("interleaved", 1)]
+    ("name", "virtual"),
+    [(name, v) for name, v in KINDS if name in PEAKS and (name, v) != ("interleaved", 1)],
 )
 @some
 @given(numbers)
@@ -58,7 +65,9 @@ def test_bubbles_activations_and_messages(name: str, virtual: int, number: tuple
     if name in MAKESPANS:
         assert simulation.makespan_s == pytest.approx(MAKESPANS[name](*number, virtual))
         assert simulation.bubble == pytest.approx(1 - work_s / simulation.makespan_s)
-    assert simulation.peak_activations == tuple(PEAKS[name](*number, virtual, rank) for rank in range(ranks))
+    assert simulation.peak_activations == tuple(
+        PEAKS[name](*number, virtual, rank) for rank in range(ranks)
+    )
     ways = 1 if name == "inference" else 2
     assert simulation.messages == (ways * (virtual * ranks - 1) * microbatches if ranks > 1 else 0)
 
@@ -74,16 +83,24 @@ def test_bubbles_activations_and_messages(name: str, virtual: int, number: tuple
 def test_stages_there_and_back_keep_under_the_cap_and_wait_no_longer_than_promised(
     name: str, most: Callable[[int], int], bubble: Callable[[int], tuple[int, int]]
 ) -> None:
-    """In forwards of a stage; 1F1B keeps 2 r activations on its first rank, and waits for 6 (r - 1) of them."""
+    """In forwards of a stage; 1F1B keeps 2 r activations on its first rank, and waits for 6 (r - 1)
+    of them.
+    """
     for ranks in RANKS:
         for microbatches in (ranks, ranks + 1, 3 * ranks + 1):
             schedule = lowered(name, ranks, microbatches, 2)
             simulation = simulate_schedule(schedule, even_costs(2 * ranks))
             least, longest = bubble(ranks)
-            assert least <= simulation.makespan_s - 6 * microbatches <= longest, (ranks, microbatches)
+            assert least <= simulation.makespan_s - 6 * microbatches <= longest, (
+                ranks,
+                microbatches,
+            )
             assert max(simulation.peak_activations) <= most(ranks)
             assert simulation.messages == 2 * (2 * ranks - 2) * microbatches
-            assert [schedule.rank_of(stage) for stage in range(2 * ranks)] == [*range(ranks), *reversed(range(ranks))]
+            assert [schedule.rank_of(stage) for stage in range(2 * ranks)] == [
+                *range(ranks),
+                *reversed(range(ranks)),
+            ]
 
 
 def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
@@ -92,7 +109,9 @@ def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
 
 
 def test_gpipe_goes_back_with_the_last_microbatch_first() -> None:
-    backwards = [one.microbatch for one in make("gpipe", 2, 4).instructions(1) if one.kind is Kind.B]
+    backwards = [
+        one.microbatch for one in make("gpipe", 2, 4).instructions(1) if one.kind is Kind.B
+    ]
     assert backwards == [3, 2, 1, 0]
 
 
@@ -100,12 +119,19 @@ def test_gpipe_goes_back_with_the_last_microbatch_first() -> None:
 def test_order_at_8_stages(microbatches: int) -> None:
     naive, gpipe, one_f_one_b, thin, zero = (
         found(name, 8, microbatches, virtual).makespan_s
-        for name, virtual in (("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1))
+        for name, virtual in (
+            ("naive", 1),
+            ("gpipe", 1),
+            ("1f1b", 1),
+            ("interleaved", 2),
+            ("zero-bubble", 1),
+        )
     )
     assert naive > gpipe >= one_f_one_b > max(thin, zero)
 
 
-# Every schedule, lowered, is right for every number of stages and microbatches: by `check`, and by the oracle.
+# Every schedule, lowered, is right for every number of stages and microbatches: by `check`, and by
+# the oracle.
 
 
 @pytest.mark.parametrize("ranks", RANKS)

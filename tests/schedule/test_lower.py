@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from nnmpi.errors import UsageError
 from nnmpi.schedule.lower import add_transfers, fuse, lower, place_reductions
-from nnmpi.schedule.schedule import TRANSFERS, Instruction, Schedule, around, other_end, send_of, there_and_back
+from nnmpi.schedule.schedule import (
+    TRANSFERS,
+    Instruction,
+    Schedule,
+    around,
+    other_end,
+    send_of,
+    there_and_back,
+)
 from nnmpi.schedule.schedules import make
 
 
@@ -18,13 +26,33 @@ from nnmpi.schedule.schedules import make
         # halved backwards send after the first half
         (add_transfers(make("zero-bubble", 2, 1)), 1, "1RECV_ACT0 1F0 1I0 1SEND_GRAD0 1W0"),
         # reductions follow the last backward of their stage
-        (place_reductions(make("interleaved", 2, 2, 2)), 0, "2B0 2B1 2REDUCE 0B0 0B1 0REDUCE 0STEP 2STEP"),
-        (place_reductions(make("pipedream", 2, 2)), 1, "1F0 1B0 1REDUCE0 1STEP0 1F1 1B1 1REDUCE1 1STEP1"),
+        (
+            place_reductions(make("interleaved", 2, 2, 2)),
+            0,
+            "2B0 2B1 2REDUCE 0B0 0B1 0REDUCE 0STEP 2STEP",
+        ),
+        (
+            place_reductions(make("pipedream", 2, 2)),
+            1,
+            "1F0 1B0 1REDUCE0 1STEP0 1F1 1B1 1REDUCE1 1STEP1",
+        ),
         (place_reductions(make("inference", 2, 2)), 0, "0F0 0F1"),
-        (lower(make("1f1b", 2, 2)), 0, "0F1 (0SEND_ACT1 0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP"),
-        (lower(make("1f1b", 2, 2)), 1, "1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1 1STEP"),
+        (
+            lower(make("1f1b", 2, 2)),
+            0,
+            "0F1 (0SEND_ACT1 0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP",
+        ),
+        (
+            lower(make("1f1b", 2, 2)),
+            1,
+            "1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1 1STEP",
+        ),
         # as the module's docstring shows it
-        (lower(make("1f1b", 3, 1)), 1, "1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0) 1B0 1REDUCE 1SEND_GRAD0 1STEP"),
+        (
+            lower(make("1f1b", 3, 1)),
+            1,
+            "1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0) 1B0 1REDUCE 1SEND_GRAD0 1STEP",
+        ),
     ],
 )
 def test_the_end_of_a_program_by_heart(schedule: Schedule, rank: int, text: str) -> None:
@@ -37,7 +65,11 @@ def test_fusing_can_be_repeated() -> None:
         assert fuse(lowered) == lowered
 
 
-@given(st.builds(Instruction, st.sampled_from(sorted(TRANSFERS)), st.integers(1, 99), st.integers(0, 99)))
+@given(
+    st.builds(
+        Instruction, st.sampled_from(sorted(TRANSFERS)), st.integers(1, 99), st.integers(0, 99)
+    )
+)
 def test_both_ends_of_a_message_name_it(one: Instruction) -> None:
     other = other_end(one)
     assert other_end(other) == one and abs(one.stage - other.stage) == 1
@@ -58,18 +90,26 @@ def test_stages_live_on_ranks_in_turn() -> None:
     assert [schedule.is_cut(stage) for stage in range(-1, 6)] == [False, *[True] * 5, False]
     there = Schedule("", 3, 9, 1, (), there_and_back)
     assert [there.stages_of(rank) for rank in range(3)] == [(0, 5, 6), (1, 4, 7), (2, 3, 8)]
-    assert [there.is_cut(stage) for stage in range(8)] == [stage not in (2, 5) for stage in range(8)]
+    assert [there.is_cut(stage) for stage in range(8)] == [
+        stage not in (2, 5) for stage in range(8)
+    ]
     assert not any(make("interleaved", 1, 2, 3).is_cut(stage) for stage in range(-1, 3))
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (("2f2b", 2, 2, 1), "no schedule '2f2b'; the names are naive, gpipe, 1f1b, interleaved, zero-bubble"),
+        (
+            ("2f2b", 2, 2, 1),
+            "no schedule '2f2b'; the names are naive, gpipe, 1f1b, interleaved, zero-bubble",
+        ),
         (("1f1b", 0, 2, 1), "cannot have 0 ranks; give at least 1"),
         (("1f1b", 2, -1, 1), "cannot have -1 microbatches"),
         (("interleaved", 2, 2, 0), "cannot have 0 virtual stages per rank"),
-        (("gpipe", 2, 2, 2), "gpipe has one stage on each rank, not 2; for several choose interleaved"),
+        (
+            ("gpipe", 2, 2, 2),
+            "gpipe has one stage on each rank, not 2; for several choose interleaved",
+        ),
     ],
 )
 def test_nonsense_is_refused(given: tuple[str, int, int, int], sentence: str) -> None:

@@ -35,7 +35,9 @@ def test_no_cut_is_better(times: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(times)))
     cut = partition(times, stages)
     assert cut in list(every_cut(len(times), stages))
-    assert goodness(cut, times) == min(goodness(other, times) for other in every_cut(len(times), stages))
+    assert goodness(cut, times) == min(
+        goodness(other, times) for other in every_cut(len(times), stages)
+    )
 
 
 @drawn(many_layers, st.data())
@@ -65,7 +67,10 @@ def test_memory_goes_before_time() -> None:
     [
         (([1, 2], 3), "2 layers cannot be cut into 3 stages; give 1 to 2 stages"),
         (([1, 2], 0), "into 0 stages"),
-        (([1, 2, 3], 2, [4, 40, 5], 39), "2 stages do not fit 39 bytes .* least possible is 44, .* number 1, has 40"),
+        (
+            ([1, 2, 3], 2, [4, 40, 5], 39),
+            "2 stages do not fit 39 bytes .* least possible is 44, .* number 1, has 40",
+        ),
     ],
 )
 def test_what_cannot_be_cut(given: tuple[Any, ...], words: str) -> None:

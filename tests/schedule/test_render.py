@@ -1,4 +1,6 @@
-"""Pictures: those in the docstrings are what the command prints, and all show what the programs say."""
+"""Pictures: those in the docstrings are what the command prints, and all show what the programs
+say.
+"""
 
 import inspect
 import re
@@ -21,7 +23,9 @@ FUNCTIONS = {name: name.replace("-", "_") for name in SCHEDULES} | {"1f1b": "one
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_picture_in_the_docstring_is_what_the_command_prints(name: str) -> None:
     text = inspect.getdoc(getattr(schedules, FUNCTIONS[name])) or ""
-    command, grid = re.search(r"^    python -m nnmpi\.schedule (.*)\n\n((?:    .*\n)+)", text, re.MULTILINE).groups()  # type: ignore[union-attr]
+    command, grid = re.search(
+        r"^    python -m nnmpi\.schedule (.*)\n\n((?:    .*\n)+)", text, re.MULTILINE
+    ).groups()  # type: ignore[union-attr]
     assert f"--pipeline {name} " in command
     printed = main(command.split()).split("\n\n")
     assert printed[1].splitlines() == [line.removeprefix("    ") for line in grid.splitlines()]
@@ -29,7 +33,9 @@ def test_the_picture_in_the_docstring_is_what_the_command_prints(name: str) -> N
 
 @pytest.mark.parametrize(("name", "virtual"), KINDS)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (3, 2), (4, 12), (8, 3)])
-def test_every_piece_of_work_is_in_its_ranks_row(name: str, virtual: int, ranks: int, microbatches: int) -> None:
+def test_every_piece_of_work_is_in_its_ranks_row(
+    name: str, virtual: int, ranks: int, microbatches: int
+) -> None:
     schedule = lowered(name, ranks, microbatches, virtual)
     head, *rows = render(schedule).split("\n\n")[0].splitlines()
     assert head.startswith("time ") and len(rows) == ranks
@@ -41,6 +47,8 @@ def test_every_piece_of_work_is_in_its_ranks_row(name: str, virtual: int, ranks:
 
 
 def test_what_waits_for_ever_is_not_drawn() -> None:
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever; check the schedule before it is drawn"):
+    with pytest.raises(
+        ScheduleError, match="rank 0 waits for ever; check the schedule before it is drawn"
+    ):
         schedule = add_transfers(make("1f1b", 2, 2))
         render(replace(schedule, programs=(schedule.programs[0], schedule.programs[1][:-1])))

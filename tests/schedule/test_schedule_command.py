@@ -13,7 +13,10 @@ def test_grid_and_figures() -> None:
     title, _, *rest = main(COMMAND.split()).splitlines()
     assert title == "1f1b: 4 ranks, 8 microbatches"
     assert rest[1].startswith("rank 0  F0 F1 F2 F3 ")
-    assert rest[7] == "A column is the time of one forward of a stage; a backward takes 2, a message none."
+    assert (
+        rest[7]
+        == "A column is the time of one forward of a stage; a backward takes 2, a message none."
+    )
     assert rest[9:] == [
         "makespan          33 ms   (modelled; of each rank: forward 1 ms, backward 2 ms)",
         "bubble            27.3 %   of all ranks' time",
@@ -24,7 +27,10 @@ def test_grid_and_figures() -> None:
 
 def test_what_thin_stages_keep_is_told_in_whole_ranks() -> None:
     told = main(["--pipeline", "interleaved", *COMMAND.split()[2:]])
-    assert "11 9 7 5   (of each rank: stages x microbatches; in whole ranks' layers: 5.5 4.5 3.5 2.5)" in told
+    assert (
+        "11 9 7 5   (of each rank: stages x microbatches; in whole ranks' layers: 5.5 4.5 3.5 2.5)"
+        in told
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -37,16 +43,34 @@ def test_every_schedule_can_be_looked_at(name: str) -> None:
     ("words", "sentence"),
     [
         ("", "required: --pipeline, --stages, --microbatches"),
-        ("--pipeline 1b1f --stages 2 --microbatches 2", "there is no schedule '1b1f'; the names are naive, gpipe"),
-        ("--pipeline gpipe --stages 0 --microbatches 2", "--stages: '0' is not a whole number of at least 1"),
-        ("--pipeline gpipe --stages 2 --microbatches x", "--microbatches: 'x' is not a whole number of at"),
-        ("--pipeline gpipe --stages 2 --microbatches 2 --virtual-stages 2", "gpipe has one stage on each rank, not 2"),
-        ("--pipeline gpipe --stages 5000 --microbatches 5000", "5000 microbatches would take 1 h 44 min or so"),
+        (
+            "--pipeline 1b1f --stages 2 --microbatches 2",
+            "there is no schedule '1b1f'; the names are naive, gpipe",
+        ),
+        (
+            "--pipeline gpipe --stages 0 --microbatches 2",
+            "--stages: '0' is not a whole number of at least 1",
+        ),
+        (
+            "--pipeline gpipe --stages 2 --microbatches x",
+            "--microbatches: 'x' is not a whole number of at",
+        ),
+        (
+            "--pipeline gpipe --stages 2 --microbatches 2 --virtual-stages 2",
+            "gpipe has one stage on each rank, not 2",
+        ),
+        (
+            "--pipeline gpipe --stages 5000 --microbatches 5000",
+            "5000 microbatches would take 1 h 44 min or so",
+        ),
         (f"{COMMAND} --virtual-stages {10**20}", "is too large a number"),
         ("--schedule gpipe --stages 2", "--schedule is not an option; did you mean --pipeline?"),
         (f"{COMMAND} --message-ms 1", "--message-ms is not an option; did you mean --network?"),
         (f"{COMMAND} --forward-ms -1", "'-1' is not a number of milliseconds; write it like 2.5"),
-        (f"{COMMAND} --html /nowhere/x.html", "/nowhere/x.html cannot be written .No such file or directory.; give"),
+        (
+            f"{COMMAND} --html /nowhere/x.html",
+            "/nowhere/x.html cannot be written .No such file or directory.; give",
+        ),
     ],
 )
 def test_mistakes(words: str, sentence: str) -> None:

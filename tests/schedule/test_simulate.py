@@ -12,7 +12,13 @@ from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.schedule import COMPUTE, Kind
 from nnmpi.schedule.schedules import make
-from nnmpi.schedule.simulate import ScheduleRun, Simulation, even_costs, measured_costs, simulate_schedule
+from nnmpi.schedule.simulate import (
+    ScheduleRun,
+    Simulation,
+    even_costs,
+    measured_costs,
+    simulate_schedule,
+)
 from tests.schedule.every import lowered, schedules
 
 
@@ -26,7 +32,12 @@ def test_two_stages_two_microbatches_by_hand() -> None:
     rank 0   0F0 0-2   0F1 2-4                        0B0 11.5-15.5            0B1 19.5-23.5
     rank 1                      1F0 3-6   1B0 6-11    1F1 11-14     1B1 14-19
     """
-    costs = {Kind.F: (2.0, 3.0), Kind.B: (4.0, 5.0), Kind.SEND_ACT: (1.0, 1.0), Kind.SEND_GRAD: (0.5, 0.5)}
+    costs = {
+        Kind.F: (2.0, 3.0),
+        Kind.B: (4.0, 5.0),
+        Kind.SEND_ACT: (1.0, 1.0),
+        Kind.SEND_GRAD: (0.5, 0.5),
+    }
     simulation = simulate_schedule(lowered("1f1b", 2, 2), costs)
     found = spans(simulation)
     assert found["0F1"] == (2.0, 4.0)
@@ -42,7 +53,12 @@ def test_two_stages_two_microbatches_by_hand() -> None:
 
 
 def test_a_send_that_waits_holds_its_rank() -> None:
-    def found(name: str, microbatches: int, costs: dict[Kind, tuple[float, float]], rendezvous: bool = True) -> Any:
+    def found(
+        name: str,
+        microbatches: int,
+        costs: dict[Kind, tuple[float, float]],
+        rendezvous: bool = True,
+    ) -> Any:
         run = ScheduleRun(lowered(name, 2, microbatches), costs, rendezvous)
         return {str(span.instruction): (span.begin_s, span.end_s) for span in run.spans}
 
@@ -58,12 +74,18 @@ def test_a_send_that_waits_holds_its_rank() -> None:
 
 @settings(max_examples=40)
 @given(schedules, st.sampled_from([0.0, 0.25, 3.0]))
-def test_what_holds_of_every_simulation(chosen: tuple[tuple[str, int], tuple[int, int]], message_s: float) -> None:
+def test_what_holds_of_every_simulation(
+    chosen: tuple[tuple[str, int], tuple[int, int]], message_s: float
+) -> None:
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
     simulation = simulate_schedule(schedule, even_costs(schedule.stages, message_s=message_s))
     found = {span.instruction: span for span in simulation.spans}
-    assert len(found) == len(simulation.spans) == sum(len(list(schedule.instructions(r))) for r in range(ranks))
+    assert (
+        len(found)
+        == len(simulation.spans)
+        == sum(len(list(schedule.instructions(r))) for r in range(ranks))
+    )
     for rank in range(ranks):
         work = [s for s in simulation.spans if s.rank == rank and s.instruction.kind in COMPUTE]
         assert all(before.end_s <= after.begin_s for before, after in pairwise(work))
@@ -82,11 +104,15 @@ def test_what_holds_of_every_simulation(chosen: tuple[tuple[str, int], tuple[int
 def test_what_was_simulated_is_measured_and_simulated_again(
     chosen: tuple[tuple[str, int], tuple[int, int]],
 ) -> None:
-    """The spans of a run are all that the report needs: simulated from them, the run is the same."""
+    """The spans of a run are all that the report needs: simulated from them, the run is the
+    same.
+    """
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
     stages = schedule.stages
-    times = {kind: [1.0 + 0.25 * ((7 * s + i) % 5) for s in range(stages)] for i, kind in enumerate(Kind)}
+    times = {
+        kind: [1.0 + 0.25 * ((7 * s + i) % 5) for s in range(stages)] for i, kind in enumerate(Kind)
+    }
     first = simulate_schedule(schedule, times)
     samples = [(s.instruction, s.end_s - s.begin_s) for s in first.spans]
     again = simulate_schedule(schedule, measured_costs(stages, samples))
@@ -99,5 +125,10 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         simulate_schedule(lowered("gpipe", 2, 2), even_costs(3))
     unfused = add_transfers(make("1f1b", 2, 2))
     assert simulate_schedule(unfused, even_costs(2)).makespan_s == 9
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever in its item 6; check the schedule first"):
-        simulate_schedule(replace(unfused, programs=(unfused.programs[0], unfused.programs[1][:-1])), even_costs(2))
+    with pytest.raises(
+        ScheduleError, match="rank 0 waits for ever in its item 6; check the schedule first"
+    ):
+        simulate_schedule(
+            replace(unfused, programs=(unfused.programs[0], unfused.programs[1][:-1])),
+            even_costs(2),
+        )

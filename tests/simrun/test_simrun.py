@@ -1,4 +1,6 @@
-"""Programs written for mpi4py: each mistake is named with its ranks and lines; right ones print what mpirun prints."""
+"""Programs written for mpi4py: each mistake is named with its ranks and lines; right ones print
+what mpirun prints.
+"""
 
 import re
 import sys
@@ -20,7 +22,8 @@ comm = MPI.COMM_WORLD
 rank, size = comm.Get_rank(), comm.Get_size()
 """
 
-# A program (its first line is line 6), the exception, and what its sentence says (a regular expression).
+# A program (its first line is line 6), the exception, and what its sentence says (a regular
+# expression).
 DEFECTS = {
     "a ring of long sends": (
         "comm.Send(np.zeros(9999), (rank + 1) % size)\ncomm.Recv(np.zeros(9999))",
@@ -30,7 +33,10 @@ DEFECTS = {
     "nobody sends": (
         "if rank == 1:\n    comm.recv(source=MPI.ANY_SOURCE, tag=4)",
         CommError,
-        r"deadlock.*rank 1 waits for receive from any rank with tag 4.*p\.py:7.*ended: rank 0, rank 2",
+        (
+            r"deadlock.*rank 1 waits for receive from any rank with tag 4.*p\.py:7.*ended: rank 0,"
+            r" rank 2"
+        ),
     ),
     "a rank leaves a collective out": (
         "if rank:\n    comm.Barrier()",
@@ -42,13 +48,21 @@ DEFECTS = {
         CommError,
         r"different collectives.*(rank 1 in gather\(root 0\) \(p\.py:7\)|bcast).*p\.py:[79]",
     ),
-    "different roots": ("comm.bcast(1, root=rank % 2)", CommError, r"bcast\(root [01]\).*p\.py:6.*bcast\(root"),
+    "different roots": (
+        "comm.bcast(1, root=rank % 2)",
+        CommError,
+        r"bcast\(root [01]\).*p\.py:6.*bcast\(root",
+    ),
     "different lengths": (
         "comm.Allreduce(np.zeros(3 + (rank == 1)), np.zeros(4))",
         CommError,
         r"different collectives.*Allreduce\(SUM, [34], float64\) \(p\.py:6\)",
     ),
-    "different operations": ("comm.reduce(1, [MPI.MAX, MPI.MIN][rank % 2])", CommError, r"reduce\(root 0, M"),
+    "different operations": (
+        "comm.reduce(1, [MPI.MAX, MPI.MIN][rank % 2])",
+        CommError,
+        r"reduce\(root 0, M",
+    ),
     "a part that does not fit": (
         "comm.Gather(np.zeros(2 + (rank == 2)), np.zeros(6))",
         CommError,
@@ -65,8 +79,10 @@ DEFECTS = {
         r"rank 0 sends .*pickle.* \(p\.py:7\), which rank 1 receives as float64 \(p\.py:9\)",
     ),
     "changed in flight": (
-        "x = np.zeros(9)\nif rank == 0:\n    r = comm.Isend(x, 1)\n    x += 1\n    r.Wait()\n"
-        "if rank == 1:\n    comm.Recv(x)",
+        (
+            "x = np.zeros(9)\nif rank == 0:\n    r = comm.Isend(x, 1)\n    x += 1\n    r.Wait()\n"
+            "if rank == 1:\n    comm.Recv(x)"
+        ),
         CommError,
         r"rank 0 changed an array while its send to rank 1 .* read it \(p\.py:8\)",
     ),
@@ -85,16 +101,29 @@ DEFECTS = {
         CommError,
         r"rank 2 never waited for its send to rank 0 .*\(p\.py:7\)",
     ),
-    "an object in place of a buffer": ("comm.Send([1.0, 2.0], 0)", SystemExit, "bytes-like object.*'float'"),
+    "an object in place of a buffer": (
+        "comm.Send([1.0, 2.0], 0)",
+        SystemExit,
+        "bytes-like object.*'float'",
+    ),
     "no such rank": ("comm.send(1, rank + 1)", SystemExit, r"line 6.*there is no rank 3.* 0 to 2"),
-    "windows": ("MPI.Win", SystemExit, r"line 6.*have no mpi4py.MPI.Win; of mpi4py.MPI they have ANY_SOURCE"),
-    "persistent requests": ("comm.Send_init(np.zeros(1), 0)", SystemExit, r"have no Intracomm.Send_init; .*Bcast"),
+    "windows": (
+        "MPI.Win",
+        SystemExit,
+        r"line 6.*have no mpi4py.MPI.Win; of mpi4py.MPI they have ANY_SOURCE",
+    ),
+    "persistent requests": (
+        "comm.Send_init(np.zeros(1), 0)",
+        SystemExit,
+        r"have no Intracomm.Send_init; .*Bcast",
+    ),
     "a module that talks": ("import talks", UsageError, "talks communicates while it is imported"),
 }
 
 # Programs that are right. Their lines are compared with those of mpirun, in any order.
 RIGHT = {
-    "a function of its own, and requests that are over": """\
+    "a function of its own, and requests that are over": (
+        """\
         print(comm.allreduce(rank + 1, op=lambda x, y: x * y))
         data = np.full(1, rank)
         requests = [comm.Irecv(data, (rank - 1) % size), comm.Isend(np.full(1, rank), (rank + 1) % size)]
@@ -102,8 +131,10 @@ RIGHT = {
             for each in requests:
                 each.Test()
         print(rank, data, bool(requests[0]), bool(MPI.REQUEST_NULL))
-        """,
-    "messages": """\
+        """
+    ),
+    "messages": (
+        """\
         x, y, status = np.arange(4.0) + rank, np.empty(6), MPI.Status()
         right, left = (rank + 1) % size, (rank - 1) % size
         requests = [comm.Irecv([y, 4, MPI.DOUBLE], left, 7), comm.Isend([x, MPI.DOUBLE], right, 7)]
@@ -123,8 +154,10 @@ RIGHT = {
         print(rank, got, status.source == right)
         request = comm.issend(rank, left)
         print(rank, MPI.Request.waitall([comm.irecv(source=right), request]))
-        """,
-    "arguments by their names": """\
+        """
+    ),
+    "arguments by their names": (
+        """\
         right, left, status, request = (rank + 1) % size, (rank - 1) % size, MPI.Status(), MPI.Request()
         request.Wait(); print(request.Test(), request == MPI.REQUEST_NULL)
         request = comm.isend(obj=None, dest=right, tag=3)
@@ -136,8 +169,10 @@ RIGHT = {
         print(rank, comm.sendrecv(sendobj=rank, dest=right, source=left), comm.bcast(obj=rank, root=1))
         print(rank, comm.scatter(sendobj=[*range(size)]), comm.gather(sendobj=rank, root=1), comm.allgather(sendobj=1))
         print(rank, comm.alltoall(sendobj=[rank] * size), comm.reduce(sendobj=1, op=MPI.SUM), comm.allreduce(sendobj=2))
-        """,
-    "collectives": """\
+        """
+    ),
+    "collectives": (
+        """\
         x, whole, mine = np.arange(2) + 10 * rank, np.zeros((size, 2), int), np.zeros(2, int)
         comm.Allgather(x, whole); print(rank, whole.tolist())
         comm.Alltoall(np.arange(size) + 10 * rank, whole[:, 0].copy()); comm.Bcast([whole, MPI.LONG], root=1)
@@ -157,14 +192,18 @@ RIGHT = {
         comm.Alltoallv([np.arange(size) + rank, [1] * size], [whole, ([1] * size, range(0, 2 * size, 2))])
         print(rank, whole.tolist(), comm.bcast(rank, 1), comm.scatter([[i] for i in range(size)]), comm.gather(rank))
         print(rank, comm.allgather("a" * rank), comm.alltoall([(rank, i) for i in range(size)]))
-        """,
-    "communicators": """\
+        """
+    ),
+    "communicators": (
+        """\
         row = comm.Split(rank % 2, -rank); print(rank, row.Get_rank(), row.allgather(rank))
         print(rank, comm.Split(MPI.UNDEFINED if rank else 0) == MPI.COMM_NULL, comm.Dup().allreduce(1))
         grid = comm.Create_cart([size, 1], periods=[True, False])
         print(rank, grid.Get_coords(rank), grid.Shift(0, 1), grid.Shift(1, 1)[0] == MPI.PROC_NULL, grid.coords)
-        """,
-    "modules and numbers": """\
+        """
+    ),
+    "modules and numbers": (
+        """\
         import random, pickle, helper
         class Own:
             def __init__(self): self.rank = rank
@@ -173,7 +212,8 @@ RIGHT = {
         print(helper.RANK == rank, [each.rank for each in found], isinstance(found[0], Own), __name__)
         print(rank, np.random.rand(), random.random(), sys.argv[1:], end="")
         comm.Barrier(); print(" whole")
-        """,
+        """
+    ),
 }
 
 
@@ -192,7 +232,9 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_mistake_is_named(defect: str, programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_named(
+    defect: str, programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     text, kind, sentence = DEFECTS[defect]
     for seed in "012":
         with pytest.raises(kind) as error:
@@ -214,18 +256,29 @@ def test_a_program_prints_what_mpirun_prints(
 def test_seeds_find_a_race_and_the_clock_is_exact(
     programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    race = "if rank:\n    comm.send(rank, 0)\nelse:\n    print([comm.recv() for _ in range(size - 1)])"
-    assert re.search(r"none fails, but with seed \d+ rank 0 does not print", main(["--seeds", "9", programs(race)]))
-    both = "for one in (1, 2):\n    rank == one and comm.send(one, 0)\n    comm.Barrier()\n"  # before anyone receives
+    race = (
+        "if rank:\n    comm.send(rank, 0)\nelse:\n    print([comm.recv() for _ in range(size - 1)])"
+    )
+    assert re.search(
+        r"none fails, but with seed \d+ rank 0 does not print",
+        main(["--seeds", "9", programs(race)]),
+    )
+    # before anyone receives
+    both = "for one in (1, 2):\n    rank == one and comm.send(one, 0)\n    comm.Barrier()\n"
     both = programs(f"{both}rank or print(comm.recv(), comm.recv())")
     assert "rank 0 does not print what" in main(["-n", "3", "--seeds", "9", both])
     with pytest.raises(SystemExit):
         main(["--seeds", "30", programs(f"{race[:-1]}[0] < 3 or 1 / 0)")])
     assert re.search(r"ZeroDivisionError.*with seed [1-9]", capsys.readouterr().err, re.DOTALL)
-    ring = "t = MPI.Wtime()\nfor _ in range(8):\n    comm.sendrecv(0, (rank + 1) % size)\nprint(MPI.Wtime() - t > 4e-4)"
+    ring = (
+        "t = MPI.Wtime()\nfor _ in range(8):\n    comm.sendrecv(0, (rank + 1) %"
+        " size)\nprint(MPI.Wtime() - t > 4e-4)"
+    )
     said = main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)])
-    assert said == (
-        "3 ranks with alpha_us=50,gbit=1: 400.5 us of simulated time; the busiest, rank 0, sent or received 40 B"
+    assert (
+        said
+        == "3 ranks with alpha_us=50,gbit=1: 400.5 us of simulated time; the busiest, rank 0, sent"
+        " or received 40 B"
     )
     assert main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)]) == said
 
@@ -240,7 +293,8 @@ def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str])
 
 
 @pytest.mark.parametrize(
-    ("text", "status"), [("sys.exit(3 * (rank == 1))", 3), ("rank or comm.Abort(7)\ncomm.Barrier()", 7)]
+    ("text", "status"),
+    [("sys.exit(3 * (rank == 1))", 3), ("rank or comm.Abort(7)\ncomm.Barrier()", 7)],
 )
 def test_the_status_is_the_programs(text: str, status: int, programs: Callable[[str], str]) -> None:
     with pytest.raises(SystemExit) as ending:

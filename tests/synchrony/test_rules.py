@@ -1,4 +1,6 @@
-"""Clocks, queue and controller by hand; the text of slow; settings of Sync; counts of stale gradients."""
+"""Clocks, queue and controller by hand; the text of slow; settings of Sync; counts of stale
+gradients.
+"""
 
 import json
 from collections import Counter
@@ -8,7 +10,13 @@ import pytest
 
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, UsageError
-from nnmpi.synchrony.consistency import ConsistencyController, Staleness, Task, WorkerClocks, WorkQueue
+from nnmpi.synchrony.consistency import (
+    ConsistencyController,
+    Staleness,
+    Task,
+    WorkerClocks,
+    WorkQueue,
+)
 from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import MODES, Sync
 
@@ -36,7 +44,9 @@ def test_who_may_start_and_how_far_behind_the_slow_may_be_at_a_meeting(
 
 @pytest.mark.parametrize("begun", range(8))
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_queue_assigns_in_order_and_ends_with_a_whole_batch_or_at_once(begun: int, at_once: bool) -> None:
+def test_a_queue_assigns_in_order_and_ends_with_a_whole_batch_or_at_once(
+    begun: int, at_once: bool
+) -> None:
     queue = WorkQueue(2, 4, 3)
     tasks = [task for task in (queue.assign() for _ in range(begun)) if task]
     assert tasks == [Task(2 + number // 3, number % 3) for number in range(min(begun, 6))]
@@ -61,7 +71,12 @@ def test_a_controller_in_step_and_then_with_a_bound() -> None:
     controller.arrive(1)
     assert not controller.over
     assert controller.release() == {0: None, 1: None}
-    assert (controller.over, controller.batches_done, controller.longest_lead, controller.arrived) == (True, 2, 0, 4)
+    assert (
+        controller.over,
+        controller.batches_done,
+        controller.longest_lead,
+        controller.arrived,
+    ) == (True, 2, 0, 4)
     controller.open(2, 5, 1)
     controller.release()
     for goes_on in (True, False):
@@ -70,7 +85,8 @@ def test_a_controller_in_step_and_then_with_a_bound() -> None:
     assert controller.longest_lead == 1
     controller.close()
     controller.arrive(1)
-    assert controller.release() == {0: Task(3, 1)}  # the bound lets both go on, but the batch has one part left
+    # the bound lets both go on, but the batch has one part left
+    assert controller.release() == {0: Task(3, 1)}
     controller.arrive(0)
     assert controller.release() == {0: None, 1: None}
     assert controller.batches_done == 2
@@ -116,8 +132,13 @@ def test_how_long_a_step_of_10_ms_lasts(text: str, seconds: list[float]) -> None
     assert bool(slow.describe()) == bool(text)
 
 
-WRONG = "fast ; rank=1 rank=1,factor=0.5 rank=-1,factor=2 rank=1.5,factor=2 probability=2,factor=2 ms=0 ms=nan ms=x"
-WRONG += " ms=1;ms=2 rank=1,factor=2;rank=1,factor=3 ms=1,factor=2 rank=1,factor=inf rank=inf,factor=2"
+WRONG = (
+    "fast ; rank=1 rank=1,factor=0.5 rank=-1,factor=2 rank=1.5,factor=2 probability=2,factor=2 ms=0"
+    " ms=nan ms=x"
+)
+WRONG += (
+    " ms=1;ms=2 rank=1,factor=2;rank=1,factor=3 ms=1,factor=2 rank=1,factor=inf rank=inf,factor=2"
+)
 
 
 @pytest.mark.parametrize("text", WRONG.split())
@@ -145,7 +166,10 @@ def test_waiting_lasts_as_long_as_it_should_and_leaves_time_for_other_work() -> 
 
     def main(group: object) -> list[float]:
         slow = Slow.parse("ms=20;rank=1,factor=3")
-        waited = [slow.wait(computed_s, rank, 0) for computed_s, rank in ((0.005, 0), (0.005, 1), (0.1, 0))]
+        waited = [
+            slow.wait(computed_s, rank, 0)
+            for computed_s, rank in ((0.005, 0), (0.005, 1), (0.1, 0))
+        ]
         return [*waited, slow.wait(0.005, 0, 0, asked.append)]
 
     assert simulate(main, 1, cpu_factor=0)[0] == pytest.approx([0.015, 0.055, 0.0, 0.0])

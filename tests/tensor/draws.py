@@ -1,4 +1,6 @@
-"""Strategies that draw arrays for the table of operations: shapes with empty and single axes, awkward strides."""
+"""Strategies that draw arrays for the table of operations: shapes with empty and single axes,
+awkward strides.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One application of an operation: function(*tensors), at float64 inputs where it has a derivative."""
+    """One application of an operation: function(*tensors), at float64 inputs where it has a
+    derivative.
+    """
 
     function: Callable[..., Any]
     inputs: list[np.ndarray]
@@ -45,7 +49,8 @@ def rows(public: str, **cases: Callable[[Draw], Case]) -> list[Row]:
     ]
 
 
-# ---------------------------------------------------------------- values: where an operation has a derivative
+# ---------------------------------------------------------------- values: where an operation has a
+# derivative
 def anywhere(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     """Return numbers between -2 and 2."""
     return rng.uniform(-2, 2, shape)
@@ -62,7 +67,9 @@ def nonzero(rng: np.random.Generator, shape: Shape) -> np.ndarray:
 
 
 def distinct(rng: np.random.Generator, shape: Shape) -> np.ndarray:
-    """Return numbers that differ by at least 0.05 from one another, so that which is the largest does not change."""
+    """Return numbers that differ by at least 0.05 from one another, so that which is the largest
+    does not change.
+    """
     size = int(np.prod(shape))
     return (rng.permutation(size).reshape(shape) - size // 2) * 0.05 + 0.01
 
@@ -103,7 +110,9 @@ def axes_of(draw: Draw, ndim: int) -> int | tuple[int, ...] | None:
 
 
 def array(draw: Draw, domain: Domain, size: Shape) -> np.ndarray:
-    """Draw an array of a shape whose values come from a domain and lie in memory in some awkward way."""
+    """Draw an array of a shape whose values come from a domain and lie in memory in some awkward
+    way.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     return awkward(draw, domain(rng, size))
 
@@ -114,10 +123,16 @@ def arrays(draw: Draw, domain: Domain, sizes: Sequence[Shape]) -> list[np.ndarra
 
 
 def awkward(draw: Draw, values: np.ndarray) -> np.ndarray:
-    """Return the values in other memory: axes in any order, run through backwards or with gaps, NaN in the gaps."""
+    """Return the values in other memory: axes in any order, run through backwards or with gaps, NaN
+    in the gaps.
+    """
     order = draw(st.permutations(range(values.ndim)))
     steps = [draw(st.sampled_from((1, 1, 2, -1, -2))) for _ in order]
-    memory = np.full([values.shape[i] * abs(step) for i, step in zip(order, steps, strict=True)], np.nan)
-    view = memory[(..., *(slice(None, None, step) for step in steps))].transpose(np.argsort(order).astype(int))
+    memory = np.full(
+        [values.shape[i] * abs(step) for i, step in zip(order, steps, strict=True)], np.nan
+    )
+    view = memory[(..., *(slice(None, None, step) for step in steps))].transpose(
+        np.argsort(order).astype(int)
+    )
     view[...] = values
     return view

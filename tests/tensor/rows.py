@@ -1,4 +1,6 @@
-"""The rows of the table for nnmpi.tensor: every differentiable function there, as test_operations sees to."""
+"""The rows of the table for nnmpi.tensor: every differentiable function there, as test_operations
+sees to.
+"""
 
 import operator
 
@@ -124,7 +126,9 @@ def borders(draw: Draw, x: np.ndarray) -> tuple[list[tuple[int, int]], float]:
 
 
 def concatenate(draw: Draw) -> Case:
-    """One to three tensors of different lengths along the axis; the first one comes again at the end."""
+    """One to three tensors of different lengths along the axis; the first one comes again at the
+    end.
+    """
     before, after = draw_shape(draw, most=1), draw_shape(draw, most=1)
     lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
     axis = draw(st.sampled_from((len(before), -len(after) - 1)))
@@ -145,7 +149,11 @@ def sliced(draw: Draw) -> Case:
     x = array(draw, anywhere, draw_shape(draw, least=1, side=1))
     key = []
     for n in x.shape:
-        whole = slice(draw(st.integers(-n, n)), draw(st.integers(-n, n)), draw(st.sampled_from((1, 2, -1, -2))))
+        whole = slice(
+            draw(st.integers(-n, n)),
+            draw(st.integers(-n, n)),
+            draw(st.sampled_from((1, 2, -1, -2))),
+        )
         key.append(draw(st.sampled_from((whole, slice(None), draw(st.integers(-n, n - 1))))))
     if draw(st.booleans()):
         key[-1] = Ellipsis
@@ -160,7 +168,11 @@ def picked(draw: Draw) -> Case:
     first = np.array(draw(st.lists(st.integers(-3, 2), max_size=4)), dtype=int)
     n = x.shape[1]
     second = np.array([draw(st.integers(-n, n - 1)) for _ in first], dtype=int)
-    key = draw(st.sampled_from((first, (first, second), (first[:, None], second), (slice(None), second), (first, 0))))
+    key = draw(
+        st.sampled_from(
+            (first, (first, second), (first[:, None], second), (slice(None), second), (first, 0))
+        )
+    )
     return Case(lambda t: t[key], [x])
 
 
@@ -179,8 +191,18 @@ def through_longdouble(x):
 
 
 TENSOR: list[Row] = [
-    *rows("tensor.add", both=binary(operator.add), number=unary(lambda x: 2 + x), twice=unary(lambda x: x + x)),
-    *rows("tensor.subtract", both=binary(operator.sub), number=unary(lambda x: 2 - x), twice=unary(lambda x: x - x)),
+    *rows(
+        "tensor.add",
+        both=binary(operator.add),
+        number=unary(lambda x: 2 + x),
+        twice=unary(lambda x: x + x),
+    ),
+    *rows(
+        "tensor.subtract",
+        both=binary(operator.sub),
+        number=unary(lambda x: 2 - x),
+        twice=unary(lambda x: x - x),
+    ),
     *rows(
         "tensor.multiply",
         both=binary(operator.mul),
@@ -201,8 +223,16 @@ TENSOR: list[Row] = [
         base=unary(lambda x: 1.5**x),
         twice=unary(lambda x: x**x, positive),
     ),
-    *rows("tensor.maximum", both=extremum(tensor.maximum), number=unary(lambda x: tensor.maximum(x, 0.0), nonzero)),
-    *rows("tensor.minimum", both=extremum(tensor.minimum), number=unary(lambda x: tensor.minimum(0, x), nonzero)),
+    *rows(
+        "tensor.maximum",
+        both=extremum(tensor.maximum),
+        number=unary(lambda x: tensor.maximum(x, 0.0), nonzero),
+    ),
+    *rows(
+        "tensor.minimum",
+        both=extremum(tensor.minimum),
+        number=unary(lambda x: tensor.minimum(0, x), nonzero),
+    ),
     *rows("tensor.whole", of_a_whole_one=unary(lambda x: whole(x) * 2)),
     *rows("tensor.where", both=where, number=where_number),
     *rows("tensor.negate", one=unary(operator.neg)),
@@ -220,7 +250,11 @@ TENSOR: list[Row] = [
         high=unary(lambda x: x.clip(high=0), nonzero),
     ),
     *rows("tensor.astype", there_and_back=unary(through_longdouble)),
-    *rows("tensor.matmul", all=matmul, square=lambda draw: Case(lambda x: x @ x, [array(draw, anywhere, (3, 3))])),
+    *rows(
+        "tensor.matmul",
+        all=matmul,
+        square=lambda draw: Case(lambda x: x @ x, [array(draw, anywhere, (3, 3))]),
+    ),
     *rows("tensor.sum", axes=reduction(Tensor.sum)),
     *rows("tensor.mean", axes=reduction(Tensor.mean, side=1)),
     *rows(
@@ -231,8 +265,15 @@ TENSOR: list[Row] = [
     *rows("tensor.max", axes=reduction(Tensor.max, distinct, side=1)),
     *rows("tensor.min", axes=reduction(Tensor.min, distinct, side=1)),
     *rows("tensor.reshape", any=method("reshape", another_shape, least=1)),
-    *rows("tensor.transpose", any=method("permute", an_order), two=method("transpose", two_axes, least=1)),
-    *rows("tensor.flatten", any=method("flatten", lambda draw, x: [draw(st.integers(0, x.ndim))], least=1)),
+    *rows(
+        "tensor.transpose",
+        any=method("permute", an_order),
+        two=method("transpose", two_axes, least=1),
+    ),
+    *rows(
+        "tensor.flatten",
+        any=method("flatten", lambda draw, x: [draw(st.integers(0, x.ndim))], least=1),
+    ),
     *rows("tensor.concatenate", any=concatenate),
     *rows("tensor.stack", any=stack),
     *rows("tensor.pad", any=method("pad", borders)),

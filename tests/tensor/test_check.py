@@ -34,7 +34,10 @@ def test_a_right_derivative_passes():
 @pytest.mark.parametrize("derivative", [3.001, -3.0, 0.0, None, np.nan])
 def test_a_wrong_derivative_does_not(derivative):
     """The input, the element and both numbers are in the message."""
-    with pytest.raises(GradientError, match=r"backward gives .* for input 0 element \(0, 0\) .* central differences"):
+    with pytest.raises(
+        GradientError,
+        match=r"backward gives .* for input 0 element \(0, 0\) .* central differences",
+    ):
         check_gradients(lambda x: Scaled(derivative)(x), [X])
 
 

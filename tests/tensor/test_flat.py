@@ -11,7 +11,14 @@ from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, zeros
 
-SHAPES = {"a.weight": (3, 5), "a.bias": (5,), "b.weight": (5, 2), "b.bias": (2,), "scale": (), "none.weight": (0, 4)}
+SHAPES = {
+    "a.weight": (3, 5),
+    "a.bias": (5,),
+    "b.weight": (5, 2),
+    "b.bias": (2,),
+    "scale": (),
+    "none.weight": (0, 4),
+}
 
 
 def parameter(shape):
@@ -22,8 +29,13 @@ def parameter(shape):
 def make(dtype="float32", group=None, allocate=zeros):
     """Return a storage of some parameters, whose values count upwards."""
     parameters = {name: parameter(shape) for name, shape in SHAPES.items()}
-    values = {name: here(np.arange(p.size, dtype=dtype).reshape(p.shape) + 1) for name, p in parameters.items()}
-    return FlatStorage(parameters, values, lambda n, kind: allocate(n, dtype=kind), group), parameters
+    values = {
+        name: here(np.arange(p.size, dtype=dtype).reshape(p.shape) + 1)
+        for name, p in parameters.items()
+    }
+    return FlatStorage(
+        parameters, values, lambda n, kind: allocate(n, dtype=kind), group
+    ), parameters
 
 
 def by_kind(name, parameter):
@@ -74,7 +86,9 @@ def test_groups():
     assert [span.parameter for span in storage.spans] == list(parameters.values())
     assert [flat.size for flat in storage.data] == [flat.size for flat in storage.grads] == [32, 48]
     for span in storage.spans:
-        assert span.parameter.size == 0 or np.shares_memory(storage.data[span.buffer], span.parameter.data)
+        assert span.parameter.size == 0 or np.shares_memory(
+            storage.data[span.buffer], span.parameter.data
+        )
 
 
 def test_values_of_another_shape_are_refused():
@@ -92,12 +106,16 @@ def test_views():
     assert momentum[0].sum() == 5
     assert {name: piece.shape for name, piece in pieces.items()} == SHAPES
     for span in storage.spans:
-        np.testing.assert_array_equal(storage.view(span, storage.data), parameters[span.parameter.name].data)
+        np.testing.assert_array_equal(
+            storage.view(span, storage.data), parameters[span.parameter.name].data
+        )
 
 
 # ---------------------------------------------------------------- gradients
 def test_gradients_are_written_in_place():
-    """Computed by whatever operation, in however many uses: the gradient is the view into the flat array."""
+    """Computed by whatever operation, in however many uses: the gradient is the view into the flat
+    array.
+    """
     storage, p = make("float64")
     storage.grads[0][...] = np.nan  # whatever was there
     x = Tensor(np.ones((2, 3)))
@@ -121,7 +139,9 @@ def test_finish_writes_zeros_where_no_pass_wrote():
     pieces = {span.parameter.name: storage.view(span, storage.grads) for span in storage.spans}
     for name, q in p.items():
         assert q.grad is q.buffer
-        np.testing.assert_array_equal(pieces[name], np.ones(2) if name == "b.bias" else np.zeros(SHAPES[name]))
+        np.testing.assert_array_equal(
+            pieces[name], np.ones(2) if name == "b.bias" else np.zeros(SHAPES[name])
+        )
 
 
 def test_a_shallow_copy_is_refused():
@@ -144,10 +164,22 @@ def test_parameter_that_lies_elsewhere_is_noticed(what):
 def test_a_parameter_knows_its_shape_before_it_has_values():
     """And says what to do to get some."""
     p = parameter((2, 3))
-    assert (p.shape, p.size, p.requires_grad, repr(p)) == ((2, 3), 6, True, "Parameter(unnamed, shape=(2, 3))")
-    for use in (lambda: p.data, lambda: p.dtype, lambda: p * 2.0, lambda: linear(Tensor(np.ones((1, 2))), p), p.numpy):
+    assert (p.shape, p.size, p.requires_grad, repr(p)) == (
+        (2, 3),
+        6,
+        True,
+        "Parameter(unnamed, shape=(2, 3))",
+    )
+    for use in (
+        lambda: p.data,
+        lambda: p.dtype,
+        lambda: p * 2.0,
+        lambda: linear(Tensor(np.ones((1, 2))), p),
+        p.numpy,
+    ):
         with pytest.raises(
-            GraphError, match=r"shape \(2, 3\) has no values yet; call model.initialize\(seed=0\) first"
+            GraphError,
+            match=r"shape \(2, 3\) has no values yet; call model.initialize\(seed=0\) first",
         ):
             use()
     with pytest.raises(AttributeError, match="no attribute 'colour'"):

@@ -1,4 +1,6 @@
-"""Functions written by users: what they may do, what they are told when they are wrong, and what they cannot spoil."""
+"""Functions written by users: what they may do, what they are told when they are wrong, and what
+they cannot spoil.
+"""
 
 import threading
 
@@ -89,7 +91,11 @@ def test_a_function_object_is_one_application():
     ("backward", "error", "words"),
     [
         (lambda grad: (grad[:1], None), ShapeError, r"a gradient of shape \(1,\) .* shape \(2,\)"),
-        (lambda grad: (grad.astype("float64"), None), DtypeError, "a gradient of float64 .* float32"),
+        (
+            lambda grad: (grad.astype("float64"), None),
+            DtypeError,
+            "a gradient of float64 .* float32",
+        ),
         (lambda grad: (grad,), ShapeError, "1 gradients for 2 inputs"),
     ],
 )
@@ -104,7 +110,9 @@ def test_gradients_that_do_not_fit_are_refused(backward, error, words):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("make", [lambda x: 3.0, lambda x: [1.0], lambda x: "x", Tensor])
 def test_what_is_no_array_is_refused(make, recorded):
-    """From forward, in the place of a gradient, and in the place of all of them; when a step is recorded, too."""
+    """From forward, in the place of a gradient, and in the place of all of them; when a step is
+    recorded, too.
+    """
 
     class Returns(Passes):
         def forward(self, x):
@@ -112,8 +120,14 @@ def test_what_is_no_array_is_refused(make, recorded):
 
     for of, words in (
         (lambda: Returns(None), "Returns.forward returned a [a-zA-Z]+; return an array"),
-        (lambda: Passes(lambda self, grad: (make(grad),)), "Passes.backward returned a [a-zA-Z]+ for an input"),
-        (lambda: Passes(lambda self, grad: make(grad)), "Passes.backward returned a [a-zA-Z]+(; return a tu| for an)"),
+        (
+            lambda: Passes(lambda self, grad: (make(grad),)),
+            "Passes.backward returned a [a-zA-Z]+ for an input",
+        ),
+        (
+            lambda: Passes(lambda self, grad: make(grad)),
+            "Passes.backward returned a [a-zA-Z]+(; return a tu| for an)",
+        ),
     ):
         x = leaf([1.0, 2.0])
 
@@ -197,7 +211,9 @@ def test_a_gradient_computed_in_place(weight):
 
 
 def test_in_place_only_for_the_first_use(weight):
-    """Further uses, and further passes, add to it; so do both where it stands at two inputs of one operation."""
+    """Further uses, and further passes, add to it; so do both where it stands at two inputs of one
+    operation.
+    """
     x = leaf([2.0, 3.0])
     for times in (1, 2):
         (Weighted()(x, weight) + Weighted()(x * 10.0, weight)).sum().backward()

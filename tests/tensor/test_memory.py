@@ -1,4 +1,6 @@
-"""Long graphs and the memory of graphs: nothing recurses, and what is no longer needed is given back at once."""
+"""Long graphs and the memory of graphs: nothing recurses, and what is no longer needed is given
+back at once.
+"""
 
 import gc
 import tracemalloc
@@ -82,7 +84,9 @@ def test_saved_arrays_are_freed_while_backward_runs(no_gc):
 
 
 def test_nothing_needs_the_garbage_collector(no_gc):
-    """There are no reference cycles: tensors, operations and arrays go with their last name, backward or not."""
+    """There are no reference cycles: tensors, operations and arrays go with their last name,
+    backward or not.
+    """
     for backward in (False, True, True):
         gc.collect()  # what is compiled or imported at the first use leaves something behind
         x, w = leaf(np.ones((3, 3))), leaf(np.ones((3, 3)))

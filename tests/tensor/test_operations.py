@@ -1,4 +1,6 @@
-"""One table of all differentiable operations: gradients, dtypes, and that no operation is missing from it."""
+"""One table of all differentiable operations: gradients, dtypes, and that no operation is missing
+from it.
+"""
 
 import inspect
 import operator
@@ -24,7 +26,12 @@ from tests.tensor.rows import TENSOR
 
 TABLE = [*TENSOR, *OPS]
 NAMES = [row.name for row in TABLE]
-WITHOUT_DERIVATIVE = {"tensor.check_gradients", "tensor.enable_grad", "tensor.no_grad", "tensor.recording"}
+WITHOUT_DERIVATIVE = {
+    "tensor.check_gradients",
+    "tensor.enable_grad",
+    "tensor.no_grad",
+    "tensor.recording",
+}
 OF_RANKS = {
     "ops.all_reduce",
     "ops.all_gather",
@@ -52,13 +59,18 @@ def test_gradients(row):
 
 @pytest.mark.parametrize("row", TABLE, ids=NAMES)
 def test_strides_do_not_matter(row):
-    """Awkward strides give the values and gradients of a plain array, and nothing is read from between elements."""
+    """Awkward strides give the values and gradients of a plain array, and nothing is read from
+    between elements.
+    """
 
     @settings(max_examples=10)
     @given(row.cases)
     def same(case):
         results = []
-        for inputs in (case.inputs, [np.ascontiguousarray(x).reshape(x.shape) for x in case.inputs]):
+        for inputs in (
+            case.inputs,
+            [np.ascontiguousarray(x).reshape(x.shape) for x in case.inputs],
+        ):
             leaves = [Tensor(x, requires_grad=True) for x in inputs]
             y = case.function(*leaves)
             y.backward(np.linspace(1, 2, y.size).reshape(y.shape))
@@ -75,13 +87,22 @@ NEAR = {"float16": 1e-2, "float32": 1e-4, "float64": 1e-12}  # of the largest el
 
 
 # Parameters of linear layers are never of half precision: see test_half.
-CROSSED = [(row, dtype) for row in TABLE for dtype in NEAR if dtype != "float16" or "ops.linear" not in row.public]
+CROSSED = [
+    (row, dtype)
+    for row in TABLE
+    for dtype in NEAR
+    if dtype != "float16" or "ops.linear" not in row.public
+]
 
 
 @pytest.mark.host_only("values are compared with those of float64 in NumPy")
-@pytest.mark.parametrize(("row", "dtype"), CROSSED, ids=[f"{row.name}-{dtype}" for row, dtype in CROSSED])
+@pytest.mark.parametrize(
+    ("row", "dtype"), CROSSED, ids=[f"{row.name}-{dtype}" for row, dtype in CROSSED]
+)
 def test_the_dtype_stays(row, dtype):
-    """Forward and backward, with the values of float64; sums and losses of float16 may be float32."""
+    """Forward and backward, with the values of float64; sums and losses of float16 may be
+    float32.
+    """
 
     @settings(max_examples=5)
     @given(row.cases)
@@ -151,19 +172,31 @@ def test_every_function_class_is_run_by_the_table():
                 nodes = y.tape.find().nodes
                 seen.update(type(node) for node in nodes)
                 rules.update(node.name for node in nodes if isinstance(node, Pointwise))
-                seen.update(type(node.algorithm) for node in nodes if isinstance(node, Conv2dFunction))
+                seen.update(
+                    type(node.algorithm) for node in nodes if isinstance(node, Conv2dFunction)
+                )
 
         collect()
 
-    # many channels, compiled, in half precision, or on a device: see test_winograd_numpy, test_compiled_3x3, test_half
-    # and tests/device; Elementwise and Pool2dFunction are what others are built on
+    # many channels, compiled, in half precision, or on a device: see test_winograd_numpy,
+    # test_compiled_3x3, test_half and tests/device; Elementwise and Pool2dFunction are what others
+    # are built on
     elsewhere = {"Product", "Elementwise", "Pool2dFunction", "CommonRoot"}
-    elsewhere |= {"RankSum", "Redistribute", "AllToAll", "Experts"}  # tests/ops/test_collectives, tests/nn/test_experts
-    mine = {kind for kind in subclasses(Function) if kind.__module__.startswith(("nnmpi.tensor.", "nnmpi.ops."))}
+    # tests/ops/test_collectives, tests/nn/test_experts
+    elsewhere |= {"RankSum", "Redistribute", "AllToAll", "Experts"}
+    mine = {
+        kind
+        for kind in subclasses(Function)
+        if kind.__module__.startswith(("nnmpi.tensor.", "nnmpi.ops."))
+    }
     seen, rules = set(), set()
     for row in TABLE:
         run(row)
-    public = {kind for kind in mine if not kind.__name__.startswith("_") and kind.__name__ not in elsewhere}
+    public = {
+        kind
+        for kind in mine
+        if not kind.__name__.startswith("_") and kind.__name__ not in elsewhere
+    }
     assert public | {Im2col, Im2colReluPool, Depthwise} == seen
     assert rules == RULES.keys()
 
@@ -208,10 +241,17 @@ def test_options_are_weak(number):
 
 
 INTEGERS = [Tensor.exp, Tensor.log, Tensor.sqrt, Tensor.sin, Tensor.cos, Tensor.tanh]
-INTEGERS += [Tensor.mean, Tensor.var, *(getattr(nnmpi.ops, name) for name in ("relu", "leaky_relu", "sigmoid"))]
+INTEGERS += [
+    Tensor.mean,
+    Tensor.var,
+    *(getattr(nnmpi.ops, name) for name in ("relu", "leaky_relu", "sigmoid")),
+]
 INTEGERS += [getattr(nnmpi.ops, name) for name in ("silu", "gelu", "softmax", "log_softmax")]
 INTEGERS += [lambda x: x / 2, lambda x: x**2, lambda x: x + 0.5, lambda x: x.clip(0.5)]
-INTEGERS += [lambda x: nnmpi.ops.cross_entropy(x, [0, 1]), lambda x: nnmpi.ops.dropout(x, 0.5, (0, 0))]
+INTEGERS += [
+    lambda x: nnmpi.ops.cross_entropy(x, [0, 1]),
+    lambda x: nnmpi.ops.dropout(x, 0.5, (0, 0)),
+]
 INTEGERS += [lambda x: nnmpi.ops.mse(x, x), lambda x: nnmpi.ops.binary_cross_entropy(x, x)]
 INTEGERS += [lambda x: nnmpi.ops.max_pool2d(x.reshape(1, 2, 2, 1), 2)]
 
@@ -226,7 +266,18 @@ def test_integers_become_no_floats(function):
 def test_integers_stay_integers():
     """Where they need not change, they do not."""
     x = Tensor(np.arange(4))
-    for y in (x + 1, 2 - x, x * x, -x, abs(x), x.sum(), x.max(), x.reshape(2, 2), x[1:], x.clip(1, 2)):
+    for y in (
+        x + 1,
+        2 - x,
+        x * x,
+        -x,
+        abs(x),
+        x.sum(),
+        x.max(),
+        x.reshape(2, 2),
+        x[1:],
+        x.clip(1, 2),
+    ):
         assert y.dtype == np.int64
 
 

@@ -115,7 +115,11 @@ def test_an_exception_in_backward_leaves_no_gradients_behind():
     [
         (lambda: Tensor([1.0]).backward(), GraphError, "depends on nothing that needs a gradient"),
         (lambda: leaf([1.0, 2.0]).backward(), ShapeError, r"shape \(2,\) needs grad"),
-        (lambda: leaf([1.0, 2.0]).backward(np.ones(3)), ShapeError, r"\(2,\) got a gradient of shape \(3,\)"),
+        (
+            lambda: leaf([1.0, 2.0]).backward(np.ones(3)),
+            ShapeError,
+            r"\(2,\) got a gradient of shape \(3,\)",
+        ),
         (lambda: leaf(1.0).detach().backward(), GraphError, "detached"),
     ],
 )
@@ -125,14 +129,17 @@ def test_backward_that_makes_no_sense(make, error, words):
         make()
 
 
-# A backward pass in halves gives the whole pass's gradients, and the first half none of the parameters'.
+# A backward pass in halves gives the whole pass's gradients, and the first half none of the
+# parameters'.
 
 
 Build = Callable[[], Module]
 
 
 def tied() -> Module:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64)
+    )
     model[3].weight = model[1].weight
     return model
 
@@ -145,8 +152,12 @@ MODELS: dict[str, Build] = {
 }
 
 
-def gradients(name: str, halves: bool, microbatches: int = 2) -> tuple[list[Array], dict[str, Array]]:
-    """Return the inputs' and the parameters' gradients; with halves, all first ones come before any second one."""
+def gradients(
+    name: str, halves: bool, microbatches: int = 2
+) -> tuple[list[Array], dict[str, Array]]:
+    """Return the inputs' and the parameters' gradients; with halves, all first ones come before any
+    second one.
+    """
     model = MODELS[name]().initialize(seed=1, dtype="float64")
     rng = np.random.default_rng(3)
     inputs, waiting = [], []
@@ -185,7 +196,9 @@ def test_what_is_finished_is_used_up() -> None:
     deferred.finish()
     once = [np.array(parameter.grad) for parameter in model.parameters()]
     deferred.finish()
-    assert all(np.array_equal(p.grad, grad) for p, grad in zip(model.parameters(), once, strict=True))
+    assert all(
+        np.array_equal(p.grad, grad) for p, grad in zip(model.parameters(), once, strict=True)
+    )
     with pytest.raises(GraphError, match="used up"):
         loss.backward()
 
@@ -201,9 +214,14 @@ def test_halves_serve_no_hooks_and_retain_nothing() -> None:
 
 
 def test_written_parameters():
-    """A backward that needs weights as they were refuses those that were written since; others go on."""
+    """A backward that needs weights as they were refuses those that were written since; others go
+    on.
+    """
     x, model = Tensor(np.ones((2, 3), "float32")), models.mlp((3,), 2, hidden=(4,)).initialize()
-    optimizer, state = optim.SGD(model.storage, lr=0.1), {name: x.copy() for name, x in model.state().items()}
+    optimizer, state = (
+        optim.SGD(model.storage, lr=0.1),
+        {name: x.copy() for name, x in model.state().items()},
+    )
     weight = model.parameters()[0]
     uses: list[Callable[[], Tensor]] = [
         lambda: model(x),
@@ -221,8 +239,12 @@ def test_written_parameters():
     product = ops.linear(x, weight).sum()
     optimizer.step()
     product.backward()  # which needs no weight, as x needs no gradient
-    total, stashed = (weight + 1.0).sum(), (Tensor(np.ones(weight.shape, "float32"), requires_grad=True) * weight).sum()
-    model.storage.move(data=[each.copy() for each in model.storage.data])  # as PipeDream does before it updates
+    total, stashed = (
+        (weight + 1.0).sum(),
+        (Tensor(np.ones(weight.shape, "float32"), requires_grad=True) * weight).sum(),
+    )
+    # as PipeDream does before it updates
+    model.storage.move(data=[each.copy() for each in model.storage.data])
     optimizer.step()
     total.backward()  # nor does this
     stashed.backward()

@@ -23,7 +23,9 @@ from tests.device.here import here
     ],
 )
 def test_made_of(data, dtype):
-    """Python's floats become float32; what has a dtype keeps it. The values are an array in any case."""
+    """Python's floats become float32; what has a dtype keeps it. The values are an array in any
+    case.
+    """
     x = Tensor(data)
     assert x.dtype == dtype
     assert is_array(x.data) and not isinstance(x.data, np.generic)
@@ -77,7 +79,13 @@ def test_operators(function):
 def test_comparisons_give_plain_arrays(function):
     """They have no derivative."""
     a, b = here([1.0, 2.0, 3.0]), here([3.0, 2.0, 1.0])
-    for left, right in ((Tensor(a), Tensor(b)), (Tensor(a), b), (a, Tensor(b)), (Tensor(a), 2.0), (2.0, Tensor(b))):
+    for left, right in (
+        (Tensor(a), Tensor(b)),
+        (Tensor(a), b),
+        (a, Tensor(b)),
+        (Tensor(a), 2.0),
+        (2.0, Tensor(b)),
+    ):
         values = [x.data if isinstance(x, Tensor) else x for x in (left, right)]
         result = function(left, right)
         assert type(result) is type(Tensor(a).data)
@@ -86,7 +94,9 @@ def test_comparisons_give_plain_arrays(function):
 
 @pytest.mark.parametrize("other", [1, 2.0, np.ones(3), np.float32(1), Tensor([1.0, 1.0, 1.0])])
 def test_equality_is_refused(other):
-    """Identity would be False whatever the values are; as keys of sets and dictionaries tensors are themselves."""
+    """Identity would be False whatever the values are; as keys of sets and dictionaries tensors are
+    themselves.
+    """
     x = Tensor([1.0, 1.0, 1.0])
     for compare in (lambda: x == other, lambda: other == x, lambda: x != other):
         with pytest.raises(UsageError, match=r"compare x\.data"):

@@ -1,4 +1,6 @@
-"""What the basic operations give where the table does not look: at kinks and ties, beyond the range, and with NaN."""
+"""What the basic operations give where the table does not look: at kinks and ties, beyond the
+range, and with NaN.
+"""
 
 import operator
 
@@ -22,12 +24,17 @@ def zeros(*size):
     return Tensor(np.zeros(size))
 
 
-# ---------------------------------------------------------------- conventions where there is no derivative
+# ---------------------------------------------------------------- conventions where there is no
+# derivative
 def test_kinks():
     """The documented choice at each."""
     np.testing.assert_array_equal(gradient(abs, [-2, 0, 2]), [-1, 0, 1])
-    np.testing.assert_array_equal(gradient(lambda x: tensor.maximum(x, 0.0), [-1, 0, 1]), [0, 0.5, 1])
-    np.testing.assert_array_equal(gradient(lambda x: tensor.minimum(x, 0.0), [-1, 0, 1]), [1, 0.5, 0])
+    np.testing.assert_array_equal(
+        gradient(lambda x: tensor.maximum(x, 0.0), [-1, 0, 1]), [0, 0.5, 1]
+    )
+    np.testing.assert_array_equal(
+        gradient(lambda x: tensor.minimum(x, 0.0), [-1, 0, 1]), [1, 0.5, 0]
+    )
     np.testing.assert_array_equal(gradient(lambda x: tensor.maximum(x, x), [-1, 0, 1]), [1, 1, 1])
     np.testing.assert_array_equal(gradient(lambda x: x.clip(-1, 1), [-2, 0, 2]), [0, 1, 0])
 
@@ -35,7 +42,9 @@ def test_kinks():
 def test_ties_share():
     """The largest and smallest elements get equal parts, and the parts add up to one."""
     np.testing.assert_array_equal(gradient(Tensor.max, [1, 3, 3, 3]), [0, 1 / 3, 1 / 3, 1 / 3])
-    np.testing.assert_array_equal(gradient(lambda x: x.min(1), [[1, 1], [2, 1]]), [[0.5, 0.5], [0, 1]])
+    np.testing.assert_array_equal(
+        gradient(lambda x: x.min(1), [[1, 1], [2, 1]]), [[0.5, 0.5], [0, 1]]
+    )
 
 
 def test_powers_of_zero():
@@ -49,7 +58,8 @@ def test_powers_of_zero():
     np.testing.assert_array_equal(gradient(lambda x: x**2, [-3.0]), [-6])
     with np.errstate(divide="ignore"):
         exponents = gradient(lambda e: Tensor(np.array([0.0, -2.0, 4.0])) ** e, [-1.0, 2.0, 2.0])
-    np.testing.assert_allclose(exponents, [0, np.nan, 16 * np.log(4)])  # of a negative number there is no logarithm
+    # of a negative number there is no logarithm
+    np.testing.assert_allclose(exponents, [0, np.nan, 16 * np.log(4)])
 
 
 def test_nan_passes():
@@ -130,15 +140,43 @@ def test_shapes_that_do_not_fit(make, words):
     ("make", "error", "words"),
     [
         (lambda: zeros(2).clip(), UsageError, "at least one of low and high"),
-        (lambda: zeros(2, 2).sum(0, 1), UsageError, "keepdims is True or False, not 1; several axes are a tuple"),
+        (
+            lambda: zeros(2, 2).sum(0, 1),
+            UsageError,
+            "keepdims is True or False, not 1; several axes are a tuple",
+        ),
         (lambda: zeros(2).clip(2, 1), UsageError, "low 2 above high 1"),
         (lambda: tensor.where(ONES, zeros(3), 0.0), DtypeError, "boolean condition, not float64"),
-        (lambda: Tensor(np.zeros(2, "uint8")) + 300, DtypeError, "tensor and 300, which uint8 cannot hold; convert"),
-        (lambda: -Tensor(ONES > 0), DtypeError, "negate of a bool tensor means nothing; convert with astype"),
-        (lambda: Tensor(ONES > 0) - (ONES > 0), DtypeError, "subtract of bool and bool means nothing; convert one"),
-        (lambda: zeros(2).__setitem__(0, 1), UsageError, "cannot be assigned; write to its array, x.data, or use"),
-        (lambda: operator.matmul(zeros(2), np.ones(2, "float32")), DtypeError, "matmul of float64, float32"),
-        (lambda: tensor.concatenate([zeros(2), Tensor([1.0])]), DtypeError, r"concatenate of \['float32', 'float64'\]"),
+        (
+            lambda: Tensor(np.zeros(2, "uint8")) + 300,
+            DtypeError,
+            "tensor and 300, which uint8 cannot hold; convert",
+        ),
+        (
+            lambda: -Tensor(ONES > 0),
+            DtypeError,
+            "negate of a bool tensor means nothing; convert with astype",
+        ),
+        (
+            lambda: Tensor(ONES > 0) - (ONES > 0),
+            DtypeError,
+            "subtract of bool and bool means nothing; convert one",
+        ),
+        (
+            lambda: zeros(2).__setitem__(0, 1),
+            UsageError,
+            "cannot be assigned; write to its array, x.data, or use",
+        ),
+        (
+            lambda: operator.matmul(zeros(2), np.ones(2, "float32")),
+            DtypeError,
+            "matmul of float64, float32",
+        ),
+        (
+            lambda: tensor.concatenate([zeros(2), Tensor([1.0])]),
+            DtypeError,
+            r"concatenate of \['float32', 'float64'\]",
+        ),
         (lambda: Tensor.exp(ONES), GraphError, "exp needs a Tensor, not ndarray"),
         (lambda: Tensor.sum(ONES), GraphError, "at least one Tensor"),
     ],

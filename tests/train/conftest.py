@@ -11,7 +11,9 @@ from nnmpi.train.cli import main
 
 @pytest.fixture
 def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Runs the command on the group, for a small net on iris unless told otherwise; returns the run's folder."""
+    """Runs the command on the group, for a small net on iris unless told otherwise; returns the
+    run's folder.
+    """
     monkeypatch.chdir(tmp_path)
     numbers = iter(range(1000))
 
@@ -20,7 +22,9 @@ def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         if resumed:
             main(words.split(), group)
             return tmp_path / resumed.split()[0]
-        words = words if "--model" in words else f"--model mlp --dataset iris --batch-size 64 {words}"
+        words = (
+            words if "--model" in words else f"--model mlp --dataset iris --batch-size 64 {words}"
+        )
         out = tmp_path / f"run{next(numbers)}"
         main([*words.split(), "--out", str(out)], group)
         return out

@@ -1,4 +1,6 @@
-"""Running the train command as a user does, in processes of its own, and killing it at bad moments."""
+"""Running the train command as a user does, in processes of its own, and killing it at bad
+moments.
+"""
 
 import os
 import signal
@@ -13,8 +15,12 @@ LIMIT_S = 90.0
 ROOT = Path(__file__).parents[2]
 
 
-def train(folder: Path, words: str, ranks: int = 1, is_lost: Callable[[], bool] = lambda: False) -> Ending:
-    """Run the command in the folder on so many ranks; 1 is without mpirun. The folder's modules can be imported."""
+def train(
+    folder: Path, words: str, ranks: int = 1, is_lost: Callable[[], bool] = lambda: False
+) -> Ending:
+    """Run the command in the folder on so many ranks; 1 is without mpirun. The folder's modules can
+    be imported.
+    """
     start = mpirun(ranks) if ranks > 1 else []
     command = [*start, sys.executable, "-m", "nnmpi.train", *words.split()]
     environ = {"PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
@@ -22,7 +28,9 @@ def train(folder: Path, words: str, ranks: int = 1, is_lost: Callable[[], bool] 
 
 
 def processes(mark: str) -> list[int]:
-    """Return the processes with this text among their arguments: those of one job, if the text names its folder."""
+    """Return the processes with this text among their arguments: those of one job, if the text
+    names its folder.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -32,7 +40,9 @@ def processes(mark: str) -> list[int]:
 
 
 def send(number: signal.Signals, mark: str, to: str = "all", rank: int | None = None) -> None:
-    """Send the signal to all of the job's processes, its "ranks" or its "launcher", or to one rank alone if given."""
+    """Send the signal to all of the job's processes, its "ranks" or its "launcher", or to one rank
+    alone if given.
+    """
     for process in processes(mark):
         with suppress(OSError):
             name = Path(f"/proc/{process}/comm").read_text()
@@ -49,8 +59,12 @@ def _rank(process: int) -> int | None:
     return None if found is None else int(found)
 
 
-def once(condition: Callable[[], bool], action: Callable[[], None], ends: bool) -> Callable[[], bool]:
-    """Return a callback for `train`: it does the action when the condition holds first, and says whether to end."""
+def once(
+    condition: Callable[[], bool], action: Callable[[], None], ends: bool
+) -> Callable[[], bool]:
+    """Return a callback for `train`: it does the action when the condition holds first, and says
+    whether to end.
+    """
     done = False
 
     def callback() -> bool:

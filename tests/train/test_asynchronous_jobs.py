@@ -1,4 +1,6 @@
-"""Jobs whose ranks are not in step: they learn, tell how stale they were, and end well however they end."""
+"""Jobs whose ranks are not in step: they learn, tell how stale they were, and end well however they
+end.
+"""
 
 import gzip
 import json
@@ -20,12 +22,16 @@ from tests.train.jobs import lines, once, send, train
 pytestmark = pytest.mark.timeout(300)
 
 DIGITS = "--model mlp --hidden 32 --dataset digits --lr-schedule constant"
-FOR_EVER = f"{DIGITS} --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 5 --slow ms=1"
+FOR_EVER = (
+    f"{DIGITS} --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 5 --slow ms=1"
+)
 
 
 def check_told(run: Path, output: str, first_epoch: int) -> None:
     """Check that the lines of each epoch say what the records of its segments say."""
-    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"]
+    records = [
+        record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"
+    ]
     told = re.findall(r"epoch (\d+)/\d+: .*\n((?:  [^ ].*\n)*)", output)
     assert told
     for number, text in told:
@@ -39,7 +45,9 @@ def check_told(run: Path, output: str, first_epoch: int) -> None:
             assert f"steps by worker: {counts}" in text
         lead = max(record["lead"] for record in mine)
         assert (f"at most {lead} step" in text) == (lead > 0)
-        assert (max(record["disagreement"] for record in mine) > 0) == ("weights differed by" in text)
+        assert (max(record["disagreement"] for record in mine) > 0) == (
+            "weights differed by" in text
+        )
 
 
 @pytest.mark.slow(ONCE_MORE)
@@ -47,7 +55,9 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
     run = tmp_path / "run"
     words = f"{DIGITS} --sync asp --save-every 20steps --log-every 5 --out {run}"
     kill = once(
-        lambda: lines(run / "metrics.jsonl") > 14, lambda: send(signal.SIGKILL, str(run), to="ranks"), ends=False
+        lambda: lines(run / "metrics.jsonl") > 14,
+        lambda: send(signal.SIGKILL, str(run), to="ranks"),
+        ends=False,
     )
     assert train(tmp_path, f"{words} --epochs 10000", 3, kill).status not in (0, None)
     begin = int((run / "checkpoints" / "latest").read_text().rpartition("-")[2])
@@ -68,7 +78,11 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
     records = read_metrics(run / "metrics.jsonl")
     # As many gradients as there are workers for each batch, whoever made them.
     for record in records:
-        if record["kind"] == "staleness" and record["workers"] and record["global_step"] <= begin + 90:
+        if (
+            record["kind"] == "staleness"
+            and record["workers"]
+            and record["global_step"] <= begin + 90
+        ):
             assert sum(worker["steps"] for worker in record["workers"]) % 3 == 0
     assert max(record["lead"] for record in records if record["kind"] == "staleness") > 0
     at = [record["global_step"] for record in records if record["kind"] == "train"]
@@ -80,17 +94,26 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
     assert {"push", "pull"} <= {row["name"] for row in trace["traceEvents"]}
 
 
-def test_a_signal_on_one_rank_saves_whole_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_on_one_rank_saves_whole_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     term = once(
-        lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGTERM, str(run), to="ranks", rank=1), ends=False
+        lambda: lines(run / "metrics.jsonl") > 2,
+        lambda: send(signal.SIGTERM, str(run), to="ranks", rank=1),
+        ends=False,
     )
     ending = train(tmp_path, f"{FOR_EVER} --sync asp --out {run}", 3, term)
     assert ending.status == 128 + signal.SIGTERM
     assert ending.output.count("stopped by SIGTERM after step ") == 1
     step = int(ending.output.split("after step ")[1].split(";")[0])
-    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", f"step-{step:08d}"]
-    last = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"][-1]
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == [
+        "latest",
+        f"step-{step:08d}",
+    ]
+    last = [
+        record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"
+    ][-1]
     assert last["global_step"] == step
     simulate(partial(main, ["--resume", str(run), "--max-steps", str(step + 2)]), 3)
     assert f"{step + 2} steps in " in capsys.readouterr().out

@@ -17,13 +17,22 @@ from nnmpi.optim.updates import SGD
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
 from nnmpi.train.checkpoint import Extent
-from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig, assemble
+from nnmpi.train.config import (
+    Config,
+    ModelConfig,
+    OptimizationConfig,
+    ParallelConfig,
+    RunConfig,
+    assemble,
+)
 from nnmpi.train.inputs import count_microbatches, load_inputs
 
 
 def shapes(config: ModelConfig, sample_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     model = build.build_model(config, sample_shape, 10).initialize()
-    return [parameter.data.shape for _, parameter in model.named_parameters() if parameter.data.ndim > 1]
+    return [
+        parameter.data.shape for _, parameter in model.named_parameters() if parameter.data.ndim > 1
+    ]
 
 
 def test_hidden_widths_make_the_layers() -> None:
@@ -43,7 +52,9 @@ def test_networks_for_images_refuse_flat_data(model: Any) -> None:
 
 def test_optimizers_get_their_options() -> None:
     storage = build.build_model(ModelConfig(model="mlp"), (4,), 3).initialize().storage
-    sgd = build.build_optimizer(OptimizationConfig(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.1), storage)
+    sgd = build.build_optimizer(
+        OptimizationConfig(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.1), storage
+    )
     assert isinstance(sgd, SGD)
     assert (sgd.lr, sgd.momentum, sgd.weight_decay) == (0.5, 0.9, (0.1,))
     adamw = build.build_optimizer(OptimizationConfig(optimizer="adamw"), storage)
@@ -69,12 +80,18 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
     assert (plain["numerics"].clip, plain["seed"]) == (None, 0)
     parallel = ParallelConfig(allreduce="tree")
     other = options(
-        Config(optimization=OptimizationConfig(clip=2.0, label_smoothing=0.5), parallel=parallel, run=RunConfig(seed=7))
+        Config(
+            optimization=OptimizationConfig(clip=2.0, label_smoothing=0.5),
+            parallel=parallel,
+            run=RunConfig(seed=7),
+        )
     )
     assert other["exchange"] == GradientExchange("tree")
     assert (other["numerics"].clip, other["seed"]) == (2.0, 7)
     logits, labels = Tensor(np.array([[5.0, 0.0, -5.0]])), np.array([0])
-    assert other["loss"](logits, labels).item() > 1 > other["evaluation_loss"](logits, labels).item()
+    assert (
+        other["loss"](logits, labels).item() > 1 > other["evaluation_loss"](logits, labels).item()
+    )
 
 
 def test_the_loaders_get_their_options(group: Group) -> None:
@@ -82,10 +99,25 @@ def test_the_loaders_get_their_options(group: Group) -> None:
         return load_inputs(assemble(options), group, lambda _: None, (0, 1))
 
     plain = inputs()
-    assert (plain.batch_size, plain.train_loader.shuffle, plain.test_loader.shuffle) == (32, True, False)
+    assert (plain.batch_size, plain.train_loader.shuffle, plain.test_loader.shuffle) == (
+        32,
+        True,
+        False,
+    )
     assert (plain.train_loader.microbatches, plain.train_loader.dtype) == (1, "float32")
-    other = inputs(batch_size="full", microbatches=3, dtype="float64", seed=5, augment="shift-flip", test_fraction=0.5)
-    assert (other.batch_size, other.train_loader.batches_per_epoch, len(other.test)) == (899, 1, 898)
+    other = inputs(
+        batch_size="full",
+        microbatches=3,
+        dtype="float64",
+        seed=5,
+        augment="shift-flip",
+        test_fraction=0.5,
+    )
+    assert (other.batch_size, other.train_loader.batches_per_epoch, len(other.test)) == (
+        899,
+        1,
+        898,
+    )
     assert (other.train_loader.microbatches, other.test_loader.microbatches) == (3, 1)
     assert (other.train_loader.dtype, other.train_loader.seed) == ("float64", 5)
     names = [type(each).__name__ for each in other.train_loader.transform.transforms]
@@ -96,9 +128,13 @@ def test_the_loaders_get_their_options(group: Group) -> None:
 
 
 @pytest.mark.parametrize("dataset", ["iris", "digits"])
-def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(group: Group, dataset: str) -> None:
+def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(
+    group: Group, dataset: str
+) -> None:
     def inputs(**options: Any) -> Any:
-        return load_inputs(assemble({"dataset": dataset, "model": "mlp", **options}), group, lambda _: None, (0, 1))
+        return load_inputs(
+            assemble({"dataset": dataset, "model": "mlp", **options}), group, lambda _: None, (0, 1)
+        )
 
     each_time = inputs(dtype="float64")  # data sets hold float32
     assert each_time.train_loader.dataset is each_time.train
@@ -148,7 +184,9 @@ def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> No
 
     def program(group: Group) -> None:
         iris, digits = (assemble({"dataset": name, "model": "mlp"}) for name in ("iris", "digits"))
-        first, second, third = (load_inputs(each, group, lambda _: None, (0, 1)) for each in (iris, digits, iris))
+        first, second, third = (
+            load_inputs(each, group, lambda _: None, (0, 1)) for each in (iris, digits, iris)
+        )
         assert (len(first.train), len(second.train)) == (120, 1438)
         assert first.signature.sample_shape != second.signature.sample_shape
         assert third.train is first.train

@@ -1,4 +1,6 @@
-"""Checkpoints over ranks: any layout reads any other's, one rank's failure is everybody's, nothing is read twice."""
+"""Checkpoints over ranks: any layout reads any other's, one rank's failure is everybody's, nothing
+is read twice.
+"""
 
 import json
 from pathlib import Path
@@ -84,8 +86,12 @@ def test_a_file_that_one_layout_wrote_is_read_by_any_other(group: Group, tmp_pat
 
 
 @pytest.mark.simulated(min_size=4, max_size=4)
-def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_serially(group: Group, tmp_path: Path) -> None:
-    """A trained GPT's weights and Adam's state, bit for bit: 3 heads over 4 ranks and over 2, stages dealt out."""
+def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_serially(
+    group: Group, tmp_path: Path
+) -> None:
+    """A trained GPT's weights and Adam's state, bit for bit: 3 heads over 4 ranks and over 2,
+    stages dealt out.
+    """
     folder, alone = RunFolder(shared(group, tmp_path)), group.split(group.rank)
     stages = {"schedule": "interleaved", "virtual_stages": 2}
     turning = Layout(dp=2, pp=2, schedule="v-half")
@@ -95,7 +101,12 @@ def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_seriall
         model = gpt(TOKENS, TIME, features=12, layers=2, heads=3)
         where = arrange(model, ranks, layout, np.zeros((2, TIME), np.int64), "float64")
         where.model.initialize(seed, "float64")
-        return Worker(where.model, updates.build("adam", where.model.storage, lr=0.1), ranks, arrangement=where)
+        return Worker(
+            where.model,
+            updates.build("adam", where.model.storage, lr=0.1),
+            ranks,
+            arrangement=where,
+        )
 
     def everything(worker: Worker) -> list[dict[str, Array]]:
         return [each.to_dict(everywhere=True) for each in worker.state()]
@@ -108,7 +119,9 @@ def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_seriall
         for other, ranks in ((layouts[step % len(layouts)], group), (Layout(), alone)):
             reads = worker_of(other, ranks, seed=1)
             restore(reads, find(folder, ranks), folder, RunState(samples=9))
-            assert all(group.gather(all(map(equal, everything(reads), expected)))), f"{layout} by {other}"
+            assert all(group.gather(all(map(equal, everything(reads), expected)))), (
+                f"{layout} by {other}"
+            )
 
 
 @pytest.mark.simulated
@@ -117,7 +130,10 @@ def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_seriall
     [
         (
             {"width": 6},
-            r"model.safetensors has 1.weight with shape (7, 5) and float64, but this model needs shape (7, 6)",
+            (
+                r"model.safetensors has 1.weight with shape (7, 5) and float64, but this model"
+                r" needs shape (7, 6)"
+            ),
         ),
         ({"optimizer": "sgd"}, "optimizer.safetensors has"),
     ],
@@ -129,7 +145,9 @@ def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
     save_at(make_worker(group), folder, group, step=4)
     worker = make_worker(group, **options)  # type: ignore[arg-type]
     before, kept = fill(worker, -9.0), find(folder, group)
-    found = text_on_all(group, lambda: restore(worker, kept, folder, RunState(samples=9)), CheckpointError)
+    found = text_on_all(
+        group, lambda: restore(worker, kept, folder, RunState(samples=9)), CheckpointError
+    )
     assert text in found and str(folder.checkpoints / "step-00000004") in found
     assert all(group.gather(equal(arrays_of(worker), before)))
 
@@ -152,13 +170,19 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
         left[0] = room
         with monkeypatch.context() as patch:
             patch.setattr(TensorWriter, "write", full)
-            text = text_on_all(group, lambda: save_at(worker, folder, group, step=8), CheckpointError)
-        assert text == (
-            f"no checkpoint of step 8 can be written into {folder.checkpoints} (No space left on device); older ones "
-            "are intact"
+            text = text_on_all(
+                group, lambda: save_at(worker, folder, group, step=8), CheckpointError
+            )
+        assert (
+            text
+            == f"no checkpoint of step 8 can be written into {folder.checkpoints} (No space left on"
+            " device); older ones are intact"
         )
         group.barrier()  # rank 0 tidies up last
-        assert sorted(each.name for each in folder.checkpoints.iterdir()) == ["latest", "step-00000004"]
+        assert sorted(each.name for each in folder.checkpoints.iterdir()) == [
+            "latest",
+            "step-00000004",
+        ]
         group.barrier()
     save_at(worker, folder, group, step=8)
     kept = find(folder, group)
@@ -169,7 +193,12 @@ def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training goes on while the disk is slow; a run that ends with an error waits for it, too."""
-    folder, worker, ready, real = RunFolder(tmp_path), make_worker(group), Event(), TensorWriter.close
+    folder, worker, ready, real = (
+        RunFolder(tmp_path),
+        make_worker(group),
+        Event(),
+        TensorWriter.close,
+    )
     expected = {name: array.copy() for name, array in fill(worker, 1.0).items()}
     monkeypatch.setattr(TensorWriter, "close", lambda writer: ready.wait(60) and real(writer))
 
@@ -185,11 +214,16 @@ def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the
     with pytest.raises(ZeroDivisionError):
         fall()
     found = read_checkpoint(folder.checkpoints / "step-00000004")
-    assert equal({name: file[name] for file in (found.model, found.optimizer) for name in file.specs}, expected)
+    assert equal(
+        {name: file[name] for file in (found.model, found.optimizer) for name in file.specs},
+        expected,
+    )
 
 
 @pytest.mark.simulated
-def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(group: Group, tmp_path: Path) -> None:
+def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(
+    group: Group, tmp_path: Path
+) -> None:
     folder, worker, full = RunFolder(shared(group, tmp_path)), make_worker(group), [True]
 
     class Recorder(MetricsRecorder):
@@ -198,9 +232,14 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(group: Group
                 raise OSError(28, "No space left on device")
 
     with Recorder(None) as recorder, Saver(folder, recorder, group) as saver:
-        for step, ask in ((4, saver.wait), (5, lambda: saver.save(worker, RunState(step=6, samples=9)))):
+        for step, ask in (
+            (4, saver.wait),
+            (5, lambda: saver.save(worker, RunState(step=6, samples=9))),
+        ):
             saver.save(worker, RunState(step=step, samples=9))
-            assert f"no checkpoint of step {step} can be written" in text_on_all(group, ask, CheckpointError)
+            assert f"no checkpoint of step {step} can be written" in text_on_all(
+                group, ask, CheckpointError
+            )
             group.barrier()
             assert not list(folder.checkpoints.iterdir())
             group.barrier()
@@ -232,7 +271,9 @@ def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
         assert notices[1:] == [f"{words}: equal up to rounding"]
 
 
-def test_a_resumed_run_reads_its_checkpoint_once(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_reads_its_checkpoint_once(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     main(f"--model mlp --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(), group)
     verified, read, real_get = [], [], TensorFile.__getitem__

@@ -84,7 +84,9 @@ def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path) is None
 
 
-@pytest.mark.parametrize("stage", ["TensorWriter", "write_synced", "sync_folder", "write_atomically", "_prune"])
+@pytest.mark.parametrize(
+    "stage", ["TensorWriter", "write_synced", "sync_folder", "write_atomically", "_prune"]
+)
 def test_a_crash_while_saving_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -173,7 +175,9 @@ def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
         load_checkpoint(tmp_path)
 
 
-def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(tmp_path: Path) -> None:
+def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, make(1), keep=3)
     file = save(tmp_path, make(2), keep=3) / "state.json"
     file.write_text(file.read_text().replace('"epoch": 2', '"epoch": 3'))

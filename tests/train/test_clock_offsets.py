@@ -16,5 +16,9 @@ def test_clocks_of_other_nodes_are_ahead(group: Group, monkeypatch: pytest.Monke
         monkeypatch.setattr(group, "nodes", lambda nodes=nodes: nodes)
         found = offsets(group, lambda: time.perf_counter() + planted[group.rank])
         wanted = [ahead * (node > 0) for ahead, node in zip(planted, nodes, strict=True)]
-        assert all(group.gather(all(abs(own - right) < 1 for own, right in zip(found, wanted, strict=True))))
+        assert all(
+            group.gather(
+                all(abs(own - right) < 1 for own, right in zip(found, wanted, strict=True))
+            )
+        )
         assert group.gather(found) == [found] * group.size

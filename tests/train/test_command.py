@@ -21,7 +21,9 @@ def test_help_is_printed_once(tmp_path: Path) -> None:
 
 
 def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile() -> None:
-    """Each restart costs as much again: the planner, simulated ranks and readers of metadata are a tenth of it."""
+    """Each restart costs as much again: the planner, simulated ranks and readers of metadata are a
+    tenth of it.
+    """
     program = (
         "import gc, runpy, sys\n"
         "class Look:\n"
@@ -34,8 +36,12 @@ def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile()
         "left_out = 'email', 'nnmpi.train.planner', 'nnmpi.comm.simulated.simulated_world'\n"
         "print('too many:', [name for name in left_out if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith(("collects:", "too many:"))]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    found = [
+        line for line in done.stdout.splitlines() if line.startswith(("collects:", "too many:"))
+    ]
     assert found == ["collects: False", "collects: True", "too many: []"]
 
 
@@ -123,7 +129,9 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_keeps_what_was_done(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_keeps_what_was_done(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """Half a second is what Open MPI's leaves its ranks: on a busy machine once more."""
     tries = (interrupted(tmp_path / f"run-{number}-{attempt}", number) for attempt in range(3))
     latest = next(each for each in tries if each.exists())
@@ -131,10 +139,17 @@ def test_a_signal_to_the_launcher_keeps_what_was_done(tmp_path: Path, number: si
 
 
 def interrupted(run: Path, number: signal.Signals) -> Path:
-    """Train until the launcher gets the signal, and return where the name of the last checkpoint is to be."""
-    callback = once(lambda: lines(run / "metrics.jsonl") > 2, lambda: send(number, str(run), to="launcher"), ends=False)
+    """Train until the launcher gets the signal, and return where the name of the last checkpoint is
+    to be.
+    """
+    callback = once(
+        lambda: lines(run / "metrics.jsonl") > 2,
+        lambda: send(number, str(run), to="launcher"),
+        ends=False,
+    )
     words = (
-        f"--model mlp --dataset iris --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 1 --out {run}"
+        "--model mlp --dataset iris --epochs 100000 --no-jit --eval-every 0 --save-every 0"
+        f" --log-every 1 --out {run}"
     )
     assert train(run.parent, words, 2, callback).status not in (0, None)
     return run / "checkpoints" / "latest"
@@ -158,31 +173,32 @@ def test_a_signal_saves_the_last_whole_step(
     metrics = run / "metrics.jsonl"
     callback = once(lambda: lines(metrics) > 2, lambda: send(number, str(run), to=to), ends=False)
     words = (
-        f"--model mlp --dataset iris --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 1 --out {run}"
+        "--model mlp --dataset iris --epochs 100000 --no-jit --eval-every 0 --save-every 0"
+        f" --log-every 1 --out {run}"
     )
     ending = train(tmp_path, words, ranks, callback)
     assert ending.status == 128 + number
     assert ending.output.count(f"stopped by {number.name} after step ") == 1
     assert f"go on with: python -m nnmpi.train --resume {run}" in ending.output
     step = int(ending.output.split("after step ")[1].split(";")[0])
-    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", f"step-{step:08d}"]
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == [
+        "latest",
+        f"step-{step:08d}",
+    ]
     assert lines(metrics) == step
 
 
 def test_a_batch_that_all_ranks_refuse_is_one_sentence(tmp_path: Path) -> None:
-    """Open MPI's launcher kills those who are not yet through when the first one ends, and may complain of them."""
+    """Open MPI's launcher kills those who are not yet through when the first one ends, and may
+    complain of them.
+    """
     (tmp_path / "net.py").write_text(
-        "import atexit, os, pathlib, time\n"
-        "from nnmpi import nn\n"
-        "def end_late():\n"
-        "    time.sleep(1.5)\n"
-        "    pathlib.Path('through').touch()\n"
-        "if os.environ['OMPI_COMM_WORLD_RANK' if 'OMPI_COMM_WORLD_RANK' in os.environ else 'PMI_RANK'] == '1':\n"
-        "    atexit.register(end_late)\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self): self.out = nn.Linear(64, 10)\n"
-        "    def forward(self, x): return self.out(x.reshape(-1, 63))\n"
-        "def build(shape, classes): return Net()\n"
+        "import atexit, os, pathlib, time\nfrom nnmpi import nn\ndef end_late():\n   "
+        " time.sleep(1.5)\n    pathlib.Path('through').touch()\nif"
+        " os.environ['OMPI_COMM_WORLD_RANK' if 'OMPI_COMM_WORLD_RANK' in os.environ else"
+        " 'PMI_RANK'] == '1':\n    atexit.register(end_late)\nclass Net(nn.Module):\n    def"
+        " __init__(self): self.out = nn.Linear(64, 10)\n    def forward(self, x): return"
+        " self.out(x.reshape(-1, 63))\ndef build(shape, classes): return Net()\n"
     )
     ending = train(tmp_path, "--dataset digits --model net.py:build --out run --quiet", 2)
     assert ending.status == 1

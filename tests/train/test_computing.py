@@ -27,7 +27,11 @@ from nnmpi.train.config import Config
 
 def threads() -> set[int]:
     """Return how many threads each BLAS has."""
-    return {each["num_threads"] for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"}
+    return {
+        each["num_threads"]
+        for each in threadpoolctl.threadpool_info()
+        if each["user_api"] == "blas"
+    }
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a BLAS has one thread here in any case")
@@ -48,7 +52,18 @@ def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyP
 
 # ---------------------------------------------------------------- numba's kernels
 
-IRIS = ["--dataset", "iris", "--model", "mlp", "--hidden", "50", "--batch-size", "64", "--epochs", "100"]
+IRIS = [
+    "--dataset",
+    "iris",
+    "--model",
+    "mlp",
+    "--hidden",
+    "50",
+    "--batch-size",
+    "64",
+    "--epochs",
+    "100",
+]
 MNIST = ["--model", "cnn", "--batch-size", "64", "--epochs", "1"]
 
 
@@ -61,11 +76,15 @@ def samples(count: int, *shape: int, tokens: bool = False) -> Dataset:
 def work(words: list[str], train: Dataset) -> float:
     """Return how much the run of a command multiplies."""
     config = parse(words)
-    return multiplications(config.optimization, build_model(config.model, train.sample_shape, train.classes), train)
+    return multiplications(
+        config.optimization, build_model(config.model, train.sample_shape, train.classes), train
+    )
 
 
 def test_how_much_a_run_multiplies() -> None:
-    """A convolution's weights once for each pixel, a language model's for each token; --max-steps may end it early."""
+    """A convolution's weights once for each pixel, a language model's for each token; --max-steps
+    may end it early.
+    """
     assert work(IRIS, samples(120, 4)) == (4 * 50 + 50 * 3 - 150 + 500) * 120 * 100
     images = samples(60000, 28, 28, 1)
     whole = work(MNIST, images)
@@ -92,7 +111,12 @@ def test_how_much_a_run_multiplies() -> None:
     ],
 )
 def test_when_numbas_kernels_compute(
-    group: Group, monkeypatch: pytest.MonkeyPatch, words: list[str], version: str, chosen: str, said: str
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    version: str,
+    chosen: str,
+    said: str,
 ) -> None:
     """Where it is installed and the run is long enough, or where it is asked for."""
     monkeypatch.setattr(computing, "installed_numba", lambda: version)
@@ -105,7 +129,9 @@ def test_when_numbas_kernels_compute(
 
 
 @pytest.mark.simulated(max_size=4)
-@pytest.mark.parametrize(("name", "has", "lacks"), [("installed_numba", "1.0", ""), ("_loads", True, False)])
+@pytest.mark.parametrize(
+    ("name", "has", "lacks"), [("installed_numba", "1.0", ""), ("_loads", True, False)]
+)
 def test_one_rank_without_numba_is_enough(
     group: Group, monkeypatch: pytest.MonkeyPatch, name: str, has: Any, lacks: Any
 ) -> None:
@@ -124,7 +150,9 @@ def test_one_rank_without_numba_is_enough(
 
 def weights(folder: Path) -> list[Any]:
     """Return the hashes of a run's weights, and whether it has used numba's kernels."""
-    ended, kept = (json.loads((folder / name).read_text()) for name in ("finished.json", "config.json"))
+    ended, kept = (
+        json.loads((folder / name).read_text()) for name in ("finished.json", "config.json")
+    )
     return [ended["weights_sha256"], kept["jit"]]
 
 
@@ -132,17 +160,34 @@ def weights(folder: Path) -> list[Any]:
 def test_a_choice_is_that_of_the_option_and_stays(
     group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A run that takes numba's kernels by itself has the bits of one that is told to, and when it goes on, too."""
+    """A run that takes numba's kernels by itself has the bits of one that is told to, and when it
+    goes on, too.
+    """
     pytest.importorskip("numba")
-    digits = ["--epochs", "1", "--max-steps", "4", "--quiet", "--model", "mlp", "--hidden", "16", "--out"]
+    digits = [
+        "--epochs",
+        "1",
+        "--max-steps",
+        "4",
+        "--quiet",
+        "--model",
+        "mlp",
+        "--hidden",
+        "16",
+        "--out",
+    ]
     main([*digits, str(tmp_path / "told"), "--jit"], group)
     main([*digits, str(tmp_path / "plain")], group)
     with monkeypatch.context() as patch:
         patch.setattr(computing, "PAYS", 1.0)
         main([*digits, str(tmp_path / "own"), "--stop-after", "2"], group)
     main(["--resume", str(tmp_path / "own"), "--quiet"], group)  # so short a run has NumPy's
-    assert "kernels:     numba's, which are faster" in (tmp_path / "own" / "console.txt").read_text()
-    assert "kernels:     NumPy's; loading numba's" in (tmp_path / "plain" / "console.txt").read_text()
+    assert (
+        "kernels:     numba's, which are faster" in (tmp_path / "own" / "console.txt").read_text()
+    )
+    assert (
+        "kernels:     NumPy's; loading numba's" in (tmp_path / "plain" / "console.txt").read_text()
+    )
     assert weights(tmp_path / "own") == weights(tmp_path / "told")
     assert weights(tmp_path / "plain")[0] != weights(tmp_path / "told")[0]
     assert weights(tmp_path / "plain")[1] == "off"
@@ -151,6 +196,11 @@ def test_a_choice_is_that_of_the_option_and_stays(
 def test_a_short_run_does_not_load_numba(tmp_path: Path) -> None:
     """Loading it takes longer than iris."""
     words = [*IRIS[:-1], "2", "--quiet", "--out", str(tmp_path / "run")]
-    program = f"import sys\nfrom nnmpi.train.cli import launch\nlaunch({words})\nprint('numba' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=90)
+    program = (
+        f"import sys\nfrom nnmpi.train.cli import launch\nlaunch({words})\nprint('numba' in"
+        " sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=90
+    )
     assert ended.stdout.split() == ["False"]

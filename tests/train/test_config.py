@@ -1,4 +1,6 @@
-"""Every section refuses wrong values with a sentence that names the option, the value and what would work."""
+"""Every section refuses wrong values with a sentence that names the option, the value and what
+would work.
+"""
 
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -10,7 +12,14 @@ from nnmpi.custom import Custom
 from nnmpi.errors import UsageError
 from nnmpi.optim.updates import NAMES as OPTIMIZERS
 from nnmpi.schedule.schedules import INFERENCE, SCHEDULES
-from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
+from nnmpi.train.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from nnmpi.units import Every
 
 
@@ -18,32 +27,67 @@ from nnmpi.units import Every
     ("section", "option", "names"),
     [
         (ParallelConfig, "allreduce", NAMES),
-        (ParallelConfig, "pipeline", tuple(name for name in SCHEDULES if name != INFERENCE)),  # that one trains nothing
+        # that one trains nothing
+        (ParallelConfig, "pipeline", tuple(name for name in SCHEDULES if name != INFERENCE)),
         (OptimizationConfig, "optimizer", OPTIMIZERS),
     ],
 )
-def test_everything_of_a_registry_may_be_asked_for(section: type, option: str, names: tuple[str, ...]) -> None:
+def test_everything_of_a_registry_may_be_asked_for(
+    section: type, option: str, names: tuple[str, ...]
+) -> None:
     """The option's type is written out, for type checkers; it has the names of the registry."""
     literal, own = get_args(get_type_hints(section)[option])
     assert (get_args(literal), own) == (names, Custom)
 
 
-WRONG_SCHEDULES = ("steps", "cosine:3", "step:0,0.1", "step:10,0", "step:10,1.5", "step:1e300,0.1", "step:10")
+WRONG_SCHEDULES = (
+    "steps",
+    "cosine:3",
+    "step:0,0.1",
+    "step:10,0",
+    "step:10,1.5",
+    "step:1e300,0.1",
+    "step:10",
+)
 WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ModelConfig, {"hidden": (3, 0), "model": "mlp"}, "--hidden has a layer of width 0"),
     (ModelConfig, {"dropout": 1.0, "model": "mlp"}, "--dropout is 1.0"),
     (ModelConfig, {"dropout": -0.1, "model": "mlp"}, "--dropout is -0.1"),
-    (ModelConfig, {"hidden": (5,), "model": "resnet"}, "--hidden is for --model mlp or cnn, not for resnet"),
-    (ModelConfig, {"activation": "tanh", "model": "cnn"}, "--activation is for --model mlp, not for cnn"),
+    (
+        ModelConfig,
+        {"hidden": (5,), "model": "resnet"},
+        "--hidden is for --model mlp or cnn, not for resnet",
+    ),
+    (
+        ModelConfig,
+        {"activation": "tanh", "model": "cnn"},
+        "--activation is for --model mlp, not for cnn",
+    ),
     (ModelConfig, {"layers": 3}, "--layers is for --model lstm or gpt, not for cnn; leave it out"),
     (ModelConfig, {"heads": 2, "model": "lstm"}, "--heads is for --model gpt, not for lstm"),
     (ModelConfig, {"heads": 3, "model": "gpt"}, "--features 128 is not a multiple of --heads 3"),
     (ModelConfig, {"context": 0, "model": "gpt"}, "--context is 0; give a whole number, 1 or more"),
-    (ModelConfig, {"dropout": 0.5, "model": "resnet"}, "--dropout is for --model mlp or cnn or lstm or gpt, not"),
+    (
+        ModelConfig,
+        {"dropout": 0.5, "model": "resnet"},
+        "--dropout is for --model mlp or cnn or lstm or gpt, not",
+    ),
     (ModelConfig, {"experts": 4}, "--experts is for --model gpt, not"),
-    (ModelConfig, {"model": "gpt", "experts_top": 3}, "--experts-top and --experts-capacity need --experts"),
-    (ModelConfig, {"model": "gpt", "experts": 2, "experts_top": 3}, "--experts-top 3 is more than --experts 2"),
-    (ModelConfig, {"model": "gpt", "experts": 2, "pretrained": Path("x")}, "--pretrained has no experts"),
+    (
+        ModelConfig,
+        {"model": "gpt", "experts_top": 3},
+        "--experts-top and --experts-capacity need --experts",
+    ),
+    (
+        ModelConfig,
+        {"model": "gpt", "experts": 2, "experts_top": 3},
+        "--experts-top 3 is more than --experts 2",
+    ),
+    (
+        ModelConfig,
+        {"model": "gpt", "experts": 2, "pretrained": Path("x")},
+        "--pretrained has no experts",
+    ),
     (DataConfig, {"dataset": ""}, "--dataset is empty"),
     (DataConfig, {"test_fraction": 0.0}, "--test-fraction is 0.0"),
     (DataConfig, {"test_fraction": 1.0}, "--test-fraction is 1.0"),
@@ -63,7 +107,10 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     ),
     (OptimizationConfig, {"weight_decay": -1e-4}, "--weight-decay is -0.0001"),
     (OptimizationConfig, {"warmup_epochs": -1.0}, "--warmup-epochs is -1.0"),
-    *((OptimizationConfig, {"lr_schedule": text}, f"--lr-schedule is {text}") for text in WRONG_SCHEDULES),
+    *(
+        (OptimizationConfig, {"lr_schedule": text}, f"--lr-schedule is {text}")
+        for text in WRONG_SCHEDULES
+    ),
     (
         OptimizationConfig,
         {"warmup_epochs": 1e300},
@@ -81,7 +128,9 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("section", "values", "text"), WRONG, ids=[text for _, _, text in WRONG])
-def test_wrong_values_are_refused_with_a_sentence(section: type, values: dict[str, Any], text: str) -> None:
+def test_wrong_values_are_refused_with_a_sentence(
+    section: type, values: dict[str, Any], text: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         section(**values)
     assert text in str(caught.value)
@@ -92,7 +141,9 @@ def test_defaults_and_edges_are_accepted() -> None:
     assert Config().model.model == "cnn"
     ModelConfig(model="mlp", hidden=())
     ModelConfig(model="mlp", hidden=(1,), dropout=0.0, activation="gelu")
-    OptimizationConfig(batch_size="full", optimizer="sgd", momentum=0.9, weight_decay=0.0, clip=1e-9)
+    OptimizationConfig(
+        batch_size="full", optimizer="sgd", momentum=0.9, weight_decay=0.0, clip=1e-9
+    )
     OptimizationConfig(lr_schedule="step:0.5,1.0")
     RunConfig(eval_every=Every("0"), save_every=Every("3steps"))
 

@@ -1,4 +1,6 @@
-"""What a user writes stands wherever a name does, in the library and on the command line; faults are sentences."""
+"""What a user writes stands wherever a name does, in the library and on the command line; faults
+are sentences.
+"""
 
 from contextlib import suppress
 from pathlib import Path
@@ -99,20 +101,29 @@ def student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(words: str, ranks: int) -> list[float]:
     """Return the losses of a short run."""
     folder = Path(f"run{len(list(Path().iterdir()))}")
-    words = f"--dataset own.py:data --model mlp --hidden 6 4 --dtype float64 --epochs 2 --log-every 1 {words}"
+    words = (
+        "--dataset own.py:data --model mlp --hidden 6 4 --dtype float64 --epochs 2 --log-every 1"
+        f" {words}"
+    )
     simulate(lambda group: train([*words.split(), "--out", str(folder)], group), ranks)
-    return [each["loss"] for each in read_metrics(folder / "metrics.jsonl") if each["kind"] == "train"]
+    return [
+        each["loss"] for each in read_metrics(folder / "metrics.jsonl") if each["kind"] == "train"
+    ]
 
 
 def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
     """The same losses, with everything of one's own at once, on ranks and on stages."""
-    plain = run("--optimizer sgd --lr 0.1 --lr-schedule constant --reduction fixed --microbatches 4", 1)
+    plain = run(
+        "--optimizer sgd --lr 0.1 --lr-schedule constant --reduction fixed --microbatches 4", 1
+    )
     names = "--optimizer own.py:Plain --loss own.py:loss --lr 0.1 --lr-schedule constant"
     assert np.allclose(run(f"{names} --allreduce own.py:relay", 3), plain, rtol=1e-11)
     assert np.allclose(run(f"{names} --pipeline own.py:one_by_one --pp 2", 2), plain, rtol=1e-11)
     rates = run("--lr-schedule own.py:falling --warmup-epochs 0 --optimizer sgd --lr 0.1", 1)
     assert rates[0] == pytest.approx(plain[0])
-    assert comm(["render", "own.py:relay", "--ranks", "3"]).startswith("all-reduce by relay, 3 ranks")
+    assert comm(["render", "own.py:relay", "--ranks", "3"]).startswith(
+        "all-reduce by relay, 3 ranks"
+    )
     assert "one_by_one: 3 ranks, 4 microbatches" in schedule(
         ["--pipeline", "own.py:one_by_one", "--stages", "3", "--microbatches", "4"]
     )
@@ -133,9 +144,15 @@ def test_a_callback_is_told_each_record_once() -> None:
             "--callback own.py:nobody",
             "--callback own.py:nobody: own.py has no function 'nobody'; define nobody.record.",
         ),
-        ("--allreduce own.py:no_sum", "no_sum with 3 ranks is no all-reduce: unmatched message: rank 1"),
+        (
+            "--allreduce own.py:no_sum",
+            "no_sum with 3 ranks is no all-reduce: unmatched message: rank 1",
+        ),
         ("--pp 3 --pipeline own.py:backward_first", "backward_first: .* does not stand behind"),
-        ("--allreduce own.py:gone", "--allreduce own.py:gone: own.py has no function 'gone'; define gone(rank, size)"),
+        (
+            "--allreduce own.py:gone",
+            "--allreduce own.py:gone: own.py has no function 'gone'; define gone(rank, size)",
+        ),
         ("--optimizer own.py:data", "--optimizer own.py:data: .*; define data(storage, lr)"),
         ("--lr-schedule own.py:loss", "define loss(step, steps, lr)"),
         ("--dataset own.py:falling", "define falling()"),
@@ -165,23 +182,35 @@ def trained(file: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["load", "evaluate", "predict", "export", "resume"])
-def test_code_that_a_run_names_is_executed_only_on_the_users_word(command: str, trained: Path) -> None:
+def test_code_that_a_run_names_is_executed_only_on_the_users_word(
+    command: str, trained: Path
+) -> None:
     """The folder may be somebody else's."""
     (trained.parent / "rows.csv").write_text("a,b,c,d\n5,3,1,0\n")
 
     def use(*trust: str) -> None:
-        words = [str(trained), *([str(trained.parent / "rows.csv")] if command == "predict" else []), *trust]
+        words = [
+            str(trained),
+            *([str(trained.parent / "rows.csv")] if command == "predict" else []),
+            *trust,
+        ]
         if command == "load":
             nnmpi.load(trained, trust=bool(trust))
         elif command == "resume":
-            simulate(lambda group: train(["--resume", str(trained), "--epochs", "2", *trust], group), 1)
+            simulate(
+                lambda group: train(["--resume", str(trained), "--epochs", "2", *trust], group), 1
+            )
         else:
-            main = {"evaluate": evaluate.main, "predict": predict.main, "export": export.main}[command]
+            main = {"evaluate": evaluate.main, "predict": predict.main, "export": export.main}[
+                command
+            ]
             simulate(lambda group: main(words, group), 1)
 
     net = trained.parent / "net.py"
     net.write_text(f"{NET}\nopen({str(trained.parent / 'executed')!r}, 'w').close()\n")
-    with pytest.raises(UsageError, match=r"names code outside of nnmpi, --model .*net.py:build, .* say so: --trust"):
+    with pytest.raises(
+        UsageError, match=r"names code outside of nnmpi, --model .*net.py:build, .* say so: --trust"
+    ):
         use()
     assert not (trained.parent / "executed").exists()
     use("--trust")
@@ -196,7 +225,10 @@ def test_code_that_is_named_again_needs_no_word(trained: Path) -> None:
 def test_nothing_is_written_through_a_link_in_a_run(name: str, tmp_path: Path) -> None:
     """It may lead to a file of the user's own, far from the run."""
     folder, precious = tmp_path / "run", tmp_path / "precious"
-    simulate(lambda group: train(f"--dataset iris --model mlp --epochs 1 --out {folder}".split(), group), 1)
+    simulate(
+        lambda group: train(f"--dataset iris --model mlp --epochs 1 --out {folder}".split(), group),
+        1,
+    )
     precious.write_bytes((folder / name).read_bytes())
     (folder / name).unlink()
     (folder / name).symlink_to(precious)
@@ -206,7 +238,9 @@ def test_nothing_is_written_through_a_link_in_a_run(name: str, tmp_path: Path) -
     assert precious.read_bytes() == before
 
 
-@pytest.mark.parametrize("text", ["raise SystemExit(0)", "def steps(rank, size):\n    raise SystemExit(0)\n"])
+@pytest.mark.parametrize(
+    "text", ["raise SystemExit(0)", "def steps(rank, size):\n    raise SystemExit(0)\n"]
+)
 def test_a_file_that_ends_the_program_proves_nothing(text: str, tmp_path: Path) -> None:
     """Its status would be that of a proof."""
     file = tmp_path / "own.py"
@@ -270,7 +304,10 @@ def test_a_model_from_a_module() -> None:
         ("{file}:nothing", "has no function 'nothing'"),
         ("{file}:number", "gave a int; return a nnmpi.nn.Module"),
         ("{file}:empty", "gave a model without parameters; give it a layer that has some"),
-        ("{file}:alone", r"takes 0 positional arguments but 2 were given; define alone\(sample_shape, classes\)"),
+        (
+            "{file}:alone",
+            r"takes 0 positional arguments but 2 were given; define alone\(sample_shape, classes\)",
+        ),
         ("{folder}/none.py:build", "there is no file .*none.py"),
         ("no.such.module:build", "there is no module no.such.module"),
     ],
@@ -280,9 +317,13 @@ def test_what_is_wrong_is_said(file: Path, name: str, sentence: str) -> None:
         build_model(ModelConfig(name.format(file=file, folder=file.parent)), (4,), 3)
 
 
-def test_a_file_that_cannot_be_read_is_one_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock(file.parent, monkeypatch)
-    with pytest.raises(UsageError, match=rf"--model {file}:build: {file} cannot be read \(Permission denied\)$"):
+    with pytest.raises(
+        UsageError, match=rf"--model {file}:build: {file} cannot be read \(Permission denied\)$"
+    ):
         build_model(ModelConfig(f"{file}:build"), (4,), 3)
 
 

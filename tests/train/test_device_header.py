@@ -11,17 +11,24 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError
 from nnmpi.train.computing import describe_device, explained
 
-pytestmark = [pytest.mark.mpi, pytest.mark.host_only("it asks for the host's backend and the device's by itself")]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.host_only("it asks for the host's backend and the device's by itself"),
+]
 
 
 def test_the_host_has_nothing_to_say(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it was chosen automatically, and one rank could be meant to use a device, or somebody asks."""
+    """Unless it was chosen automatically, and one rank could be meant to use a device, or somebody
+    asks.
+    """
     assert describe_device(numpy_backend(), group, verbose=True) == []
     chosen = replace(numpy_backend(), reason="auto chose numpy: why")
     for there in (False, True):
         last = there and group.rank == group.size - 1
         monkeypatch.setattr("nnmpi.train.computing.expects_device", lambda last=last: last)
-        assert describe_device(chosen, group) == (["chosen: auto chose numpy: why"] if there else [])
+        assert describe_device(chosen, group) == (
+            ["chosen: auto chose numpy: why"] if there else []
+        )
         assert describe_device(chosen, group, verbose=True) == ["chosen: auto chose numpy: why"]
 
 
@@ -35,7 +42,9 @@ class _FullDevice:
 def test_a_full_device_names_the_options_that_help() -> None:
     with pytest.raises(DeviceError) as caught, explained(cast("Backend", _FullDevice())):
         raise RuntimeError("out of memory")
-    assert str(caught.value) == (
-        "the device has no room for more (out of memory); lower --batch-size, raise --microbatches, use "
-        "--activation-memory least or --precision bf16, or spread the model over more ranks with --tp or --pp"
+    assert (
+        str(caught.value)
+        == "the device has no room for more (out of memory); lower --batch-size, raise"
+        " --microbatches, use --activation-memory least or --precision bf16, or spread the model"
+        " over more ranks with --tp or --pp"
     )

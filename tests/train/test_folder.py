@@ -44,13 +44,18 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
 def test_a_place_that_the_system_refuses_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match=r"--out .*aaa cannot be written \(File name too long\); give a folder"):
+    with pytest.raises(
+        UsageError, match=r"--out .*aaa cannot be written \(File name too long\); give a folder"
+    ):
         RunFolder(tmp_path / ("a" * 300)).check_free()
     lock(tmp_path, monkeypatch)
-    with pytest.raises(UsageError, match=r"--out .*/y cannot be written \(Permission denied\); give a folder"):
+    with pytest.raises(
+        UsageError, match=r"--out .*/y cannot be written \(Permission denied\); give a folder"
+    ):
         RunFolder(tmp_path / "y").check_free()
     with pytest.raises(
-        UsageError, match=rf"the folder {tmp_path} cannot be written \(Permission denied\); give another"
+        UsageError,
+        match=rf"the folder {tmp_path} cannot be written \(Permission denied\); give another",
     ):
         default_folder(Config(), tmp_path)
 
@@ -62,7 +67,9 @@ def test_default_names_are_not_taken_twice(tmp_path: Path) -> None:
     assert all(each.name.startswith("digits-cnn-20") and not list(each.iterdir()) for each in found)
 
 
-def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_refused_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LayoutError):
         simulate(lambda group: main(["--dataset", "iris", "--model", "mlp", "--pp", "7"], group), 7)

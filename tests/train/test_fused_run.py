@@ -1,4 +1,6 @@
-"""Runs with the fused update, or a fit: the same weights as through shared sums, also when they are resumed."""
+"""Runs with the fused update, or a fit: the same weights as through shared sums, also when they are
+resumed.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +12,18 @@ from tests.train.test_resume import last_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 
-WORDS = "--backend numpy --model mlp --dropout 0.2 --batch-size 20 --optimizer adamw --lr-schedule constant"
+WORDS = (
+    "--backend numpy --model mlp --dropout 0.2 --batch-size 20 --optimizer adamw --lr-schedule"
+    " constant"
+)
 
 
 def checkpoint(run: Path) -> list[bytes]:
     """Return the weights and the optimizer's state."""
-    return [(last_checkpoint(run) / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
+    return [
+        (last_checkpoint(run) / f"{name}.safetensors").read_bytes()
+        for name in ("model", "optimizer")
+    ]
 
 
 @pytest.mark.mpi(min_size=2)

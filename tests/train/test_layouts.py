@@ -1,4 +1,6 @@
-"""A run that changes its layout at a checkpoint goes on as the serial run does, and its file is the serial run's."""
+"""A run that changes its layout at a checkpoint goes on as the serial run does, and its file is the
+serial run's.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,8 @@ from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from tests.equivalence.reference import digits
 
-pytestmark = pytest.mark.simulated(max_size=12)  # whole trainings, of which those on 33 ranks took five seconds
+# whole trainings, of which those on 33 ranks took five seconds
+pytestmark = pytest.mark.simulated(max_size=12)
 
 STEPS = 4  # two under each layout
 MODELS: dict[str, tuple[Callable[..., Module], dict[str, Any]]] = {
@@ -38,10 +41,15 @@ def layouts(world: int, name: str) -> list[Layout]:
     meshes = {(world, 1, 1), (1, 1, world)}
     meshes |= {(world // n, n, 1) for n in (2, 3) if world % n == 0}
     meshes |= {(world // 4, 2, 2)} if world % 4 == 0 else set()
-    found = [Layout(*mesh, split=[len(part) for part in split(layers, mesh[1])]) for mesh in sorted(meshes)]
+    found = [
+        Layout(*mesh, split=[len(part) for part in split(layers, mesh[1])])
+        for mesh in sorted(meshes)
+    ]
     if world % 2 == 0:
         parts = [len(part) for part in split(layers, 4)]
-        found.append(Layout(world // 2, 2, 1, schedule="interleaved", virtual_stages=2, split=parts))
+        found.append(
+            Layout(world // 2, 2, 1, schedule="interleaved", virtual_stages=2, split=parts)
+        )
     return found
 
 
@@ -54,7 +62,9 @@ class Job:
         model = build(self.dataset.sample_shape, self.dataset.classes, **options)
         where = None
         if layout is not None:
-            where = arrange(model, group, layout, np.zeros((4, *self.dataset.sample_shape)), dtype="float64")
+            where = arrange(
+                model, group, layout, np.zeros((4, *self.dataset.sample_shape)), dtype="float64"
+            )
             model = where.model
         model.initialize(seed=seed, dtype="float64")
         optimizer = optim.build("adam", model.storage, lr=1e-2)
@@ -66,9 +76,13 @@ class Job:
             exchange=GradientExchange(check=True),
             numerics=Numerics(clip=1.0),
         )
-        rank, world = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
+        rank, world = (
+            (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
+        )
         fixed = layout is not None and layout.fixed
-        self.loader = Loader(self.dataset, 11, rank=rank, world=world, microbatches=3, whole=fixed, dtype="float64")
+        self.loader = Loader(
+            self.dataset, 11, rank=rank, world=world, microbatches=3, whole=fixed, dtype="float64"
+        )
 
     def train(self, first: int, last: int) -> None:
         """Do these steps of the run."""
@@ -113,14 +127,20 @@ def test_it_goes_on_under_another_layout(group: Group, tmp_path: Path, name: str
         after.restore(folder)
         after.train(2, STEPS)
         found = after.arrays()
-        wrong = [key for key, array in expected.items() if not np.allclose(found[key], array, rtol=1e-8, atol=1e-10)]
+        wrong = [
+            key
+            for key, array in expected.items()
+            if not np.allclose(found[key], array, rtol=1e-8, atol=1e-10)
+        ]
         assert not any(group.gather(wrong)), (first, second, wrong)
         before.close()
         after.close()
     alone.free()
 
 
-def test_with_a_fixed_order_of_sums_it_goes_on_with_the_same_bits(group: Group, tmp_path: Path) -> None:
+def test_with_a_fixed_order_of_sums_it_goes_on_with_the_same_bits(
+    group: Group, tmp_path: Path
+) -> None:
     folder = RunFolder(Path(group.share(str(tmp_path))))
     alone = group.split(group.rank)
     serial = Job(alone, "mlp", Layout(reduction="fixed"))

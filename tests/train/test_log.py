@@ -1,4 +1,6 @@
-"""Lines are printed on one rank, also of a reader that goes away; and what the header says of the machine."""
+"""Lines are printed on one rank, also of a reader that goes away; and what the header says of the
+machine.
+"""
 
 import io
 import re
@@ -52,7 +54,10 @@ def test_percent() -> None:
 
 
 def shell(command: str, end: str = "") -> tuple[int, str]:
-    program = "from nnmpi.command import Console; c = Console(False); c.say('a'); c.say('b' * 99999); c.say('c')"
+    program = (
+        "from nnmpi.command import Console; c = Console(False); c.say('a'); c.say('b' * 99999);"
+        " c.say('c')"
+    )
     program += f"; {end}" * bool(end)
     done = subprocess.run(
         ["bash", "-c", f'set -o pipefail; "$0" -c "$1" {command}', sys.executable, program],

@@ -1,4 +1,6 @@
-"""metrics.jsonl: whole lines, a cut last line is dropped, and no step stands twice after a resume."""
+"""metrics.jsonl: whole lines, a cut last line is dropped, and no step stands twice after a
+resume.
+"""
 
 import json
 import resource
@@ -38,12 +40,17 @@ def test_an_existing_file_is_continued(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
-    write(tmp_path / "metrics.jsonl", {"global_step": 1, "loss": float("nan"), "x": float("inf"), "y": 1.0})
+    write(
+        tmp_path / "metrics.jsonl",
+        {"global_step": 1, "loss": float("nan"), "x": float("inf"), "y": 1.0},
+    )
     (found,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (found["loss"], found["x"], found["y"]) == (None, None, 1.0)
 
 
-@pytest.mark.parametrize("rest", ['{"kind": "tra', '{"kind": "train", "global_step": 3, "loss": 0.3', "\x00\x00"])
+@pytest.mark.parametrize(
+    "rest", ['{"kind": "tra', '{"kind": "train", "global_step": 3, "loss": 0.3', "\x00\x00"]
+)
 def test_a_cut_last_line_is_dropped(tmp_path: Path, rest: str) -> None:
     file = tmp_path / "metrics.jsonl"
     write(file, train(1), train(2))
@@ -76,7 +83,10 @@ def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path: Path) -> Non
 
 def test_a_full_disk_leaves_whole_lines_and_gets_the_rest_later(tmp_path: Path) -> None:
     """Half a line stayed, and the run ended in the middle of a step."""
-    file, records = tmp_path / "metrics.jsonl", [{"kind": "train", "global_step": step} for step in range(3)]
+    file, records = (
+        tmp_path / "metrics.jsonl",
+        [{"kind": "train", "global_step": step} for step in range(3)],
+    )
     metrics = MetricsRecorder(RunFolder(tmp_path))
     metrics.write(records[0])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -104,7 +114,9 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path, again: bool
         folder.path.rename(tmp_path / "elsewhere")
         if again:
             folder.path.mkdir()
-        with pytest.raises(CheckpointError, match=r"run's folder .*run was removed or moved while the run went on"):
+        with pytest.raises(
+            CheckpointError, match=r"run's folder .*run was removed or moved while the run went on"
+        ):
             recorder.flush()
     with pytest.raises(FileNotFoundError):
         CheckpointWriter(tmp_path / "gone" / "checkpoints", 1).begin()
@@ -127,8 +139,9 @@ def test_json_keeps_every_bit() -> None:
 
 def test_breakdown_adds_up_to_the_step() -> None:
     totals = Totals(steps=10, samples=100, compute_s=0.6, sync_s=0.2, input_s=0.1, wall_s=1.0)
-    assert totals.breakdown() == (
-        "step 100.00 ms = compute 60.00 ms (60 %) + synchronization 20.00 ms (20 %) "
+    assert (
+        totals.breakdown()
+        == "step 100.00 ms = compute 60.00 ms (60 %) + synchronization 20.00 ms (20 %) "
         "+ input 10.00 ms (10 %) + other 10.00 ms (10 %)"
     )
     assert totals.samples_per_second == pytest.approx(100.0)
@@ -136,9 +149,10 @@ def test_breakdown_adds_up_to_the_step() -> None:
 
 def test_communication_is_told_per_step_beside_its_prediction() -> None:
     totals = Totals(steps=10, sync_s=0.3, hidden_s=0.1, comm_bytes=20 * 2**20, comm_calls=25)
-    assert totals.communication() == (
-        "communication per step: 2.5 calls, 2 MB of arrays; exposed 30.00 ms, hidden by computing 10.00 ms (25 %); "
-        "no fit to predict it by"
+    assert (
+        totals.communication()
+        == "communication per step: 2.5 calls, 2 MB of arrays; exposed 30.00 ms, hidden by"
+        " computing 10.00 ms (25 %); no fit to predict it by"
     )
     known = totals.plus(Totals(steps=10, predicted_s=0.05, predicted_steps=10))
     assert known.communication().endswith("predicted 5 ms")
@@ -146,6 +160,10 @@ def test_communication_is_told_per_step_beside_its_prediction() -> None:
 
 def test_several_workers_gradients_add_up_to_the_steps_time() -> None:
     """Two workers, one of which computes a whole segment of 4 steps at one gradient."""
-    totals = Totals(steps=4, compute_s=3.6, sync_s=0.4).plus(Totals(steps=1, compute_s=4.0)).mean_over(2, 4)
+    totals = (
+        Totals(steps=4, compute_s=3.6, sync_s=0.4)
+        .plus(Totals(steps=1, compute_s=4.0))
+        .mean_over(2, 4)
+    )
     assert totals.compute_s + totals.sync_s == pytest.approx(4.0)
     assert totals.steps == 4

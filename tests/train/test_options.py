@@ -8,7 +8,15 @@ import pytest
 from nnmpi.command import suggest
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import parse
-from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_options, assemble, check, flatten
+from nnmpi.train.config import (
+    Config,
+    OptimizationConfig,
+    RunConfig,
+    all_options,
+    assemble,
+    check,
+    flatten,
+)
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
@@ -28,7 +36,9 @@ def test_the_list_of_options_is_frozen() -> None:
 
 
 def test_flatten_and_assemble_are_inverse() -> None:
-    config = Config(optimization=OptimizationConfig(epochs=3, batch_size="full"), run=RunConfig(out=Path("a/b")))
+    config = Config(
+        optimization=OptimizationConfig(epochs=3, batch_size="full"), run=RunConfig(out=Path("a/b"))
+    )
     flat = flatten(config)
     assert flat["out"] == "a/b"
     assert flat["hidden"] == [128, 64]
@@ -54,8 +64,10 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"normalize": "yes"}, "x: normalize is 'yes'; it must be true or false"),
         (
             {"optimizer": "sgdd"},
-            "x: optimizer is 'sgdd'; it must be one of "
-            "sgd, adam, adamw, rmsprop, adagrad, adadelta, muon or FILE.py:NAME",
+            (
+                "x: optimizer is 'sgdd'; it must be one of "
+                "sgd, adam, adamw, rmsprop, adagrad, adadelta, muon or FILE.py:NAME"
+            ),
         ),
         ({"batch_size": "all"}, "x: batch_size is 'all'; it must be a whole number or \"full\""),
         ({"out": True}, "x: out is True; it must be a path"),

@@ -26,14 +26,18 @@ BATCHES, STOP = 8, 3  # batches of an epoch; where the first part ends, in the s
 
 def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
     train, _ = load("iris")
-    model = Sequential(Linear(4, 8), BatchNorm(8), ReLU(), Dropout(0.5), Linear(8, 3)).initialize(seed=seed)
+    model = Sequential(Linear(4, 8), BatchNorm(8), ReLU(), Dropout(0.5), Linear(8, 3)).initialize(
+        seed=seed
+    )
     return model, Adam(model.storage, lr=0.02), Loader(train, 16, rank=group.rank, world=group.size)
 
 
 @pytest.mark.simulated(max_size=4)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_it_goes_on_to_the_same_bits(group: Group, tmp_path: Path, by_hand: bool) -> None:
-    """In the middle of an epoch, in other memory, with dropout; by a Worker, and by a loop of DataParallel's."""
+    """In the middle of an epoch, in other memory, with dropout; by a Worker, and by a loop of
+    DataParallel's.
+    """
     folder = group.share(str(tmp_path / "checkpoints"))
 
     def run(seed: int, stop: int | None) -> dict[str, np.ndarray]:
@@ -71,14 +75,19 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
     folder = group.share(str(tmp_path))
     model, optimizer, _ = make(group, 0)
     loop = (model, optimizer, group)
-    with pytest.raises(UsageError, match=r"place is numbers and texts of Python's, such as int\(epoch\)"):
+    with pytest.raises(
+        UsageError, match=r"place is numbers and texts of Python's, such as int\(epoch\)"
+    ):
         save(folder, loop, epoch=np.int64(3))
     with pytest.raises(CheckpointError, match="no checkpoint can be written into .*/not/there"):
         save(f"{folder}/not/there", loop)
     assert resume(folder, loop) == {}
     for optimizer.steps in (1, 2, 3):
         save(folder, loop, keep=2)
-    assert group.share([each.name for each in steps(Path(folder))]) == ["step-00000003", "step-00000002"]
+    assert group.share([each.name for each in steps(Path(folder))]) == [
+        "step-00000003",
+        "step-00000002",
+    ]
     other = Sequential(Linear(4, 3)).initialize()
     with pytest.raises(CheckpointError, match="has 0.weight with shape"):
         resume(folder, (other, Adam(other.storage), group))

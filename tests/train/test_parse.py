@@ -1,4 +1,6 @@
-"""Layers of options: defaults < resumed run < file < command line; and one sentence for each kind of fault."""
+"""Layers of options: defaults < resumed run < file < command line; and one sentence for each kind
+of fault.
+"""
 
 import json
 import re
@@ -48,7 +50,9 @@ def test_help_is_short_or_on_a_group() -> None:
 
 def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('lr = 0.5\nepochs = 7\nmomentum = 0.9\nhidden = [9]\nmodel = "mlp"\njit = false\n')
+    file.write_text(
+        'lr = 0.5\nepochs = 7\nmomentum = 0.9\nhidden = [9]\nmodel = "mlp"\njit = false\n'
+    )
     config = parse(["--epochs", "3", "--config", str(file), "--optimizer", "sgd"])
     assert (config.optimization.lr, config.optimization.epochs) == (0.5, 3)
     assert (config.model.hidden, config.run.jit) == ((9,), "off")
@@ -59,12 +63,31 @@ def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
 def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    before = flatten(parse(["--epochs", "5", "--lr", "0.5", "--log-every", "9", "--out", "elsewhere", "--seed", "4"]))
+    before = flatten(
+        parse(
+            [
+                "--epochs",
+                "5",
+                "--lr",
+                "0.5",
+                "--log-every",
+                "9",
+                "--out",
+                "elsewhere",
+                "--seed",
+                "4",
+            ]
+        )
+    )
     (run / "config.json").write_text(json.dumps(before))
     file = tmp_path / "more.toml"
     file.write_text("log_every = 8\nlr = 0.25\n")
     config = parse(["--resume", str(run), "--config", str(file), "--lr", "0.125"])
-    assert (config.optimization.epochs, config.run.log_every, config.optimization.lr) == (5, 8, 0.125)
+    assert (config.optimization.epochs, config.run.log_every, config.optimization.lr) == (
+        5,
+        8,
+        0.125,
+    )
     assert (config.run.seed, config.run.resume, config.run.out) == (4, run, None)
 
 
@@ -86,27 +109,54 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
             "--hidden has a layer of width 9999999999999999; give whole numbers from 1 to 1e+09",
         ),
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
-        ("--model resnt", "--model is resnt; choose mlp, cnn, resnet, lstm, gpt, or give your own as FILE.py:NAME"),
-        ("--lr-schedule cosin", "--lr-schedule is cosin; give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME"),
+        (
+            "--model resnt",
+            (
+                "--model is resnt; choose mlp, cnn, resnet, lstm, gpt, or give your own as"
+                " FILE.py:NAME"
+            ),
+        ),
+        (
+            "--lr-schedule cosin",
+            "--lr-schedule is cosin; give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME",
+        ),
         ("--split 3,x", '--split is 3,x; it must be "auto" or a list of whole numbers'),
         ("--split 3,0", "--split is 3 0; give auto, or numbers of layers such as 5,4,3"),
         ("--pp 0", "--pp is 0; give a whole number, 1 or more"),
         ("--virtual-stages 0", "--virtual-stages is 0; give a whole number, 1 or more"),
         ("--microbatches 0", "--microbatches is 0; give a whole number, 1 or more"),
-        ("--memory-limit much", "--memory-limit is much; it must be a number of bytes such as 512MiB"),
-        ("--activation-memory much", "--activation-memory is much; it must be a number of bytes such as 512MiB or"),
+        (
+            "--memory-limit much",
+            "--memory-limit is much; it must be a number of bytes such as 512MiB",
+        ),
+        (
+            "--activation-memory much",
+            "--activation-memory is much; it must be a number of bytes such as 512MiB or",
+        ),
         (f"--memory-limit {'9' * 400}", "--memory-limit is 9999"),
         ("--memory-limit 0.0GiB", "--memory-limit is 0; give a whole number, 1 or more"),
         ("--activation-memory 0", "--activation-memory is 0; give a whole number, 1 or more"),
-        ("--eval-every -1steps", "--eval-every is -1steps; it must be a number of epochs, or of steps"),
-        ("--save-every -1", "--save-every is -1; it must be a number of epochs, or of steps, such as 100steps"),
+        (
+            "--eval-every -1steps",
+            "--eval-every is -1steps; it must be a number of epochs, or of steps",
+        ),
+        (
+            "--save-every -1",
+            "--save-every is -1; it must be a number of epochs, or of steps, such as 100steps",
+        ),
         ("--sync asp --activation-memory 1k", "--activation-memory does not go with --sync asp"),
-        ("--model gpt --experts 2 --sp 2", "--sp 2 shares out the positions of sequences, and --model gpt with"),
+        (
+            "--model gpt --experts 2 --sp 2",
+            "--sp 2 shares out the positions of sequences, and --model gpt with",
+        ),
         (
             "--model gpt --dataset paradise-lost --experts 2 --text-samples sentences",
             "--experts counts the tokens of a sequence, and --text-samples sentences pads",
         ),
-        ("--layout auto --expert-parallel", "--layout auto is in the place of your own --expert-parallel; leave"),
+        (
+            "--layout auto --expert-parallel",
+            "--layout auto is in the place of your own --expert-parallel; leave",
+        ),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
         ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),
         ("--jit yes", "--jit is yes; it must be one of auto, on, off"),
@@ -136,13 +186,20 @@ def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock(tmp_path, monkeypatch)
-    with pytest.raises(UsageError, match=r"^--resume .*/run cannot be read \(Permission denied\); give the folder"):
+    with pytest.raises(
+        UsageError, match=r"^--resume .*/run cannot be read \(Permission denied\); give the folder"
+    ):
         parse(["--resume", str(tmp_path / "run")])
 
 
 def test_options_are_not_read_from_what_may_have_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("it would be read until memory ends"))
-    with pytest.raises(UsageError, match="^--config /dev/zero cannot be read: not an ordinary file; give a TOML file$"):
+    monkeypatch.setattr(
+        Path, "read_text", lambda *_: pytest.fail("it would be read until memory ends")
+    )
+    with pytest.raises(
+        UsageError,
+        match="^--config /dev/zero cannot be read: not an ordinary file; give a TOML file$",
+    ):
         parse(["--config", "/dev/zero"])
 
 
@@ -176,7 +233,15 @@ def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str)
 
 
 @pytest.mark.parametrize(
-    "words", ["--model mlp", "--dataset iris", "--target price", "--seed 3", "--batch-size 64", "--optimizer sgd"]
+    "words",
+    [
+        "--model mlp",
+        "--dataset iris",
+        "--target price",
+        "--seed 3",
+        "--batch-size 64",
+        "--optimizer sgd",
+    ],
 )
 def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
@@ -186,7 +251,9 @@ def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str
 
 def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dataset": "here/a.csv", "model": "mlp"}))
-    assert parse(["--resume", str(tmp_path), "--dataset", "there/a.csv"]).data.dataset == "there/a.csv"
+    assert (
+        parse(["--resume", str(tmp_path), "--dataset", "there/a.csv"]).data.dataset == "there/a.csv"
+    )
     for other in ("there/b.csv", "iris"):
         with pytest.raises(UsageError, match=f"--dataset here/a.csv, which cannot become {other}"):
             parse(["--resume", str(tmp_path), "--dataset", other])
@@ -200,14 +267,17 @@ def test_a_damaged_run_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_path: Path) -> None:
-    """Otherwise it could not go on in another way: its own options would be refused, and nobody has given them."""
+    """Otherwise it could not go on in another way: its own options would be refused, and nobody has
+    given them.
+    """
     served = json.dumps({"sync": "ssp", "staleness": 2, "slow": "rank=1,factor=3", "lr": 0.5})
     (tmp_path / "config.json").write_text(served)
     resume = ["--resume", str(tmp_path)]
     assert parse(resume).sync.rule.staleness == 2
     config = parse([*resume, "--sync=local", "--local-steps", "3"])
     assert (config.sync.rule.mode, config.sync.rule.local_steps) == ("local", 3)
-    assert (config.sync.slow, config.optimization.lr) == ("rank=1,factor=3", 0.5)  # these belong to any
+    # these belong to any
+    assert (config.sync.slow, config.optimization.lr) == ("rank=1,factor=3", 0.5)
     file = tmp_path / "gossip.toml"
     file.write_text('sync = "gossip"\n')
     assert parse([*resume, "--config", str(file)]).sync.rule.mode == "gossip"

@@ -22,12 +22,19 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def train(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains on the group's ranks and returns the run's folder and what was printed."""
+    """Return a function that trains on the group's ranks and returns the run's folder and what was
+    printed.
+    """
     base = Path(group.share(str(tmp_path_factory.mktemp("runs"))))
 
     def run(**options: Any) -> tuple[Path, list[str]]:
         text = io.StringIO()
-        values = {"out": str(base / f"run{len(list(base.iterdir()))}"), "epochs": 1, "dataset": "digits", **options}
+        values = {
+            "out": str(base / f"run{len(list(base.iterdir()))}"),
+            "epochs": 1,
+            "dataset": "digits",
+            **options,
+        }
         folder = Path(group.share(values["out"]))
         console = Console(quiet=not group.is_root, stream=text)
         with training.begin(assemble({**values, "out": str(folder)}), group, console) as loop:
@@ -71,11 +78,15 @@ def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> N
 def test_pipedream_records_its_staleness(group: Group, train: Train) -> None:
     if group.size == 1:
         return
-    folder, lines = train(pp=group.size, model="resnet", pipeline="pipedream", lr=1e-3, max_steps=3, log_every=1)
+    folder, lines = train(
+        pp=group.size, model="resnet", pipeline="pipedream", lr=1e-3, max_steps=3, log_every=1
+    )
     right = True
     if group.is_root:
         rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
-        right = all(row["grad_norm"] is None and 0 < row["staleness"] <= group.size - 1 for row in rows)
+        right = all(
+            row["grad_norm"] is None and 0 < row["staleness"] <= group.size - 1 for row in rows
+        )
         right = right and any("staleness by rank: at most" in line for line in lines)
     everywhere(group, right)
 
@@ -88,7 +99,8 @@ def test_without_a_pipeline_the_trace_has_each_rank(group: Group, train: Train) 
             trace = json.load(file)
         done = [name for _, _, name, _, _ in spans(trace)]
         right = not breaches(trace) and done.count("0F0") == 2 * group.size
-        right = right and done.count("update") >= 2 * group.size  # in pieces where it waits for the others
+        # in pieces where it waits for the others
+        right = right and done.count("update") >= 2 * group.size
     everywhere(group, right)
 
 
@@ -101,5 +113,7 @@ def test_a_trace_that_cannot_be_written_does_not_cost_the_run(group: Group, trai
     group.barrier()
     folder, lines = train(max_steps=3, trace=True, out=str(taken))
     told = "\n".join(lines)
-    right = not group.is_root or ("  no trace: the trace cannot be written to " in told and "3 steps in" in told)
+    right = not group.is_root or (
+        "  no trace: the trace cannot be written to " in told and "3 steps in" in told
+    )
     everywhere(group, right and (folder / "checkpoints" / "latest").exists())

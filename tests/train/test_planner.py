@@ -1,4 +1,6 @@
-"""The planner: prices add up, the best are found, bytes are the ledger's; and `--layout auto`, which races them."""
+"""The planner: prices add up, the best are found, bytes are the ledger's; and `--layout auto`,
+which races them.
+"""
 
 import json
 import shlex
@@ -38,7 +40,19 @@ from nnmpi.train.planner.price import plan as search
 from nnmpi.train.planner.profile import Workload, ready, shares_of, take_profile
 
 CONTEXT, TOKENS = 8, 12
-SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
+SMALL = [
+    "--model",
+    "mlp",
+    "--hidden",
+    "8",
+    "--dataset",
+    "iris",
+    "--batch-size",
+    "12",
+    "--epochs",
+    "1",
+    "--quiet",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +70,17 @@ def workload(batch_size: int = 16, samples: Dataset | None = None, **options: An
     drawn = np.random.default_rng(0).integers(0, TOKENS, (batch_size, CONTEXT + 1))
     dataset = samples or Dataset("tokens", drawn[:, :-1], drawn[:, 1:], TOKENS)
     gpt = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
-    return Workload(assemble({"batch_size": batch_size, "jit": "off", **(options or gpt)}), (dataset, dataset))
+    return Workload(
+        assemble({"batch_size": batch_size, "jit": "off", **(options or gpt)}), (dataset, dataset)
+    )
 
 
 def made_up(ranks: int, batch_size: int = 16) -> Profile:
     """Return times that nobody has measured: a row costs what a layer's parameters say."""
     model = workload().build()
-    elements = [sum(p.size for p in ModelPart(model, [layer]).parameters()) for layer in open_chain(model)]
+    elements = [
+        sum(p.size for p in ModelPart(model, [layer]).parameters()) for layer in open_chain(model)
+    ]
     each = [1e-6 + 1e-9 * batch_size * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
     layers = tuple(
         LayerCost(
@@ -72,19 +90,29 @@ def made_up(ranks: int, batch_size: int = 16) -> Profile:
         )
         for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
     )
-    steps = {rows: StepCost(sum(each) * rows / batch_size, 1e-4, 500 * rows * len(each)) for rows in (1, batch_size)}
+    steps = {
+        rows: StepCost(sum(each) * rows / batch_size, 1e-4, 500 * rows * len(each))
+        for rows in (1, batch_size)
+    }
     shared = {
-        (tp, sp): ShareCost(1.1 / tp / sp, 1 / tp / sp, (("all-reduce", 32.0, 9),)) for tp, sp in shares_of(ranks)
+        (tp, sp): ShareCost(1.1 / tp / sp, 1 / tp / sp, (("all-reduce", 32.0, 9),))
+        for tp, sp in shares_of(ranks)
     }
     return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size)
 
 
 @cache
 def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pricer:
-    """Return prices of a made-up machine, on which one field of the layers or steps is so many times as much."""
+    """Return prices of a made-up machine, on which one field of the layers or steps is so many
+    times as much.
+    """
 
     def more(record: Any) -> Any:
-        return replace(record, **{name: factor * getattr(record, name)}) if hasattr(record, name) else record
+        return (
+            replace(record, **{name: factor * getattr(record, name)})
+            if hasattr(record, name)
+            else record
+        )
 
     work, times = workload(), made_up(ranks)
     steps = {rows: more(cost) for rows, cost in times.steps.items()}
@@ -95,7 +123,9 @@ def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pr
 
 
 def layouts(one: Pricer) -> list[Candidate]:
-    return candidates(one.network.ranks, one.batch_size, one.profile.shares, len(one.profile.layers))[0]
+    return candidates(
+        one.network.ranks, one.batch_size, one.profile.shares, len(one.profile.layers)
+    )[0]
 
 
 # ---- prices, and the search ----
@@ -106,7 +136,9 @@ def test_the_search_finds_the_least_prices() -> None:
     prices = sorted((one.price(each).seconds, each) for each in layouts(one))
     for kept in (1, 3, 10):
         found = search(one, kept=kept)
-        assert [each.price.seconds for each in found.best] == [seconds for seconds, _ in prices[:kept]]
+        assert [each.price.seconds for each in found.best] == [
+            seconds for seconds, _ in prices[:kept]
+        ]
         assert found.looked_at == len(prices)
     firsts = {each.kind: seconds for seconds, each in reversed(prices)}
     found = search(one, kept=3, kind=lambda each: each.kind)
@@ -137,16 +169,21 @@ def test_each_measured_number_is_in_the_prices_that_it_belongs_to(
 
 def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> None:
     near, far = pricer(4, 4), pricer(4, 1)
-    few, many = (near.price(replace(STAGES, schedule="gpipe", microbatches=count)) for count in (4, 16))
+    few, many = (
+        near.price(replace(STAGES, schedule="gpipe", microbatches=count)) for count in (4, 16)
+    )
     assert few.bubble_s / few.computing_s > 1.5 * many.bubble_s / many.computing_s > 0
     for each in (REPLICAS, STAGES, SHARED):
         assert far.price(each).seconds > near.price(each).seconds
     slower_s = far.network.message(0, 1, 256) - near.network.message(0, 1, 256)
-    assert far.price(STAGES).bubble_s - near.price(STAGES).bubble_s > 5.5 * slower_s  # over three links, and back
+    # over three links, and back
+    assert far.price(STAGES).bubble_s - near.price(STAGES).bubble_s > 5.5 * slower_s
     shared = [near.price(Candidate(dp=4, zero=zero)).update_s for zero in (0, 1)]
     assert shared[0] == pytest.approx(4 * shared[1])
     (state,) = far.shapes.states(1, 1, 1, 0, 1, False)
-    sums = (far.network.exchange("all-reduce", range(4), nbytes) for nbytes in (state.gradients, 40))
+    sums = (
+        far.network.exchange("all-reduce", range(4), nbytes) for nbytes in (state.gradients, 40)
+    )
     assert far.price(REPLICAS).exposed_s == pytest.approx(sum(sums))  # one bucket: nothing hides it
 
 
@@ -163,7 +200,10 @@ def test_a_pipeline_takes_about_what_its_simulation_takes(
     price, layers = one.price(each), one.profile.layers
     whole_s = sum(layer.seconds for layer in layers)
     cuts = one.shapes.cuts(2, virtual)
-    stage_s = [one.profile.step(4, "seconds") * sum(layers[i].seconds for i in cut) / whole_s for cut in cuts]
+    stage_s = [
+        one.profile.step(4, "seconds") * sum(layers[i].seconds for i in cut) / whole_s
+        for cut in cuts
+    ]
     times = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
     costs = {kind: [part * seconds for seconds in stage_s] for kind, part in times.items()}
     simulated_s = simulate_schedule(lower(make(name, 2, 4, virtual)), costs).makespan_s
@@ -221,8 +261,16 @@ def test_memory_that_is_tight_asks_for_least_activations_and_names_the_least() -
 def test_what_is_found_is_told_in_lines_and_in_options() -> None:
     found = search(pricer(4, 2))
     assert max(map(len, plan.describe(found))) <= 100
-    piped = replace(found.best[0], candidate=replace(HALVES, recompute=True), split=(2, 2, 1, 1)).options()
-    told = {"pp": 4, "pipeline": "zero-bubble", "microbatches": 4, "activation_memory": "least", "split": (2, 2, 1, 1)}
+    piped = replace(
+        found.best[0], candidate=replace(HALVES, recompute=True), split=(2, 2, 1, 1)
+    ).options()
+    told = {
+        "pp": 4,
+        "pipeline": "zero-bubble",
+        "microbatches": 4,
+        "activation_memory": "least",
+        "split": (2, 2, 1, 1),
+    }
     assert {name: piped[name] for name in told} == told
 
 
@@ -236,16 +284,27 @@ def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
 
 @pytest.mark.parametrize(
     ("known", "at", "value"),
-    [({2: 4.0}, 1, 2.0), ({1: 1.0, 3: 5.0}, 2, 3.0), ({1: 1.0, 3: 5.0}, 5, 9.0), ({2: 1.0, 4: 9.0}, 1, 0.0)],
+    [
+        ({2: 4.0}, 1, 2.0),
+        ({1: 1.0, 3: 5.0}, 2, 3.0),
+        ({1: 1.0, 3: 5.0}, 5, 9.0),
+        ({2: 1.0, 4: 9.0}, 1, 0.0),
+    ],
 )
-def test_values_between_rows_are_on_straight_lines(known: dict[int, float], at: int, value: float) -> None:
+def test_values_between_rows_are_on_straight_lines(
+    known: dict[int, float], at: int, value: float
+) -> None:
     steps = {rows: StepCost(seconds, 0.0, 0) for rows, seconds in known.items()}
     assert Profile(steps, {}, (), 1).step(at, "seconds") == value
 
 
 @pytest.mark.parametrize(
     ("word", "nodes", "match"),
-    [("fit", 2, "no fit"), ("token-ring", 1, "'token-ring' is not understood"), ("gbit=1", 3, "each of 3 nodes")],
+    [
+        ("fit", 2, "no fit"),
+        ("token-ring", 1, "'token-ring' is not understood"),
+        ("gbit=1", 3, "each of 3 nodes"),
+    ],
 )
 def test_networks_that_there_are_not_are_refused(word: str, nodes: int, match: str) -> None:
     with pytest.raises(UsageError, match=match):
@@ -265,7 +324,9 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     """Shares are measured as far as the model can have them; without a folder nothing is kept."""
     table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
     work = workload(16, table, model="mlp", hidden=[8])
-    found = simulate(lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)], numpy_backend()), 2)[0]
+    found = simulate(
+        lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)], numpy_backend()), 2
+    )[0]
     assert sorted(found.steps) == [1, 8, 16]
     assert found.shares[2, 1].exchanges and (1, 2) not in found.shares
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
@@ -274,7 +335,9 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
 
     def take(batch_size: int = 16) -> Profile:
         other = workload(batch_size, table, model="mlp", hidden=[8])
-        return simulate(lambda group: take_profile(other, group, 2, numpy_backend(), print), 1)[0][0]
+        return simulate(lambda group: take_profile(other, group, 2, numpy_backend(), print), 1)[0][
+            0
+        ]
 
     assert take() == take() == found and len(measured) == 1
     (file,) = tmp_path.glob("profile-*.json")
@@ -386,7 +449,10 @@ def test_a_step_is_compared_with_its_prediction() -> None:
         (["--memory", "much"], "much"),
         (["--dp", "2"], "--dp"),
         (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),
-        (["--shape", "8", "--context", "4", "--model", "gpt"], "--shape says 8 tokens, and --context 4; leave"),
+        (
+            ["--shape", "8", "--context", "4", "--model", "gpt"],
+            "--shape says 8 tokens, and --context 4; leave",
+        ),
     ],
 )
 def test_wrong_words_of_the_plan_are_refused(words: list[str], text: str) -> None:
@@ -395,11 +461,22 @@ def test_wrong_words_of_the_plan_are_refused(words: list[str], text: str) -> Non
 
 
 def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
-    given = ["--data-dir", "my data; rm", "--dataset", "it's.csv", "--hidden", "3", "4", "--no-normalize"]
+    given = [
+        "--data-dir",
+        "my data; rm",
+        "--dataset",
+        "it's.csv",
+        "--hidden",
+        "3",
+        "4",
+        "--no-normalize",
+    ]
     words = shlex.split(plan.train_command(plan.parse(given), 2, {"dp": 2}))
     assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
     assert parse(words[6:]) == parse([*given, "--dp", "2"])
-    words = shlex.split(plan.train_command(plan.parse(["--shape", "8", "--model", "lstm"]), 2, {"dp": 2}))
+    words = shlex.split(
+        plan.train_command(plan.parse(["--shape", "8", "--model", "lstm"]), 2, {"dp": 2})
+    )
     assert parse([*words[6:-2], "--dataset", "text"]).model.context == 8
 
 

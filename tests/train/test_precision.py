@@ -14,8 +14,14 @@ Train: TypeAlias = Callable[[str], Path]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--precision bf16 --dtype float64", "--precision bf16 rounds float32, and --dtype is float64"),
-        *((f"--precision {name} --backend numpy", f"--precision {name} needs") for name in ("tf32", "bf16", "fp16")),
+        (
+            "--precision bf16 --dtype float64",
+            "--precision bf16 rounds float32, and --dtype is float64",
+        ),
+        *(
+            (f"--precision {name} --backend numpy", f"--precision {name} needs")
+            for name in ("tf32", "bf16", "fp16")
+        ),
         ("--precision fp16 --jit", "--jit compiles for float32 on the CPU alone"),
         ("--precision fp8", "fp8"),
     ],

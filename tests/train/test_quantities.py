@@ -1,4 +1,6 @@
-"""Numbers that are predicted, and yes or no: trained under every layout with the serial run's numbers, then used."""
+"""Numbers that are predicted, and yes or no: trained under every layout with the serial run's
+numbers, then used.
+"""
 
 import json
 import re
@@ -62,7 +64,9 @@ def numbers(records: list[dict[str, Any]]) -> np.ndarray:
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 2, 3)])
 def test_the_sum_over_samples_is_a_mean_over_elements(name: str, shape: tuple[int, ...]) -> None:
-    """Divided by the samples, it is the loss and the gradient of all elements' mean, whatever the outputs' shape."""
+    """Divided by the samples, it is the loss and the gradient of all elements' mean, whatever the
+    outputs' shape.
+    """
     draw = np.random.default_rng(1)
     outputs, targets = draw.normal(size=(7, int(np.prod(shape[1:])))), draw.uniform(size=shape)
     ours, theirs = (Tensor(here(outputs), requires_grad=True) for _ in range(2))
@@ -73,7 +77,9 @@ def test_the_sum_over_samples_is_a_mean_over_elements(name: str, shape: tuple[in
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-13)
     np.testing.assert_allclose(Tensor(ours.grad).numpy(), Tensor(theirs.grad).numpy(), rtol=1e-13)
     flat = targets.reshape(outputs.shape)
-    score = np.mean((outputs > 0) == (flat > 0.5)) if name == "bce" else -np.mean((outputs - flat) ** 2)
+    score = (
+        np.mean((outputs > 0) == (flat > 0.5)) if name == "bce" else -np.mean((outputs - flat) ** 2)
+    )
     batch = DeviceBatch(here(outputs), here(targets), None)
     assert float(SumError(name).score(ours, batch)) / 7 == pytest.approx(score, rel=1e-12)
     with pytest.raises(ShapeError, match="for each sample"):
@@ -96,12 +102,17 @@ def test_every_layout_gives_the_serial_numbers(words: str, layouts: list[tuple[i
     for number, (ranks, layout) in enumerate(layouts):
         found = run(f"{words} {layout}", ranks, f"run{number}")
         kinds = ("eval", "test") if "--sync" in layout else ("train", "eval", "test")
-        ours, theirs = (numbers([each for each in records if each["kind"] in kinds]) for records in (found, serial))
+        ours, theirs = (
+            numbers([each for each in records if each["kind"] in kinds])
+            for records in (found, serial)
+        )
         assert np.allclose(ours, theirs, rtol=1e-9), layout
 
 
 def test_keys_and_the_place_of_the_accuracy() -> None:
-    """RMSE and R2 stand where the accuracy stands, are right, and decide with the loss which weights are the best."""
+    """RMSE and R2 stand where the accuracy stands, are right, and decide with the loss which
+    weights are the best.
+    """
     records = run("--dataset houses.csv --target price --loss mse --epochs 4 --keep-best")
     for each in records:
         assert list(each)[3:6] == ["loss", "rmse", "r2"] and "accuracy" not in each
@@ -129,7 +140,9 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         found = model.predict(X)
         simulate(lambda group, words=f"{out} {name}": predict(words.split(), group), 2)
         lines = capfd.readouterr().out.splitlines()
-        simulate(lambda group, words=f"{out} {name} --format json": predict(words.split(), group), 1)
+        simulate(
+            lambda group, words=f"{out} {name} --format json": predict(words.split(), group), 1
+        )
         values = json.loads(capfd.readouterr().out)["samples"]
         if name == "sold.csv":
             assert lines[0] == "class,no,yes" and found.shape == (50, 2)
@@ -138,7 +151,9 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
             continue
         assert found.shape == (50, *model.signature.target_shape)
         assert np.allclose([each["values"] for each in values], found, rtol=1e-6)
-        assert lines[0] == ("value" if found.ndim == 1 else ",".join(f"value_{i + 1}" for i in range(found[0].size)))
+        assert lines[0] == (
+            "value" if found.ndim == 1 else ",".join(f"value_{i + 1}" for i in range(found[0].size))
+        )
         table = np.array([list(map(float, line.split(","))) for line in lines[1:]])
         assert np.allclose(table, found.reshape(50, -1), rtol=1e-5, atol=1e-12)
 
@@ -147,7 +162,10 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         ("--dataset three.npz", None),
-        ("--dataset iris --loss mse", "iris has classes, and --loss mse predicts numbers; give --loss cross-entropy"),
+        (
+            "--dataset iris --loss mse",
+            "iris has classes, and --loss mse predicts numbers; give --loss cross-entropy",
+        ),
         ("--dataset sold.csv --loss mse", "line 2: the target 'yes' is not a finite number"),
         (
             "--dataset one.npz",
@@ -157,15 +175,33 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
             "--dataset houses.csv --target price",
             "is not a whole number; .*, or predict numbers: by the loss mse",
         ),
-        ("--dataset houses.csv --target cost --loss mse", "has no column 'cost'; its first line is price, a, b"),
+        (
+            "--dataset houses.csv --target cost --loss mse",
+            "has no column 'cost'; its first line is price, a, b",
+        ),
         ("--dataset iris --target 3", "knows its labels itself; leave the target out"),
         ("--dataset three.npz --loss bce", "three has 3 classes; for yes or no give two, 0 and 1"),
-        ("--dataset one.npz --loss bce", "one: a target is .*; for yes or no give numbers from 0 to 1"),
+        (
+            "--dataset one.npz --loss bce",
+            "one: a target is .*; for yes or no give numbers from 0 to 1",
+        ),
         ("--dataset single.npz", "has one class alone, so that there is nothing to tell apart"),
-        ("--dataset paradise-lost --model lstm --loss mse", "has classes, and --loss mse predicts numbers"),
-        ("--dataset one.npz --loss mse --label-smoothing 0.1", "--label-smoothing is for --loss cross-entropy"),
-        ("--dataset one.npz --loss mse --partition label", "sorts samples by class, but those of one have quantities"),
-        ("--dataset one.npz --loss mean", "--loss is mean; it must be one of cross-entropy, mse, bce, mae, huber"),
+        (
+            "--dataset paradise-lost --model lstm --loss mse",
+            "has classes, and --loss mse predicts numbers",
+        ),
+        (
+            "--dataset one.npz --loss mse --label-smoothing 0.1",
+            "--label-smoothing is for --loss cross-entropy",
+        ),
+        (
+            "--dataset one.npz --loss mse --partition label",
+            "sorts samples by class, but those of one have quantities",
+        ),
+        (
+            "--dataset one.npz --loss mean",
+            "--loss is mean; it must be one of cross-entropy, mse, bce, mae, huber",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_in_a_sentence(words: str, sentence: str | None) -> None:
@@ -184,21 +220,30 @@ def test_a_worker_knows_losses_by_name() -> None:
     def learn(group: nnmpi.Group, loss: str) -> float:
         model = nnmpi.models.mlp((5,), 1, hidden=[4]).initialize(dtype="float64")
         worker = nnmpi.Worker(model, nnmpi.optim.SGD(model.storage, lr=0.1), group, loss=loss)
-        loader = nnmpi.data.Loader(sets, 50, rank=group.rank, world=group.size, shuffle=False, dtype="float64")
+        loader = nnmpi.data.Loader(
+            sets, 50, rank=group.rank, world=group.size, shuffle=False, dtype="float64"
+        )
         outputs = model(Tensor(X.astype(np.float64))).numpy()
         wanted = np.mean((outputs[:, 0] - SUMS.astype(np.float32)) ** 2)
         report = worker.step(next(iter(loader.epoch(0))))
-        assert report.loss == pytest.approx(wanted, rel=1e-12) and report.rmse == pytest.approx(wanted**0.5)
+        assert report.loss == pytest.approx(wanted, rel=1e-12) and report.rmse == pytest.approx(
+            wanted**0.5
+        )
         assert np.isnan(report.accuracy)
         worker.release()
         return report.loss
 
     assert len(set(simulate(lambda group: learn(group, "mse"), 3))) == 1
-    with pytest.raises(NnmpiError, match="the loss 'squares' is unknown; choose one of cross-entropy, mse, bce"):
+    with pytest.raises(
+        NnmpiError, match="the loss 'squares' is unknown; choose one of cross-entropy, mse, bce"
+    ):
         simulate(lambda group: learn(group, "squares"), 2)
 
 
 def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"signs has labels of shape \(2,\) for each sample, and --model mlp predicts"):
+    with pytest.raises(
+        UsageError,
+        match=r"signs has labels of shape \(2,\) for each sample, and --model mlp predicts",
+    ):
         run("--dataset signs.npz", ranks=2)
     assert not (tmp_path / "run").exists()

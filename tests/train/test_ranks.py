@@ -1,4 +1,6 @@
-"""What must be the same on every rank: options, errors, and the step at which a signal stops the run."""
+"""What must be the same on every rank: options, errors, and the step at which a signal stops the
+run.
+"""
 
 import os
 import signal
@@ -30,7 +32,11 @@ def shared(group: Group, tmp_path: Path) -> Path:
 def test_every_rank_gets_the_options_that_rank_0_read(group: Group) -> None:
     words = "--lr 0.5 --hidden 3 4 --model mlp --out a" if group.is_root else "--epochs 99"
     config = read_options(words.split(), group)
-    assert (config.optimization.lr, config.optimization.epochs, config.model.hidden) == (0.5, 20, (3, 4))
+    assert (config.optimization.lr, config.optimization.epochs, config.model.hidden) == (
+        0.5,
+        20,
+        (3, 4),
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,13 +45,18 @@ def test_every_rank_gets_the_options_that_rank_0_read(group: Group) -> None:
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
         (
             "--resume absent",
-            "--resume absent: there is no run (absent/config.json is missing); give the folder of a run",
+            (
+                "--resume absent: there is no run (absent/config.json is missing); give the folder"
+                " of a run"
+            ),
         ),
         ("--dataset irs --out a", "--dataset irs: data set 'irs' is unknown"),
         ("--dataset iris --out a", "model cnn needs images"),
     ],
 )
-def test_wrong_options_are_the_same_error_on_every_rank(group: Group, words: str, text: str) -> None:
+def test_wrong_options_are_the_same_error_on_every_rank(
+    group: Group, words: str, text: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         main(words.split(), group)
     assert str(caught.value).startswith(text)
@@ -54,14 +65,21 @@ def test_wrong_options_are_the_same_error_on_every_rank(group: Group, words: str
 
 def test_a_layout_that_does_not_fit_the_world_is_refused(group: Group) -> None:
     with pytest.raises(
-        LayoutError, match=f"not dp {group.size + 1} x pp 1 x tp 1 = {group.size + 1}; these fit: dp {group.size} "
+        LayoutError,
+        match=(
+            f"not dp {group.size + 1} x pp 1 x tp 1 = {group.size + 1}; these fit: dp {group.size} "
+        ),
     ):
         main(["--dp", str(group.size + 1)], group)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_on_one_rank_stops_all_at_the_same_step(group: Group, number: signal.Signals) -> None:
-    """Ranks in step ask one another about every tenth of a second; for those out of step see compose."""
+def test_a_signal_on_one_rank_stops_all_at_the_same_step(
+    group: Group, number: signal.Signals
+) -> None:
+    """Ranks in step ask one another about every tenth of a second; for those out of step see
+    compose.
+    """
     model = mlp((4,), 3, (5,)).initialize()
     worker = Worker(model, SGD(model.storage, lr=0.1), group, slow=Slow(minimum_s=0.01))
     loader = Loader(load("iris")[0], 1, rank=group.rank, world=group.size)
@@ -73,7 +91,9 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(group: Group, number: s
             os.kill(os.getpid(), number)
 
     with StopSignals() as stop:
-        report = worker.run(loader, 0, 0, 120, 0, lambda step: 0.1, progress=note, poll_signal=stop.noted)
+        report = worker.run(
+            loader, 0, 0, 120, 0, lambda step: 0.1, progress=note, poll_signal=stop.noted
+        )
     assert report.signal == number
     assert group.gather(report.batches) == [len(done)] * group.size
     assert 5 < len(done) < 120
@@ -87,7 +107,9 @@ def test_a_second_interrupt_does_not_wait(group: Group) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_only_rank_0_writes_and_prints(group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_writes_and_prints(
+    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = shared(group, tmp_path) / "run"
     main(f"--model mlp --dataset iris --epochs 2 --batch-size 50 --out {out}".split(), group)
     group.barrier()  # rank 0 still writes when the others are done
@@ -100,9 +122,18 @@ def test_only_rank_0_writes_and_prints(group: Group, tmp_path: Path, capsys: pyt
     [
         (
             40,
-            "--dataset d.npz is not the same on all ranks: .*; {last} has [0-9a-f]+ [0-9a-f]+; give all nodes the same",
+            (
+                "--dataset d.npz is not the same on all ranks: .*; {last} has [0-9a-f]+ [0-9a-f]+;"
+                " give all nodes the same"
+            ),
         ),
-        (30, "--dataset d.npz is not the same on all ranks: .* 32 training and 8 test samples; {last} has 24 training"),
+        (
+            30,
+            (
+                "--dataset d.npz is not the same on all ranks: .* 32 training and 8 test samples;"
+                " {last} has 24 training"
+            ),
+        ),
     ],
 )
 def test_ranks_with_other_data_are_named(
@@ -117,14 +148,20 @@ def test_ranks_with_other_data_are_named(
     x[3, 2] += is_other
     count = rows if is_other else 40
     np.savez("d.npz", x=x[:count], y=np.arange(count) % 3)
-    with pytest.raises(CommError, match=text.format(last=f"rank {group.size - 1}", size=group.size)):
+    with pytest.raises(
+        CommError, match=text.format(last=f"rank {group.size - 1}", size=group.size)
+    ):
         main(["--model", "mlp", "--dataset", "d.npz"], group)
 
 
-def test_ranks_with_another_model_file_are_named(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_another_model_file_are_named(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if group.size == 1:
         return
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(f"# {group.rank}\ndef net(shape, classes): return None\n")
-    with pytest.raises(CommError, match="the program's files differ: rank 0 has [0-9a-f]+; rank 1 has"):
+    with pytest.raises(
+        CommError, match="the program's files differ: rank 0 has [0-9a-f]+; rank 1 has"
+    ):
         main(["--model", "mine.py:net", "--dataset", "iris"], group)

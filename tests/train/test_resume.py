@@ -1,4 +1,6 @@
-"""A run that was killed and resumed ends with the same weights, bit for bit, as one that never stopped."""
+"""A run that was killed and resumed ends with the same weights, bit for bit, as one that never
+stopped.
+"""
 
 import json
 import random
@@ -42,14 +44,20 @@ def last_checkpoint(run: Path) -> Path:
 def without_times(run: Path) -> list[dict[str, Any]]:
     records = read_metrics(run / "metrics.jsonl")
     return [
-        {key: value for key, value in record.items() if key not in OF_THE_PROCESS and not key.startswith("memory_")}
+        {
+            key: value
+            for key, value in record.items()
+            if key not in OF_THE_PROCESS and not key.startswith("memory_")
+        }
         for record in records
     ]
 
 
 def assert_same_end(one: Path, other: Path) -> None:
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (last_checkpoint(one) / name).read_bytes() == (last_checkpoint(other) / name).read_bytes(), name
+        assert (last_checkpoint(one) / name).read_bytes() == (
+            last_checkpoint(other) / name
+        ).read_bytes(), name
     assert without_times(one) == without_times(other)
 
 
@@ -61,7 +69,9 @@ def simulated(words: str, ranks: int) -> None:
 def assert_near(one: Path, other: Path, *names: str) -> None:
     """Compare the last checkpoints' files, whose sums were taken in other orders."""
     for name in names:
-        ours, theirs = (load_file(last_checkpoint(run) / f"{name}.safetensors") for run in (one, other))
+        ours, theirs = (
+            load_file(last_checkpoint(run) / f"{name}.safetensors") for run in (one, other)
+        )
         assert ours.keys() == theirs.keys()
         for key, array in ours.items():
             np.testing.assert_allclose(theirs[key], array, rtol=1e-9, atol=1e-12, err_msg=key)
@@ -71,8 +81,8 @@ def assert_near(one: Path, other: Path, *names: str) -> None:
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     words = (
-        "--model mlp --hidden 32 --dropout 0.2 --augment shift --optimizer sgd --momentum 0.9 --lr 0.05 "
-        "--epochs 8 --batch-size 50 --eval-every 7steps --save-every 3steps --log-every 1"
+        "--model mlp --hidden 32 --dropout 0.2 --augment shift --optimizer sgd --momentum 0.9 --lr"
+        " 0.05 --epochs 8 --batch-size 50 --eval-every 7steps --save-every 3steps --log-every 1"
     )
     assert train(tmp_path, f"{words} --out {whole}", ranks=2).status == 0
     moments = random.Random(7)
@@ -84,17 +94,28 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> 
             time.sleep(pause_s)
             send(signal.SIGKILL, str(broken))
 
-        ready = once(lambda least=wanted_lines: lines(broken / "metrics.jsonl") >= least, kill, ends=True)  # type: ignore[misc]
-        assert train(tmp_path, begin, ranks=2, is_lost=ready).status != 0, "the run ended before it was killed"
+        ready = once(
+            lambda least=wanted_lines: lines(broken / "metrics.jsonl") >= least, kill, ends=True
+        )  # type: ignore[misc]
+        assert train(tmp_path, begin, ranks=2, is_lost=ready).status != 0, (
+            "the run ended before it was killed"
+        )
     assert train(tmp_path, f"--resume {broken}", ranks=2).status == 0
     assert_same_end(whole, broken)
 
 
 def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    words = "--model mlp --dataset iris --lr-schedule constant --eval-every 0 --save-every 0 --log-every 1"
+    words = (
+        "--model mlp --dataset iris --lr-schedule constant --eval-every 0 --save-every 0"
+        " --log-every 1"
+    )
     words += " --epochs 3000 --max-steps"
-    callback = once(lambda: lines(broken / "metrics.jsonl") > 3, lambda: send(signal.SIGKILL, str(broken)), ends=True)
+    callback = once(
+        lambda: lines(broken / "metrics.jsonl") > 3,
+        lambda: send(signal.SIGKILL, str(broken)),
+        ends=True,
+    )
     assert train(tmp_path, f"{words} 6000 --out {broken}", is_lost=callback).status != 0
     ending = train(tmp_path, f"--resume {broken} --max-steps 30")
     assert ending.status == 0
@@ -117,26 +138,39 @@ def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path: Pat
     assert (state["step"], state["epoch"], state["batch"], state["seed"]) == (6, 0, 6, 0)
 
 
-def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --dropout 0.1 --max-steps 12"
+def test_a_checkpoint_resumes_on_another_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--model mlp --dataset iris --dtype float64 --batch-size 25 --dropout 0.1 --max-steps 12"
+    )
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     simulated(f"{words} --out {whole}", 1)
-    simulated(f"{words} --stop-after 7 --out {moved}", 2)  # in the middle of the schedule, with which it goes on
+    # in the middle of the schedule, with which it goes on
+    simulated(f"{words} --stop-after 7 --out {moved}", 2)
     simulated(f"--resume {moved}", 3)
     assert "the run had 2 ranks and goes on with 3: equal up to rounding" in capsys.readouterr().out
     assert_near(whole, moved, "model")
 
 
-def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --lr-schedule constant"
+def test_a_checkpoint_resumes_under_another_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --lr-schedule"
+        " constant"
+    )
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     simulated(f"{words} --max-steps 9 --out {whole}", 1)
     pipeline = (
-        "--pp 2 --pipeline interleaved --virtual-stages 2"  # which stay among its options, and do nothing without
+        # which stay among its options, and do nothing without
+        "--pp 2 --pipeline interleaved --virtual-stages 2"
     )
     simulated(f"{words} --max-steps 3 {pipeline} --out {moved}", 2)
     simulated(f"--resume {moved} --max-steps 6 --pp 1 --tp 2", 2)
-    told = "the run had dp 1 x pp 2 x tp 1 and goes on with dp 1 x pp 1 x tp 2: equal up to rounding"
+    told = (
+        "the run had dp 1 x pp 2 x tp 1 and goes on with dp 1 x pp 1 x tp 2: equal up to rounding"
+    )
     assert told in capsys.readouterr().out
     simulated(f"--resume {moved} --max-steps 9 --tp 1", 1)
     assert_near(whole, moved, "model", "optimizer")
@@ -144,7 +178,11 @@ def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path, capsys: pytes
 
 def test_a_pipeline_that_was_what_is_missing_stays_one(tmp_path: Path) -> None:
     """As a supervisor goes on, which says --dp auto."""
-    simulated(f"--model mlp --dataset iris --dp 2 --tp 1 --max-steps 4 --stop-after 2 --out {tmp_path / 'run'}", 4)
+    simulated(
+        "--model mlp --dataset iris --dp 2 --tp 1 --max-steps 4 --stop-after 2 --out"
+        f" {tmp_path / 'run'}",
+        4,
+    )
     simulated(f"--resume {tmp_path / 'run'} --dp auto", 4)
     layout = json.loads((last_checkpoint(tmp_path / "run") / "state.json").read_text())["layout"]
     assert (layout["dp"], layout["pp"]) == (2, 2)
@@ -168,8 +206,14 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
     [
         ("--resume absent", "--resume absent: there is no run"),
         ("--resume run --model cnn", "the run has --model mlp, which cannot become cnn"),
-        ("--resume run --sync bsp", "the run is trained by DiLoCo, and goes on so; leave --sync, --outer-lr and"),
-        ("--resume run --outer-lr 1 --outer-momentum 0", "the run is trained by DiLoCo, and goes on so; leave --sync"),
+        (
+            "--resume run --sync bsp",
+            "the run is trained by DiLoCo, and goes on so; leave --sync, --outer-lr and",
+        ),
+        (
+            "--resume run --outer-lr 1 --outer-momentum 0",
+            "the run is trained by DiLoCo, and goes on so; leave --sync",
+        ),
         (
             "--resume plain --sync local --outer-lr 0.7",
             "the run is not trained by DiLoCo, and goes on so; leave --sync",

@@ -1,4 +1,6 @@
-"""Where a run stands: what a step, an epoch and an evaluation change, and that JSON keeps it all."""
+"""Where a run stands: what a step, an epoch and an evaluation change, and that JSON keeps it
+all.
+"""
 
 import json
 from dataclasses import asdict, replace
@@ -23,14 +25,19 @@ def test_an_epoch_begins_with_its_first_batch_and_no_sums() -> None:
 
 
 def test_the_first_of_the_best_evaluations_counts() -> None:
-    """Of classes the highest accuracy, of tokens the lowest loss; one that is not finite is never the best."""
+    """Of classes the highest accuracy, of tokens the lowest loss; one that is not finite is never
+    the best.
+    """
     for by_loss, best in ((False, (0.7, 2)), (True, (1.5, 3))):
         state = RunState()
         for step, accuracy, loss in ((1, 0.0, inf), (2, 0.7, 2.5), (3, 0.6, 1.5), (4, 0.7, 1.5)):
             report = Totals(targets=1, loss_sum=loss, score_sum=accuracy)
             state = replace(state, step=step).after_evaluation(report, by_loss)
         assert (state.best, state.best_step) == best
-    assert RunState(step=1).after_evaluation(Totals(targets=1, loss_sum=1.0), by_loss=False).best_step == 1
+    assert (
+        RunState(step=1).after_evaluation(Totals(targets=1, loss_sum=1.0), by_loss=False).best_step
+        == 1
+    )
 
 
 def test_json_keeps_every_bit() -> None:

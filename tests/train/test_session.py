@@ -25,7 +25,16 @@ from tests.device.here import on_device
 Train: TypeAlias = Callable[[str], Path]
 
 # Other programs read these.
-TRAIN_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "elapsed_s"]
+TRAIN_KEYS = [
+    "kind",
+    "global_step",
+    "epoch",
+    "loss",
+    "accuracy",
+    "learning_rate",
+    "grad_norm",
+    "elapsed_s",
+]
 TRAIN_KEYS += [
     "samples_per_second",
     "step_s",
@@ -56,11 +65,17 @@ def weights(run: Path) -> dict[str, Any]:
 
 def same(one: Path, other: Path) -> bool:
     mine, theirs = weights(one), weights(other)
-    return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and all(
+        np.array_equal(mine[name], theirs[name]) for name in mine
+    )
 
 
 def rates(run: Path) -> list[float]:
-    return [each["learning_rate"] for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "train"]
+    return [
+        each["learning_rate"]
+        for each in read_metrics(run / "metrics.jsonl")
+        if each["kind"] == "train"
+    ]
 
 
 def test_metrics_have_their_keys(train: Train) -> None:
@@ -77,7 +92,15 @@ def test_metrics_have_their_keys(train: Train) -> None:
 
 def test_the_folder_holds_everything(train: Train) -> None:
     run = train("--epochs 5 --save-every 1")
-    wanted = [".lock", "checkpoints", "config.json", "console.txt", "finished.json", "metrics.jsonl", "starts.jsonl"]
+    wanted = [
+        ".lock",
+        "checkpoints",
+        "config.json",
+        "console.txt",
+        "finished.json",
+        "metrics.jsonl",
+        "starts.jsonl",
+    ]
     assert sorted(each.name for each in run.iterdir()) == sorted(wanted)
     steps = ["step-00000006", "step-00000008", "step-00000010"]  # the last three
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", *steps]
@@ -85,11 +108,15 @@ def test_the_folder_holds_everything(train: Train) -> None:
     assert (config["epochs"], config["dataset"], config["resume"]) == (5, "iris", None)
 
 
-def test_the_end_of_a_run_is_proved(train: Train, group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_run_is_proved(
+    train: Train, group: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A status of 0 alone is none: MPICH gives it where one rank has left early."""
     run = train("--epochs 1")
     proof = json.loads((run / "finished.json").read_text())
-    assert proof["weights_sha256"] == sha256(run / "checkpoints" / "step-00000002" / "model.safetensors")
+    assert proof["weights_sha256"] == sha256(
+        run / "checkpoints" / "step-00000002" / "model.safetensors"
+    )
     assert (proof["step"], proof["ranks"]) == (2, group.size)
     assert proof["accuracy"] == read_metrics(run / "metrics.jsonl")[-1]["accuracy"]
     group.barrier()
@@ -97,7 +124,9 @@ def test_the_end_of_a_run_is_proved(train: Train, group: Group, capsys: pytest.C
         (run / "finished.json").unlink()
     group.barrier()
     main(["--resume", str(run), "--epochs", "2"], group)
-    assert (f"{run} had not come to its end: it has no finished.json" in capsys.readouterr().out) == group.is_root
+    assert (
+        f"{run} had not come to its end: it has no finished.json" in capsys.readouterr().out
+    ) == group.is_root
     main(["--resume", str(run), "--epochs", "3"], group)
     assert "had not come to its end" not in capsys.readouterr().out
     assert json.loads((run / "finished.json").read_text())["step"] == 6
@@ -106,21 +135,51 @@ def test_the_end_of_a_run_is_proved(train: Train, group: Group, capsys: pytest.C
 def test_the_last_line_is_a_command_for_a_shell(
     group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["--model", "mlp", "--dataset", "iris", "--max-steps", "1", "--out", str(tmp_path / "a run")], group)
+    main(
+        [
+            "--model",
+            "mlp",
+            "--dataset",
+            "iris",
+            "--max-steps",
+            "1",
+            "--out",
+            str(tmp_path / "a run"),
+        ],
+        group,
+    )
     assert f"curves: python -m nnmpi.report '{tmp_path}/a run'\n" in capsys.readouterr().out
 
 
-def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_header_says_what_runs_on_what(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     if on_device():
         pytest.skip("what it says of a device is in test_device_header.py")
     train("--epochs 1 --verbose --no-jit")  # without a word on numba, which may be there
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.splitlines() if line.startswith("epoch")) <= 100
     names = [line.split(":")[0] for line in printed.splitlines()[:10]]
-    told = ["layout", "MPI", "backend", "chosen", "data", "batches", "model", "all-reduce", "cost model", "run folder"]
+    told = [
+        "layout",
+        "MPI",
+        "backend",
+        "chosen",
+        "data",
+        "batches",
+        "model",
+        "all-reduce",
+        "cost model",
+        "run folder",
+    ]
     assert names == told
     assert "auto chose numpy: " in printed
-    for text in ("1 rank on 1 node", "numpy on CPU, float32", "120 training and 30 test samples", "9,091 parameters"):
+    for text in (
+        "1 rank on 1 node",
+        "numpy on CPU, float32",
+        "120 training and 30 test samples",
+        "9,091 parameters",
+    ):
         assert text in printed
     assert "ms = compute" in printed
     train("--epochs 1")
@@ -133,7 +192,10 @@ def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train("--model resnet --dataset digits --max-steps 1 --batch-size 10 --microbatches 3")
-    assert "takes those of each of 3 microbatches (4 samples); a run of whole" in capsys.readouterr().out
+    assert (
+        "takes those of each of 3 microbatches (4 samples); a run of whole"
+        in capsys.readouterr().out
+    )
     train("--model resnet --dataset digits --max-steps 1 --batch-size 10")
     assert "batch normalization" not in capsys.readouterr().out
 
@@ -164,14 +226,19 @@ def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
     ],
 )
 def test_options_that_change_the_weights(train: Train, words: str) -> None:
-    assert not same(train("--epochs 2"), train(f"--epochs 2 {words}" if "--epochs" not in words else words))
+    assert not same(
+        train("--epochs 2"), train(f"--epochs 2 {words}" if "--epochs" not in words else words)
+    )
 
 
-@pytest.mark.parametrize("words", ["--augment shift", "--augment flip", "--augment shift-flip", "--model resnet"])
+@pytest.mark.parametrize(
+    "words", ["--augment shift", "--augment flip", "--augment shift-flip", "--model resnet"]
+)
 def test_options_for_images_change_the_weights(train: Train, words: str) -> None:
     base = "--dataset digits --max-steps 2 --batch-size 32"
     assert not same(
-        train(f"--model cnn {base}"), train(f"{words} {base}" if "model" in words else f"--model cnn {base} {words}")
+        train(f"--model cnn {base}"),
+        train(f"{words} {base}" if "model" in words else f"--model cnn {base} {words}"),
     )
 
 
@@ -207,13 +274,21 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> Non
     run = train("--epochs 6 --eval-every 3 --save-every 5steps")
     records = read_metrics(run / "metrics.jsonl")
     assert [each["global_step"] for each in records if each["kind"] == "eval"] == [6, 12]
-    assert [each.name[-2:] for each in sorted((run / "checkpoints").glob("step-*"))] == ["05", "10", "12"]
+    assert [each.name[-2:] for each in sorted((run / "checkpoints").glob("step-*"))] == [
+        "05",
+        "10",
+        "12",
+    ]
     run = train("--epochs 6 --eval-every 3steps")  # 2 steps an epoch
     evals = [each for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "eval"]
     assert [each["global_step"] for each in evals] == [3, 6, 9, 12]
     assert [each["epoch"] for each in evals] == [1.5, 3, 4.5, 6]
     run = train("--epochs 6 --eval-every 0 --save-every 0")
-    assert [each["kind"] for each in read_metrics(run / "metrics.jsonl")] == ["train", "train", "test"]
+    assert [each["kind"] for each in read_metrics(run / "metrics.jsonl")] == [
+        "train",
+        "train",
+        "test",
+    ]
     assert len(list((run / "checkpoints").glob("step-*"))) == 1
 
 
@@ -237,8 +312,14 @@ def test_progress_is_printed_inside_an_epoch(
         ("--augment flip", r"--augment flip is for images, but samples of iris have shape \(4,\)"),
         ("--microbatches 65", "--microbatches 65 is more parts than the 64 samples of a batch"),
         ("--dp 2", "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1"),
-        ("--split 2,2", "--split belongs to a pipeline, and dp 1 x pp 1 x tp 1 has none; give --pp 2 or more"),
-        ("--virtual-stages 2", "2 virtual stages belong to the pipeline schedule interleaved; 1f1b has one per rank"),
+        (
+            "--split 2,2",
+            "--split belongs to a pipeline, and dp 1 x pp 1 x tp 1 has none; give --pp 2 or more",
+        ),
+        (
+            "--virtual-stages 2",
+            "2 virtual stages belong to the pipeline schedule interleaved; 1f1b has one per rank",
+        ),
         ("--data-dir here", "^--dataset iris --data-dir here: .* is bundled; leave out data_dir"),
         (
             "--model cnn --dataset mnist --data-dir absent",
@@ -254,11 +335,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_above_the_limit_is_refused_before_anything_is_written(train: Train, tmp_path: Path) -> None:
+def test_a_model_above_the_limit_is_refused_before_anything_is_written(
+    train: Train, tmp_path: Path
+) -> None:
     with pytest.raises(
-        DeviceError, match=r"^rank 0 needs .* more than the limit of 1 KB; spread the model over at least"
+        DeviceError,
+        match=r"^rank 0 needs .* more than the limit of 1 KB; spread the model over at least",
     ):
-        train("--memory-limit 1KiB --backend numpy")  # a device would keep the limit for the tests to come
+        # a device would keep the limit for the tests to come
+        train("--memory-limit 1KiB --backend numpy")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -268,17 +353,25 @@ def test_what_the_first_step_refuses_leaves_no_folder(train: Train, tmp_path: Pa
         for name in left:
             (tmp_path / name).parent.mkdir()
             (tmp_path / name).write_text("")
-        with pytest.raises(UsageError, match=r"^1 bytes are too few for the activations of this model"):
+        with pytest.raises(
+            UsageError, match=r"^1 bytes are too few for the activations of this model"
+        ):
             train("--activation-memory 1")
-        assert [str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()] == left
+        assert [
+            str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()
+        ] == left
 
 
-def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_without_memory_is_one_sentence(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def full(*_: Any) -> None:
         raise MemoryError("Unable to allocate 9 TiB")
 
     monkeypatch.setattr("nnmpi.train.build.build_model", full)
-    with pytest.raises(DeviceError, match=r"^the model does not fit into memory \(Unable to allocate 9 TiB\)"):
+    with pytest.raises(
+        DeviceError, match=r"^the model does not fit into memory \(Unable to allocate 9 TiB\)"
+    ):
         train("")
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
@@ -308,14 +401,20 @@ def test_a_small_test_set_is_loaded_once(train: Train, monkeypatch: pytest.Monke
     assert len(loaded) == 1 + 3
 
 
-def test_by_default_checkpoints_take_little_of_the_time(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_checkpoints_take_little_of_the_time(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One after the first epoch, one at the end, and others if they are quick."""
     monkeypatch.setattr("nnmpi.train.checkpoint.KEEP", 5)
     seconds = iter(range(10**9))
-    with monkeypatch.context() as patched:  # each look at the clock is a second later than the one before
+    with monkeypatch.context() as patched:
+        # each look at the clock is a second later than the one before
         patched.setattr("nnmpi.train.loop.clock.now", lambda: float(next(seconds)))
         slow = train("--epochs 5")
-    assert sorted(each.name for each in (slow / "checkpoints").glob("s*")) == ["step-00000002", "step-00000010"]
+    assert sorted(each.name for each in (slow / "checkpoints").glob("s*")) == [
+        "step-00000002",
+        "step-00000010",
+    ]
     monkeypatch.setattr("nnmpi.train.loop.SAVING", 1e9)
     monkeypatch.setattr(MpiWorld, "beside", SimulatedWorld.beside)  # the disk is never behind
     quick = train("--epochs 5")
@@ -333,7 +432,9 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
         return real(self, state, keep, best)
 
     monkeypatch.setattr(CheckpointWriter, "finish", full)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 .* \(No space left on device\); older"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of step 6 .* \(No space left on device\); older"
+    ):
         train("--epochs 5 --save-every 1")
     assert (tmp_path / "run0" / "checkpoints" / "latest").read_text() == "step-00000004\n"
 
@@ -347,8 +448,20 @@ def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rows": 40}, "of a run with 80 training samples, but the data set now gives 32; resume with the data"),
-        ({"feature": 9.0}, "of a run on other data, but the samples or labels have changed since, as many as they are"),
+        (
+            {"rows": 40},
+            (
+                "of a run with 80 training samples, but the data set now gives 32; resume with the"
+                " data"
+            ),
+        ),
+        (
+            {"feature": 9.0},
+            (
+                "of a run on other data, but the samples or labels have changed since, as many as"
+                " they are"
+            ),
+        ),
         ({"label": 1}, "of a run on other data, but the samples or labels have changed since"),
     ],
     ids=["length", "a feature", "a label"],
@@ -362,7 +475,8 @@ def test_a_run_does_not_go_on_with_other_data(
         np.savez(tmp_path / "changed.npz", x=x, y=y)
 
     write()
-    run = train("--model mlp --dataset changed.npz --batch-size 10 --max-steps 7")  # stops at batch 7 of 8
+    # stops at batch 7 of 8
+    run = train("--model mlp --dataset changed.npz --batch-size 10 --max-steps 7")
     before = (run / "metrics.jsonl").read_bytes()
     write(**change)
     with pytest.raises(DataError, match=says):
@@ -384,7 +498,11 @@ def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(
     ]
     main(["--resume", str(run), "--epochs", "3"], group)
     records = read_metrics(run / "metrics.jsonl")
-    assert [(each["kind"], each["global_step"]) for each in records][-3:] == [("train", 6), ("eval", 6), ("test", 6)]
+    assert [(each["kind"], each["global_step"]) for each in records][-3:] == [
+        ("train", 6),
+        ("eval", 6),
+        ("test", 6),
+    ]
     assert sum(each["kind"] == "test" for each in records) == 1
     assert same(run, train("--epochs 3 --lr-schedule constant"))
     assert f"resuming from {run}" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Training on simulated ranks: the bytes of a run under mpirun, the same for the same seed, and what is refused."""
+"""Training on simulated ranks: the bytes of a run under mpirun, the same for the same seed, and
+what is refused.
+"""
 
 import gzip
 import hashlib
@@ -44,20 +46,28 @@ LAYOUTS = {
 
 def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: float = 1.0) -> Path:
     """Train on simulated ranks in this process; return the run's folder."""
-    run = folder / f"run-{ranks}-{seed}-{hashlib.sha256(words.encode()).hexdigest()[:8]}-{len(list(folder.iterdir()))}"
-    simulate(partial(main, [*words.split(), "--out", str(run)]), ranks, seed=seed, cpu_factor=cpu_factor)
+    run = (
+        folder
+        / f"run-{ranks}-{seed}-{hashlib.sha256(words.encode()).hexdigest()[:8]}-{len(list(folder.iterdir()))}"
+    )
+    simulate(
+        partial(main, [*words.split(), "--out", str(run)]), ranks, seed=seed, cpu_factor=cpu_factor
+    )
     return run
 
 
 def weights(run: Path) -> str:
     """Return a hash of the last checkpoint's weights and optimizer state."""
     last = max((run / "checkpoints").glob("step-*"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(last.glob("*.safetensors")))).hexdigest()
+    return hashlib.sha256(
+        b"".join(file.read_bytes() for file in sorted(last.glob("*.safetensors")))
+    ).hexdigest()
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.needs_ranks(LAYOUTS[name][0])) for name in LAYOUTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.needs_ranks(LAYOUTS[name][0])) for name in LAYOUTS],
 )
 def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path, name: str) -> None:
     """Weights and the optimizer's state at the end, whatever the seed."""
@@ -66,7 +76,10 @@ def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path,
         return
     job = Path(group.share(str(tmp_path / "job")))
     main([*SHORT.split(), *words.split(), "--out", str(job)], group)
-    found = [group.is_root and weights(simulated(tmp_path, f"{SHORT} {words}", ranks, seed)) for seed in range(2)]
+    found = [
+        group.is_root and weights(simulated(tmp_path, f"{SHORT} {words}", ranks, seed))
+        for seed in range(2)
+    ]
     group.barrier()
     assert not group.is_root or found == [weights(job)] * 2
 
@@ -82,49 +95,81 @@ def test_an_outer_optimizer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["--sync asp", "--sync ssp --staleness 4"])
 @pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
 def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None:
-    """The same seed gives the same bytes and seconds where ranks need not wait; some other seed gives others."""
+    """The same seed gives the same bytes and seconds where ranks need not wait; some other seed
+    gives others.
+    """
     words = f"{SHORT} --model mlp {words}" + (" --slow ms=5" if cpu_factor == 0 else "")
-    runs = [simulated(tmp_path, words, 5, seed, cpu_factor) for seed in ((0, 0, 1, 2, 3) if cpu_factor else (0, 0))]
+    runs = [
+        simulated(tmp_path, words, 5, seed, cpu_factor)
+        for seed in ((0, 0, 1, 2, 3) if cpu_factor else (0, 0))
+    ]
     found = [weights(run) for run in runs]
     assert found[0] == found[1]
     assert not cpu_factor or len(set(found)) > 1
     if cpu_factor == 0:
-        first, again = ((run / "metrics.jsonl").read_text().replace(run.name, "run") for run in runs)
+        first, again = (
+            (run / "metrics.jsonl").read_text().replace(run.name, "run") for run in runs
+        )
         assert first == again
 
 
 def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -> None:
     """Its folder is that of any run."""
-    run = simulated(tmp_path, "--epochs 2 --batch-size 400 --allreduce ring --backend numpy --lr-schedule constant", 3)
+    run = simulated(
+        tmp_path,
+        "--epochs 2 --batch-size 400 --allreduce ring --backend numpy --lr-schedule constant",
+        3,
+    )
     whole = weights(run)
     half = simulated(
-        tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy --lr-schedule constant", 3
+        tmp_path,
+        "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy --lr-schedule"
+        " constant",
+        3,
     )
     simulate(partial(main, ["--resume", str(half), "--max-steps", "None"]), 3, seed=5)
     assert weights(half) == whole
-    simulate(partial(main, ["--resume", str(half), "--epochs", "3", "--simulate", "2", "--network", "gbit=1"]), 2)
-    job = train(tmp_path, f"--resume {half} --epochs 4", 2)  # the network was that of the simulated ranks
+    simulate(
+        partial(
+            main, ["--resume", str(half), "--epochs", "3", "--simulate", "2", "--network", "gbit=1"]
+        ),
+        2,
+    )
+    # the network was that of the simulated ranks
+    job = train(tmp_path, f"--resume {half} --epochs 4", 2)
     assert job.status == 0, job.output
 
 
 def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
-    """Twelve steps of 100 ms, on two ranks of which one takes three times as long, take 3.6 s; no time goes by here."""
-    ending = train(tmp_path, f"{SHORT} --simulate 2 --slow ms=100;rank=1,factor=3 --out run --model mlp")
+    """Twelve steps of 100 ms, on two ranks of which one takes three times as long, take 3.6 s; no
+    time goes by here.
+    """
+    ending = train(
+        tmp_path, f"{SHORT} --simulate 2 --slow ms=100;rank=1,factor=3 --out run --model mlp"
+    )
     assert ending.status == 0, ending.output
     assert (
-        "2 ranks in this process, seed 0; computing takes just the time of --slow, messages no time\n" in ending.output
+        "2 ranks in this process, seed 0; computing takes just the time of --slow, messages no"
+        " time\n" in ending.output
     )
     assert "12 steps in 3.6 s" in ending.output
     assert ending.seconds < 20
 
 
 def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
-    """A ring of three ranks: 2 (N-1) latencies and 2 (N-1)/N of the gradient's bytes for each step."""
+    """A ring of three ranks: 2 (N-1) latencies and 2 (N-1)/N of the gradient's bytes for each
+    step.
+    """
     words = "--simulate 3 --model mlp --slow ms=10 --allreduce ring --max-steps 20 --log-every 5"
     ending = train(tmp_path, f"{words} --network alpha_us=500,gbit=0.1 --out run")
     assert ending.status == 0, ending.output
-    assert "in each of 1 epoch, 20 steps" in ending.output and "epoch 1/1 (20 of 45 batches): loss" in ending.output
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        "in each of 1 epoch, 20 steps" in ending.output
+        and "epoch 1/1 (20 of 45 batches): loss" in ending.output
+    )
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [record for record in records if record["kind"] == "train"]
     gradient = 4 * 17226
     ring_s = 4 * 500e-6 + 2 * 2 / 3 * gradient * 8 / 1e8
@@ -133,27 +178,40 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     assert steps[-1]["sync_s"] == pytest.approx(ring_s + numbers_s, rel=0.01)
 
 
-@pytest.mark.parametrize(("schedule", "network"), [("1f1b", ""), ("gpipe", ""), ("gpipe", "alpha_us=500,gbit=1")])
+@pytest.mark.parametrize(
+    ("schedule", "network"), [("1f1b", ""), ("gpipe", ""), ("gpipe", "alpha_us=500,gbit=1")]
+)
 def test_a_paced_pipeline_takes_what_its_schedule_says(
     schedule: str, network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """(M + S - 1) / M of what a rank computes, and with links what the simulation with their messages says."""
-    words = f"--pp 4 --microbatches 4 --pipeline {schedule} --slow ms=40 --epochs 1 --batch-size 96 --eval-every 0"
+    """(M + S - 1) / M of what a rank computes, and with links what the simulation with their
+    messages says.
+    """
+    words = (
+        f"--pp 4 --microbatches 4 --pipeline {schedule} --slow ms=40 --epochs 1 --batch-size 96"
+        " --eval-every 0"
+    )
     machine = parse_network(network, 4) if network else None
     more = ["--verbose", "--backend", "numpy", "--out", str(tmp_path / "run")]
     simulate(partial(main, [*words.split(), *more]), 4, machine, cpu_factor=0)
     told = capsys.readouterr().out
     found = re.search(
-        r"pass ([\d.]+) ms, simulated ([\d.]+) ms; bubble (\d+)%, simulated (\d+)%; ms .*: ([\d., ]+);", told
+        r"pass ([\d.]+) ms, simulated ([\d.]+) ms; bubble (\d+)%, simulated (\d+)%; ms .*: ([\d.,"
+        r" ]+);",
+        told,
     )
     assert found and found[5] == "10.00, 10.00, 10.00, 10.00"
     pass_ms, simulated_ms, bubble, simulated_bubble = map(float, found.groups()[:4])
-    assert pass_ms == pytest.approx(simulated_ms, rel=0.01) and bubble == pytest.approx(simulated_bubble, abs=1)
+    assert pass_ms == pytest.approx(simulated_ms, rel=0.01) and bubble == pytest.approx(
+        simulated_bubble, abs=1
+    )
     assert network or (pass_ms, bubble) == (70.0, 43.0)
     waits = re.findall(r'"wait_s": ([\d.e-]+)', (tmp_path / "run" / "metrics.jsonl").read_text())
     waited = re.search(r"waiting for stages ([\d.]+) ms", told)
-    assert waited and float(waited[1]) == pytest.approx(1e3 * float(waits[0]), rel=0.01)  # as the report page has it
-    assert not network or pass_ms > 70.0 + 6 * 0.5  # six messages' latencies on the way there and back
+    # as the report page has it
+    assert waited and float(waited[1]) == pytest.approx(1e3 * float(waits[0]), rel=0.01)
+    # six messages' latencies on the way there and back
+    assert not network or pass_ms > 70.0 + 6 * 0.5
     assert told.count("% of parameters and activations") == 4 and "% of the time" not in told
 
 
@@ -176,14 +234,21 @@ TRACED = {  # ranks, words, and whether messages take time
 def test_a_trace_and_the_console_tell_of_the_same_shares(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of every moment of a rank one of computing, exchanging and waiting is true; a straggler is waited for."""
+    """Of every moment of a rank one of computing, exchanging and waiting is true; a straggler is
+    waited for.
+    """
     ranks, words, costs = TRACED[name]
-    words = f"{words} --model mlp --batch-size 96 --epochs 1 --eval-every 0 --slow ms=20;rank=1,factor=3"
+    words = (
+        f"{words} --model mlp --batch-size 96 --epochs 1 --eval-every 0 --slow"
+        " ms=20;rank=1,factor=3"
+    )
     more = ["--verbose", "--trace", "--backend", "numpy", "--out", str(tmp_path / "run")]
     machine = parse_network("alpha_us=200,gbit=0.2", ranks) if costs else None
     simulate(partial(main, [*words.split(), *more]), ranks, machine, cpu_factor=0)
     said = capsys.readouterr().out
-    slowest = "" if name in ("local", "gossip") else ", the slowest is rank 1: 60.00 ms of computing"
+    slowest = (
+        "" if name in ("local", "gossip") else ", the slowest is rank 1: 60.00 ms of computing"
+    )
     assert f"; mean over {ranks} ranks{slowest}\n" in said
     told = dict(re.findall(r"(?:[=+] |  )([a-z ]+) ([\d.]+) ms", said.partition("  step ")[2]))
     trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))
@@ -191,10 +256,15 @@ def test_a_trace_and_the_console_tell_of_the_same_shares(
     found = [standing(trace, rank) for rank in range(ranks)]
     for each in found:
         assert each["all"] == pytest.approx(sum(each.values()) - each["all"])
-    steps_us, totals = 15 * 1000, {kind: sum(each.get(kind, 0.0) for each in found) / ranks for kind in found[0]}
+    steps_us, totals = (
+        15 * 1000,
+        {kind: sum(each.get(kind, 0.0) for each in found) / ranks for kind in found[0]},
+    )
     waited = float(told["synchronization"]) + float(told.get("waiting for stages", 0.0))
     assert totals["compute"] / steps_us == pytest.approx(float(told["compute"]), rel=0.01)
-    assert (totals["waiting"] + totals.get("exchange", 0.0)) / steps_us == pytest.approx(waited, rel=0.02)
+    assert (totals["waiting"] + totals.get("exchange", 0.0)) / steps_us == pytest.approx(
+        waited, rel=0.02
+    )
     if name not in ("gossip", "1f1b", "gpipe"):  # there it spreads, or waits itself
         assert found[0]["waiting"] > 40 * steps_us * 0.95 > 40 * found[1].get("waiting", 0.0)
 
@@ -231,7 +301,10 @@ def test_a_launcher_of_several_processes_is_refused(tmp_path: Path) -> None:
 def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     """Python gives signals to the main thread, which is none of the ranks."""
     run = tmp_path / "run"
-    words = f"--simulate 3 --model mlp --epochs 1000 --no-jit --batch-size 30 --backend numpy --out {run}"
+    words = (
+        "--simulate 3 --model mlp --epochs 1000 --no-jit --batch-size 30 --backend numpy --out"
+        f" {run}"
+    )
     with subprocess.Popen(
         [sys.executable, "-m", "nnmpi.train", *words.split()],
         stdout=subprocess.PIPE,

@@ -1,4 +1,6 @@
-"""Jobs in which one rank does not come: told, ended with a status of its own, and a record of each rank is left."""
+"""Jobs in which one rank does not come: told, ended with a status of its own, and a record of each
+rank is left.
+"""
 
 import re
 import signal
@@ -44,12 +46,17 @@ def awake(shape, classes):
 """
 
 
-@pytest.mark.parametrize("fault", ["asleep in a layer", pytest.param("stopped", marks=pytest.mark.slow(ONCE_MORE))])
+@pytest.mark.parametrize(
+    "fault", ["asleep in a layer", pytest.param("stopped", marks=pytest.mark.slow(ONCE_MORE))]
+)
 def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_path: Path) -> None:
     """Under messages; a stopped rank 0 cannot answer, so the other one speaks."""
     (tmp_path / "net.py").write_text(NET)
     asleep = fault.startswith("asleep")
-    words = f"--model net.py:{'asleep' if asleep else 'awake'} --dataset iris --epochs 4000 --no-jit --allreduce ring "
+    words = (
+        f"--model net.py:{'asleep' if asleep else 'awake'} --dataset iris --epochs 4000 --no-jit"
+        " --allreduce ring "
+    )
     words += f"--out {tmp_path}/run --stall-limit 12 --log-every 1"
 
     def stop() -> None:
@@ -58,19 +65,33 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
     begun = once(lambda: not asleep and lines(tmp_path / "run/metrics.jsonl") > 3, stop, ends=False)
     ending = train(tmp_path, words, ranks=2, is_lost=begun)
     assert ending.status == STALLED, ending.output
-    guilty = r"rank 1 is at net\.py:11 in forward \(step \d+\)" if asleep else "rank 0 has (?:not|never) been heard of"
+    guilty = (
+        r"rank 1 is at net\.py:11 in forward \(step \d+\)"
+        if asleep
+        else "rank 0 has (?:not|never) been heard of"
+    )
     waiting = r"rank \d waits in .*, called at "
-    for sentence in (rf"waiting for \d+ s: {guilty}.*{waiting}", rf"the job is ended: .*{guilty}.*{waiting}"):
+    for sentence in (
+        rf"waiting for \d+ s: {guilty}.*{waiting}",
+        rf"the job is ended: .*{guilty}.*{waiting}",
+    ):
         assert len(re.findall(sentence, ending.output)) == 1, ending.output
     records = {file.name for file in (tmp_path / "run/flight").iterdir()}
-    assert records >= ({"rank-0.txt", "rank-1.txt"} if asleep else {"rank-1.txt"})  # the abort may wake rank 0
+    # the abort may wake rank 0
+    assert records >= ({"rank-0.txt", "rank-1.txt"} if asleep else {"rank-1.txt"})
     record = (tmp_path / "run/flight/rank-1.txt").read_text()
-    assert "seconds ago" in record and "messages of 2 ranks" in record and "most recent call first" in record
+    assert (
+        "seconds ago" in record
+        and "messages of 2 ranks" in record
+        and "most recent call first" in record
+    )
 
 
 @pytest.mark.slow(ONCE_MORE)
 def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """The time in which nobody could go on is no wait, although a rank was waiting when it began."""
+    """The time in which nobody could go on is no wait, although a rank was waiting when it
+    began.
+    """
     (tmp_path / "net.py").write_text(NET)
 
     def stop() -> None:

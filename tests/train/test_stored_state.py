@@ -1,4 +1,6 @@
-"""What is wrong with a run's checkpoints is found before the run goes on: no work is done that cannot be kept."""
+"""What is wrong with a run's checkpoints is found before the run goes on: no work is done that
+cannot be kept.
+"""
 
 import json
 import os
@@ -20,7 +22,10 @@ from nnmpi.train.folder import RunFolder
 def run(tmp_path: Path, group: Group) -> Path:
     """A run of two steps with its checkpoint."""
     out = tmp_path / "run"
-    main(f"--model mlp --hidden 3 --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(), group)
+    main(
+        f"--model mlp --hidden 3 --dataset iris --max-steps 2 --batch-size 50 --out {out}".split(),
+        group,
+    )
     return out
 
 
@@ -45,12 +50,19 @@ def into_link(checkpoints: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (into_file, "checkpoints is not a folder; put the run's checkpoints there, or move it away"),
+        (
+            into_file,
+            "checkpoints is not a folder; put the run's checkpoints there, or move it away",
+        ),
         (into_link, "checkpoints is not a folder; put"),
     ],
 )
 def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
-    run: Path, group: Group, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], words: str
+    run: Path,
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+    words: str,
 ) -> None:
     damage(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
@@ -66,7 +78,9 @@ def test_checkpoints_that_may_not_be_read_are_not_taken_for_none(
     folder = RunFolder(run)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(CheckpointError, match=f"{folder.checkpoints} cannot be used; let this user"):
+        with pytest.raises(
+            CheckpointError, match=f"{folder.checkpoints} cannot be used; let this user"
+        ):
             find(folder, group)
     assert find(folder, group) is not None
 
@@ -96,7 +110,9 @@ def test_a_state_without_what_a_run_writes_is_refused_before_any_work(
 @pytest.mark.parametrize("files", [3, {"model.safetensors": 3}, {"model.safetensors": {}}])
 def test_a_state_that_does_not_tell_of_its_files_is_damaged(run: Path, files: Any) -> None:
     rewrite(run, files=files)
-    with pytest.raises(CheckpointError, match=r"state\.json does not say the sizes and sums of its files"):
+    with pytest.raises(
+        CheckpointError, match=r"state\.json does not say the sizes and sums of its files"
+    ):
         read_checkpoint(run / "checkpoints" / "step-00000002")
 
 
@@ -114,4 +130,6 @@ def test_a_file_that_cannot_be_read_is_as_good_as_damaged(
     monkeypatch.setattr("nnmpi.train.checkpoint.sha256", refuse)
     found = load_checkpoint(run / "checkpoints")
     assert found is not None and found.folder.name == "step-00000003"
-    assert list(found.notices) == [f"{newest} cannot be read (Permission denied); an older checkpoint is used instead"]
+    assert list(found.notices) == [
+        f"{newest} cannot be read (Permission denied); an older checkpoint is used instead"
+    ]

@@ -1,4 +1,6 @@
-"""Trainings under faults that a seed draws; and that bugs which somebody might write are found by them."""
+"""Trainings under faults that a seed draws; and that bugs which somebody might write are found by
+them.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -47,7 +49,9 @@ def first_failure(seeds: range, place: Path, wanted: list[bytes]) -> tuple[int, 
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(SEEDS, marks=pytest.mark.slow(MORE_SEEDS))])
-def test_every_run_ends_with_the_bits_of_an_undisturbed_one(first: int, wanted: list[bytes], tmp_path: Path) -> None:
+def test_every_run_ends_with_the_bits_of_an_undisturbed_one(
+    first: int, wanted: list[bytes], tmp_path: Path
+) -> None:
     """The seed that fails is told; with it the same happens again."""
     assert first_failure(range(first, SEEDS if first == 0 else MORE), tmp_path, wanted) is None
 
@@ -129,7 +133,9 @@ def replace_all_but_latest(file: Path, content: bytes) -> None:
 
 
 def proves_the_end_by_its_status(seen: Supervisor) -> bool:
-    return seen._files.finished.exists() or (seen._files.config.exists() and not seen._planted_status)  # type: ignore[attr-defined]
+    return seen._files.finished.exists() or (
+        seen._files.config.exists() and not seen._planted_status
+    )  # type: ignore[attr-defined]
 
 
 WATCH = Supervisor._watch
@@ -172,13 +178,19 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
     ],
     "metrics are not cut at a resume": [(loop, "cut_metrics", lambda file, step: 0)],
     "the optimizer's state is not restored": [(loop, "restore", restore_no_optimizer)],
-    "a full disk at the end is not explained": [(loop, "raised_as", lambda *_: pytest.MonkeyPatch.context())],
+    "a full disk at the end is not explained": [
+        (loop, "raised_as", lambda *_: pytest.MonkeyPatch.context())
+    ],
     "a resumed run leaves out a batch": [(loop, "restore", restore_a_batch_too_far)],
     "the number of updates is not restored": [(Trainer, "load_scalars", load_no_scalars)],
     "the newest checkpoint is removed": [(checkpoint, "_prune", prune_newest)],
-    "the oldest checkpoint is taken": [(checkpoint, "_candidates", lambda place: FIND(place)[::-1])],
+    "the oldest checkpoint is taken": [
+        (checkpoint, "_candidates", lambda place: FIND(place)[::-1])
+    ],
     "latest is written once": [(checkpoint, "write_atomically", replace_all_but_latest)],
-    "metrics are cut a step too far": [(loop, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))],
+    "metrics are cut a step too far": [
+        (loop, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
+    ],
     "a server loses a wake-up": [(ParameterServer, "release", release_all_but_one)],
     "a status of 0 is believed": [
         (Supervisor, "_is_finished", proves_the_end_by_its_status),
@@ -200,10 +212,17 @@ TAKE_LONG = {
 
 @pytest.mark.parametrize(
     "bug",
-    [pytest.param(bug, marks=pytest.mark.slow(MORE_SEEDS) if bug in TAKE_LONG else []) for bug in PLANTED],
+    [
+        pytest.param(bug, marks=pytest.mark.slow(MORE_SEEDS) if bug in TAKE_LONG else [])
+        for bug in PLANTED
+    ],
 )
 def test_a_planted_bug_is_found(
-    bug: str, wanted: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[..., None]
+    bug: str,
+    wanted: list[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[..., None],
 ) -> None:
     for owner, name, wrong in PLANTED[bug]:
         monkeypatch.setattr(owner, name, wrong)
@@ -226,7 +245,10 @@ def work(group: Group) -> float:
 
 def test_a_rank_that_falls_is_named_with_its_call_and_line() -> None:
     """And what the others waited for; nobody waits for ever."""
-    for faults, words in ((Faults(kill={2: 30}), "was killed"), (Faults(stop={2: 30}), "has stopped")):
+    for faults, words in (
+        (Faults(kill={2: 30}), "was killed"),
+        (Faults(stop={2: 30}), "has stopped"),
+    ):
         with pytest.raises(CommError) as caught:
             simulate(work, 4, faults=faults)
         said = str(caught.value)

@@ -1,4 +1,6 @@
-"""Training out of step by the command: wrong options in a sentence, one worker is the serial run, odd sizes."""
+"""Training out of step by the command: wrong options in a sentence, one worker is the serial run,
+odd sizes.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +55,9 @@ def files(run: Path) -> list[bytes]:
 
 
 def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
-    """And its steps are as many, with a short segment at the end of each epoch and one at the end of the run."""
+    """And its steps are as many, with a short segment at the end of each epoch and one at the end
+    of the run.
+    """
     words = f"{BASE} --epochs 3 --max-steps 13 --lr-schedule constant --dropout 0.1"
     plain = train(words)
     for mode in ("--sync asp", "--sync ssp --staleness 0", "--sync local"):
@@ -77,4 +81,7 @@ def test_odd_sizes_train(train: Train, words: str) -> None:
     assert [record["kind"] for record in records].count("test") == 1
     steps = [record["global_step"] for record in records]
     assert steps == sorted(steps)
-    assert sum(record["kind"] == "train" and record["global_step"] == steps[-1] for record in records) <= 1
+    assert (
+        sum(record["kind"] == "train" and record["global_step"] == steps[-1] for record in records)
+        <= 1
+    )

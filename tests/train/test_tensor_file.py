@@ -1,4 +1,6 @@
-"""Files of arrays: the safetensors library reads what is written here, and what it writes is read here."""
+"""Files of arrays: the safetensors library reads what is written here, and what it writes is read
+here.
+"""
 
 import json
 import tracemalloc
@@ -50,7 +52,10 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     for number, arrays in enumerate((ARRAYS, dict(reversed(ARRAYS.items())), {})):
         facts = write(tmp_path / f"{number}", arrays)
         assert_same(load_file(tmp_path / f"{number}"), arrays)
-        assert facts == {"bytes": (tmp_path / f"{number}").stat().st_size, "sha256": sha256(tmp_path / f"{number}")}
+        assert facts == {
+            "bytes": (tmp_path / f"{number}").stat().st_size,
+            "sha256": sha256(tmp_path / f"{number}"),
+        }
 
 
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
@@ -85,9 +90,13 @@ def test_a_damaged_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
         TensorFile(tmp_path / "file")["nothing"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists a process's maps")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="only Linux lists a process's maps"
+)
 def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
-    """A checkpoint that a run began from is removed while it goes on, and then takes up no place on the disk."""
+    """A checkpoint that a run began from is removed while it goes on, and then takes up no place on
+    the disk.
+    """
     write(tmp_path / "file", ARRAYS)
     found = TensorFile(tmp_path / "file")
     assert found["count"] == 5
@@ -99,7 +108,16 @@ def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    ["x", 3, {}, {"nothing": 1}, {"mean": {"a": 1}}, {"class_names": [1, 2]}, {"sample_shape": 4}, {"scale": None}],
+    [
+        "x",
+        3,
+        {},
+        {"nothing": 1},
+        {"mean": {"a": 1}},
+        {"class_names": [1, 2]},
+        {"sample_shape": 4},
+        {"scale": None},
+    ],
 )
 def test_a_signature_of_other_kinds_is_refused(values: Any) -> None:
     """It stands in the metadata of weights that may be anybody's."""
@@ -107,4 +125,6 @@ def test_a_signature_of_other_kinds_is_refused(values: Any) -> None:
     wrong = right | values if isinstance(values, dict) and values else values
     with pytest.raises(CheckpointError, match="the signature of the weights cannot be read"):
         ModelSignature.from_json(wrong)
-    assert ModelSignature.from_json(json.loads(json.dumps(right))) == ModelSignature("iris", (4,), 3)
+    assert ModelSignature.from_json(json.loads(json.dumps(right))) == ModelSignature(
+        "iris", (4,), 3
+    )

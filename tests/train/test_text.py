@@ -1,4 +1,6 @@
-"""Training on texts from the command line: equal under every layout, resumed to the same bits, and what is refused."""
+"""Training on texts from the command line: equal under every layout, resumed to the same bits, and
+what is refused.
+"""
 
 import json
 import shutil
@@ -80,7 +82,10 @@ def test_every_layout_gives_the_serial_run(model: str, layouts: dict[int, str]) 
         found = run(f"{words} {layout}", f"on-{ranks}", ranks)
         if "sync" in layout:  # which tells of single gradients
             check = weights(serial[""])
-            assert all(np.allclose(x, check[name], rtol=1e-11, atol=1e-12) for name, x in weights(found).items())
+            assert all(
+                np.allclose(x, check[name], rtol=1e-11, atol=1e-12)
+                for name, x in weights(found).items()
+            )
         else:
             check_equal(found, serial[""])
 
@@ -107,8 +112,16 @@ def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
     shutil.rmtree(max(Path("stopped/checkpoints").glob("step-*")))
     simulate(partial(main, ["--resume", "stopped"]), 2)
     told = [(each["kind"], each["global_step"], each["loss"]) for each in records(whole, *KINDS)]
-    assert [(each["kind"], each["global_step"], each["loss"]) for each in records(Path("stopped"), *KINDS)] == told
-    assert [(kind, step) for kind, step, _ in told[:4]] == [("train", 1), ("train", 2), ("train", 3), ("eval", 3)]
+    assert [
+        (each["kind"], each["global_step"], each["loss"])
+        for each in records(Path("stopped"), *KINDS)
+    ] == told
+    assert [(kind, step) for kind, step, _ in told[:4]] == [
+        ("train", 1),
+        ("train", 2),
+        ("train", 3),
+        ("eval", 3),
+    ]
     theirs = weights(whole)
     assert all(np.array_equal(x, theirs[name]) for name, x in weights(Path("stopped")).items())
 
@@ -120,16 +133,22 @@ def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
     assert kept.decode(kept.encode("alpha be")) == "alpha be"
     text = (place / "words.txt").read_text()
     (place / "words.txt").write_text(text.replace("z", "Z"))
-    with pytest.raises(DataError, match="a run on other data, but the samples or labels have changed since"):
+    with pytest.raises(
+        DataError, match="a run on other data, but the samples or labels have changed since"
+    ):
         simulate(partial(main, ["--resume", "run"]), 1)
 
 
 def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place: Path) -> None:
     run(f"{GPT} {SHORT} --dataset words.txt --tokenizer bytes", "first")
-    words = f"--model gpt --pretrained first {SHORT} --dataset sums.csv --text-columns problem,solution"
+    words = (
+        f"--model gpt --pretrained first {SHORT} --dataset sums.csv --text-columns problem,solution"
+    )
     second = run(words, "second")
     assert load_tokenizer(second / "model").name == "bytes"
-    with pytest.raises(UsageError, match="--tokenizer characters is not the tokenizer in --pretrained first/model"):
+    with pytest.raises(
+        UsageError, match="--tokenizer characters is not the tokenizer in --pretrained first/model"
+    ):
         run(f"{words} --tokenizer characters", "third")
 
 
@@ -145,19 +164,34 @@ def test_perplexities_and_tokens_are_reported() -> None:
     ("words", "sentence"),
     [
         ("--model gpt --dataset missing.txt", "no such file or folder"),
-        ("--model gpt --dataset digits", "--model gpt does not go with digits, whose samples are no text"),
-        ("--model cnn --dataset paradise-lost", "--model cnn does not go with paradise-lost, whose samples are tokens"),
+        (
+            "--model gpt --dataset digits",
+            "--model gpt does not go with digits, whose samples are no text",
+        ),
+        (
+            "--model cnn --dataset paradise-lost",
+            "--model cnn does not go with paradise-lost, whose samples are tokens",
+        ),
         (f"{GPT} --dataset words.txt --text-columns a", "has no columns"),
         (
             f"{GPT} --dataset sums.csv --text-columns problem,answer",
             "has no single column .answer.",
         ),
-        (f"{GPT} --dataset sums.csv", "--model gpt needs a text; say with --text-columns which columns are it"),
-        (f"{GPT} --dataset words.txt --tokenizer nothing", "tokenizer nothing: there is no such file or folder"),
+        (
+            f"{GPT} --dataset sums.csv",
+            "--model gpt needs a text; say with --text-columns which columns are it",
+        ),
+        (
+            f"{GPT} --dataset words.txt --tokenizer nothing",
+            "tokenizer nothing: there is no such file or folder",
+        ),
         ("--dataset digits --tokenizer bytes", "--tokenizer is for texts"),
         ("--dataset digits --text-samples sentences", "--text-samples is for texts"),
         (f"{GPT} --dataset paradise-lost --data-dir .", "leave --data-dir out"),
-        ("--model gpt --pretrained . --dataset words.txt", r"--pretrained \. has no config\.json; give a finished run"),
+        (
+            "--model gpt --pretrained . --dataset words.txt",
+            r"--pretrained \. has no config\.json; give a finished run",
+        ),
         ("--model gpt --dataset words.txt --context 300", "give a smaller context"),
         (
             "--model small.py:build --dataset paradise-lost --tokenizer bytes",

@@ -1,4 +1,6 @@
-"""One trace from all ranks: aligned clocks, named processes, arrows between ranks, and errors that all ranks raise."""
+"""One trace from all ranks: aligned clocks, named processes, arrows between ranks, and errors that
+all ranks raise.
+"""
 
 import gzip
 import json
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.simulated
 
 
 class Clock:
-    """Shows the common time plus an offset; goes on by what it is told, and a microsecond at every look."""
+    """Shows the common time plus an offset; goes on by what it is told, and a microsecond at every
+    look.
+    """
 
     def __init__(self, ahead_s: float) -> None:
         self.now_s = 1000.0 + ahead_s
@@ -28,7 +32,9 @@ class Clock:
 
 
 def around_a_ring(group: Group, ahead_s: float) -> Timeline:
-    """Return what a rank does that computes for one second, sends to the right, and takes from the left."""
+    """Return what a rank does that computes for one second, sends to the right, and takes from the
+    left.
+    """
     timeline = Timeline(Clock(ahead_s))
     begin_s = 900.0 + ahead_s
     left = (group.rank - 1) % group.size
@@ -44,12 +50,18 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["trace.json", "deeper/trace.json.gz"])
-def test_all_ranks_are_in_one_file(group: Group, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of nodes whose clocks are apart by hours did the same at the same time, and so it is shown."""
+def test_all_ranks_are_in_one_file(
+    group: Group, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of nodes whose clocks are apart by hours did the same at the same time, and so it is
+    shown.
+    """
     monkeypatch.setattr(group, "nodes", lambda: list(range(group.size)))
     timeline = around_a_ring(group, ahead_s=10_000.0 * group.rank)
     write_trace(tmp_path / name, timeline, group, [f"d0 p{rank} t0" for rank in range(group.size)])
-    written = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    written = [
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    ]
     assert group.gather(written) == [[name], *[[]] * (group.size - 1)]
     wrong = _faults(read(tmp_path / name), group.size) if group.is_root else []
     assert group.share(wrong) == []
@@ -63,7 +75,8 @@ def _faults(trace: dict[str, Any], size: int) -> list[str]:
     expected = {"work": (0.0, 1e6), "out": (1e6, 1.5e6), "in": (1e6, 2e6)}
     found = spans(trace)
     wrong += [] if len(found) == 3 * size else ["events"]
-    for rank, _, event, begin, end in found:  # in microseconds; a clock that ticks when it is read shifts a little
+    for rank, _, event, begin, end in found:
+        # in microseconds; a clock that ticks when it is read shifts a little
         if abs(begin - expected[event][0]) > 2000 or abs(end - expected[event][1]) > 2000:
             wrong.append(f"rank {rank} {event} {begin} {end}")
     return wrong
@@ -79,12 +92,16 @@ def raised(group: Group, path: Path, timeline: Timeline) -> list[str]:
     return group.gather(text)
 
 
-def test_a_file_that_cannot_be_written_is_one_sentence_on_all_ranks(group: Group, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_one_sentence_on_all_ranks(
+    group: Group, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     told = raised(group, tmp_path / "file" / "trace.json", around_a_ring(group, 0.0))
     assert len(set(told)) == 1
     assert told[0].startswith("NnmpiError: the trace cannot be written to ")
-    assert told[0].endswith("file/trace.json (File exists); give a file in a folder with room that you may write to")
+    assert told[0].endswith(
+        "file/trace.json (File exists); give a file in a folder with room that you may write to"
+    )
     (tmp_path / "folder").mkdir()
     told = raised(group, tmp_path / "folder", around_a_ring(group, 0.0))
     assert len(set(told)) == 1 and "folder (Is a directory);" in told[0]
@@ -97,7 +114,9 @@ def test_events_that_cannot_be_drawn_are_refused_on_all_ranks(group: Group, tmp_
     if group.rank == last:
         timeline.add("odd", "x", "compute", 1.0, 2.0, {"array": {1, 2}})
     told = raised(group, tmp_path / "trace.json", timeline)
-    assert len(set(told)) == 1 and told[0].startswith(f"{CommError.__name__}: rank {last} sent what is not a JSON")
+    assert len(set(told)) == 1 and told[0].startswith(
+        f"{CommError.__name__}: rank {last} sent what is not a JSON"
+    )
     assert all(group.gather(not list(tmp_path.iterdir())))
 
 
@@ -107,5 +126,7 @@ def test_ranks_without_events(group: Group, tmp_path: Path) -> None:
     wrong: list[str] = []
     if group.is_root:
         trace = read(tmp_path / "trace.json")
-        wrong = breaches(trace) + ([] if len(names(trace, "process_name")) == group.size else ["processes"])
+        wrong = breaches(trace) + (
+            [] if len(names(trace, "process_name")) == group.size else ["processes"]
+        )
     assert group.share(wrong) == []

@@ -22,7 +22,8 @@ def works_on(dtype: Dtype) -> bool:
 
 
 class DeviceKernels(KernelLauncher):
-    """Kernels of one library (CuPy), queued on its current stream. Nothing is compiled before it is first used.
+    """Kernels of one library (CuPy), queued on its current stream. Nothing is compiled before it is
+    first used.
 
     They read and write arrays without gaps. `xp` is the library, or a recorder's stand-in for it.
     """
@@ -34,8 +35,10 @@ class DeviceKernels(KernelLauncher):
 
     # Optimizers' updates of whole blocks; nnmpi/optim explains the arguments.
     sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
-    sgd_momentum = partialmethod(_update, "sgd_momentum")  # data, grad, momentum, lr, keep, decay, nesterov
-    adam = partialmethod(_update, "adam")  # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
+    # data, grad, momentum, lr, keep, decay, nesterov
+    sgd_momentum = partialmethod(_update, "sgd_momentum")
+    # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
+    adam = partialmethod(_update, "adam")
 
     # ---- dense layers: rows are all axes but the last
 
@@ -52,7 +55,9 @@ class DeviceKernels(KernelLauncher):
         name = "bias_gelu_tanh_slope" if tanh else "bias_gelu_slope"
         self.over_columns(name, y, y.shape[-1], _shift(xp, y, bias), slope)
 
-    def _grad_bias(self, name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | None) -> Array:
+    def _grad_bias(
+        self, name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | None
+    ) -> Array:
         result: Array = xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, kept, result), (to_bias,))
@@ -60,22 +65,30 @@ class DeviceKernels(KernelLauncher):
             self.over_columns(name, grad, grad.shape[-1], kept, result, None, None)
         return result
 
-    # Return grad where the ReLU's output is positive, else 0; or grad * slope. Write the sum over the rows.
+    # Return grad where the ReLU's output is positive, else 0; or grad * slope. Write the sum over
+    # the rows.
     relu_grad_bias = partialmethod(_grad_bias, "relu_grad_bias")
     slope_grad_bias = partialmethod(_grad_bias, "slope_grad_bias")
 
     # ---- attention
 
     def attend(
-        self, xp: Any, inputs: tuple[Array, ...], y: Array, causal: bool, keep: bool, drop: Any = None
+        self,
+        xp: Any,
+        inputs: tuple[Array, ...],
+        y: Array,
+        causal: bool,
+        keep: bool,
+        drop: Any = None,
     ) -> Residuals:
-        """Multiply all heads at once, as they lie, with a softmax kernel over all scores in place between the products.
+        """Multiply all heads at once, as they lie, with a softmax kernel over all scores in place
+        between the products.
 
         scores (batch, heads, queries, keys) = Q K^T    --softmax-->  P, which is kept in the dtype of the heads
         dP = dY V^T  --softmax's gradient-->  dS      dQ = dS K      dK = dS^T Q      dV = P^T dY
 
-        The scores of heads of half precision are float32: they may be too large for float16, and powers of them would
-        show all that bfloat16 rounds away.
+        The scores of heads of half precision are float32: they may be too large for float16, and
+        powers of them would show all that bfloat16 rounds away.
         """
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
@@ -89,7 +102,13 @@ class DeviceKernels(KernelLauncher):
         return (q, k, v, p)
 
     def attend_grad(
-        self, xp: Any, grad: Array, kept: Residuals, places: tuple[Array, ...], causal: bool, drop: Any = None
+        self,
+        xp: Any,
+        grad: Array,
+        kept: Residuals,
+        places: tuple[Array, ...],
+        causal: bool,
+        drop: Any = None,
     ) -> None:
         """Write all three gradients; the mask is drawn again."""
         (q, k, v, p), (to_q, to_k, to_v) = kept, places
@@ -102,16 +121,19 @@ class DeviceKernels(KernelLauncher):
         gemm(xp, d.swapaxes(2, 3), q, out=to_k)
 
     def _left(self, xp: Any, p: Array, drop: Any) -> Array:
-        """Return what dropout leaves of probabilities (batch, heads, queries, keys), or of their gradient."""
+        """Return what dropout leaves of probabilities (batch, heads, queries, keys), or of their
+        gradient.
+        """
         return p if drop is None else self.dropout(xp, p, drop.rate, drop.key, drop.first_row, None)
 
     # ---- rows
 
     def _softmax(self, name: str, scale: float, causal: bool, *arrays: Array) -> None:
-        """Write softmax(scale * x) along the last axis, or its gradient, given the result's and the result.
+        """Write softmax(scale * x) along the last axis, or its gradient, given the result's and the
+        result.
 
-        Causal scores are (..., queries, keys), and query i sees the keys up to i + keys - queries. What it does not see
-        is not read, and 0 in the result.
+        Causal scores are (..., queries, keys), and query i sees the keys up to i + keys - queries.
+        What it does not see is not read, and 0 in the result.
         """
         shape = arrays[0].shape
         rows, queries = prod(shape[:-1]), shape[-2] if causal else 1
@@ -137,21 +159,42 @@ class DeviceKernels(KernelLauncher):
 
         A label out of range gives NaN for both; nothing out of bounds is read.
         """
-        logits, labels, wide = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels), _accumulated(logits)
+        logits, labels, wide = (
+            xp.ascontiguousarray(logits),
+            xp.ascontiguousarray(labels),
+            _accumulated(logits),
+        )
         losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
         numbers = (*logits.shape, *ignored, float(smoothing))
         self.over_rows(
-            "softmax_loss", *logits.shape, logits, labels, _integer_bytes(labels), losses, gradients, *numbers
+            "softmax_loss",
+            *logits.shape,
+            logits,
+            labels,
+            _integer_bytes(labels),
+            losses,
+            gradients,
+            *numbers,
         )
         return losses, (gradients,)
 
-    def layer_norm(self, xp: Any, x: Array, scale: Array, shift: Array, eps: float) -> tuple[Array, Residuals]:
-        """Normalize rows in one pass; x is kept, and not what it is normalized to, which need not be written then."""
-        x, scale, shift = xp.ascontiguousarray(x), xp.ascontiguousarray(scale), xp.ascontiguousarray(shift)
+    def layer_norm(
+        self, xp: Any, x: Array, scale: Array, shift: Array, eps: float
+    ) -> tuple[Array, Residuals]:
+        """Normalize rows in one pass; x is kept, and not what it is normalized to, which need not
+        be written then.
+        """
+        x, scale, shift = (
+            xp.ascontiguousarray(x),
+            xp.ascontiguousarray(scale),
+            xp.ascontiguousarray(shift),
+        )
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
-        self.over_rows("layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape)
+        self.over_rows(
+            "layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape
+        )
         return y, (x, inverse, mean, scale)
 
     def layer_norm_grad(
@@ -175,7 +218,9 @@ class DeviceKernels(KernelLauncher):
     # ---- tables
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
-        """Copy and convert rows; nobody waits for a look at the indices, and one out of range gives a row of NaN."""
+        """Copy and convert rows; nobody waits for a look at the indices, and one out of range gives
+        a row of NaN.
+        """
         rows: Array = xp.empty((*indices.shape, table.shape[1]), dtype)
         table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
         args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
@@ -192,26 +237,42 @@ class DeviceKernels(KernelLauncher):
         into: Array | None,
         add: bool,
     ) -> Array:
-        """Add up rows in the order in which they stand, in the place itself; indices out of range are left out."""
+        """Add up rows in the order in which they stand, in the place itself; indices out of range
+        are left out.
+        """
         spread: Array = xp.empty(shape, dtype) if into is None else into
-        grad, indices, count = xp.ascontiguousarray(grad), xp.ascontiguousarray(indices), indices.size
+        grad, indices, count = (
+            xp.ascontiguousarray(grad),
+            xp.ascontiguousarray(indices),
+            indices.size,
+        )
         if not add:
             spread.fill(0)
         if grad.size and shape[0]:
             order = xp.argsort(indices.reshape(count)).astype("int64", copy=False)
             args = (grad, indices, _integer_bytes(indices), order, spread, count, *shape, int(add))
-            self.run("embedding_grad", (count, min(1 + (shape[1] - 1) // 32, 65535)), (32, 8), *args)
+            self.run(
+                "embedding_grad", (count, min(1 + (shape[1] - 1) // 32, 65535)), (32, 8), *args
+            )
         return spread
 
     def dropout(
-        self, xp: Any, x: Array, rate: float, key: tuple[int, int], first_row: int, columns: Array | None
+        self,
+        xp: Any,
+        x: Array,
+        rate: float,
+        key: tuple[int, int],
+        first_row: int,
+        columns: Array | None,
     ) -> Array:
-        """Draw and use the mask in one pass; of a gradient too, for which nothing is kept but the key.
+        """Draw and use the mask in one pass; of a gradient too, for which nothing is kept but the
+        key.
 
         y = x where the bits of `random_bits` say so, divided by 1 - rate, and 0 times x elsewhere.
         """
         result: Array = xp.empty(x.shape, x.dtype)
-        x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1  # of a number it makes an array of one axis
+        # of a number it makes an array of one axis
+        x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
         numbers = (
             key[0],
             (first_row + key[1]) & 0xFFFFFFFF,
@@ -226,7 +287,8 @@ class DeviceKernels(KernelLauncher):
     # ---- images
 
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
-        """Return the largest of each window, the first of equal ones, and which place in the window it has.
+        """Return the largest of each window, the first of equal ones, and which place in the window
+        it has.
 
         A NaN wins over numbers, and the border over nothing.
         """
@@ -241,7 +303,14 @@ class DeviceKernels(KernelLauncher):
     def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
         """Gather each pixel's gradient from the windows that it has won."""
         to_x: Array = xp.empty(shape, grad.dtype)
-        numbers = (winner.dtype.itemsize, *shape, *grad.shape[1:3], *over.kernel, *over.stride, *over.padding)
+        numbers = (
+            winner.dtype.itemsize,
+            *shape,
+            *grad.shape[1:3],
+            *over.kernel,
+            *over.stride,
+            *over.padding,
+        )
         args = (xp.ascontiguousarray(grad), winner, to_x, *numbers)
         self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
@@ -258,8 +327,14 @@ def _accumulated(x: Array) -> Dtype:
 
 
 def _integer_bytes(array: Array) -> int:
-    """Return how a kernel tells kinds of integers apart: their bytes, negative where they have no sign."""
-    return array.dtype.itemsize if array.dtype.kind == "i" or array.dtype.itemsize == 8 else -array.dtype.itemsize
+    """Return how a kernel tells kinds of integers apart: their bytes, negative where they have no
+    sign.
+    """
+    return (
+        array.dtype.itemsize
+        if array.dtype.kind == "i" or array.dtype.itemsize == 8
+        else -array.dtype.itemsize
+    )
 
 
 @cache

@@ -1,7 +1,8 @@
 """The table of kernels, compiling them for the dtypes at hand, and choosing how many threads run.
 
-A call costs the host a few microseconds, as long as a small kernel runs: what depends on dtypes alone is looked up, and
-what is looked at in every call is what would otherwise read or write memory that is not the array's.
+A call costs the host a few microseconds, as long as a small kernel runs: what depends on dtypes
+alone is looked up, and what is looked at in every call is what would otherwise read or write memory
+that is not the array's.
 """
 
 from collections.abc import Callable
@@ -56,14 +57,15 @@ KERNELS = {
 }
 
 THREADS = 256
-# An H200 has 132 multiprocessors for 2048 threads each: 8 blocks. Grids have a few times that, so that no
-# multiprocessor waits long for the last; each block then goes on through what is left.
+# An H200 has 132 multiprocessors for 2048 threads each: 8 blocks. Grids have a few times that, so
+# that no multiprocessor waits long for the last; each block then goes on through what is left.
 BLOCKS = 132 * 8 * 4
 # Column sums take a second pass over the blocks' sums, which must stay short beside the first.
 SUM_BLOCKS = 132 * 4
 ROWS_EACH = 8  # of a thread, at least, before more blocks share the rows
-# Elements of a row that is a warp's, and of one that is an ordinary block's. Still longer rows are read more often than
-# once, and come from the cache then: the fewer are worked on at the same time the better.
+# Elements of a row that is a warp's, and of one that is an ordinary block's. Still longer rows are
+# read more often than once, and come from the cache then: the fewer are worked on at the same time
+# the better.
 ROW_OF_WARP, ROW_OF_BLOCK = 1024, 8192
 
 Sizes: TypeAlias = tuple[int, ...]
@@ -78,7 +80,9 @@ def source(family: str) -> str:
 
 
 def options(t: str, p: str) -> tuple[str, ...]:
-    """Return the compiler's options for activations of dtype t and parameters of dtype p, given by their names."""
+    """Return the compiler's options for activations of dtype t and parameters of dtype p, given by
+    their names.
+    """
     a = "float64" if "float64" in (t, p) else "float32"
     return ("-std=c++17", f"-DNNMPI_T={NAMES[t]}", f"-DNNMPI_P={NAMES[p]}", f"-DNNMPI_A={NAMES[a]}")
 
@@ -96,9 +100,13 @@ class KernelLauncher:
         self._found: dict[Any, Launch] = {}
 
     def flat(self, name: str, n: int, itemsize: int, *args: Any) -> None:
-        """Launch a kernel over n elements, 16 bytes per thread at a time; other arguments are those of `run`."""
+        """Launch a kernel over n elements, 16 bytes per thread at a time; other arguments are those
+        of `run`.
+        """
         if n:
-            self.run(name, (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,), *args)
+            self.run(
+                name, (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,), *args
+            )
 
     def over_columns(self, name: str, y: Array, n: int, *args: Any) -> None:
         """Launch a kernel over a matrix (..., n): columns along x, rows along y."""
@@ -107,19 +115,25 @@ class KernelLauncher:
             self.run(name, grid, block, y, *args, y.size // n, n)
 
     def over_rows(self, name: str, rows: int, n: int, *args: Any) -> None:
-        """Launch the form of a kernel that works on rows of this length, a warp or a block to each."""
+        """Launch the form of a kernel that works on rows of this length, a warp or a block to
+        each.
+        """
         if rows * n and n <= ROW_OF_WARP:
             self.run(name, (min(1 + (rows - 1) // 8, 2**31 - 1),), (32, 8), *args, form="_warps")
         elif rows * n:
             block = (THREADS if n <= ROW_OF_BLOCK else 1024,)
             self.run(name, (min(rows, 2**31 - 1),), block, *args, form="_blocks")
 
-    def sums(self, name: str, total: str, arrays: tuple[Any, ...], places: tuple[Array | None, ...]) -> None:
-        """Launch a kernel that adds up columns, and the one that adds the sums of its blocks up, if it has several.
+    def sums(
+        self, name: str, total: str, arrays: tuple[Any, ...], places: tuple[Array | None, ...]
+    ) -> None:
+        """Launch a kernel that adds up columns, and the one that adds the sums of its blocks up, if
+        it has several.
 
         Args:
             name, total: the two.
-            arrays: what the first reads and writes, without gaps; each row has as many elements as a sum.
+            arrays: what the first reads and writes, without gaps; each row has as many elements as
+                a sum.
             places: (n,) each, where sums go; those that nobody wants are None, and not all are.
         """
         first, n = arrays[0], next(place.size for place in places if place is not None)
@@ -129,13 +143,23 @@ class KernelLauncher:
         grid, block = _matrix_grid(rows, n, first.dtype.itemsize, SUM_BLOCKS, ROWS_EACH)
         partial = None
         if grid[1] > 1:
-            partial = self.xp.empty((grid[1], columns), "float64" if first.dtype.name == "float64" else "float32")
+            partial = self.xp.empty(
+                (grid[1], columns), "float64" if first.dtype.name == "float64" else "float32"
+            )
         self.run(name, grid, block, *arrays, *places, partial, rows, n)
         if partial is not None:
             around = (1 + (columns - 1) // 32,), (32, 8)
             self.run(total, *around, partial, *places, grid[1], n, like=first)
 
-    def run(self, name: str, grid: Sizes, block: Sizes, *args: Any, form: str = "", like: Array | None = None) -> None:
+    def run(
+        self,
+        name: str,
+        grid: Sizes,
+        block: Sizes,
+        *args: Any,
+        form: str = "",
+        like: Array | None = None,
+    ) -> None:
         """Launch a kernel, after a look at its arrays; a recorded step notes the launch.
 
         Args:
@@ -150,17 +174,20 @@ class KernelLauncher:
             DtypeError: when the dtypes do not go together.
         """
         roles = KERNELS[name][1]
-        arrays = [(role, x) for role, x in zip(roles, args, strict=False) if role != "." and x is not None]
+        arrays = [
+            (role, x) for role, x in zip(roles, args, strict=False) if role != "." and x is not None
+        ]
         for _, array in arrays:
             if type(array) is np.ndarray:  # CuPy would hand over its contents as a number
                 raise UsageError(
-                    f"the kernel {name} runs on a device, and got an array of shape {array.shape} in the host's "
-                    "memory; copy it there with backend.asarray"
+                    f"the kernel {name} runs on a device, and got an array of shape {array.shape}"
+                    " in the host's memory; copy it there with backend.asarray"
                 )
             if not array.flags.c_contiguous:
                 raise UsageError(
-                    f"the kernel {name} needs arrays without gaps, and got one of shape {array.shape} with strides "
-                    f"{array.strides}; pass it through ascontiguousarray"
+                    f"the kernel {name} needs arrays without gaps, and got one of shape"
+                    f" {array.shape} with strides {array.strides}; pass it through"
+                    " ascontiguousarray"
                 )
         if like is not None:
             arrays.append(("T", like))
@@ -168,11 +195,15 @@ class KernelLauncher:
         launch = self._found.get(key)
         if launch is None:
             t, p = _types(name, key[1])
-            launch = self._found[key] = self.module(KERNELS[name][0], t, p).get_function(name + form)
+            launch = self._found[key] = self.module(KERNELS[name][0], t, p).get_function(
+                name + form
+            )
         perform(launch, grid, block, tuple([NOTHING if x is None else x for x in args]))
 
     def module(self, family: str, t: str, p: str) -> Any:
-        """Return a family's kernels, compiled for activations of dtype t and parameters of dtype p."""
+        """Return a family's kernels, compiled for activations of dtype t and parameters of dtype
+        p.
+        """
         key = (family, t, p)
         if key not in self._modules:
             self._modules[key] = self.xp.RawModule(code=source(family), options=options(t, p))
@@ -180,21 +211,28 @@ class KernelLauncher:
 
 
 def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
-    """Return the names of T and P for dtypes by their roles, or refuse dtypes that do not go together."""
+    """Return the names of T and P for dtypes by their roles, or refuse dtypes that do not go
+    together.
+    """
     t = next(dtype.name for role, dtype in dtypes if role == "T")
     p = next((dtype.name for role, dtype in dtypes if role in "PS"), t)
     a = "float64" if t == "float64" else "float32"
     allowed = {"T": {t}, "P": {p} & {t, a if t in LOW else t}, "S": {p}, "A": {a}}
     allowed |= {"u": {"uint32"}, "b": {"uint8", "uint16", "uint32"}}
-    fits = (dtype.kind in "iu" if role == "i" else dtype.name in allowed[role] for role, dtype in dtypes)
+    fits = (
+        dtype.kind in "iu" if role == "i" else dtype.name in allowed[role] for role, dtype in dtypes
+    )
     if not NAMES.keys() >= {t, p} or not all(fits):
         words = ", ".join(dtype.name for _, dtype in dtypes)
-        raise DtypeError(f"the kernel {name} has no form for arrays of {words}; convert one with astype")
+        raise DtypeError(
+            f"the kernel {name} has no form for arrays of {words}; convert one with astype"
+        )
     return t, p
 
 
 def _matrix_grid(rows: int, n: int, itemsize: int, blocks: int, each: int) -> tuple[Sizes, Sizes]:
-    """Return grid and block for a matrix: columns along x, up to 32 threads of 16 bytes each, rows along y.
+    """Return grid and block for a matrix: columns along x, up to 32 threads of 16 bytes each, rows
+    along y.
 
     Args:
         rows, n: of the matrix.

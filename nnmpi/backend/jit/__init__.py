@@ -1,12 +1,15 @@
-"""Kernels that numba compiles for the CPU (extra `jit`), in float32: used inside `with nnmpi.jit():`.
+"""Kernels that numba compiles for the CPU (extra `jit`), in float32: used inside `with
+nnmpi.jit():`.
 
 Read in this order:
 
     kernels    what operations call, and every compiled function with its arguments
     loops      plain loops, each few passes over the data; exp, tanh and maxima that are vectorized
     conv3x3    convolutions with a 3 x 3 kernel
-    build      the compiler's flags, the cache on disk, and one process per node that compiles while others wait
+    build      the compiler's flags, the cache on disk, and one process per node that compiles while
+               others wait
 
-A new compiled function: write the loop in the file of its family, without types, and give it a name and its arguments'
-types in `kernels`. Only `backend.kernels` imports that, and only once `jit()` is entered: numba is needed.
+A new compiled function: write the loop in the file of its family, without types, and give it a name
+and its arguments' types in `kernels`. Only `backend.kernels` imports that, and only once `jit()` is
+entered: numba is needed.
 """

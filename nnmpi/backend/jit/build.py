@@ -1,7 +1,8 @@
-"""Compiling: the flags, the types of arguments, the cache on disk, and who compiles while others wait.
+"""Compiling: the flags, the types of arguments, the cache on disk, and who compiles while others
+wait.
 
-Numba keeps machine code per function, argument types, sizes and processor, and notices when the function's own file
-changes. Here it also notices when a helper in another file of this folder does.
+Numba keeps machine code per function, argument types, sizes and processor, and notices when the
+function's own file changes. Here it also notices when a helper in another file of this folder does.
 """
 
 import hashlib
@@ -22,8 +23,8 @@ config: Any = numba.config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Sums may be taken in any order, which is what lets them be vectorized. NaN and infinity stay what they are, so that a
-# run that diverges shows it.
+# Sums may be taken in any order, which is what lets them be vectorized. NaN and infinity stay what
+# they are, so that a run that diverges shows it.
 FAST = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy", "nogil": True}
 
@@ -32,7 +33,9 @@ WAIT_S = 120.0
 
 
 def read(ndim: int, dtype: Any = types.float32) -> Any:
-    """Return the type of a C-contiguous array that a kernel only reads (NumPy may have it marked as read-only)."""
+    """Return the type of a C-contiguous array that a kernel only reads (NumPy may have it marked as
+    read-only).
+    """
     return types.Array(dtype, ndim, "C", readonly=True)
 
 
@@ -42,9 +45,12 @@ def write(ndim: int, dtype: Any = types.float32) -> Any:
 
 
 def build(function: F, *arguments: Any) -> F:
-    """Return the function compiled for arguments of these types, from the cache on disk if it is there."""
+    """Return the function compiled for arguments of these types, from the cache on disk if it is
+    there.
+    """
     compiled = numba.njit(**OPTIONS)(function)
-    with suppress(RuntimeError, UsageError):  # where no folder can be written to, each process compiles for itself
+    with suppress(RuntimeError, UsageError):
+        # where no folder can be written to, each process compiles for itself
         compiled._cache = _Cache(function)
     with _one_at_a_time():
         compiled.compile(types.void(*arguments))
@@ -53,7 +59,9 @@ def build(function: F, *arguments: Any) -> F:
 
 
 def inlined(function: F) -> F:
-    """Return a helper whose text is put into each kernel that calls it, so that sizes known there are known in it."""
+    """Return a helper whose text is put into each kernel that calls it, so that sizes known there
+    are known in it.
+    """
     return numba.njit(inline="always", **OPTIONS)(function)
 
 

@@ -1,4 +1,5 @@
-"""Convolution by kernels of 3 x 3, compiled: Winograd's F(2x2, 3x3), and a direct one for images with few channels.
+"""Convolution by kernels of 3 x 3, compiled: Winograd's F(2x2, 3x3), and a direct one for images
+with few channels.
 
 Winograd's: 16 products per four outputs of a 3 x 3 kernel instead of 36.
 
@@ -17,20 +18,24 @@ of 4 x 4 patches, two pixels apart, of the images with a border of zeros around 
                        M[16][tiles][o] --A^T . A--> 2 x 2 outputs   ->  (+ bias, ReLU)          "plain"
                                                                     or  largest, + bias, ReLU   "pooled"
 
-A tile is a max-pooling window, so pooled outputs come straight from M. Backward is the adjoint, step by step:
-dM = A dY A^T, dU = sum V^T dM, dV = dM U^T, dX = sum of overlapping B dV B^T, dW = G^T dU G.
+A tile is a max-pooling window, so pooled outputs come straight from M. Backward is the adjoint,
+step by step: dM = A dY A^T, dU = sum V^T dM, dV = dM U^T, dX = sum of overlapping B dV B^T, dW =
+G^T dU G.
 
-All arrays are flat; the sizes are constants of each kernel, because only so do loops that write 16 places of one array
-become vector instructions. Some tile rows are worked on at a time, so that V and M stay in the processor's cache.
+All arrays are flat; the sizes are constants of each kernel, because only so do loops that write 16
+places of one array become vector instructions. Some tile rows are worked on at a time, so that V
+and M stay in the processor's cache.
 
-The products are sgemm of the OpenBLAS that NumPy's wheels bring along, with 64-bit sizes and a prefix before each name:
-no Python comes between them. Another NumPy (of a distribution, or with Apple's Accelerate) has no such function, and
-this kernel is not used there.
+The products are sgemm of the OpenBLAS that NumPy's wheels bring along, with 64-bit sizes and a
+prefix before each name: no Python comes between them. Another NumPy (of a distribution, or with
+Apple's Accelerate) has no such function, and this kernel is not used there.
 
-The direct one, for images with few channels, then bias, ReLU and 2 x 2 max-pooling, has no products of matrices.
+The direct one, for images with few channels, then bias, ReLU and 2 x 2 max-pooling, has no products
+of matrices.
 
-The four outputs of a pooling window see 4 x 4 pixels of the images with a border of zeros. For each row of the kernel
-two rows of these pixels are kept as numbers, and its three elements taken for many outputs at a time:
+The four outputs of a pooling window see 4 x 4 pixels of the images with a border of zeros. For each
+row of the kernel two rows of these pixels are kept as numbers, and its three elements taken for
+many outputs at a time:
 
     p0  p1  p2  p3           output 0 is the sum of p0 .. p2 times the row, 1 of p1 .. p3,
     q0  q1  q2  q3           2 of q0 .. q2, 3 of q1 .. q3
@@ -60,7 +65,8 @@ NAME = "scipy_cblas_sgemm64_"
 # cblas's codes
 ROWS, PLAIN, TRANSPOSED = 101, 111, 112
 
-# (order, transpose a, transpose b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), matrices given as addresses
+# (order, transpose a, transpose b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), matrices given as
+# addresses
 sgemm: Any = types.ExternalFunction(
     NAME,
     types.void(
@@ -76,7 +82,9 @@ sgemm: Any = types.ExternalFunction(
 
 @cache
 def has_products() -> bool:
-    """Return whether compiled code can call sgemm here; must be called before any such code is loaded."""
+    """Return whether compiled code can call sgemm here; must be called before any such code is
+    loaded.
+    """
     for library in threadpool_info():
         path = library["filepath"]
         if library["internal_api"] == "openblas" and hasattr(ctypes.CDLL(path), NAME):
@@ -85,9 +93,9 @@ def has_products() -> bool:
     return False
 
 
-# For V and M. Measured (Xeon with 2 MB of second-level cache, images (64, 14, 14, 32), 64 outputs, pooled, forward and
-# backward): 8.8 ms with 256 KB, 8.4 with 384, 8.3 with 512 and with 768; in another run 7.8 with 512 KB, 8.1 with 1 MB,
-# 8.7 with 2 MB, 13.6 with 4 MB.
+# For V and M. Measured (Xeon with 2 MB of second-level cache, images (64, 14, 14, 32), 64 outputs,
+# pooled, forward and backward): 8.8 ms with 256 KB, 8.4 with 384, 8.3 with 512 and with 768; in
+# another run 7.8 with 512 KB, 8.1 with 1 MB, 8.7 with 2 MB, 13.6 with 4 MB.
 CACHE_BYTES = 3 << 18
 
 
@@ -118,7 +126,8 @@ class Sizes(NamedTuple):
 
         Of a forward pass:
 
-            v, m        the tiles' 16 places, of the images (16, tiles, c) and of the result (16, tiles, o)
+            v, m        the tiles' 16 places, of the images (16, tiles, c) and of the result (16,
+                        tiles, o)
             border      images with a border of zeros, (images, h + 2, w + 2, c)
 
         Of a backward pass these, v and m also for their gradients, and then:
@@ -134,7 +143,8 @@ class Sizes(NamedTuple):
 
 
 def sizes(h: int, w: int, c: int, o: int) -> Sizes:
-    """Return the sizes for these images and kernels: as many tile rows at a time as the cache holds.
+    """Return the sizes for these images and kernels: as many tile rows at a time as the cache
+    holds.
 
     Args:
         h, w: the images' height and width, even.
@@ -178,12 +188,18 @@ def _kernels_out(u, to_weight, s):
         column, result = u[j * s :], to_weight[j * s :]
         for i in range(s):
             a, b, d = column[i], HALF * column[4 * s + i], HALF * column[8 * s + i]
-            result[i], result[3 * s + i], result[6 * s + i] = a + b + d, b - d, b + d + column[12 * s + i]
+            result[i], result[3 * s + i], result[6 * s + i] = (
+                a + b + d,
+                b - d,
+                b + d + column[12 * s + i],
+            )
 
 
 @inlined
 def _kernels_turned(u, ut, c, o):
-    """Write U[k]^T: the BLAS takes half as long again for a product with a transposed matrix of this size."""
+    """Write U[k]^T: the BLAS takes half as long again for a product with a transposed matrix of
+    this size.
+    """
     for k in range(16):
         for j in range(o):
             column, row = u[k * c * o + j :], ut[(k * o + j) * c :]
@@ -193,7 +209,9 @@ def _kernels_turned(u, ut, c, o):
 
 @inlined
 def _copy(plain, bordered, inwards, first, images, h, w, c):
-    """Copy some images (n, h, w, c), from the first on, into the inside of (images, h + 2, w + 2, c), or back."""
+    """Copy some images (n, h, w, c), from the first on, into the inside of (images, h + 2, w + 2,
+    c), or back.
+    """
     for b in range(images):
         for r in range(h):
             pixels = plain[((first + b) * h + r) * w * c :]
@@ -267,12 +285,19 @@ def largest_of(y, bias):
 @inlined
 def winner_of(g, which):
     """Return the gradient of each of four of which one was taken, or none."""
-    return g if which == 0 else ZERO, g if which == 1 else ZERO, g if which == 2 else ZERO, g if which == 3 else ZERO
+    return (
+        g if which == 0 else ZERO,
+        g if which == 1 else ZERO,
+        g if which == 2 else ZERO,
+        g if which == 3 else ZERO,
+    )
 
 
 @inlined
 def _patches_in(border, v, top, rows, h, w, c, s):
-    """V = B^T patch B of the tile rows top .. top + rows, counted over all images; V[k] begins at k s."""
+    """V = B^T patch B of the tile rows top .. top + rows, counted over all images; V[k] begins at k
+    s.
+    """
     step = (w + 2) * c
     for row in range(rows):
         b, r = divmod(top + row, h // 2)
@@ -317,7 +342,9 @@ def _patches_out(v, spread, top, rows, h, w, c, s):
 
 @inlined
 def _largest_out(m, bias, y, corner, first, tiles, o, s):
-    """y = ReLU(bias + the largest of A^T M A), corner = which that was, or DEAD, from the output's tile `first` on."""
+    """y = ReLU(bias + the largest of A^T M A), corner = which that was, or DEAD, from the output's
+    tile `first` on.
+    """
     for t in range(tiles):
         part, out, place = m[t * o :], y[(first + t) * o :], corner[(first + t) * o :]
         for i in range(o):
@@ -337,7 +364,9 @@ def _largest_in(grad, corner, m, sums, first, tiles, o, s):
 
 @inlined
 def _each_out(m, bias, y, first, top, rows, h, w, o, s, least):
-    """y = A^T M A + bias, and not below `least`, of the tile rows top .. top + rows of the images from `first` on."""
+    """y = A^T M A + bias, and not below `least`, of the tile rows top .. top + rows of the images
+    from `first` on.
+    """
     for row in range(rows):
         b, r = divmod(top + row, h // 2)
         begin = ((first + b) * h + 2 * r) * w * o
@@ -358,11 +387,21 @@ def _each_in(grad, y, m, sums, first, top, rows, h, w, o, s, least):
         b, r = divmod(top + row, h // 2)
         begin = ((first + b) * h + 2 * r) * w * o
         for t in range(w // 2):
-            part, above, out = m[(row * (w // 2) + t) * o :], grad[begin + 2 * t * o :], y[begin + 2 * t * o :]
+            part, above, out = (
+                m[(row * (w // 2) + t) * o :],
+                grad[begin + 2 * t * o :],
+                y[begin + 2 * t * o :],
+            )
             for i in range(o):
-                y0, y1 = above[i] if out[i] > least else ZERO, above[i + o] if out[i + o] > least else ZERO
+                y0, y1 = (
+                    above[i] if out[i] > least else ZERO,
+                    above[i + o] if out[i + o] > least else ZERO,
+                )
                 at = w * o + i
-                y2, y3 = above[at] if out[at] > least else ZERO, above[at + o] if out[at + o] > least else ZERO
+                y2, y3 = (
+                    above[at] if out[at] > least else ZERO,
+                    above[at + o] if out[at + o] > least else ZERO,
+                )
                 _put_results(part, i, s, (y0, y1, y2, y3))
             for i in range(o):  # M[1, 1], where all four are added up
                 sums[i] += part[5 * s + i]
@@ -383,8 +422,11 @@ def _products(
         sgemm(ROWS, a_code, b_code, rows, columns, inner, ONE, at, lda, bt, ldb, beta, dt, ldd)
 
 
-def winograd(z: Sizes, pooled: bool, least: float) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the kernels of the convolution and of its gradients; their arguments are in `kernels.winograd`.
+def winograd(
+    z: Sizes, pooled: bool, least: float
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the kernels of the convolution and of its gradients; their arguments are in
+    `kernels.winograd`.
 
     Args:
         z: the sizes that they are made for.
@@ -405,9 +447,13 @@ def winograd(z: Sizes, pooled: bool, least: float) -> tuple[Callable[..., None],
                 some = min(rows, here * (h // 2) - top)
                 seen = some * (w // 2)
                 _patches_in(border, v, top, some, h, w, c, tiles * c)
-                _products(v, tiles * c, PLAIN, c, u, c * o, PLAIN, o, m, tiles * o, o, seen, o, c, ZERO)
+                _products(
+                    v, tiles * c, PLAIN, c, u, c * o, PLAIN, o, m, tiles * o, o, seen, o, c, ZERO
+                )
                 if pooled:
-                    _largest_out(m, bias, y, corner, (first * (h // 2) + top) * (w // 2), seen, o, tiles * o)
+                    _largest_out(
+                        m, bias, y, corner, (first * (h // 2) + top) * (w // 2), seen, o, tiles * o
+                    )
                 else:
                     _each_out(m, bias, y, first, top, some, h, w, o, tiles * o, floor)
 
@@ -439,9 +485,41 @@ def winograd(z: Sizes, pooled: bool, least: float) -> tuple[Callable[..., None],
                     to_bias[i] += sums[i]
                 if for_weight:
                     _patches_in(border, v, top, some, h, w, c, tiles * c)
-                    _products(v, tiles * c, TRANSPOSED, c, m, tiles * o, PLAIN, o, du, c * o, o, c, o, seen, ONE)
+                    _products(
+                        v,
+                        tiles * c,
+                        TRANSPOSED,
+                        c,
+                        m,
+                        tiles * o,
+                        PLAIN,
+                        o,
+                        du,
+                        c * o,
+                        o,
+                        c,
+                        o,
+                        seen,
+                        ONE,
+                    )
                 if for_x:
-                    _products(m, tiles * o, PLAIN, o, ut, c * o, PLAIN, c, v, tiles * c, c, seen, c, o, ZERO)
+                    _products(
+                        m,
+                        tiles * o,
+                        PLAIN,
+                        o,
+                        ut,
+                        c * o,
+                        PLAIN,
+                        c,
+                        v,
+                        tiles * c,
+                        c,
+                        seen,
+                        c,
+                        o,
+                        ZERO,
+                    )
                     _patches_out(v, spread, top, some, h, w, c, tiles * c)
             if for_x:
                 _copy(to_x, spread, False, first, here, h, w, c)
@@ -453,7 +531,9 @@ def winograd(z: Sizes, pooled: bool, least: float) -> tuple[Callable[..., None],
 
 @inlined
 def _add_row(patch, below, c, weight, s, o, sums):
-    """Add one channel's and one kernel row's share to the four outputs of a window; s from element to element."""
+    """Add one channel's and one kernel row's share to the four outputs of a window; s from element
+    to element.
+    """
     p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
     q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
     for i in range(o):
@@ -477,7 +557,8 @@ def _add_products(patch, below, c, above, place, s, o, to_weight):
 
 
 def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the kernels of the pooled convolution, and of the gradients of its weight and bias, see `kernels.direct`.
+    """Return the kernels of the pooled convolution, and of the gradients of its weight and bias,
+    see `kernels.direct`.
 
     Args:
         h, w: the images' height and width, even.
@@ -497,11 +578,21 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
                     for channel in range(c):
                         for k in range(3):
                             patch = border[(2 * r + k) * step + 2 * t * c + channel :]
-                            _add_row(patch, patch[step:], c, weight[(3 * k * c + channel) * o :], c * o, o, sums)
+                            _add_row(
+                                patch,
+                                patch[step:],
+                                c,
+                                weight[(3 * k * c + channel) * o :],
+                                c * o,
+                                o,
+                                sums,
+                            )
                     at = ((b * (h // 2) + r) * (w // 2) + t) * o
                     out, place = y[at:], corner[at:]
                     for i in range(o):
-                        out[i], place[i] = largest_of((sums[i], sums[i + o], sums[i + 2 * o], sums[i + 3 * o]), bias[i])
+                        out[i], place[i] = largest_of(
+                            (sums[i], sums[i + o], sums[i + 2 * o], sums[i + 3 * o]), bias[i]
+                        )
                     sums[:] = ZERO
 
     def backward(grad, x, y, corner, u, to, scratch):
@@ -512,7 +603,8 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
         to_bias[:] = ZERO
         for b in range(x.size // (h * w * c)):
             _copy(x, border, True, b, 1, h, w, c)
-            part[:] = ZERO  # one image's sum; a single sum over all windows would round ten times worse
+            # one image's sum; a single sum over all windows would round ten times worse
+            part[:] = ZERO
             part_bias = part[9 * c * o :]
             for r in range(h // 2):
                 for t in range(w // 2):
@@ -520,8 +612,13 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
                     above, place = grad[at:], corner[at:]
                     for channel in range(c):
                         for k in range(3):
-                            patch, row = border[(2 * r + k) * step + 2 * t * c + channel :], 3 * k * c + channel
-                            _add_products(patch, patch[step:], c, above, place, c * o, o, part[row * o :])
+                            patch, row = (
+                                border[(2 * r + k) * step + 2 * t * c + channel :],
+                                3 * k * c + channel,
+                            )
+                            _add_products(
+                                patch, patch[step:], c, above, place, c * o, o, part[row * o :]
+                            )
                     for i in range(o):
                         part_bias[i] += above[i] if place[i] < DEAD else ZERO
             for i in range(to_weight.size):

@@ -1,7 +1,8 @@
 """What numba computes for NumPy's float32 arrays, as operations ask for it (see `backend.kernels`).
 
-Each kernel is compiled, or read from disk, when it is first asked for. Arrays are float32 and C-contiguous unless
-another dtype is said. Kernels return nothing: they write into arrays that must not overlap the others.
+Each kernel is compiled, or read from disk, when it is first asked for. Arrays are float32 and
+C-contiguous unless another dtype is said. Kernels return nothing: they write into arrays that must
+not overlap the others.
 """
 
 from collections.abc import Callable
@@ -67,12 +68,13 @@ def loop(name: str) -> Kernel:
 
 @cache
 def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
-    """Return the convolution with a 3 x 3 kernel, and its gradients, for images and channels of these sizes.
+    """Return the convolution with a 3 x 3 kernel, and its gradients, for images and channels of
+    these sizes.
 
-    forward: (x, weight, bias, y: out, corner: out, u: out, scratch: tuple). `corner` is like y if pooled, and
-    empty otherwise; u, of 16 c o elements, is for backward.
-    backward: (grad, x, y, corner, u, to: x, weight, bias, of no elements where nobody wants them, scratch).
-    All arrays are flat, `corner` of uint8; z makes the scratch memory.
+    forward: (x, weight, bias, y: out, corner: out, u: out, scratch: tuple). `corner` is like y if
+    pooled, and empty otherwise; u, of 16 c o elements, is for backward. backward: (grad, x, y,
+    corner, u, to: x, weight, bias, of no elements where nobody wants them, scratch). All arrays are
+    flat, `corner` of uint8; z makes the scratch memory.
 
     Args:
         pooled: followed by ReLU and max-pooling over 2 x 2 pixels.
@@ -83,10 +85,11 @@ def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
 
 @cache
 def direct(h: int, w: int, c: int, o: int) -> Pair:
-    """Return the pooled convolution, and the gradients of its weight and bias, for images (h, w, c), c small.
+    """Return the pooled convolution, and the gradients of its weight and bias, for images (h, w,
+    c), c small.
 
-    Arguments are those of `winograd`; u and the images' gradient have no elements, and there are two scratch arrays,
-    of 9 c o + o elements and for one image with its border.
+    Arguments are those of `winograd`; u and the images' gradient have no elements, and there are
+    two scratch arrays, of 9 c o + o elements and for one image with its border.
     """
     return _convolution(*conv3x3.direct(h, w, c, o), 2, 2)
 
@@ -104,8 +107,11 @@ def _call(name: str, *args: Any) -> None:
     loop(name)(*args)
 
 
-# Adam's update of a block, see `optim.updates`; what stands around the product of a step, see `ops.lstm`.
-adam, lstm_step, lstm_step_grad = (partial(_call, name) for name in ("adam", "lstm_step", "lstm_step_grad"))
+# Adam's update of a block, see `optim.updates`; what stands around the product of a step, see
+# `ops.lstm`.
+adam, lstm_step, lstm_step_grad = (
+    partial(_call, name) for name in ("adam", "lstm_step", "lstm_step_grad")
+)
 
 
 def _perform(name: str, *args: Any) -> None:
@@ -114,7 +120,14 @@ def _perform(name: str, *args: Any) -> None:
 
 relu_grad, norm, norm_products, norm_grad, depthwise, depthwise_products = (
     partial(_perform, name)
-    for name in ("relu_grad", "norm", "norm_products", "norm_grad", "depthwise", "depthwise_products")
+    for name in (
+        "relu_grad",
+        "norm",
+        "norm_products",
+        "norm_grad",
+        "depthwise",
+        "depthwise_products",
+    )
 )
 
 

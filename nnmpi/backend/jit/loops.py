@@ -1,8 +1,9 @@
 """Kernels that are plain loops, each few passes over the data.
 
-They win where steps are small or many: around the products of dense layers, the loss, a step of LSTM, Adam's update
-(without it a step of iris takes 1.13 and one of a small MLP 1.19 times as long; of SGD's, under 1.03). What they need
-of single numbers is written so that loops over them are vectorized.
+They win where steps are small or many: around the products of dense layers, the loss, a step of
+LSTM, Adam's update (without it a step of iris takes 1.13 and one of a small MLP 1.19 times as long;
+of SGD's, under 1.03). What they need of single numbers is written so that loops over them are
+vectorized.
 """
 
 import math
@@ -18,11 +19,19 @@ ROWS = 64  # that are added up before they are added to the rest: one long sum w
 
 _ZERO, _ONE, _TWO, _ABOVE = map(np.float32, (0, 1, 2, 128.5))
 _LEAST, _MOST, _NEAR = map(np.float32, (-87.3, 89, 0.625))
-# log2 e, and ln 2 in two parts, the first short enough that its products with whole numbers are exact
+# log2 e, and ln 2 in two parts, the first short enough that its products with whole numbers are
+# exact
 _LOG2E, _LN2_HIGH, _LN2_LOW = map(np.float32, (1.44269504088896341, 0.693359375, -2.12194440e-4))
 _P0, _P1, _P2, _P3, _P4, _P5 = map(
     np.float32,
-    (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
+    (
+        1.9875691500e-4,
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    ),
 )
 _T0, _T1, _T2, _T3, _T4 = map(
     np.float32,
@@ -31,7 +40,9 @@ _T0, _T1, _T2, _T3, _T4 = map(
 
 
 def _reinterpret(source: Any, target: Any) -> Any:
-    """Return a function that gives the number of another type with the same 32 bits: no instruction at all."""
+    """Return a function that gives the number of another type with the same 32 bits: no instruction
+    at all.
+    """
 
     def typing(context: Any, bits: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -48,16 +59,19 @@ _as_int = _reinterpret(types.float32, types.int32)
 
 @inlined
 def exp(x):
-    """Return e^x for a float32, within 2 units of the last place; NaN stays NaN, and e^-inf is 1e-38.
+    """Return e^x for a float32, within 2 units of the last place; NaN stays NaN, and e^-inf is
+    1e-38.
 
-    Above 88.37 it is infinity, as 2^128 written so is: 1 / e^x is then exactly 0, whatever that is multiplied by.
+    Above 88.37 it is infinity, as 2^128 written so is: 1 / e^x is then exactly 0, whatever that is
+    multiplied by.
 
-    x = n ln 2 + r with a whole n; e^r by the polynomial of the Cephes library's expf (Moshier, 1989), and 2^n by
-    writing n into the exponent's bits.
+    x = n ln 2 + r with a whole n; e^r by the polynomial of the Cephes library's expf (Moshier,
+    1989), and 2^n by writing n into the exponent's bits.
     """
     x = _LEAST if x < _LEAST else x  # in this order NaN stays
     x = _MOST if x > _MOST else x
-    n = np.int32(x * _LOG2E + _ABOVE) - np.int32(128)  # rounded: what is converted is positive, so cut off is down
+    # rounded: what is converted is positive, so cut off is down
+    n = np.int32(x * _LOG2E + _ABOVE) - np.int32(128)
     whole = np.float32(n)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
@@ -80,7 +94,9 @@ def tanh(x):
 
 @inlined
 def order(x):
-    """Return an int32 for a float32, larger for a larger one: loops for the largest int are vectorized."""
+    """Return an int32 for a float32, larger for a larger one: loops for the largest int are
+    vectorized.
+    """
     bits = _as_int(x)
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
@@ -169,12 +185,15 @@ def norm_grad(x, means, grad, slopes, shifts, factors, out):
             result[i] = (above[i] - (row[i] - means[i]) * slopes[i] - shifts[i]) * factors[i]
 
 
-# Depthwise convolution with 3 x 3 kernels, see `ops.conv.depthwise`. All arrays are flat; the weight is (9, c).
+# Depthwise convolution with 3 x 3 kernels, see `ops.conv.depthwise`. All arrays are flat; the
+# weight is (9, c).
 
 
 @inlined
 def _each_window(x, weight, y, border, sizes, forward):
-    """Write y, or add to the weight's gradient, image by image: one sum over all would round worse."""
+    """Write y, or add to the weight's gradient, image by image: one sum over all would round
+    worse.
+    """
     h, w, c, columns, top, left, down, across, out_h, out_w, step_h, step_w = sizes
     border[:] = _ZERO
     part = np.zeros(weight.size, np.float32)
@@ -195,7 +214,11 @@ def _each_window(x, weight, y, border, sizes, forward):
                     row = weight[3 * r * c :] if forward else part[3 * r * c :]
                     if forward:
                         for k in range(c):
-                            out[k] += pixel[k] * row[k] + pixel[k + c] * row[k + c] + pixel[k + 2 * c] * row[k + 2 * c]
+                            out[k] += (
+                                pixel[k] * row[k]
+                                + pixel[k + c] * row[k + c]
+                                + pixel[k + 2 * c] * row[k + 2 * c]
+                            )
                     else:
                         for s in range(3):
                             for k in range(c):
@@ -216,10 +239,13 @@ def depthwise_products(x, y, weight, border, sizes):
 
 
 def softmax_loss(logits, labels, losses, gradient):
-    """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] = softmax(logits[r]), less 1 at the label."""
+    """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] = softmax(logits[r]), less 1 at
+    the label.
+    """
     for r in range(logits.shape[0]):
         row, result, label = logits[r], gradient[r], labels[r]
-        top, chosen, total = largest(row), row[label], _ZERO  # before the gradient takes the logits' place
+        # before the gradient takes the logits' place
+        top, chosen, total = largest(row), row[label], _ZERO
         for i in range(row.size):
             value = exp(row[i] - top)
             result[i] = value
@@ -254,7 +280,9 @@ def lstm_step(g, product, c, new_c, new_h):
 
 
 def lstm_step_grad(g, slopes, h, grad, cell, last_c, to_c):
-    """slopes = the gradient of what goes into the gates, given those of h, h + grad, and of c; to_c then goes on."""
+    """slopes = the gradient of what goes into the gates, given those of h, h + grad, and of c; to_c
+    then goes on.
+    """
     n = cell.shape[1]
     for r in range(cell.shape[0]):
         gates, steep = g[r], slopes[r]
@@ -284,7 +312,12 @@ def adam(
     factor,
 ):
     """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps)."""
-    step, small, shrink, kept = np.float32(rate), np.float32(eps), np.float32(decay), np.float32(factor)
+    step, small, shrink, kept = (
+        np.float32(rate),
+        np.float32(eps),
+        np.float32(decay),
+        np.float32(factor),
+    )
     move1, keep2, move2 = np.float32(1 - beta1), np.float32(beta2), np.float32(1 - beta2)
     for i in range(data.size):
         g = grad[i] + shrink * data[i]

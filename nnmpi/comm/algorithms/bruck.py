@@ -1,8 +1,10 @@
-"""All-gather and reduce-scatter in ceil(log2 N) rounds for any number of ranks, each rank the root of a tree.
+"""All-gather and reduce-scatter in ceil(log2 N) rounds for any number of ranks, each rank the root
+of a tree.
 
-In the all-gather, what a rank has doubles every round: it sends all of it (or as much as is still wanted) to the rank
-that lies 1, 2, 4 ... before it, and gets the next ones from the rank that lies as far behind. The way of each chunk is
-a binomial tree with its owner at the root. With five ranks, the chunks that each rank has:
+In the all-gather, what a rank has doubles every round: it sends all of it (or as much as is still
+wanted) to the rank that lies 1, 2, 4 ... before it, and gets the next ones from the rank that lies
+as far behind. The way of each chunk is a binomial tree with its owner at the root. With five ranks,
+the chunks that each rank has:
 
               rank 0      rank 1      rank 2      rank 3      rank 4
     before    0           1           2           3           4
@@ -12,13 +14,14 @@ a binomial tree with its owner at the root. With five ranks, the chunks that eac
 
 The reduce-scatter is the same steps backwards: the messages turn round, and what arrives is added.
 
-Cost with N ranks, M bytes of all chunks together, latency alpha, time per byte beta, time per added byte gamma:
+Cost with N ranks, M bytes of all chunks together, latency alpha, time per byte beta, time per added
+byte gamma:
 
     all-gather       ceil(log2 N) alpha  +  (N-1)/N M beta
     reduce-scatter   ceil(log2 N) alpha  +  (N-1)/N M beta  +  (N-1)/N M gamma
 
-(Chunk numbers that run over the end, as 4 0 1, are two messages at once.)
-Source: Bruck et al., Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997.
+(Chunk numbers that run over the end, as 4 0 1, are two messages at once.) Source: Bruck et al.,
+Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997.
 """
 
 from nnmpi.comm.collective import Chunks, Step
@@ -38,7 +41,9 @@ def bruck_all_gather(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def bruck_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the ceil(log2 size) steps after which each rank has the sum of the chunk of its own number."""
+    """Return the ceil(log2 size) steps after which each rank has the sum of the chunk of its own
+    number.
+    """
     return tuple(
         Step(to=step.from_, send=step.recv, from_=step.to, recv=step.send, reduce=True)
         for step in reversed(bruck_all_gather(rank, size))

@@ -1,7 +1,8 @@
-"""Neighbour averaging: each rank mixes its buffer with those of its two neighbours on a ring, and with nobody else.
+"""Neighbour averaging: each rank mixes its buffer with those of its two neighbours on a ring, and
+with nobody else.
 
-It is no all-reduce: the ranks end with different values, which come closer to one another with every call.
-Decentralized training does it once per update instead of an all-reduce.
+It is no all-reduce: the ranks end with different values, which come closer to one another with
+every call. Decentralized training does it once per update instead of an all-reduce.
 
                rank 0        rank 1        rank 2        rank 3
                a             b             c             d
@@ -10,12 +11,13 @@ Decentralized training does it once per update instead of an all-reduce.
     step 1     <------- a+d  <------- b+a  <------- c+b  <------- d+c       add what comes from the right
                d+2a+b        a+2b+c        b+2c+d        c+2d+a
 
-Divided by 4 that is an average with the weights 1/4, 1/2, 1/4. The weights of a row and of a column sum to 1, so the
-mean over the ranks stays what it was; and no eigenvalue is negative, so the ranks do not swing around it. After k calls
-the differences from the mean have shrunk, in the 2-norm, to cos(pi/N)^(2k) or less. With two ranks one step gives both
-the mean.
+Divided by 4 that is an average with the weights 1/4, 1/2, 1/4. The weights of a row and of a column
+sum to 1, so the mean over the ranks stays what it was; and no eigenvalue is negative, so the ranks
+do not swing around it. After k calls the differences from the mean have shrunk, in the 2-norm, to
+cos(pi/N)^(2k) or less. With two ranks one step gives both the mean.
 
-Cost for any number of ranks N > 2, M bytes, latency alpha, time per byte beta, time per added byte gamma:
+Cost for any number of ranks N > 2, M bytes, latency alpha, time per byte beta, time per added byte
+gamma:
 
     2 alpha  +  2 M beta  +  2 M gamma
 
@@ -27,7 +29,9 @@ from nnmpi.comm.collective import Step
 
 
 def gossip(rank: int, size: int) -> tuple[Step, ...]:
-    """Return this rank's steps: pass the buffer to the right, then the sum to the left, adding what arrives."""
+    """Return this rank's steps: pass the buffer to the right, then the sum to the left, adding what
+    arrives.
+    """
     everything = range(size)
     right, left = (rank + 1) % size, (rank - 1) % size
     to_right = Step(to=right, send=everything, from_=left, recv=everything, reduce=True)

@@ -1,8 +1,9 @@
 """All-reduce by vector halving with distance doubling, and back: few rounds and few bytes.
 
-Ranks pair up, first with the nearest, then at twice the distance each round, and halve what they are responsible for: a
-reduce-scatter. Then the same pairs in reverse order double what they have: an all-gather. The longest messages go the
-shortest way, which is inside a node where neighbours share one. With eight ranks, what rank 0 does (chunks 0..7):
+Ranks pair up, first with the nearest, then at twice the distance each round, and halve what they
+are responsible for: a reduce-scatter. Then the same pairs in reverse order double what they have:
+an all-gather. The longest messages go the shortest way, which is inside a node where neighbours
+share one. With eight ranks, what rank 0 does (chunks 0..7):
 
     round    partner    sends      receives    afterwards finished or responsible for
     0        1          4 5 6 7    0 1 2 3 +   0 1 2 3
@@ -12,17 +13,19 @@ shortest way, which is inside a node where neighbours share one. With eight rank
     4        2          0 1        2 3         0 1 2 3
     5        1          0 1 2 3    4 5 6 7     0 1 2 3 4 5 6 7
 
-When the size is no power of two, P = 2^floor(log2 size) ranks do this. Each of the first size - P odd ranks gives its
-whole buffer to the even rank before it at the beginning and gets the result at the end (as MPICH folds them):
+When the size is no power of two, P = 2^floor(log2 size) ranks do this. Each of the first size - P
+odd ranks gives its whole buffer to the even rank before it at the beginning and gets the result at
+the end (as MPICH folds them):
 
     size 6, P = 4      0<-1   2<-3   4   5      then 0 2 4 5 halve and double      then 0->1   2->3
 
-Cost with N ranks (a power of two), M bytes, latency alpha, time per byte beta, time per added byte gamma:
+Cost with N ranks (a power of two), M bytes, latency alpha, time per byte beta, time per added byte
+gamma:
 
     2 log2 N alpha  +  2 (N-1)/N M beta  +  (N-1)/N M gamma
 
-For other N: P in the place of N, and 2 alpha + 2 M beta + M gamma more. As a half is a whole number of the N chunks,
-the bytes of the halving and of the doubling can each be up to log2 P / N M more.
+For other N: P in the place of N, and 2 alpha + 2 M beta + M gamma more. As a half is a whole number
+of the N chunks, the bytes of the halving and of the doubling can each be up to log2 P / N M more.
 Source: Rabenseifner, Optimization of collective reduction operations, 2004.
 """
 
@@ -47,7 +50,9 @@ def halving_doubling(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def _butterfly(place: int, power: int, folded: int, size: int) -> tuple[Step, ...]:
-    """Return the halving and the doubling for place 0..power-1 among those that were not folded away."""
+    """Return the halving and the doubling for place 0..power-1 among those that were not folded
+    away.
+    """
     halving: list[Step] = []
     mine = range(size)
     distance = 1
@@ -59,12 +64,17 @@ def _butterfly(place: int, power: int, folded: int, size: int) -> tuple[Step, ..
         partner = 2 * other if other < folded else other + folded
         halving.append(Step(to=partner, send=theirs, from_=partner, recv=mine, reduce=True))
         distance *= 2
-    doubling = [Step(to=step.to, send=step.recv, from_=step.from_, recv=step.send) for step in reversed(halving)]
+    doubling = [
+        Step(to=step.to, send=step.recv, from_=step.from_, recv=step.send)
+        for step in reversed(halving)
+    ]
     return (*halving, *doubling)
 
 
 def halving_cost(N: int) -> tuple[float, float, float]:
-    """Return what it costs where N is a power of two, see `Collective.cost`; a bound from below elsewhere."""
+    """Return what it costs where N is a power of two, see `Collective.cost`; a bound from below
+    elsewhere.
+    """
     power = 1 << N.bit_length() - 1
     fold, moved = power < N, (power - 1) / power
     return 2 * (power.bit_length() - 1 + fold), 2 * (moved + fold), moved + fold

@@ -1,7 +1,9 @@
-"""All-reduce in two levels: inside each node to its leader, around a ring of leaders, and back inside each node.
+"""All-reduce in two levels: inside each node to its leader, around a ring of leaders, and back
+inside each node.
 
-The links between nodes are slower than memory, and a node has one for all its ranks. So only one rank of each node uses
-it, and what crosses it is what a ring over nodes needs. Three nodes with two ranks each:
+The links between nodes are slower than memory, and a node has one for all its ranks. So only one
+rank of each node uses it, and what crosses it is what a ring over nodes needs. Three nodes with two
+ranks each:
 
     node 0        node 1        node 2
     0 <-- 1       2 <-- 3       4 <-- 5          tree to the leader: whole buffer, inside
@@ -10,12 +12,13 @@ it, and what crosses it is what a ring over nodes needs. Three nodes with two ra
 
 Nodes may have different numbers of ranks, and a node's ranks need not be neighbours.
 
-Cost with K nodes of n ranks, M bytes, inside alpha, beta, across alpha', beta', time per added byte gamma:
+Cost with K nodes of n ranks, M bytes, inside alpha, beta, across alpha', beta', time per added byte
+gamma:
 
     2 ceil(log2 n) (alpha + M beta)  +  2 (K-1) alpha'  +  2 (K-1)/K M beta'  +  (ceil(log2 n) + (K-1)/K) M gamma
 
-Source: Jia et al., Highly scalable deep learning training system with mixed-precision, 2018; Mikami et al., Massively
-distributed SGD, 2018, for the idea.
+Source: Jia et al., Highly scalable deep learning training system with mixed-precision, 2018; Mikami
+et al., Massively distributed SGD, 2018, for the idea.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +36,8 @@ def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tu
     """Return this rank's steps.
 
     Args:
-        nodes: the node of each rank; by default ranks 0, 1 ... fill nodes of about the square root of size.
+        nodes: the node of each rank; by default ranks 0, 1 ... fill nodes of about the square root
+            of size.
     """
     if size == 1:
         return ()
@@ -61,8 +65,12 @@ def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
     return members
 
 
-def _among(ranks: Sequence[int], steps: Sequence[Step], share: Callable[[Chunks], Chunks]) -> tuple[Step, ...]:
-    """Return steps among these ranks, which were numbered 0, 1 ... in them; `share` says what stands for chunks."""
+def _among(
+    ranks: Sequence[int], steps: Sequence[Step], share: Callable[[Chunks], Chunks]
+) -> tuple[Step, ...]:
+    """Return steps among these ranks, which were numbered 0, 1 ... in them; `share` says what
+    stands for chunks.
+    """
     return tuple(
         Step(
             None if step.to is None else ranks[step.to],

@@ -1,7 +1,8 @@
 """All-to-all: each rank has something for every other one, and gets something from every other one.
 
-Chunk (s, r), number s N + r, is what rank s has for rank r. In round i each rank sends to the one i behind it and
-receives from the one i before it, so that every link carries one message at a time. With three ranks:
+Chunk (s, r), number s N + r, is what rank s has for rank r. In round i each rank sends to the one i
+behind it and receives from the one i before it, so that every link carries one message at a time.
+With three ranks:
 
                rank 0            rank 1            rank 2
     before     0 1 2             3 4 5             6 7 8          a row of the matrix each
@@ -13,7 +14,8 @@ Cost with N ranks, each of which has M bytes for all together, latency alpha, ti
 
     (N-1) alpha  +  (N-1)/N M beta
 
-Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005, section 3.4.
+Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
+MPICH, 2005, section 3.4.
 """
 
 from nnmpi.comm.collective import Step

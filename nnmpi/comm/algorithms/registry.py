@@ -29,25 +29,48 @@ HIERARCHICAL = "hierarchical"
 
 # The last column is the cost with N ranks: (alpha, M beta, M gamma), each so many times.
 _ALL = (
-    Collective("ring", ALL_REDUCE, (ring_reduce_scatter, ring_all_gather), lambda N: (2 * N - 2, 2 - 2 / N, 1 - 1 / N)),
-    Collective("tree", ALL_REDUCE, (tree_reduce, tree_broadcast), lambda N: (2 * levels(N), 2 * levels(N), levels(N))),
+    Collective(
+        "ring",
+        ALL_REDUCE,
+        (ring_reduce_scatter, ring_all_gather),
+        lambda N: (2 * N - 2, 2 - 2 / N, 1 - 1 / N),
+    ),
+    Collective(
+        "tree",
+        ALL_REDUCE,
+        (tree_reduce, tree_broadcast),
+        lambda N: (2 * levels(N), 2 * levels(N), levels(N)),
+    ),
     Collective("ps", ALL_REDUCE, (star,), lambda N: (2 * N - 2, 2 * N - 2, N - 1)),
     Collective("halving-doubling", ALL_REDUCE, (halving_doubling,), halving_cost),
     Collective(HIERARCHICAL, ALL_REDUCE, (hierarchical,)),
-    Collective("ring", REDUCE_SCATTER, (ring_reduce_scatter,), lambda N: (N - 1, 1 - 1 / N, 1 - 1 / N)),
-    Collective("tree", REDUCE_SCATTER, (bruck_reduce_scatter,), lambda N: (levels(N), 1 - 1 / N, 1 - 1 / N)),
+    Collective(
+        "ring", REDUCE_SCATTER, (ring_reduce_scatter,), lambda N: (N - 1, 1 - 1 / N, 1 - 1 / N)
+    ),
+    Collective(
+        "tree", REDUCE_SCATTER, (bruck_reduce_scatter,), lambda N: (levels(N), 1 - 1 / N, 1 - 1 / N)
+    ),
     Collective("ring", ALL_GATHER, (ring_all_gather,), lambda N: (N - 1, 1 - 1 / N, 0)),
     Collective("tree", ALL_GATHER, (bruck_all_gather,), lambda N: (levels(N), 1 - 1 / N, 0)),
-    Collective("ring", BROADCAST, (tree_scatter, ring_all_gather), lambda N: (levels(N) + N - 1, 2 - 2 / N, 0)),
+    Collective(
+        "ring",
+        BROADCAST,
+        (tree_scatter, ring_all_gather),
+        lambda N: (levels(N) + N - 1, 2 - 2 / N, 0),
+    ),
     Collective("tree", BROADCAST, (tree_broadcast,), lambda N: (levels(N), levels(N), 0)),
     Collective("pairwise", ALL_TO_ALL, (pairwise,), lambda N: (N - 1, 1 - 1 / N, 0)),
     Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,), lambda N: (min(N - 1, 2),) * 3),
 )
 
-COLLECTIVES: Mapping[tuple[str, str], Collective] = MappingProxyType({(c.contract.name, c.name): c for c in _ALL})
+COLLECTIVES: Mapping[tuple[str, str], Collective] = MappingProxyType(
+    {(c.contract.name, c.name): c for c in _ALL}
+)
 """All collectives by (what, how), such as ("all-gather", "ring")."""
 
-ALGORITHMS: Mapping[str, Collective] = MappingProxyType({c.name: c for c in _ALL if c.contract is ALL_REDUCE})
+ALGORITHMS: Mapping[str, Collective] = MappingProxyType(
+    {c.name: c for c in _ALL if c.contract is ALL_REDUCE}
+)
 """The all-reduces that are made of steps."""
 
 NATIVE = "native"  # MPI's own all-reduce: there are no steps to look at
@@ -67,8 +90,8 @@ def find_collective(operation: str, name: How, nodes: Sequence[int] | None = Non
         nodes: the node of each rank, for all-reduces that look at it.
 
     Raises:
-        UsageError: for an operation that there is not, a way in which it cannot be done, or a user's collective that
-            promises something else.
+        UsageError: for an operation that there is not, a way in which it cannot be done, or a
+            user's collective that promises something else.
     """
     contracts = {each.contract.name: each.contract for each in _ALL}
     if operation not in contracts:
@@ -76,11 +99,17 @@ def find_collective(operation: str, name: How, nodes: Sequence[int] | None = Non
     if not isinstance(name, str):
         found = as_collective(name, contracts[operation])
         if found.contract.name != operation:
-            raise UsageError(f"{found.name} is a collective for {found.contract.name}, not for {operation}")
+            raise UsageError(
+                f"{found.name} is a collective for {found.contract.name}, not for {operation}"
+            )
         return found
     if (operation, name) not in COLLECTIVES:
         ways = ", ".join(how for what, how in COLLECTIVES if what == operation)
-        stepless = f", and without steps {AUTO}, {NATIVE}, {SHARED}" if operation == ALL_REDUCE.name else ""
+        stepless = (
+            f", and without steps {AUTO}, {NATIVE}, {SHARED}"
+            if operation == ALL_REDUCE.name
+            else ""
+        )
         raise UsageError(f"there is no {operation} by {name!r}; the names are {ways}{stepless}")
     if name == HIERARCHICAL and nodes is not None:
         return Collective(name, ALL_REDUCE, (partial(hierarchical, nodes=tuple(nodes)),))

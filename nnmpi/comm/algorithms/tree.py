@@ -1,27 +1,29 @@
 """All-reduce along a binomial tree: sums run up to rank 0, the result runs down the same branches.
 
-The whole buffer travels at once. With eight ranks, on the way up (the way down, which is a broadcast of its own, is
-the same picture from the bottom to the top with the arrows turned round):
+The whole buffer travels at once. With eight ranks, on the way up (the way down, which is a
+broadcast of its own, is the same picture from the bottom to the top with the arrows turned round):
 
     rank       0     1     2     3     4     5     6     7
     round 0    o<----o     o<----o     o<----o     o<----o        distance 1
     round 1    o<----------o           o<----------o              distance 2
     round 2    o<----------------------o                          distance 4
 
-A rank receives while its lower bits are 0, and sends at its lowest bit that is 1. Where the tree has no such rank
-(size not a power of two) the branch is left out.
+A rank receives while its lower bits are 0, and sends at its lowest bit that is 1. Where the tree
+has no such rank (size not a power of two) the branch is left out.
 
 Cost with N ranks, M bytes, latency alpha, time per byte beta, time per added byte gamma:
 
     broadcast      ceil(log2 N) alpha  +    ceil(log2 N) M beta
     all-reduce   2 ceil(log2 N) alpha  +  2 ceil(log2 N) M beta  +  ceil(log2 N) M gamma
 
-Few rounds, but the whole message in each of them: for short messages and many ranks.
-Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
+Few rounds, but the whole message in each of them: for short messages and many ranks. Source:
+Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
 
-Broadcast for long messages: rank 0 scatters its buffer along a binomial tree, then a ring gathers it everywhere.
+Broadcast for long messages: rank 0 scatters its buffer along a binomial tree, then a ring gathers
+it everywhere.
 
-Scatter: at each distance, the largest first, a rank passes on the chunks of the ranks behind it. With eight ranks:
+Scatter: at each distance, the largest first, a rank passes on the chunks of the ranks behind it.
+With eight ranks:
 
     rank       0        1     2     3     4        5     6     7
     has        0..7
@@ -35,7 +37,8 @@ Cost with N ranks, M bytes, latency alpha, time per byte beta:
 
     (ceil(log2 N) + N - 1) alpha  +  2 (N-1)/N M beta
 
-against the tree's  ceil(log2 N) alpha + ceil(log2 N) M beta: for long messages on three ranks and more.
+against the tree's  ceil(log2 N) alpha + ceil(log2 N) M beta: for long messages on three ranks and
+                    more.
 Source: van de Geijn, On global combine operations, 1994; Barnett et al., Interprocessor collective communication
 library (InterCom), 1994.
 """
@@ -44,26 +47,39 @@ from nnmpi.comm.collective import Step
 
 
 def tree(rank: int, size: int) -> tuple[Step, ...]:
-    """Return this rank's steps: take the children's sums, pass the sum up, take the result, pass it down."""
+    """Return this rank's steps: take the children's sums, pass the sum up, take the result, pass it
+    down.
+    """
     return tree_reduce(rank, size) + tree_broadcast(rank, size)
 
 
 def tree_reduce(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the steps after which rank 0 has the sum: take the children's sums, then pass the sum up."""
-    steps = tuple(Step(from_=child, recv=range(size), reduce=True) for child in _children(rank, size))
+    """Return the steps after which rank 0 has the sum: take the children's sums, then pass the sum
+    up.
+    """
+    steps = tuple(
+        Step(from_=child, recv=range(size), reduce=True) for child in _children(rank, size)
+    )
     return steps if rank == 0 else (*steps, Step(to=_parent(rank), send=range(size)))
 
 
 def tree_broadcast(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the steps after which every rank has what rank 0 has: take it from the parent, pass it down."""
+    """Return the steps after which every rank has what rank 0 has: take it from the parent, pass it
+    down.
+    """
     steps = tuple(Step(to=child, send=range(size)) for child in reversed(_children(rank, size)))
     return steps if rank == 0 else (Step(from_=_parent(rank), recv=range(size)), *steps)
 
 
 def tree_scatter(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the steps after which each rank has the chunk of its own number out of rank 0's buffer."""
-    reach = 1 << (size - 1).bit_length() if rank == 0 else rank & -rank  # it is served with chunks rank..rank+reach-1
-    steps = () if rank == 0 else (Step(from_=rank - reach, recv=range(rank, min(rank + reach, size))),)
+    """Return the steps after which each rank has the chunk of its own number out of rank 0's
+    buffer.
+    """
+    # it is served with chunks rank..rank+reach-1
+    reach = 1 << (size - 1).bit_length() if rank == 0 else rank & -rank
+    steps = (
+        () if rank == 0 else (Step(from_=rank - reach, recv=range(rank, min(rank + reach, size))),)
+    )
     distances = (reach >> bit for bit in range(1, reach.bit_length()))
     passed_on = (
         Step(to=rank + distance, send=range(rank + distance, min(rank + 2 * distance, size)))
@@ -79,7 +95,9 @@ def _parent(rank: int) -> int:
 
 
 def _children(rank: int, size: int) -> list[int]:
-    """Return the ranks that send their sums to this one, the nearest (which is ready first) first."""
+    """Return the ranks that send their sums to this one, the nearest (which is ready first)
+    first.
+    """
     children, distance = [], 1
     while rank & distance == 0 and rank + distance < size:
         children.append(rank + distance)
@@ -92,9 +110,11 @@ def levels(N: int) -> int:
     return (N - 1).bit_length()
 
 
-# All-reduce through a parameter server: rank 0 collects everybody's buffer, adds, and sends the sum back.
+# All-reduce through a parameter server: rank 0 collects everybody's buffer, adds, and sends the sum
+# back.
 #
-# The server serves one worker after another, in rank order, so that the sum does not depend on who comes first:
+# The server serves one worker after another, in rank order, so that the sum does not depend on who
+# comes first:
 #
 #     step        0    1    2    3    4    5
 #     worker 1    o----.              .--->o
@@ -107,9 +127,10 @@ def levels(N: int) -> int:
 #
 #     2 (N-1) alpha  +  2 (N-1) M beta  +  (N-1) M gamma
 #
-# The server's link carries everything, so the time grows with N: the yardstick that the others are measured by.
-# (Textbooks often give it a latency of 2 alpha, which needs a server that receives from all workers at once.)
-# Source: Li et al., Scaling distributed machine learning with the parameter server, 2014, with one server.
+# The server's link carries everything, so the time grows with N: the yardstick that the others are
+# measured by. (Textbooks often give it a latency of 2 alpha, which needs a server that receives
+# from all workers at once.) Source: Li et al., Scaling distributed machine learning with the
+# parameter server, 2014, with one server.
 
 
 def star(rank: int, size: int) -> tuple[Step, ...]:

@@ -1,14 +1,17 @@
 """MPI as a world: the calls of `comm.world`, by those of mpi4py.
 
-Most have the same arguments as mpi4py's and are mpi4py's own functions, with nothing in between. Importing this module
-starts MPI where `library.load_mpi` has not done so before.
+Most have the same arguments as mpi4py's and are mpi4py's own functions, with nothing in between.
+Importing this module starts MPI where `library.load_mpi` has not done so before.
 
-MPI's own waits look for messages as fast as they can. That is right for ranks that come at the same time; a rank that
-waits long for a slow one on a crowded machine slows it down even more. So `wait_until` sleeps between looks:
+MPI's own waits look for messages as fast as they can. That is right for ranks that come at the same
+time; a rank that waits long for a slow one on a crowded machine slows it down even more. So
+`wait_until` sleeps between looks:
 
-    look . look .. look .... look ........ look ........ look        sleeps of 50 us, growing to 1 ms
+    look . look .. look .... look ........ look ........ look        sleeps of 50 us, growing to 1
+                                                                     ms
 
-Measured with 4 ranks on 2 cores and one that comes 2 s late, the processor time that each of the others took, in s:
+Measured with 4 ranks on 2 cores and one that comes 2 s late, the processor time that each of the
+others took, in s:
 
                        MPI's own wait    asleep
     Open MPI 5.0.11    1.33              0.04         (1.33 is all that three ranks can take of two cores in 2 s)
@@ -43,20 +46,24 @@ from nnmpi.errors import DeviceError
 #
 #     file in /dev/shm   | rank 0's bytes  pad | rank 1's bytes  pad | ...     each part begins on a page of its own
 #
-# Both Open MPI and MPICH keep a window in a file in /dev/shm that has no name any more: it goes with the last process,
-# however that ends. Its pages are taken when they are first touched, and touching one for which there is no room kills
-# the process (SIGBUS). So the ranks look at the room before, together, and each one writes all of its part at once.
+# Both Open MPI and MPICH keep a window in a file in /dev/shm that has no name any more: it goes
+# with the last process, however that ends. Its pages are taken when they are first touched, and
+# touching one for which there is no room kills the process (SIGBUS). So the ranks look at the room
+# before, together, and each one writes all of its part at once.
 #
-# Source: Hoefler et al., "MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared memory" (2013).
+# Source: Hoefler et al., "MPI + MPI: a new hybrid approach to parallel programming with MPI plus
+# shared memory" (2013).
 
-MARGIN_BYTES = 2**17  # what MPI takes for itself beside the ranks' parts; were it missing, one rank would fail alone
+# what MPI takes for itself beside the ranks' parts; were it missing, one rank would fail alone
+MARGIN_BYTES = 2**17
 SHM = Path("/dev/shm")
 ENDLESS = 2**62
 FAILED = -1
 
 
 class Window:
-    """Some bytes of every rank of a node, zeros at first: see `comm.world.SharedPages`. Making one is collective.
+    """Some bytes of every rank of a node, zeros at first: see `comm.world.SharedPages`. Making one
+    is collective.
 
     Args:
         node: a communicator of ranks that share memory.
@@ -67,15 +74,17 @@ class Window:
     """
 
     def __init__(self, node: MPI.Intracomm, own_bytes: int) -> None:
-        room_bytes = (-(-own_bytes // PAGE_BYTES) + 1) * PAGE_BYTES  # whole pages, and one for the part's alignment
+        # whole pages, and one for the part's alignment
+        room_bytes = (-(-own_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
         # The ranks' lengths, and what each finds free, so that all come to the same conclusion.
         needs = np.empty((node.Get_size(), 2), np.int64)
         node.Allgather(np.array([room_bytes, free_bytes()], np.int64), needs)
         need, free = int(needs[:, 0].sum()), int(needs[:, 1].min())
         if need + MARGIN_BYTES > free:
             raise DeviceError(
-                f"the ranks of this node want to share {need} bytes, and MPI needs {MARGIN_BYTES} beside them, but "
-                f"{SHM} has only {free} free; enlarge it (docker run --shm-size), or use another all-reduce than shared"
+                f"the ranks of this node want to share {need} bytes, and MPI needs {MARGIN_BYTES}"
+                f" beside them, but {SHM} has only {free} free; enlarge it (docker run --shm-size),"
+                " or use another all-reduce than shared"
             )
         rank, start, problem = node.Get_rank(), FAILED, ""
         try:
@@ -84,16 +93,18 @@ class Window:
             start = -self._query(rank).ctypes.data % PAGE_BYTES
         except MPI.Exception as error:
             problem = error.Get_error_string()
-        # The system may put the file anywhere in this process, but always on pages, so all ranks see one alignment.
+        # The system may put the file anywhere in this process, but always on pages, so all ranks
+        # see one alignment.
         places = np.empty((node.Get_size(), 2), np.int64)
         node.Allgather(np.array([start, own_bytes], np.int64), places)
         if FAILED in places[:, 0]:
             raise DeviceError(
-                f"MPI cannot share {room_bytes} bytes among the ranks of a node ({problem or 'another rank failed'}); "
-                "use another all-reduce than shared"
+                f"MPI cannot share {room_bytes} bytes among the ranks of a node"
+                f" ({problem or 'another rank failed'}); use another all-reduce than shared"
             )
         self.parts: tuple[NDArray[Any], ...] = tuple(
-            self._query(other)[skip : skip + length] for other, (skip, length) in enumerate(places.tolist())
+            self._query(other)[skip : skip + length]
+            for other, (skip, length) in enumerate(places.tolist())
         )
         self.parts[rank][...] = 0
         node.Barrier()
@@ -104,18 +115,24 @@ class Window:
         return np.frombuffer(cast(memoryview, memory), np.uint8)
 
     def sync(self) -> None:
-        """Order this rank's reads and writes of the window before against those after; for weak store order."""
+        """Order this rank's reads and writes of the window before against those after; for weak
+        store order.
+        """
         self._window.Sync()
 
     def free(self) -> None:
-        """Give the memory back. Collective over the node; touching the parts afterwards ends the process."""
+        """Give the memory back. Collective over the node; touching the parts afterwards ends the
+        process.
+        """
         self.parts = ()
         self._window.Unlock_all()
         self._window.Free()
 
 
 def free_bytes() -> int:
-    """Return what is free where MPI keeps its windows; no end of it where there is no such folder."""
+    """Return what is free where MPI keeps its windows; no end of it where there is no such
+    folder.
+    """
     return shutil.disk_usage(SHM).free if SHM.is_dir() else ENDLESS
 
 
@@ -142,11 +159,17 @@ class MpiComm:
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self.isend, self.issend, self.irecv = mpi.Isend, mpi.Issend, mpi.Irecv
         self.wait_all = named("messages", MPI.Request.Waitall)
-        self.barrier, self.allgather = named("a barrier", mpi.Barrier), named("an all-gather", mpi.Allgather)
+        self.barrier, self.allgather = (
+            named("a barrier", mpi.Barrier),
+            named("an all-gather", mpi.Allgather),
+        )
         self.allreduce = named("an all-reduce", partial(mpi.Allreduce, MPI.IN_PLACE))
         self.iallreduce = partial(mpi.Iallreduce, MPI.IN_PLACE)
         self.broadcast, self.ibroadcast = named("a broadcast", mpi.Bcast), mpi.Ibcast
-        self.reduce_scatter, self.ireduce_scatter = named("a reduce-scatter", mpi.Reduce_scatter), mpi.Ireduce_scatter
+        self.reduce_scatter, self.ireduce_scatter = (
+            named("a reduce-scatter", mpi.Reduce_scatter),
+            mpi.Ireduce_scatter,
+        )
         self.allgatherv = named("an all-gather", partial(_gather, mpi.Allgatherv))
         self.iallgatherv = partial(_gather, mpi.Iallgatherv)
         self.free = mpi.Free
@@ -154,7 +177,9 @@ class MpiComm:
     @cached_property
     def members(self) -> tuple[int, ...]:
         """These ranks' numbers in the world."""
-        return tuple(MPI.Group.Translate_ranks(self.mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
+        return tuple(
+            MPI.Group.Translate_ranks(self.mpi.Get_group(), None, MPI.COMM_WORLD.Get_group())
+        )
 
     def poke(self) -> None:
         """Let messages move on."""
@@ -187,7 +212,8 @@ class MpiWorld:
     """The world that is MPI; see `comm.world.World` for the calls. There is one: `mpi_world`.
 
     Attributes:
-        waiting: since when the main thread waits for other ranks, of `time.monotonic`, and for what.
+        waiting: since when the main thread waits for other ranks, of `time.monotonic`, and for
+            what.
         operations: when the last calls began, by the same clock, and their names.
     """
 

@@ -1,17 +1,19 @@
 """How a rank's program ends: together with the others', or by aborting the job for all.
 
-MPI itself lets a rank that has failed wait in MPI_Finalize, and the others in their next message. Here every rank that
-comes to its end announces it first, in one small non-blocking all-gather:
+MPI itself lets a rank that has failed wait in MPI_Finalize, and the others in their next message.
+Here every rank that comes to its end announces it first, in one small non-blocking all-gather:
 
-    all ranks come to their end    each ends with its own status; an error that several share is printed once
+    all ranks come to their end    each ends with its own status; an error that several share is
+                                   printed once
     the others do not, and
       this one has failed          after `GRACE_S` it prints its traceback and aborts the job
       this one has ended well      it waits for them, at most `limit_s`, then aborts the job
 
-Covered: uncaught exceptions of the main and of other threads, Ctrl-C, and the end of the program on some ranks only.
-`sys.exit(status)` is a good end here, as Python tells nobody of its status: a rank that fails alone raises an
-exception. A signal, a crash and `os._exit` are the launcher's to notice; a training that has come to its end leaves
-`finished.json`. (An earlier version replaced `sys.exit` and `os._exit` for the whole process.)
+Covered: uncaught exceptions of the main and of other threads, Ctrl-C, and the end of the program on
+some ranks only. `sys.exit(status)` is a good end here, as Python tells nobody of its status: a rank
+that fails alone raises an exception. A signal, a crash and `os._exit` are the launcher's to notice;
+a training that has come to its end leaves `finished.json`. (An earlier version replaced `sys.exit`
+and `os._exit` for the whole process.)
 """
 
 import contextlib
@@ -31,8 +33,10 @@ from nnmpi.command import printable
 from nnmpi.errors import NnmpiError, name_ranks, told
 
 GRACE_S = 1.0
-DRAIN_S = 0.2  # the launcher forwards what was printed only while the job lives: seen lost on a busy machine
-STAGGER_S = 0.35  # more than DRAIN_S, so that the first to give up ends the job before the next one prints
+# the launcher forwards what was printed only while the job lives: seen lost on a busy machine
+DRAIN_S = 0.2
+# more than DRAIN_S, so that the first to give up ends the job before the next one prints
+STAGGER_S = 0.35
 LONGEST_TURN_S = 1.4
 INTERRUPTED = 130
 STALLED = os.EX_TEMPFAIL  # the status of a job that is ended because it has waited for too long
@@ -53,9 +57,12 @@ class Shutdown:
         self._comm: Any = mpi.COMM_WORLD.Dup()
         self._process = os.getpid()
         self._announced = False
-        self.close: Callable[[], None] = lambda: None  # what all ranks close together when they have come to their end
+        # what all ranks close together when they have come to their end
+        self.close: Callable[[], None] = lambda: None
 
-    def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """End because of an uncaught exception: for `sys.excepthook`."""
         if self._is_child():
             sys.__excepthook__(kind, error, trace)
@@ -74,7 +81,8 @@ class Shutdown:
         """End the job because of an uncaught exception in a thread: for `threading.excepthook`."""
         if self._is_child() or args.exc_value is None:
             threading.__excepthook__(args)
-        elif not isinstance(args.exc_value, SystemExit):  # in a thread it ends the thread and means nothing more
+        elif not isinstance(args.exc_value, SystemExit):
+            # in a thread it ends the thread and means nothing more
             name = args.thread.name if args.thread else "unknown"
             status, text = describe_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
             self._print(f"In thread {name}:\n{text}", [self._comm.Get_rank()])
@@ -86,15 +94,18 @@ class Shutdown:
             _leave_fork(0)
         if self._mpi.Is_finalized():
             return
-        if self._announced:  # all have failed: Open MPI's launcher kills who is not yet through when the first one ends
+        if self._announced:
+            # all have failed: Open MPI's launcher kills who is not yet through when the first one
+            # ends
             self.close()
             self._mpi.Finalize()
             time.sleep(DRAIN_S)
             return
         if self._announce(0, "", self.limit_s + self._turn_s()) is None:
             self._print(
-                f"this rank ended its program and waited {self.limit_s:g} s for the others, which have not come to "
-                "their end; let all ranks end together, or raise the limit: NNMPI_EXIT_LIMIT_S, in seconds",
+                f"this rank ended its program and waited {self.limit_s:g} s for the others, which"
+                " have not come to their end; let all ranks end together, or raise the limit:"
+                " NNMPI_EXIT_LIMIT_S, in seconds",
                 [self._comm.Get_rank()],
             )
             abort(self._mpi, 1)
@@ -103,15 +114,20 @@ class Shutdown:
     def _turn_s(self) -> float:
         """Return how much longer than rank 0 this rank waits before it aborts.
 
-        When several ranks give up, the first one ends the job, which saves the reader from the same text twice.
+        When several ranks give up, the first one ends the job, which saves the reader from the same
+        text twice.
         """
         return float(min(STAGGER_S * self._comm.Get_rank(), LONGEST_TURN_S))
 
     def _announce(self, status: int, text: str, limit_s: float) -> list[int] | None:
-        """Announce this rank's end; return the ranks with the same status and text, None if not all come in time."""
+        """Announce this rank's end; return the ranks with the same status and text, None if not all
+        come in time.
+        """
         self._announced, self._world.waiter = True, None
         self._world.operations.append((time.monotonic(), "MPI's end, for the other ranks"))
-        own = hashlib.blake2b(f"{status} {text}".encode(errors="backslashreplace"), digest_size=16).digest()
+        own = hashlib.blake2b(
+            f"{status} {text}".encode(errors="backslashreplace"), digest_size=16
+        ).digest()
         everyones = bytearray(len(own) * self._comm.Get_size())
         # Not blocking: a rank whose partners never come to their end must notice and abort.
         request = self._comm.Iallgather([own, self._mpi.BYTE], [everyones, self._mpi.BYTE])
@@ -126,7 +142,11 @@ class Shutdown:
             return
         size = self._comm.Get_size()
         if size > 1 and ("\n" in text or len(ranks) < size):
-            step = "" if self._world.step is None or "\n" not in text else f", in step {self._world.step}"
+            step = (
+                ""
+                if self._world.step is None or "\n" not in text
+                else f", in step {self._world.step}"
+            )
             text = f"{name_ranks(ranks)} of {size}{step}: {text}"
         complain(text)
 
@@ -146,7 +166,8 @@ def complain(text: str) -> None:
 def abort(mpi: ModuleType, status: int) -> NoReturn:
     """End the job, after what was printed has gone out."""
     time.sleep(DRAIN_S)
-    with contextlib.suppress(OSError):  # MPICH leaves the names of its shared memory behind; who has it mapped keeps it
+    with contextlib.suppress(OSError):
+        # MPICH leaves the names of its shared memory behind; who has it mapped keeps it
         lines = Path("/proc/self/maps").read_text().splitlines()
         for name in {line.split()[-1] for line in lines if "/dev/shm/mpich_shm_" in line}:
             with contextlib.suppress(OSError):
@@ -156,17 +177,22 @@ def abort(mpi: ModuleType, status: int) -> NoReturn:
 
 
 def _leave_fork(status: int) -> NoReturn:
-    """End a fork of a rank; the interpreter's own end would finalize MPI in the name of the parent, and wait there."""
+    """End a fork of a rank; the interpreter's own end would finalize MPI in the name of the parent,
+    and wait there.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
 
 
-def describe_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> tuple[int, str]:
+def describe_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> tuple[int, str]:
     """Return the status that an uncaught exception ends the program with, and what to print of it.
 
-    Of nnmpi's own errors the sentence is printed, of any other the traceback, and of Ctrl-C nothing.
+    Of nnmpi's own errors the sentence is printed, of any other the traceback, and of Ctrl-C
+    nothing.
     """
     if isinstance(error := told(error), NnmpiError):
         return error.exit_status, str(error)
@@ -177,7 +203,9 @@ def describe_uncaught(kind: type[BaseException], error: BaseException, trace: Tr
 
 @contextlib.contextmanager
 def exit_refused() -> Iterator[None]:
-    """Turn SystemExit, of a user's model say, into an error: it would be a good end, for which other ranks wait."""
+    """Turn SystemExit, of a user's model say, into an error: it would be a good end, for which
+    other ranks wait.
+    """
     try:
         yield
     except SystemExit as left:

@@ -1,4 +1,5 @@
-"""Starting MPI: once, with the right number of threads, and so that one rank's failure ends the job for all.
+"""Starting MPI: once, with the right number of threads, and so that one rank's failure ends the job
+for all.
 
 After `start` MPI is up, exceptions and exits are watched, and BLAS has its threads.
 """
@@ -25,11 +26,12 @@ from nnmpi.comm.mpi.shutdown import Shutdown, complain, describe_uncaught
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import Launch, read_launch, user_chose_threads
 
-# The MPI library: loading it, starting it once, and refusing launches that cannot work in a sentence.
+# The MPI library: loading it, starting it once, and refusing launches that cannot work in a
+# sentence.
 #
-# MPI is initialized by `load_mpi` and not at the import of mpi4py, because some mismatches end the process inside
-# MPI_Init. No thread of Python runs in MPI_Init, which waits for all ranks. So faulthandler's timer, which needs none,
-# ends the process there after a limit, with its stack.
+# MPI is initialized by `load_mpi` and not at the import of mpi4py, because some mismatches end the
+# process inside MPI_Init. No thread of Python runs in MPI_Init, which waits for all ranks. So
+# faulthandler's timer, which needs none, ends the process there after a limit, with its stack.
 
 START_LIMIT, EXIT_LIMIT = "NNMPI_START_LIMIT_S", "NNMPI_EXIT_LIMIT_S"
 START_LIMIT_S, EXIT_LIMIT_S = 300.0, 600.0
@@ -48,7 +50,9 @@ def read_limit(name: str, given: str | float) -> float:
 
 
 def wait_for_all_ranks_to_start(mpi: ModuleType, limit_s: float) -> None:
-    """Initialize MPI. Its name stands in the stack that is printed if that takes longer than the limit."""
+    """Initialize MPI. Its name stands in the stack that is printed if that takes longer than the
+    limit.
+    """
     if limit_s != inf and sys.__stderr__ is not None:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
@@ -56,7 +60,8 @@ def wait_for_all_ranks_to_start(mpi: ModuleType, limit_s: float) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-# Open MPI looks for network cards by libfabric, for about a second; between the ranks of one node it uses none.
+# Open MPI looks for network cards by libfabric, for about a second; between the ranks of one node
+# it uses none.
 NO_NETWORK = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_mtl": "^ofi"}
 _CHOSEN = ("OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_pml")
 _OTHER_LAUNCHERS = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
@@ -69,20 +74,25 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
         LaunchError: when no MPI library is found, or when this one does not belong to the launcher.
         UsageError: for a limit of the start that is no number.
     """
-    launch, limit_s = read_launch(environ), read_limit(START_LIMIT, environ.get(START_LIMIT, START_LIMIT_S))
+    launch, limit_s = (
+        read_launch(environ),
+        read_limit(START_LIMIT, environ.get(START_LIMIT, START_LIMIT_S)),
+    )
     mpi = import_mpi()
     if not mpi.Is_initialized():
         refuse_mismatch(mpi.get_vendor()[0], launch, environ)
-        # Open MPI cannot start without a home directory, which jobs of cron and of some containers do not name.
+        # Open MPI cannot start without a home directory, which jobs of cron and of some containers
+        # do not name.
         home = os.path.expanduser("~")  # stays as it is for a user whom the system does not know
         os.environ.setdefault("HOME", tempfile.gettempdir() if home == "~" else home)
-        # Open MPI's UCX component for windows prints an error for each window where it cannot be used; nnmpi's windows
-        # are all shared memory, for which it is never used.
+        # Open MPI's UCX component for windows prints an error for each window where it cannot be
+        # used; nnmpi's windows are all shared memory, for which it is never used.
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
         if stays_on_one_node(launch, os.environ):
             os.environ.update(NO_NETWORK)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # mpi4py warns of a mismatch; the refusal below says it better
+            # mpi4py warns of a mismatch; the refusal below says it better
+            warnings.simplefilter("ignore")
             alone = launch is None or launch.size == 1
             wait_for_all_ranks_to_start(mpi, inf if alone else limit_s)
     refuse_mismatch(mpi.get_vendor()[0], launch, environ, mpi.COMM_WORLD.Get_size())
@@ -90,9 +100,11 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
 
 
 def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool:
-    """Return whether all processes of this job are surely on this node, and nobody has chosen how they talk.
+    """Return whether all processes of this job are surely on this node, and nobody has chosen how
+    they talk.
 
-    Without a launcher that is known there must be no trace of another one, which may have started more elsewhere.
+    Without a launcher that is known there must be no trace of another one, which may have started
+    more elsewhere.
     """
     if any(name in environ for name in _CHOSEN):
         return False
@@ -101,11 +113,14 @@ def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool
     return launch.local_size == launch.size
 
 
-def refuse_mismatch(vendor: str, launch: Launch | None, environ: Mapping[str, str], size: int | None = None) -> None:
+def refuse_mismatch(
+    vendor: str, launch: Launch | None, environ: Mapping[str, str], size: int | None = None
+) -> None:
     """Raise for a launcher that started several processes which are no job of this library.
 
-    Under some, MPI_Init would print noise or end the process, so they are refused before it. Under others MPI knows of
-    one process only: each would believe to be rank 0 of 1, and make the same serial run.
+    Under some, MPI_Init would print noise or end the process, so they are refused before it. Under
+    others MPI knows of one process only: each would believe to be rank 0 of 1, and make the same
+    serial run.
 
     Args:
         vendor: the library's name as mpi4py gives it, such as "Open MPI" or "MPICH".
@@ -118,12 +133,18 @@ def refuse_mismatch(vendor: str, launch: Launch | None, environ: Mapping[str, st
     if launch is None or launch.size == 1:
         return
     mpich_under_open_mpi = vendor == "MPICH" and launch.name.startswith("Open MPI")
-    open_mpi_under_mpich = vendor == "Open MPI" and launch.name.startswith("MPICH") and "HYDI_CONTROL_FD" in environ
+    open_mpi_under_mpich = (
+        vendor == "Open MPI" and launch.name.startswith("MPICH") and "HYDI_CONTROL_FD" in environ
+    )
     if size == 1 or (size is None and (mpich_under_open_mpi or open_mpi_under_mpich)):
         raise LaunchError(
-            f"{launch.name} started {launch.size} processes, but mpi4py found another MPI, {vendor}, in which each is "
-            f"alone; start with the mpirun of {vendor}"
-            + (", or with srun --mpi=pmix or --mpi=pmi2, whichever it was built for" if launch.name == "srun" else "")
+            f"{launch.name} started {launch.size} processes, but mpi4py found another MPI,"
+            f" {vendor}, in which each is alone; start with the mpirun of {vendor}"
+            + (
+                ", or with srun --mpi=pmix or --mpi=pmi2, whichever it was built for"
+                if launch.name == "srun"
+                else ""
+            )
         )
 
 
@@ -145,22 +166,25 @@ SILENT_S = 3.0
 
 
 def start(exit_limit_s: float | None = None) -> Group:
-    """Start MPI and return the group of all ranks; a second call returns the same group. Collective.
+    """Start MPI and return the group of all ranks; a second call returns the same group.
+    Collective.
 
-    BLAS computes with one thread from then on, as in the train command, unless the environment sets another number
-    (see `nnmpi.launcher`).
+    BLAS computes with one thread from then on, as in the train command, unless the environment sets
+    another number (see `nnmpi.launcher`).
 
-    From then on an uncaught exception on one rank ends the whole job, with that rank's traceback (for nnmpi's own
-    errors: their sentence) printed once. `sys.exit(status)` on one rank does not: raise an exception instead. See
-    `nnmpi.comm.mpi.shutdown` for what is covered.
+    From then on an uncaught exception on one rank ends the whole job, with that rank's traceback
+    (for nnmpi's own errors: their sentence) printed once. `sys.exit(status)` on one rank does not:
+    raise an exception instead. See `nnmpi.comm.mpi.shutdown` for what is covered.
 
     Args:
-        exit_limit_s: how long a rank that ended its program waits for the others before it ends the job. None leaves
-            it as it is: the environment's NNMPI_EXIT_LIMIT_S, or else ten minutes; `math.inf` is for ever.
+        exit_limit_s: how long a rank that ended its program waits for the others before it ends the
+            job. None leaves it as it is: the environment's NNMPI_EXIT_LIMIT_S, or else ten minutes;
+            `math.inf` is for ever.
 
     Raises:
-        LaunchError: when there is no MPI library, or when the launcher started several processes that MPI does not
-            know as one job. Only the launcher's rank 0 raises; the others end silently with the same status.
+        LaunchError: when there is no MPI library, or when the launcher started several processes
+            that MPI does not know as one job. Only the launcher's rank 0 raises; the others end
+            silently with the same status.
         UsageError: for a limit that is not a positive number.
     """
     group, shutdown = _start()
@@ -178,13 +202,16 @@ def _start() -> tuple[Group, Shutdown]:
         mpi = load_mpi(os.environ)
     except LaunchError as error:
         launch = read_launch(os.environ)
-        if launch is not None and launch.rank > 0:  # later: the job ends with the first one, when rank 0 has told why
+        if launch is not None and launch.rank > 0:
+            # later: the job ends with the first one, when rank 0 has told why
             time.sleep(SILENT_S)
             raise SystemExit(error.exit_status) from None
         raise
-    from nnmpi.comm.mpi.mpi_world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
+    # imports mpi4py.MPI, which must have been loaded by then
+    from nnmpi.comm.mpi.mpi_world import mpi_world
 
-    if not user_chose_threads():  # the variables that a BLAS reads come too late for one that was loaded before
+    if not user_chose_threads():
+        # the variables that a BLAS reads come too late for one that was loaded before
         threadpoolctl.threadpool_limits(limits=1, user_api="blas")
     world = mpi_world()
     shutdown = Shutdown(mpi, limit_s, world)
@@ -199,12 +226,18 @@ def _start() -> tuple[Group, Shutdown]:
 
 
 def watch_alone() -> None:
-    """Let an uncaught exception of this process, which has no others, end it with its sentence and exit status."""
+    """Let an uncaught exception of this process, which has no others, end it with its sentence and
+    exit status.
+    """
     sys.excepthook = _failed_alone
 
 
-def _failed_alone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End a single process as `Shutdown.on_exception` ends a rank: the `sys.excepthook` while there are no others."""
+def _failed_alone(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """End a single process as `Shutdown.on_exception` ends a rank: the `sys.excepthook` while there
+    are no others.
+    """
     status, text = describe_uncaught(kind, error, trace)
     if text:
         complain(text)

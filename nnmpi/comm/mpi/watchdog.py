@@ -1,16 +1,21 @@
-"""A thread in each rank that names who is missing when ranks wait for long, and ends the job at a limit.
+"""A thread in each rank that names who is missing when ranks wait for long, and ends the job at a
+limit.
 
-Every wait for other ranks says in `MpiWorld.waiting` what it waits for, and since when. Each rank's thread sends
-that to ranks 0 and 1, over a communicator of its own; MPI was started for several threads, so this works while the main
-thread is stuck in MPI.
+Every wait for other ranks says in `MpiWorld.waiting` what it waits for, and since when. Each rank's
+thread sends that to ranks 0 and 1, over a communicator of its own; MPI was started for several
+threads, so this works while the main thread is stuck in MPI.
 
     rank 2's thread   what the main thread waits for, or where it is   --- status --->   ranks 0 and 1
-    warning_s after a wait began    rank 0 says who is missing, and where all others are; again when it has doubled
-    limit_s                         rank 0 tells all ranks to end: each leaves a flight record, then the job is aborted
-    rank 0 itself says nothing      rank 1 does its work; if it is silent, too, each rank ends by itself
+    warning_s after a wait began    rank 0 says who is missing, and where all others are; again when
+                                    it has doubled
+    limit_s                         rank 0 tells all ranks to end: each leaves a flight record, then
+                                    the job is aborted
+    rank 0 itself says nothing      rank 1 does its work; if it is silent, too, each rank ends by
+                                    itself
 
-A rank that is killed is the launcher's to name. An earlier version noticed its death by TCP, half a second before Open
-MPI's launcher does; that took a server that any process of the network could talk to.
+A rank that is killed is the launcher's to name. An earlier version noticed its death by TCP, half a
+second before Open MPI's launcher does; that took a server that any process of the network could
+talk to.
 """
 
 from __future__ import annotations
@@ -41,10 +46,12 @@ LEAST_S = 1e-3  # of a wait that has just begun
 RANKS_PER_S = 200  # that ranks 0 and 1 hear of in a second, at most
 SILENT_S, SILENT_PERIODS = 3.0, 4  # whichever is longer, until a rank counts as silent
 WORK_S = 5e-3  # of processor time in a period: more than this thread takes itself
-BUSY_FACTOR = 10  # times the limit that a rank is given which computes, though nobody knows whether it will end
+# times the limit that a rank is given which computes, though nobody knows whether it will end
+BUSY_FACTOR = 10
 RECORD_S = 1.5  # for all ranks to write their flight records
 STATUS, END = 1, 2  # tags
-MOST_BYTES, MOST_LETTERS = 1 << 14, 1000  # of a message; of a place in it, whose letters JSON may write as six
+# of a message; of a place in it, whose letters JSON may write as six
+MOST_BYTES, MOST_LETTERS = 1 << 14, 1000
 COMM_FOLDER = str(Path(__file__).parents[1])
 LIBRARY = os.path.dirname(os.__file__)
 ENDED = "the job is ended: it has waited {}"
@@ -99,7 +106,9 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and take what was sent last. Collective, when all ranks have come to their end."""
+        """End the thread and take what was sent last. Collective, when all ranks have come to their
+        end.
+        """
         self._stop(cancel=False)
         self._comm.Barrier()
         self._is_ending()
@@ -114,14 +123,17 @@ class Watchdog:
             self._receive.Wait()
 
     def _post(self) -> None:
-        """Receive the next message. (A look by Iprobe alone moves nothing in MPICH, whose ranks then hear nothing.)"""
+        """Receive the next message. (A look by Iprobe alone moves nothing in MPICH, whose ranks
+        then hear nothing.)
+        """
         self._receive = self._comm.Irecv([self._came, MPI.BYTE], MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     def _run(self) -> None:
         looked_s = time.monotonic()
         while not self._closing.wait(self._period_s):
             now = time.monotonic()
-            if now - looked_s > self._silent_s:  # this process was stopped: nobody is missing for that
+            if now - looked_s > self._silent_s:
+                # this process was stopped: nobody is missing for that
                 self._heard.clear()
                 self._listens_s, self._mark = now, None
             looked_s, status = now, self.status()
@@ -138,7 +150,9 @@ class Watchdog:
         now, waiting, waiter = time.monotonic(), self._world.waiting, self._world.waiter
         before_s, self._worked_s = self._worked_s, time.process_time()
         words = _ask(waiter) or (waiting[1] if waiting else "")
-        place = (f"{words}, called at {self._line()}" if words else f"at {self._line()}")[:MOST_LETTERS]
+        place = (f"{words}, called at {self._line()}" if words else f"at {self._line()}")[
+            :MOST_LETTERS
+        ]
         mark = waiting and waiting[0], place, self._world.step
         if mark != self._mark or (not words and self._worked_s - before_s >= WORK_S):
             self._mark, self._moved_s = mark, now
@@ -148,8 +162,8 @@ class Watchdog:
     def _line(self) -> str:
         """Return the main thread's innermost line outside `nnmpi.comm` and Python's library.
 
-        By faulthandler, which makes no objects: looking at another thread's frames from Python made 3.11 overwrite
-        memory when a collection began meanwhile.
+        By faulthandler, which makes no objects: looking at another thread's frames from Python made
+        3.11 overwrite memory when a collection began meanwhile.
         """
         self._stack.seek(0)
         self._stack.truncate()
@@ -178,24 +192,38 @@ class Watchdog:
 
     def _judge(self, now: float, own: RankStatus) -> None:
         """Name who is missing, or end the job, if that is this rank's to do."""
-        silent = {rank: now - at for rank, (at, _) in self._heard.items() if now - at > self._silent_s}
-        zero_heard_s = self._heard[0][0] if 0 in self._heard else self._listens_s  # it may stop before its first word
+        silent = {
+            rank: now - at for rank, (at, _) in self._heard.items() if now - at > self._silent_s
+        }
+        # it may stop before its first word
+        zero_heard_s = self._heard[0][0] if 0 in self._heard else self._listens_s
         if self.rank > 1 or (self.rank == 1 and now - zero_heard_s <= self._silent_s):
             if self.limit_s and own.waits_s > BUSY_FACTOR * self.limit_s + self._silent_s:
-                self._end(ENDED.format(f"for {own.waits_s:.0f} s in {own.place}; ranks 0 and 1 say nothing"))
+                self._end(
+                    ENDED.format(
+                        f"for {own.waits_s:.0f} s in {own.place}; ranks 0 and 1 say nothing"
+                    )
+                )
             return
         statuses = {rank: status for rank, (_, status) in self._heard.items() if rank not in silent}
         waited_s = max(status.waits_s for status in statuses.values())
         over = is_over(statuses, silent, self.limit_s)
         if waited_s < max(0.0 if over else self.warning_s, self._silent_s + self._period_s):
             return
-        words = f"for {waited_s:.0f} s: {describe(statuses, silent, set(range(self.size)) - set(self._heard))}"
+        words = (
+            f"for {waited_s:.0f} s:"
+            f" {describe(statuses, silent, set(range(self.size)) - set(self._heard))}"
+        )
         if over:
             others = [rank for rank in range(self.size) if rank != self.rank]
             self._endings = [self._comm.Isend([b"", MPI.BYTE], rank, END) for rank in others]
             self._end(ENDED.format(words))
         self.warning_s = 2 * waited_s
-        what_then = f"; the job is ended after {self.limit_s:.0f} s of it" if self.limit_s > waited_s else ""
+        what_then = (
+            f"; the job is ended after {self.limit_s:.0f} s of it"
+            if self.limit_s > waited_s
+            else ""
+        )
         complain(f"nnmpi: waiting {words}{what_then}")
 
     def _end(self, text: str) -> None:
@@ -215,22 +243,37 @@ class Watchdog:
         folder.mkdir(parents=True, exist_ok=True)
         now = time.monotonic()
         peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        facts = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "peak_bytes": peak_bytes}
+        facts = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "peak_bytes": peak_bytes,
+        }
         with (folder / f"rank-{self.rank}.txt").open("w") as stream:
             if text:
                 stream.write(printable(text) + "\n")
-            stream.write(json.dumps(facts | asdict(self.status())) + "\n\nthe last calls, seconds ago:\n")
-            stream.writelines(f"{now - at:12.6f}  {name}\n" for at, name in list(self._world.operations))
+            stream.write(
+                json.dumps(facts | asdict(self.status())) + "\n\nthe last calls, seconds ago:\n"
+            )
+            stream.writelines(
+                f"{now - at:12.6f}  {name}\n" for at, name in list(self._world.operations)
+            )
             stream.write("\n")
             stream.flush()
             faulthandler.dump_traceback(stream, all_threads=True)
 
 
 def find_line(stacks: str, thread: int) -> str:
-    """Return a thread's innermost line outside `nnmpi.comm` and Python's library, of what faulthandler has written."""
+    """Return a thread's innermost line outside `nnmpi.comm` and Python's library, of what
+    faulthandler has written.
+    """
     _, _, stack = stacks.partition(f"hread 0x{thread:016x}")
     lines = [line for line in stack.partition("\n\n")[0].splitlines() if line.startswith("  File ")]
-    others = [line for line in lines if not line.startswith((f'  File "{COMM_FOLDER}', f'  File "{LIBRARY}'))]
+    others = [
+        line
+        for line in lines
+        if not line.startswith((f'  File "{COMM_FOLDER}', f'  File "{LIBRARY}'))
+    ]
     for line in others or lines:
         _, path, rest = line.split('"', 2)
         number, _, function = rest.removeprefix(", line ").partition(" in ")
@@ -238,7 +281,9 @@ def find_line(stacks: str, thread: int) -> str:
     return "an unknown line"
 
 
-def describe(statuses: Mapping[int, RankStatus], silent: Mapping[int, float], unknown: set[int]) -> str:
+def describe(
+    statuses: Mapping[int, RankStatus], silent: Mapping[int, float], unknown: set[int]
+) -> str:
     """Return who is missing, and what all others wait for.
 
     Args:
@@ -246,20 +291,33 @@ def describe(statuses: Mapping[int, RankStatus], silent: Mapping[int, float], un
         silent: the others, and the seconds since they were heard last.
         unknown: ranks that were never heard.
     """
-    parts = [f"{name_ranks([rank])} has not been heard of for {seconds:.0f} s" for rank, seconds in silent.items()]
+    parts = [
+        f"{name_ranks([rank])} has not been heard of for {seconds:.0f} s"
+        for rank, seconds in silent.items()
+    ]
     if unknown:
         parts.append(f"{name_ranks(sorted(unknown))} has never been heard of")
     busy = {rank: status for rank, status in statuses.items() if not status.waits_s}
     parts += [f"{_plural(ranks, 'is', 'are')} {place}" for place, ranks in _by_place(busy).items()]
     waiting = {rank: status for rank, status in statuses.items() if status.waits_s}
     if not parts:
-        parts = ["all ranks wait for one another; if none goes on, they are not in the same collective or message"]
-    parts += [f"{_plural(ranks, 'waits', 'wait')} in {place}" for place, ranks in _by_place(waiting).items()]
+        parts = [
+            "all ranks wait for one another; if none goes on, they are not in the same collective"
+            " or message"
+        ]
+    parts += [
+        f"{_plural(ranks, 'waits', 'wait')} in {place}"
+        for place, ranks in _by_place(waiting).items()
+    ]
     return "; ".join(parts)
 
 
-def is_over(statuses: Mapping[int, RankStatus], silent: Mapping[int, float], limit_s: float) -> bool:
-    """Return whether the limit has passed; a rank that computes is given ten times as long. 0: no limit."""
+def is_over(
+    statuses: Mapping[int, RankStatus], silent: Mapping[int, float], limit_s: float
+) -> bool:
+    """Return whether the limit has passed; a rank that computes is given ten times as long. 0: no
+    limit.
+    """
     waited_s = max((status.waits_s for status in statuses.values()), default=0.0)
     if not limit_s or waited_s < limit_s:
         return False

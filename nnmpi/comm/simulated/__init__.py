@@ -1,7 +1,10 @@
-"""The simulated world: every rank is a thread of this process, one of which runs at a time, on clocks of their own.
+"""The simulated world: every rank is a thread of this process, one of which runs at a time, on
+clocks of their own.
 
-    scheduler         whose turn it is, the ranks' clocks, faults on purpose; what is said when nobody can go on
-    simulated_comm    when a message arrives; what was started, and the mistakes in it; the calls of `comm.world.Comm`
+    scheduler         whose turn it is, the ranks' clocks, faults on purpose; what is said when
+                      nobody can go on
+    simulated_comm    when a message arrives; what was started, and the mistakes in it; the calls of
+                      `comm.world.Comm`
     simulated_world   `simulate`: a program on so many ranks
     mpi_front         mpi4py's calls, for programs that know nothing of nnmpi
 

@@ -1,13 +1,16 @@
-"""mpi4py's calls on simulated ranks: what a program that `nnmpi.simrun` runs gets for `from mpi4py import MPI`.
+"""mpi4py's calls on simulated ranks: what a program that `nnmpi.simrun` runs gets for `from mpi4py
+import MPI`.
 
     Send([x, MPI.DOUBLE], 1)             a buffer is read as views of its elements, one for each rank    `read_parts`
-    send({"a": 1}, 1)                    an object travels as its pickle, which never leaves this process
+    send({"a": 1}, 1)                    an object travels as its pickle, which never leaves this
+                                         process
     Gather, Alltoallv, bcast ...         each rank shows what it has for whom, and takes what is for it    `_meet`
     Reduce, scan ...                     each takes what all have, and combines it, neighbours first    `_fold`
     MPI.Win                              refused by name
 
-A message finds its receive as MPI has it: from any rank, with any tag, shorter than its room. Where MPI leaves open
-whose message is taken, the clocks decide, or else the seed. What programs hand over has no types; setup.cfg says so.
+A message finds its receive as MPI has it: from any rank, with any tag, shorter than its room. Where
+MPI leaves open whose message is taken, the clocks decide, or else the seed. What programs hand over
+has no types; setup.cfg says so.
 """
 
 import pickle
@@ -51,7 +54,8 @@ _OPS = """
 """
 OPS = dict(re.findall(r"(\w+) (\S+)", _OPS))
 
-# In which collectives root alone gives, or takes; in which each rank gets what is its own. In the others, all.
+# In which collectives root alone gives, or takes; in which each rank gets what is its own. In the
+# others, all.
 GIVES, TAKES, DEALT = ("bcast", "scatter"), ("gather", "reduce"), ("scatter", "alltoall")
 
 
@@ -59,7 +63,9 @@ def refuse(self, name):
     """Refuse a name that is not there, of MPI's or of an object's."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
     there = [each for each in dir(self) if each[0] != "_"]
-    raise AttributeError(f"simulated ranks have no {whose}.{name}; of {whose} they have {', '.join(there)}")
+    raise AttributeError(
+        f"simulated ranks have no {whose}.{name}; of {whose} they have {', '.join(there)}"
+    )
 
 
 class Status:
@@ -83,11 +89,14 @@ class Status:
 
 
 def read_parts(spec, ranks):
-    """Return the elements of a buffer for each of so many ranks, as views; [None] where there is no buffer.
+    """Return the elements of a buffer for each of so many ranks, as views; [None] where there is no
+    buffer.
 
     Args:
-        spec: an array or other buffer, or a list of it with a datatype, a count, or counts and displacements.
-        ranks: among which it is divided where no counts are given, the first ones with one element more.
+        spec: an array or other buffer, or a list of it with a datatype, a count, or counts and
+            displacements.
+        ranks: among which it is divided where no counts are given, the first ones with one element
+            more.
 
     Raises:
         ValueError: for a buffer that is too short, or has gaps.
@@ -99,7 +108,9 @@ def read_parts(spec, ranks):
     counts, begins = (*(rest[0] if rest and isinstance(rest[0], tuple) else rest), None, None)[:2]
     array = np.asarray(memoryview(buffer))
     if not array.flags.c_contiguous:
-        raise ValueError(f"an array with strides {array.strides} is no buffer; copy it: ascontiguousarray")
+        raise ValueError(
+            f"an array with strides {array.strides} is no buffer; copy it: ascontiguousarray"
+        )
     flat = as_bytes(array).view(array.dtype if dtype is None else dtype)
     if counts is None:
         counts = [*map(len, split(flat.size, ranks))]
@@ -113,7 +124,8 @@ def read_parts(spec, ranks):
 
 def _read(spec):
     (part,) = read_parts(spec, 1)
-    return np.empty(0, BYTE) if part is None else part  # as [None, MPI.BYTE], a message without elements
+    # as [None, MPI.BYTE], a message without elements
+    return np.empty(0, BYTE) if part is None else part
 
 
 def _pack(value):
@@ -130,7 +142,9 @@ class Mailbox(MessageQueue):
     def find_send(self, receive):
         """Return a message that a receive takes: the first of its sender."""
         scheduler = receive.owner.world._scheduler
-        firsts = {each.request.owner.number: each for each in reversed(self.sends) if _fits(each, receive)}
+        firsts = {
+            each.request.owner.number: each for each in reversed(self.sends) if _fits(each, receive)
+        }
         found = [*firsts.values()]
         if found and not scheduler.by_time:
             return scheduler.random.choice(found)
@@ -152,9 +166,10 @@ class Wire(SimulatedComm):
         (source, tag, sent), wanted = message.request.envelope, receive.envelope[2]
         if sent != wanted and BYTE not in (sent, wanted):
             raise CommError(
-                f"rank {message.request.owner.number} sends {sent} ({describe_lines(message.request.lines)}), which "
-                f"rank {receive.owner.number} receives as {wanted} ({describe_lines(receive.lines)}); send and recv "
-                "are for objects, Send and Recv for arrays"
+                f"rank {message.request.owner.number} sends {sent}"
+                f" ({describe_lines(message.request.lines)}), which rank {receive.owner.number}"
+                f" receives as {wanted} ({describe_lines(receive.lines)}); send and recv are for"
+                " objects, Send and Recv for arrays"
             )
         if receive.memory is None:
             receive.memory = np.empty(message.nbytes, BYTE)
@@ -167,7 +182,8 @@ class Wire(SimulatedComm):
         others = [rank for rank in self.members if rank != self._own.number] or self.members
         partners = others if source == ANY else [self.members[source]]
         words = (
-            f"{'any rank' if source == ANY else f'rank {partners[0]}'} with {'any tag' if tag == ANY else f'tag {tag}'}"
+            f"{'any rank' if source == ANY else f'rank {partners[0]}'} with"
+            f" {'any tag' if tag == ANY else f'tag {tag}'}"
         )
         memory, kind = (None, PICKLED) if into is None else (as_bytes(into), into.dtype)
         return self._receive(words, memory, (source, tag, kind), *partners)
@@ -182,7 +198,9 @@ def _fold(combine, values):
 
 
 class Request:
-    """Something that was started: a list of it, empty where there was nothing to do, or what was waited for."""
+    """Something that was started: a list of it, empty where there was nothing to do, or what was
+    waited for.
+    """
 
     __getattr__ = refuse
     __hash__ = object.__hash__
@@ -264,7 +282,10 @@ class Intracomm:
 
     def _among(self, rank):
         if not 0 <= rank < self.size:
-            raise ValueError(f"there is no rank {rank} in this communicator, whose ranks are 0 to {self.size - 1}")
+            raise ValueError(
+                f"there is no rank {rank} in this communicator, whose ranks are 0 to"
+                f" {self.size - 1}"
+            )
         return rank
 
     # ---- messages ----
@@ -272,12 +293,22 @@ class Intracomm:
     def _send(self, name, buf=None, dest=PROC_NULL, tag=0, obj=None):
         data = _pack(obj if buf is None else buf) if name.islower() else _read(buf)
         synchronous = "ss" in name.lower()
-        started = [] if dest == PROC_NULL else [self._wire.isend(data, self._among(dest), tag, synchronous)]
+        started = (
+            []
+            if dest == PROC_NULL
+            else [self._wire.isend(data, self._among(dest), tag, synchronous)]
+        )
         request = Request(self._wire, started)
         return request if name[0] in "Ii" else request.wait()
 
     def _receive(self, name, buf=None, source=ANY, tag=ANY, status=None):
-        into = _read(buf) if not name.islower() else np.empty(ROOM_BYTES, PICKLED) if name == "irecv" else None
+        into = (
+            _read(buf)
+            if not name.islower()
+            else np.empty(ROOM_BYTES, PICKLED)
+            if name == "irecv"
+            else None
+        )
         if source not in (ANY, PROC_NULL):
             self._among(source)
         started = [] if source == PROC_NULL else [self._wire.receive(into, source, tag)]
@@ -311,13 +342,24 @@ class Intracomm:
             give: returns arrays, one for all ranks or one for each; called with how many.
             words: what all must bring alike.
         """
-        gives, takes, dealt = (name.lower().removesuffix("v") in each for each in (GIVES, TAKES, DEALT))
+        gives, takes, dealt = (
+            name.lower().removesuffix("v") in each for each in (GIVES, TAKES, DEALT)
+        )
         is_root = self.rank == self._among(root)
-        mine = [each.copy() for each in give(self.size if dealt else 1)] if is_root or not gives else []
+        mine = (
+            [each.copy() for each in give(self.size if dealt else 1)]
+            if is_root or not gives
+            else []
+        )
         nbytes = sum(each.nbytes for each in mine) * (1 if words or dealt or gives else self.size)
         rooted = [f"root {root}"] if gives or takes else []
         everyones = self._wire._exchange(
-            name, (mine, find_lines()), lambda all_: [all_] * self.size, *rooted, *words, nbytes=nbytes
+            name,
+            (mine, find_lines()),
+            lambda all_: [all_] * self.size,
+            *rooted,
+            *words,
+            nbytes=nbytes,
         )
         found = [(parts[self.rank * dealt], lines) for parts, lines in everyones if parts]
         if name.lower() == "scan":
@@ -332,12 +374,15 @@ class Intracomm:
             return room if parts > 1 else [room[self.rank]]
 
         found = self._meet(name, root, give)
-        for (data, lines), into in zip(found, read_parts(recvbuf, len(found)) if found else (), strict=True):
+        for (data, lines), into in zip(
+            found, read_parts(recvbuf, len(found)) if found else (), strict=True
+        ):
             if into is not None:
                 if (data.size, data.dtype) != (into.size, into.dtype):
                     raise CommError(
-                        f"{name}: {data.size} {data.dtype} are sent ({describe_lines(lines)}) to rank {self.rank} of "
-                        f"its communicator, where there is room for {into.size} ({describe_lines(find_lines())})"
+                        f"{name}: {data.size} {data.dtype} are sent ({describe_lines(lines)}) to"
+                        f" rank {self.rank} of its communicator, where there is room for"
+                        f" {into.size} ({describe_lines(find_lines())})"
                     )
                 into[...] = data
 
@@ -350,7 +395,9 @@ class Intracomm:
 
         def give(parts):
             if parts > 1 and len(value) != parts:
-                raise ValueError(f"{name} has {len(value)} objects for {parts} ranks; give one for each")
+                raise ValueError(
+                    f"{name} has {len(value)} objects for {parts} ranks; give one for each"
+                )
             return map(_pack, value if name in DEALT else [value])
 
         found = [pickle.loads(data) for data, _ in self._meet(name, root, give, *words)]
@@ -364,15 +411,22 @@ class Intracomm:
 
     def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0, recvcounts=None):
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
-        found = [each for each, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)]
+        found = [
+            each
+            for each, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)
+        ]
         if found:
             total = _fold(getattr(np, OPS[op]), found).astype(data.dtype)
             if "scatter" in name:
-                total = np.split(total, self.size if recvcounts is None else np.cumsum(recvcounts))[self.rank]
+                total = np.split(total, self.size if recvcounts is None else np.cumsum(recvcounts))[
+                    self.rank
+                ]
             np.copyto(_read(recvbuf)[: total.size], total, "equiv")
 
     def Reduce_scatter(self, sendbuf, recvbuf, recvcounts=None, op="SUM"):
-        """Combine all arrays, each rank a part of so many elements; without counts, of the same length."""
+        """Combine all arrays, each rank a part of so many elements; without counts, of the same
+        length.
+        """
         self._reduce("Reduce_scatter", sendbuf, recvbuf, op, 0, recvcounts)
 
     # ---- other communicators ----
@@ -426,7 +480,11 @@ class Cartcomm(Intracomm):
     def Get_cart_rank(self, coords):
         """Return who is there; PROC_NULL beyond an end."""
         with suppress(ValueError):
-            return int(np.ravel_multi_index(coords, self.dims, np.where(self.periods, "wrap", "raise").tolist()))
+            return int(
+                np.ravel_multi_index(
+                    coords, self.dims, np.where(self.periods, "wrap", "raise").tolist()
+                )
+            )
         return PROC_NULL
 
     def Shift(self, direction, disp):
@@ -435,7 +493,10 @@ class Cartcomm(Intracomm):
         return self.Get_cart_rank(self.coords - step), self.Get_cart_rank(self.coords + step)
 
 
-_SAME = "Intracomm Cartcomm Request Status COMM_NULL ANY_SOURCE ANY_TAG PROC_NULL UNDEFINED SUCCESS IN_PLACE"
+_SAME = (
+    "Intracomm Cartcomm Request Status COMM_NULL ANY_SOURCE ANY_TAG PROC_NULL UNDEFINED SUCCESS"
+    " IN_PLACE"
+)
 
 
 def make_modules(wire: Any) -> dict[str, ModuleType]:
@@ -448,7 +509,9 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
     own = wire._own
     alone = Wire(wire._board, wire.world, own, [own.number], -1 - own.number)
     mpi, package = ModuleType("mpi4py.MPI"), ModuleType("mpi4py")
-    vars(package).update(MPI=mpi, rc=SimpleNamespace(), __path__=[], __getattr__=partial(refuse, package))
+    vars(package).update(
+        MPI=mpi, rc=SimpleNamespace(), __path__=[], __getattr__=partial(refuse, package)
+    )
     vars(mpi).update(
         {name: name for name in OPS},
         **DATATYPES,

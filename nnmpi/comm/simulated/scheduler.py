@@ -1,7 +1,8 @@
 """Whose turn it is among simulated ranks, and how late it is for each of them.
 
-Every rank is a thread, and one of them has the turn: all others wait at their gates. It changes only inside calls that
-communicate, so between them a rank computes undisturbed. What can happen next stands in an agenda:
+Every rank is a thread, and one of them has the turn: all others wait at their gates. It changes
+only inside calls that communicate, so between them a rank computes undisturbed. What can happen
+next stands in an agenda:
 
     agenda    rank 2 goes on  |  a message reaches rank 0  |  rank 1 goes on  | ...
     rank 0    computes, waits for a message ..............   goes on
@@ -9,15 +10,18 @@ communicate, so between them a rank computes undisturbed. What can happen next s
 
 In what order, depends on what computing costs:
 
-    nothing, or what is given    by time: whoever's clock is earliest goes on, and the seed decides where times are
-                                 equal. All seconds are then exact, and the same for the same seed.
-    its measured time            as the seed draws it: the clocks follow, but who goes first does not depend on them,
-                                 as a measured second is never the same twice, and the order must be.
+    nothing, or what is given    by time: whoever's clock is earliest goes on, and the seed decides
+                                 where times are equal. All seconds are then exact, and the same for
+                                 the same seed.
+    its measured time            as the seed draws it: the clocks follow, but who goes first does
+                                 not depend on them, as a measured second is never the same twice,
+                                 and the order must be.
 
-When the agenda is empty and somebody still waits, nobody can ever go on. That is a deadlock, and is reported at once.
+When the agenda is empty and somebody still waits, nobody can ever go on. That is a deadlock, and is
+reported at once.
 
-Sources: conservative simulation of parallel programs, as in SimGrid's SMPI (Clauss et al., 2011); one seed for every
-choice, as in FoundationDB's simulation (Zhou et al., SIGMOD 2021).
+Sources: conservative simulation of parallel programs, as in SimGrid's SMPI (Clauss et al., 2011);
+one seed for every choice, as in FoundationDB's simulation (Zhou et al., SIGMOD 2021).
 """
 
 from __future__ import annotations
@@ -38,15 +42,17 @@ from typing import Any, TypeAlias
 
 from nnmpi.errors import CommError
 
-# What can go wrong among simulated ranks, on purpose: ranks that die, stop or are slow, and messages that are late.
+# What can go wrong among simulated ranks, on purpose: ranks that die, stop or are slow, and
+# messages that are late.
 #
 #     kill    rank 2 ---- call 57 x                       as by kill -9: no line of its program runs any more
 #             others ---------------- x                   the launcher ends them a little later, whatever they do
 #     stop    rank 2 ---- call 57 .....................   it never goes on
 #             others ------------- wait for it            until nobody can go on any more
 #
-# Both end the simulation with an error that names the rank, its call and its line, and what the others waited for.
-# Where a rank is slow or a message late, the order of all that happens is another one; the results must not be.
+# Both end the simulation with an error that names the rank, its call and its line, and what the
+# others waited for. Where a rank is slow or a message late, the order of all that happens is
+# another one; the results must not be.
 
 LATE = 50.0  # how many usual delays a late message takes
 LATE_S = 1e-3  # the same on clocks, where all seconds are exact
@@ -68,13 +74,16 @@ class Faults:
     late: float = 0.0
 
     def delay(self, rank: int | None, random: Random) -> float:
-        """Return how many usual delays something is put off: a rank's turn, or with None a message."""
+        """Return how many usual delays something is put off: a rank's turn, or with None a
+        message.
+        """
         if rank is not None:
             return self.slow.get(rank, 1.0) - 1.0
         return LATE if self.late and random.random() < self.late else 0.0
 
 
-LOOK_S = 1e-7  # what a look for messages costs a rank that computes in no time: else it could look for ever
+# what a look for messages costs a rank that computes in no time: else it could look for ever
+LOOK_S = 1e-7
 FRUITLESS_LOOKS = 20_000  # by one rank when nothing else can happen
 INTERRUPTED_S = 2.0  # for the ranks to end in, once the program was broken off from outside
 LAUNCHER_TURNS = 8  # of each rank, at most, before the launcher has ended all after one was killed
@@ -87,14 +96,18 @@ Lines: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def _closed_gate() -> threading.Lock:
-    """Return a lock that another thread releases: the cheapest way of Python to let one thread go on."""
+    """Return a lock that another thread releases: the cheapest way of Python to let one thread go
+    on.
+    """
     gate = threading.Lock()
     gate.acquire()
     return gate
 
 
 class Abandoned(BaseException):
-    """Raised on a rank that cannot go on because another one has failed; nobody but the scheduler catches it."""
+    """Raised on a rank that cannot go on because another one has failed; nobody but the scheduler
+    catches it.
+    """
 
 
 @dataclass(eq=False)
@@ -107,8 +120,8 @@ class SimulatedRank:
         waits_for: what it waits for, or has waited for last, in words.
         lines: where.
         ended: whether its program is over.
-        news: a number that changes when one of its requests becomes complete, and when it has waited for one: then
-            looking once more may find something.
+        news: a number that changes when one of its requests becomes complete, and when it has
+            waited for one: then looking once more may find something.
         calls: how many calls it has made.
         world: as this rank sees it, with the step of training in which it is.
     """
@@ -134,8 +147,8 @@ class Scheduler:
     Args:
         size: how many ranks.
         seed: of everything that is drawn.
-        cpu_factor: seconds of a rank's clock for each second of processor time that its thread computed; with 0
-            computing takes no time, and the order is that of the clocks.
+        cpu_factor: seconds of a rank's clock for each second of processor time that its thread
+            computed; with 0 computing takes no time, and the order is that of the clocks.
         faults: what goes wrong.
 
     Attributes:
@@ -149,7 +162,9 @@ class Scheduler:
         fallen: what became of ranks that were killed or have stopped, in words.
     """
 
-    def __init__(self, size: int, seed: int, cpu_factor: float, faults: Faults | None = None) -> None:
+    def __init__(
+        self, size: int, seed: int, cpu_factor: float, faults: Faults | None = None
+    ) -> None:
         self.ranks = [SimulatedRank(number) for number in range(size)]
         self.seed, self.random = seed, Random(seed)
         self.by_time = cpu_factor == 0
@@ -170,9 +185,13 @@ class Scheduler:
         self._planned += 1
         draw = self.random.random()
         if self._faults is not None:
-            put_off = self._faults.delay(what.number if isinstance(what, SimulatedRank) else None, self.random)
+            put_off = self._faults.delay(
+                what.number if isinstance(what, SimulatedRank) else None, self.random
+            )
             at_s, draw = at_s + put_off * LATE_S, draw + put_off
-        key = (at_s, draw) if self.by_time else (self._planned + draw * SPREAD * len(self.ranks), 0.0)
+        key = (
+            (at_s, draw) if self.by_time else (self._planned + draw * SPREAD * len(self.ranks), 0.0)
+        )
         heapq.heappush(self._agenda, (*key, self._planned, what))
 
     def enter(self, rank: SimulatedRank) -> None:
@@ -203,7 +222,9 @@ class Scheduler:
         Raises:
             Abandoned: at the end of all.
         """
-        self.fallen[rank.number] = f"rank {rank.number} {words} in its call {rank.calls}{_at(find_lines())}"
+        self.fallen[rank.number] = (
+            f"rank {rank.number} {words} in its call {rank.calls}{_at(find_lines())}"
+        )
         if not alone:
             self._last_turn = self.turns + self.random.randrange(LAUNCHER_TURNS * len(self.ranks))
         self._pass_on(rank)
@@ -257,7 +278,9 @@ class Scheduler:
         self._pass_on(rank)
 
     def tell(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
-        """Let a rank know that one of its requests has become complete, and go on if it has waited for that."""
+        """Let a rank know that one of its requests has become complete, and go on if it has waited
+        for that.
+        """
         rank.news += 1
         rank._looks = 0
         if rank._awaits is None:
@@ -301,7 +324,9 @@ class Scheduler:
         Afterwards `failure` says whether one failed.
         """
         threads = [
-            threading.Thread(target=self._live, args=(rank, program), name=f"rank {rank.number}", daemon=True)
+            threading.Thread(
+                target=self._live, args=(rank, program), name=f"rank {rank.number}", daemon=True
+            )
             for rank in self.ranks
         ]
         for rank, thread in zip(self.ranks, threads, strict=True):
@@ -310,9 +335,11 @@ class Scheduler:
         self._hand_over(None)
         try:
             self._over.wait()
-        except BaseException as error:  # Ctrl-C, or a test's time limit, reaches the thread that waits here
+        except BaseException as error:
+            # Ctrl-C, or a test's time limit, reaches the thread that waits here
             self.failure = self.failure or (-1, error)
-            self._over.wait(INTERRUPTED_S)  # a rank that waits for what never comes is left behind, and all after it
+            # a rank that waits for what never comes is left behind, and all after it
+            self._over.wait(INTERRUPTED_S)
             return
         for thread in threads:
             thread.join()
@@ -343,7 +370,9 @@ class Scheduler:
             raise Abandoned
 
     def _hand_over(self, own: SimulatedRank | None) -> bool:
-        """Do what stands in the agenda up to the next rank; return whether that is `own`, whose turn it is already."""
+        """Do what stands in the agenda up to the next rank; return whether that is `own`, whose
+        turn it is already.
+        """
         while self.failure is None and self._agenda:
             if self.turns >= self._last_turn:
                 self.failure = (-1, self._deadlock())
@@ -374,22 +403,30 @@ class Scheduler:
     def _deadlock(self) -> CommError:
         waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.fallen]
         lines = [
-            f"  rank {each.number} waits for {each.waits_for}, {_since(each)}{_at(each.lines)}" for each in waiting
+            f"  rank {each.number} waits for {each.waits_for}, {_since(each)}{_at(each.lines)}"
+            for each in waiting
         ]
         if self.fallen:
-            return CommError("\n".join(["; ".join(self.fallen.values()) + "; the job is ended", *lines]))
+            return CommError(
+                "\n".join(["; ".join(self.fallen.values()) + "; the job is ended", *lines])
+            )
         ended = [rank.number for rank in self.ranks if rank.ended]
         if ended:
             lines.append(f"  ended: {', '.join(f'rank {number}' for number in ended)}")
         cycle = _find_cycle({rank.number: list(rank._blames()) for rank in waiting})
         circle = " -> ".join(f"rank {number}" for number in cycle)
-        head = "deadlock: no rank can go on" + (f"; {circle} wait for one another in a circle" if cycle else "")
+        head = "deadlock: no rank can go on" + (
+            f"; {circle} wait for one another in a circle" if cycle else ""
+        )
         return CommError("\n".join([head, *lines]))
 
 
 def _since(rank: SimulatedRank) -> str:
     step = getattr(rank.world, "step", None)
-    return f"since {rank.clock_s:.6g} s, in its call {rank.calls}{'' if step is None else f' and step {step}'}"
+    return (
+        f"since {rank.clock_s:.6g} s, in its call"
+        f" {rank.calls}{'' if step is None else f' and step {step}'}"
+    )
 
 
 def _at(lines: Lines) -> str:
@@ -402,7 +439,9 @@ def describe_lines(lines: Lines) -> str:
 
 
 def find_lines() -> Lines:
-    """Return where in the program this call was made: nnmpi's line next to it, and the caller's of nnmpi."""
+    """Return where in the program this call was made: nnmpi's line next to it, and the caller's of
+    nnmpi.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _lies_in(OWN_FOLDER, frame.f_code.co_filename):
         frame = frame.f_back
@@ -419,7 +458,9 @@ def _lies_in(folder: str, file: str) -> bool:
 
 
 def _find_cycle(blamed: dict[int, list[int]]) -> list[int]:
-    """Return ranks of which each waits for the next, the first of them again at the end; [] where there are none."""
+    """Return ranks of which each waits for the next, the first of them again at the end; [] where
+    there are none.
+    """
     try:
         TopologicalSorter(blamed).prepare()
     except CycleError as error:

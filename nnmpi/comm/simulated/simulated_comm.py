@@ -1,8 +1,9 @@
 """The calls of `comm.world.Comm` in a simulated world.
 
-A message and its receive find one another by (communicator, from, to, tag), in the order of their starts. A short one
-is copied and has left; a long one goes when both ends have come to it. To the n-th collective of a communicator
-each rank brings what it has, and the last one to come lets all go on.
+A message and its receive find one another by (communicator, from, to, tag), in the order of their
+starts. A short one is copied and has left; a long one goes when both ends have come to it. To the
+n-th collective of a communicator each rank brings what it has, and the last one to come lets all go
+on.
 
     rank 0   allreduce #7 ......................|          #7 is the seventh collective of this communicator, on every
     rank 1            allreduce #7 .............|          rank; who brings another name, length or dtype is told so
@@ -28,7 +29,13 @@ from nnmpi.comm.algorithms.tree import levels
 from nnmpi.comm.buffers import Buffer, as_bytes
 from nnmpi.comm.collective import Cost
 from nnmpi.comm.machine import Links, Machine
-from nnmpi.comm.simulated.scheduler import Lines, Scheduler, SimulatedRank, describe_lines, find_lines
+from nnmpi.comm.simulated.scheduler import (
+    Lines,
+    Scheduler,
+    SimulatedRank,
+    describe_lines,
+    find_lines,
+)
 from nnmpi.comm.world import SharedPages, World
 from nnmpi.errors import CommError
 
@@ -42,9 +49,11 @@ Bytes: TypeAlias = NDArray[np.uint8]
 # short message     leaves at once, and waits at its end until it is received
 # long message      begins when both ends have come to it (rendezvous)
 #
-# What leaves a node, and what enters one, goes one behind the other (`links`), as in simulated collectives.
+# What leaves a node, and what enters one, goes one behind the other (`links`), as in simulated
+# collectives.
 
-EAGER_BYTES = 4096  # Open MPI's limit between ranks of a node; its limits on networks are of that order
+# Open MPI's limit between ranks of a node; its limits on networks are of that order
+EAGER_BYTES = 4096
 
 
 _ALL_REDUCES: tuple[Cost, ...] = (  # MPI takes recursive doubling for short arrays
@@ -66,8 +75,9 @@ _LATENCIES: Sequence[Cost] = (lambda N: (levels(N), 0, 0),)
 
 # What a simulated rank has started, and the mistakes that can be seen in it.
 #
-# MPI forbids what is named here and mostly says nothing: numbers are wrong sometimes, or a job hangs. The same mistakes
-# are found on real jobs by MUST (Hilbrich et al., 2009); where all ranks are in one process, looking is enough.
+# MPI forbids what is named here and mostly says nothing: numbers are wrong sometimes, or a job
+# hangs. The same mistakes are found on real jobs by MUST (Hilbrich et al., 2009); where all ranks
+# are in one process, looking is enough.
 #
 #     a buffer is given to two requests at once, one of which writes it
 #     an array is changed while it is being sent
@@ -87,8 +97,8 @@ class SimulatedRequest:
         memory: the bytes that it reads or writes.
         writes: whether it writes them.
         checksum: of `memory` when it was started, if it reads that; else None.
-        envelope: of a message: the sender's number in its communicator, the tag, the dtype. Of a receive: what it
-            takes, and later what it has got.
+        envelope: of a message: the sender's number in its communicator, the tag, the dtype. Of a
+            receive: what it takes, and later what it has got.
         complete: whether it is.
         complete_s: when it became so, by simulated time.
         result: what this rank gets of a collective that makes something.
@@ -108,15 +118,21 @@ class SimulatedRequest:
 
 
 def checksum(memory: Bytes | None) -> int:
-    """Return a number that changes when the bytes do, nearly always: the sum of their 8-byte words."""
+    """Return a number that changes when the bytes do, nearly always: the sum of their 8-byte
+    words.
+    """
     if memory is None:
         return 0
     whole = memory.size - memory.size % 8
-    return int(memory[:whole].view(np.uint64).sum()) + int.from_bytes(memory[whole:].tobytes(), "little")
+    return int(memory[:whole].view(np.uint64).sum()) + int.from_bytes(
+        memory[whole:].tobytes(), "little"
+    )
 
 
 class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
-    """What one rank has started and not yet waited for, with the addresses between which it reads or writes."""
+    """What one rank has started and not yet waited for, with the addresses between which it reads
+    or writes.
+    """
 
     def add(self, request: SimulatedRequest) -> None:
         """Note a request.
@@ -131,8 +147,9 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
             if begin < high and low < end and (request.writes or other.writes):
                 use = "writes" if other.writes else "reads"
                 raise CommError(
-                    f"rank {request.owner.number} gives its {request.what} memory ({describe_lines(request.lines)}) "
-                    f"that its {other.what} still {use} ({describe_lines(other.lines)}); wait for that one first"
+                    f"rank {request.owner.number} gives its {request.what} memory"
+                    f" ({describe_lines(request.lines)}) that its {other.what} still {use}"
+                    f" ({describe_lines(other.lines)}); wait for that one first"
                 )
         self[request] = begin, end
 
@@ -146,8 +163,9 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
             return
         if request.checksum is not None and request.checksum != checksum(request.memory):
             raise CommError(
-                f"rank {request.owner.number} changed an array while its {request.what} read it "
-                f"({describe_lines(request.lines)}); wait for the request before the array is written"
+                f"rank {request.owner.number} changed an array while its {request.what} read it"
+                f" ({describe_lines(request.lines)}); wait for the request before the array is"
+                " written"
             )
         request.memory = None  # whoever still knows the request does not keep the array
 
@@ -177,7 +195,8 @@ class SimulatedMessage:
 
 @dataclass(eq=False)
 class MessageQueue:
-    """The messages with one tag from one rank to another: sends that no receive has met, and the other way round.
+    """The messages with one tag from one rank to another: sends that no receive has met, and the
+    other way round.
 
     Whose messages may be taken in another order, derives from it.
 
@@ -199,7 +218,8 @@ class MessageQueue:
         return self.sends[0] if self.sends else None
 
 
-LEAVES_AT_ONCE = 0.5  # the share of short messages that have left when they are sent, where the seed decides
+# the share of short messages that have left when they are sent, where the seed decides
+LEAVES_AT_ONCE = 0.5
 NAMED = 3  # requests that are named when a rank waits for many
 
 
@@ -225,7 +245,8 @@ class CollectiveCall:
 
 
 class MessageBoard:
-    """What simulated ranks share: messages under way, collectives that are not complete, who has started what.
+    """What simulated ranks share: messages under way, collectives that are not complete, who has
+    started what.
 
     Args:
         scheduler: lets the ranks take turns.
@@ -235,7 +256,8 @@ class MessageBoard:
         scheduler: this one.
         machine, places: what messages cost, and the node of each rank.
         bytes: how many were carried so far.
-        sent, received: how many bytes each rank has, in messages and by the formulas of collectives.
+        sent, received: how many bytes each rank has, in messages and by the formulas of
+            collectives.
         eager_bytes: how long a message may be that leaves at once.
         queues: by (communicator, from, to, tag).
         calls: by (communicator, number of the collective).
@@ -249,13 +271,17 @@ class MessageBoard:
         self.bytes, self.eager_bytes = 0, EAGER_BYTES
         self.sent, self.received = [0] * len(self.places), [0] * len(self.places)
         self.machine, self._links = machine, Links(self.places)
-        self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(MessageQueue)
+        self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(
+            MessageQueue
+        )
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
         self.open = [OpenRequests() for _ in scheduler.ranks]
         self.numbers = count(1)
         self.made: dict[Hashable, Any] = {}
 
-    def carry(self, source: int, target: int, nbytes: int, ready_s: float, both_ways: bool) -> float:
+    def carry(
+        self, source: int, target: int, nbytes: int, ready_s: float, both_ways: bool
+    ) -> float:
         """Let a message go; return when it is there.
 
         Args:
@@ -272,7 +298,8 @@ class MessageBoard:
         return self._links.carry(source, target, ready_s, *costs)
 
     def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
-        """Return what a collective of MPI's own takes from the last rank's arrival, by the formulas of the algorithms.
+        """Return what a collective of MPI's own takes from the last rank's arrival, by the formulas
+        of the algorithms.
 
         What each rank sends and receives is counted.
 
@@ -287,7 +314,9 @@ class MessageBoard:
         curve = self.machine.link(across).one_way
         costs = [way(len(ranks)) for way in _WAYS.get(name, _LATENCIES)]
         beta_s = curve.beta(max(nbytes, 1))
-        seconds, sent = min((alphas * curve.alpha_s + sent * nbytes * beta_s, sent) for alphas, sent, _ in costs)
+        seconds, sent = min(
+            (alphas * curve.alpha_s + sent * nbytes * beta_s, sent) for alphas, sent, _ in costs
+        )
         for rank in ranks:
             self.sent[rank] += round(sent * nbytes)
             self.received[rank] += round(sent * nbytes)
@@ -299,15 +328,18 @@ class MessageBoard:
         self.scheduler.tell(request.owner, request, at_s)
 
     def find_leftovers(self) -> list[str]:
-        """Return what was started and never waited for, and what nobody received, a sentence each."""
+        """Return what was started and never waited for, and what nobody received, a sentence
+        each.
+        """
         waited = [
-            f"rank {request.owner.number} never waited for its {request.what} ({describe_lines(request.lines)})"
+            f"rank {request.owner.number} never waited for its {request.what}"
+            f" ({describe_lines(request.lines)})"
             for opened in self.open
             for request in opened
         ]
         lost = [
-            f"nobody received rank {message.request.owner.number}'s {message.request.what} of {message.nbytes} bytes "
-            f"({describe_lines(message.request.lines)})"
+            f"nobody received rank {message.request.owner.number}'s {message.request.what} of"
+            f" {message.nbytes} bytes ({describe_lines(message.request.lines)})"
             for queue in self.queues.values()
             for message in queue.sends
         ]
@@ -326,7 +358,12 @@ class SimulatedComm:
     """
 
     def __init__(
-        self, board: MessageBoard, world: Any, own: SimulatedRank, members: Sequence[int], number: int
+        self,
+        board: MessageBoard,
+        world: Any,
+        own: SimulatedRank,
+        members: Sequence[int],
+        number: int,
     ) -> None:
         self.world, self._board, self._own = cast(World, world), board, own
         self.members, self._number = tuple(members), number
@@ -342,11 +379,15 @@ class SimulatedComm:
         own, board = self._own, self._board
         self._scheduler.enter(own)
         memory = as_bytes(data)
-        request = self._open(f"send to rank {self.members[to]} with tag {tag}", memory, False, self.members[to])
+        request = self._open(
+            f"send to rank {self.members[to]} with tag {tag}", memory, False, self.members[to]
+        )
         request.envelope = self.rank, tag, data.dtype
         leaves = not synchronous and memory.nbytes <= board.eager_bytes
         receiving = any(request.writes for request in board.open[own.number])
-        message = SimulatedMessage(request, memory.nbytes, memory.copy() if leaves else None, own.clock_s, receiving)
+        message = SimulatedMessage(
+            request, memory.nbytes, memory.copy() if leaves else None, own.clock_s, receiving
+        )
         queue = self._queue(own.number, self.members[to], tag)
         if leaves:
             if self._scheduler.by_time or self._scheduler.random.random() < LEAVES_AT_ONCE:
@@ -370,7 +411,9 @@ class SimulatedComm:
     def irecv(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
         """Start receiving; see `comm.world.Comm`."""
         partner = self.members[source]
-        return self._receive(f"rank {partner} with tag {tag}", as_bytes(into), (source, tag, into.dtype), partner)
+        return self._receive(
+            f"rank {partner} with tag {tag}", as_bytes(into), (source, tag, into.dtype), partner
+        )
 
     def _receive(
         self, words: str, memory: Bytes | None, envelope: tuple[int, int, Any], *partners: int
@@ -390,22 +433,29 @@ class SimulatedComm:
         self._scheduler.leave(own)
         return request
 
-    def _open(self, what: str, memory: Bytes | None, writes: bool, *missing: int) -> SimulatedRequest:
+    def _open(
+        self, what: str, memory: Bytes | None, writes: bool, *missing: int
+    ) -> SimulatedRequest:
         """Return a new request of this rank, noted as open."""
         read = None if memory is None or writes else checksum(memory)
-        request = SimulatedRequest(self._own, what, find_lines(), lambda: missing, memory, writes, read)
+        request = SimulatedRequest(
+            self._own, what, find_lines(), lambda: missing, memory, writes, read
+        )
         self._board.open[self._own.number].add(request)
         return request
 
-    def _pair(self, message: SimulatedMessage, receive: SimulatedRequest, queue: MessageQueue) -> None:
+    def _pair(
+        self, message: SimulatedMessage, receive: SimulatedRequest, queue: MessageQueue
+    ) -> None:
         """Let a message and the receive for it know one another."""
         assert receive.memory is not None
         if message.nbytes != receive.memory.nbytes:
             sender, ends = message.request, (message.request.lines, receive.lines)
             sent, received = map(describe_lines, ends)
             raise CommError(
-                f"rank {sender.owner.number} sends {message.nbytes} bytes ({sent}), which rank {receive.owner.number} "
-                f"receives into {receive.memory.nbytes} ({received}); give both the same length"
+                f"rank {sender.owner.number} sends {message.nbytes} bytes ({sent}), which rank"
+                f" {receive.owner.number} receives into {receive.memory.nbytes} ({received}); give"
+                " both the same length"
             )
         message.receive = receive
         if message.there:
@@ -413,7 +463,9 @@ class SimulatedComm:
         elif message.data is None:
             self._depart(message, queue, receive.owner.number, self._own.clock_s)
 
-    def _depart(self, message: SimulatedMessage, queue: MessageQueue, target: int, ready_s: float) -> None:
+    def _depart(
+        self, message: SimulatedMessage, queue: MessageQueue, target: int, ready_s: float
+    ) -> None:
         """Let a message travel; it does not arrive before an earlier one."""
         sender = message.request.owner.number
         ready_s = max(ready_s, message.ready_s)
@@ -466,7 +518,9 @@ class SimulatedComm:
             words = [request.what for request in requests if request in awaited]
             words[NAMED:] = [f"{len(words) - NAMED} more"] if len(words) > NAMED else []
             pending = list(awaited)
-            self._scheduler.block(own, awaited, ", ".join(words), find_lines(), lambda: _missing(pending))
+            self._scheduler.block(
+                own, awaited, ", ".join(words), find_lines(), lambda: _missing(pending)
+            )
         self._close(requests)
         self._scheduler.leave(own)
 
@@ -500,7 +554,9 @@ class SimulatedComm:
             for each in arrays:
                 each[...] = total
 
-        return self._join((name, array.size, array.dtype.name), array, array.nbytes, write, writes=array)
+        return self._join(
+            (name, array.size, array.dtype.name), array, array.nbytes, write, writes=array
+        )
 
     allreduce = partialmethod(_wait_for, _reduce, "allreduce")
     iallreduce = partialmethod(_reduce, "iallreduce")
@@ -513,19 +569,23 @@ class SimulatedComm:
                 if rank != root:
                     each[...] = everyones[root]
 
-        return self._join((name, memory.nbytes, f"root {root}"), memory, memory.nbytes, combine, writes=memory)
+        return self._join(
+            (name, memory.nbytes, f"root {root}"), memory, memory.nbytes, combine, writes=memory
+        )
 
     broadcast = partialmethod(_wait_for, _broadcast, "broadcast")
     ibroadcast = partialmethod(_broadcast, "ibroadcast")
 
-    def _allgatherv(self, name: str, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> SimulatedRequest:
+    def _allgatherv(
+        self, name: str, own: Buffer | None, into: Buffer, counts: Sequence[int]
+    ) -> SimulatedRequest:
         begin = sum(counts[: self.rank])
         flat = into.reshape(-1)
         part = flat[begin : begin + counts[self.rank]].copy() if own is None else own
         if part.size != counts[self.rank]:
             raise CommError(
-                f"rank {self._own.number} brings {part.size} elements to {name}, but its count there is "
-                f"{counts[self.rank]} ({describe_lines(find_lines())})"
+                f"rank {self._own.number} brings {part.size} elements to {name}, but its count"
+                f" there is {counts[self.rank]} ({describe_lines(find_lines())})"
             )
         signature = (name, tuple(counts), into.dtype.name)
         return self._join(signature, (part, flat), into.nbytes, _gather, writes=into)
@@ -537,14 +597,20 @@ class SimulatedComm:
         """Gather arrays of one length."""
         self._wait_for(type(self)._allgatherv, "allgather", own, into, [own.size] * self.size)
 
-    def _reduce_scatter(self, name: str, array: Buffer, own: Buffer, counts: Sequence[int]) -> SimulatedRequest:
+    def _reduce_scatter(
+        self, name: str, array: Buffer, own: Buffer, counts: Sequence[int]
+    ) -> SimulatedRequest:
         def combine(everyones: list[tuple[Buffer, Buffer]]) -> None:
             begin = 0
             for length, (_, part) in zip(counts, everyones, strict=True):
-                part[...] = _total([whole.reshape(-1)[begin : begin + length] for whole, _ in everyones])
+                part[...] = _total(
+                    [whole.reshape(-1)[begin : begin + length] for whole, _ in everyones]
+                )
                 begin += length
 
-        return self._join((name, tuple(counts), array.dtype.name), (array, own), array.nbytes, combine, writes=own)
+        return self._join(
+            (name, tuple(counts), array.dtype.name), (array, own), array.nbytes, combine, writes=own
+        )
 
     reduce_scatter = partialmethod(_wait_for, _reduce_scatter, "reduce_scatter")
     ireduce_scatter = partialmethod(_reduce_scatter, "ireduce_scatter")
@@ -563,8 +629,8 @@ class SimulatedComm:
             signature: see `CollectiveCall`.
             value: what this rank brings.
             nbytes: of the whole array, for its time, as far as this rank knows.
-            combine: called by the last rank with what all have brought, in rank order; writes the results, or returns
-                one for each rank.
+            combine: called by the last rank with what all have brought, in rank order; writes the
+                results, or returns one for each rank.
             writes: the array that is written here.
         """
         own, board, scheduler = self._own, self._board, self._scheduler
@@ -572,14 +638,23 @@ class SimulatedComm:
         number = self._collectives
         self._collectives += 1
         memory = None if writes is None else as_bytes(writes)
-        request = self._open(f"{signature[0]} (collective {number} of its communicator)", memory, writes=True)
-        call = board.calls.setdefault((self._number, number), CollectiveCall(signature, (own.number, request.lines)))
+        request = self._open(
+            f"{signature[0]} (collective {number} of its communicator)", memory, writes=True
+        )
+        call = board.calls.setdefault(
+            (self._number, number), CollectiveCall(signature, (own.number, request.lines))
+        )
         if call.signature != signature:
             ways = (*call.first, call.signature), (own.number, request.lines, signature)
-            texts = [f"rank {rank} in {_describe(what)} ({describe_lines(lines)})" for rank, lines, what in ways]
+            texts = [
+                f"rank {rank} in {_describe(what)} ({describe_lines(lines)})"
+                for rank, lines, what in ways
+            ]
             raise CommError(f"the ranks are in different collectives: {', '.join(texts)}")
         call.brought[self.rank], call.requests[self.rank] = value, request
-        request.missing = lambda: [each for rank, each in enumerate(self.members) if rank not in call.brought]
+        request.missing = lambda: [
+            each for rank, each in enumerate(self.members) if rank not in call.brought
+        ]
         call.last_s, call.nbytes = max(call.last_s, own.clock_s), max(call.nbytes, nbytes)
         if len(call.brought) == self.size:
             del board.calls[self._number, number]
@@ -589,8 +664,12 @@ class SimulatedComm:
         scheduler.leave(own)
         return request
 
-    def _finish(self, call: CollectiveCall, combine: Callable[[list[Any]], Any], end_s: float) -> None:
-        """Write a collective's results and complete it; if the seed decides, on each rank by itself."""
+    def _finish(
+        self, call: CollectiveCall, combine: Callable[[list[Any]], Any], end_s: float
+    ) -> None:
+        """Write a collective's results and complete it; if the seed decides, on each rank by
+        itself.
+        """
         results = combine([call.brought[rank] for rank in range(self.size)])
         call.brought.clear()  # nor is what was brought kept by who knows the call
         for rank, request in call.requests.items():
@@ -616,16 +695,24 @@ class SimulatedComm:
 
     def _regroup(self, name: str, color: int, key: int) -> Self:
         def make(everyones: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
-            made: dict[int, tuple[int, list[int]]] = {}  # number and ranks of each communicator, by color
+            # number and ranks of each communicator, by color
+            made: dict[int, tuple[int, list[int]]] = {}
             for color, _, rank in sorted((*given, rank) for rank, given in enumerate(everyones)):
-                made.setdefault(color, (next(self._board.numbers), []))[1].append(self.members[rank])
+                made.setdefault(color, (next(self._board.numbers), []))[1].append(
+                    self.members[rank]
+                )
             return [made[color] for color, _ in everyones]
 
         number, ranks = self._exchange(name, (color, key), make)
         return type(self)(self._board, self.world, self._own, ranks, number)
 
     def _exchange(
-        self, name: str, value: Any, make: Callable[[list[Any]], Sequence[Any]], *words: Any, nbytes: int = 0
+        self,
+        name: str,
+        value: Any,
+        make: Callable[[list[Any]], Sequence[Any]],
+        *words: Any,
+        nbytes: int = 0,
     ) -> Any:
         """Return what `make` has for this rank, of what it makes of all ranks' values."""
         request = self._join((name, *words), value, nbytes, make)
@@ -636,10 +723,14 @@ class SimulatedComm:
         """Give it back: there is nothing to give."""
 
     def share_pages(self, own_bytes: int) -> SharedPages:
-        """Return memory of this process, which all ranks see anyway; it goes with the last rank that holds it."""
+        """Return memory of this process, which all ranks see anyway; it goes with the last rank
+        that holds it.
+        """
 
         def make(lengths: list[int]) -> list[tuple[Bytes, ...]]:
-            parts = tuple(np.frombuffer(mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes] for nbytes in lengths)
+            parts = tuple(
+                np.frombuffer(mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes] for nbytes in lengths
+            )
             return [parts] * self.size  # each begins on a page
 
         parts = self._exchange("share_pages", own_bytes, make)
@@ -648,7 +739,9 @@ class SimulatedComm:
 
 def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:
     """Return the ranks without which requests do not become complete."""
-    return sorted({rank for request in requests if not request.complete for rank in request.missing()})
+    return sorted(
+        {rank for request in requests if not request.complete for rank in request.missing()}
+    )
 
 
 def _describe(signature: tuple[Any, ...]) -> str:

@@ -7,9 +7,10 @@
 
     nnmpi.simulate(main, ranks=16)          # [16.0, 16.0, ...]: what each rank returned
 
-The program is the one that runs under mpirun, and so are its results, byte for byte. What differs: all of it is in this
-process, so that ranks see one another's global variables; a seed decides about whatever MPI leaves open; and clocks are
-simulated (`nnmpi.clock`), by what computing takes here and what messages cost on a given machine.
+The program is the one that runs under mpirun, and so are its results, byte for byte. What differs:
+all of it is in this process, so that ranks see one another's global variables; a seed decides about
+whatever MPI leaves open; and clocks are simulated (`nnmpi.clock`), by what computing takes here and
+what messages cost on a given machine.
 """
 
 from __future__ import annotations
@@ -37,13 +38,20 @@ COMPUTING = ("nnmpi_kernels", "nnmpi_precision")
 
 
 class SimulatedWorld:
-    """The world as one of its ranks sees it; see `comm.world.World`. It is this rank's clock, too."""
+    """The world as one of its ranks sees it; see `comm.world.World`. It is this rank's clock,
+    too.
+    """
 
     library = "simulated"
     simulated = True
     keeps_order = False  # a rank that watches a counter would never let another one raise it
 
-    def __init__(self, board: MessageBoard, own: SimulatedRank, comm_type: type[SimulatedComm] = SimulatedComm) -> None:
+    def __init__(
+        self,
+        board: MessageBoard,
+        own: SimulatedRank,
+        comm_type: type[SimulatedComm] = SimulatedComm,
+    ) -> None:
         self._scheduler, self._own, self._made = board.scheduler, own, board.made
         self.machine: Machine | None = board.machine
         self.comm = comm_type(board, self, own, range(len(board.scheduler.ranks)), 0)
@@ -67,7 +75,9 @@ class SimulatedWorld:
                 scheduler.leave(own)
                 return False
             if own.news == news:
-                scheduler.block(own, set(), "something to become complete", find_lines(), list, until_s)
+                scheduler.block(
+                    own, set(), "something to become complete", find_lines(), list, until_s
+                )
             scheduler.leave(own)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -79,7 +89,8 @@ class SimulatedWorld:
     def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
         """Return the work, which is done when somebody asks for its end.
 
-        So the rank's own thread does it, by its clock, and in the same order whenever a seed is repeated.
+        So the rank's own thread does it, by its clock, and in the same order whenever a seed is
+        repeated.
         """
         return cast(BackgroundWork[T], SimpleNamespace(done=lambda: True, result=work))
 
@@ -95,7 +106,9 @@ class SimulatedWorld:
         self._scheduler.sleep(self._own, seconds)
 
     def reproducible(self, seconds: float) -> float:
-        """Return the seconds if they are exact, and 0.0 if they hang on what computing takes here."""
+        """Return the seconds if they are exact, and 0.0 if they hang on what computing takes
+        here.
+        """
         return seconds if self._scheduler.by_time else 0.0
 
 
@@ -105,7 +118,8 @@ class SimulatedRun(list[T]):
     Attributes:
         seconds: when the last rank ended, by simulated time.
         bytes: that were sent between two ranks.
-        busiest: the rank that sent or received the most bytes, collectives counted in, and how many.
+        busiest: the rank that sent or received the most bytes, collectives counted in, and how
+            many.
     """
 
     seconds = 0.0
@@ -125,22 +139,25 @@ def simulate(
     """Call `main(group)` on so many simulated ranks and return what each of them returned.
 
     Args:
-        main: the program of each rank. It computes with the kernels, BLAS and precision that are in use here.
+        main: the program of each rank. It computes with the kernels, BLAS and precision that are in
+            use here.
         ranks: how many.
-        machine: what messages cost (see `comm.machine`); None: they take no time, and all ranks are on one node.
-        seed: decides about all that MPI leaves open: who goes first, when messages arrive. The same program with the
-            same seed does the same.
-        cpu_factor: how many seconds of a rank's clock go by for each second of processor time that it computes here.
-            With 0 computing takes no time but what `nnmpi.clock.sleep` gives it: then all seconds are exact and
-            reproducible, and what happens first is what is earlier.
-        check: whether messages that nobody received, and requests that nobody waited for, are an error at the end.
+        machine: what messages cost (see `comm.machine`); None: they take no time, and all ranks are
+            on one node.
+        seed: decides about all that MPI leaves open: who goes first, when messages arrive. The same
+            program with the same seed does the same.
+        cpu_factor: how many seconds of a rank's clock go by for each second of processor time that
+            it computes here. With 0 computing takes no time but what `nnmpi.clock.sleep` gives it:
+            then all seconds are exact and reproducible, and what happens first is what is earlier.
+        check: whether messages that nobody received, and requests that nobody waited for, are an
+            error at the end.
         faults: what goes wrong: ranks that are killed, stop or are slow, and late messages.
 
     Raises:
         UsageError: for less than one rank.
-        CommError: for a mistake in the program's communication: ranks that wait for one another for ever, collectives
-            that do not match, buffers that are used twice. It names the ranks and the lines. After a rank was killed or
-            has stopped: which one, and where.
+        CommError: for a mistake in the program's communication: ranks that wait for one another for
+            ever, collectives that do not match, buffers that are used twice. It names the ranks and
+            the lines. After a rank was killed or has stopped: which one, and where.
         Exception: the first that a rank raised, with its own traceback and a note of its rank.
     """
     if ranks < 1:
@@ -177,7 +194,8 @@ def play(
     computing = [(var, value) for var, value in copy_context().items() if var.name in COMPUTING]
 
     def begin(number: int) -> None:
-        own = Context()  # as in a process of its own: nothing of what the caller records, counts or reads
+        # as in a process of its own: nothing of what the caller records, counts or reads
+        own = Context()
         for var, value in computing:
             own.run(var.set, value)
         own.run(live, number)
@@ -187,7 +205,9 @@ def play(
     if scheduler.failure is not None:
         number, error = scheduler.failure
         if number >= 0:
-            error.add_note(f"(on rank {number} of {ranks} simulated ones, with seed {scheduler.seed})")
+            error.add_note(
+                f"(on rank {number} of {ranks} simulated ones, with seed {scheduler.seed})"
+            )
         raise error
     leftovers = board.find_leftovers() if check else []
     if leftovers:

@@ -1,4 +1,5 @@
-"""Two-dimensional convolution of channels-last images, alone or with the bias, ReLU and max-pooling that follow it.
+"""Two-dimensional convolution of channels-last images, alone or with the bias, ReLU and max-pooling
+that follow it.
 
     conv2d, conv_relu, conv_relu_pool  -->  choose(...)  -->  Conv2d (the Function)  --forward, backward-->  Algorithm
          check shapes and dtypes            one of these        allocates, saves            computes
@@ -11,9 +12,10 @@
     CompiledWinograd NumPy, by numba      the same in one compiled pass (see `nnmpi.jit`)
     CompiledDirect   NumPy, by numba      no matrices: few input channels, with ReLU and pooling
 
-Read `algorithm` (what is computed, and what an algorithm must do), `conv2d` (the operations, and which algorithm is
-taken), and then any algorithm: each has a picture at its head. `ops.planes` is how NumPy's algorithms pool.
+Read `algorithm` (what is computed, and what an algorithm must do), `conv2d` (the operations, and
+which algorithm is taken), and then any algorithm: each has a picture at its head. `ops.planes` is
+how NumPy's algorithms pool.
 
-To add an algorithm: subclass `Algorithm`, and say in `conv2d.choose` when it is taken. Kernels are in
-nnmpi/backend/jit (numba).
+To add an algorithm: subclass `Algorithm`, and say in `conv2d.choose` when it is taken. Kernels are
+in nnmpi/backend/jit (numba).
 """

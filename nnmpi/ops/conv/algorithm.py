@@ -3,7 +3,8 @@
     forward     z = conv(x, weight) + bias,     y = z,    relu(z)    or    max_pool(relu(z))
     backward    dz from dy,     dx from dz and weight,    dweight from x and dz,    dbias = sum of dz over all pixels
 
-The Function (see `conv2d`) allocates results and keeps what backward needs; an algorithm fills the arrays it is given.
+The Function (see `conv2d`) allocates results and keeps what backward needs; an algorithm fills the
+arrays it is given.
 """
 
 from __future__ import annotations
@@ -35,18 +36,25 @@ class ConvSpec(NamedTuple):
     pool: Pair = NO_POOL
 
     def pooled_size(self, h: int, w: int) -> Pair:
-        """Return the rows and columns of the result for images of h x w: what the pooling leaves, if there is one."""
+        """Return the rows and columns of the result for images of h x w: what the pooling leaves,
+        if there is one.
+        """
         axes = zip((h, w), *self[:4], strict=True)
-        rows, columns = (out_size(n, kernel, stride, border, apart) for n, kernel, stride, border, apart in axes)
+        rows, columns = (
+            out_size(n, kernel, stride, border, apart) for n, kernel, stride, border, apart in axes
+        )
         return rows // self.pool[0], columns // self.pool[1]
 
     @property
     def reversible(self) -> bool:
-        """Whether the input's gradient is a convolution too: for stride 1, and no wider a border than kernels reach."""
+        """Whether the input's gradient is a convolution too: for stride 1, and no wider a border
+        than kernels reach.
+        """
         return self.stride == (1, 1) and min(self.backwards().padding) >= 0
 
     def backwards(self) -> ConvSpec:
-        """Return the convolution of the result's gradient with the flipped kernel, which gives the input's gradient.
+        """Return the convolution of the result's gradient with the flipped kernel, which gives the
+        input's gradient.
 
         It is that only where `reversible`; it has no pooling and no ReLU.
         """
@@ -72,9 +80,9 @@ class Gradients(NamedTuple):
 class Algorithm:
     """One convolution, computed in one way.
 
-    `xp` is what the Function got: the array library, or its stand-in while a step is recorded. What follows its
-    promise (see `tensor.function`) is replayed call by call; compiled kernels are called through
-    `backend.recording.perform`.
+    `xp` is what the Function got: the array library, or its stand-in while a step is recorded. What
+    follows its promise (see `tensor.function`) is replayed call by call; compiled kernels are
+    called through `backend.recording.perform`.
 
     Args:
         spec: what is computed.
@@ -83,8 +91,11 @@ class Algorithm:
     def __init__(self, spec: ConvSpec) -> None:
         self.spec = spec
 
-    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Any:
-        """Write the result to y, and return what `backward` needs besides x and weight (None for nothing).
+    def forward(
+        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+    ) -> Any:
+        """Write the result to y, and return what `backward` needs besides x and weight (None for
+        nothing).
 
         Args:
             xp: the array library.
@@ -96,7 +107,9 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
-    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Any, out: Gradients) -> None:
+    def backward(
+        self, xp: Any, grad: Array, x: Array, weight: Array, kept: Any, out: Gradients
+    ) -> None:
         """Write the gradients that are wanted.
 
         Args:

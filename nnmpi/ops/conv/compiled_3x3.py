@@ -1,11 +1,12 @@
-"""Convolution with 3 x 3 kernels and a border of 1 by numba's kernels: float32 on the CPU (see `nnmpi.jit`).
+"""Convolution with 3 x 3 kernels and a border of 1 by numba's kernels: float32 on the CPU (see
+`nnmpi.jit`).
 
     CompiledWinograd    patches (16, tiles, c)  @  kernels (16, c, o)        alone, with ReLU, with 2 x 2 max-pooling
     CompiledDirect      4 x 4 pixels per window, times 9 kernel elements,    with ReLU and pooling; few channels,
                         for many outputs at a time: no matrices              and no gradient of the images
 
-A whole pass, forward or backward, is one call. The kernels are in nnmpi/backend/jit/conv3x3.py; they work on flat
-arrays, and every scratch array is given to them.
+A whole pass, forward or backward, is one call. The kernels are in nnmpi/backend/jit/conv3x3.py;
+they work on flat arrays, and every scratch array is given to them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
 
 
 class Compiled3x3(Algorithm):
-    """conv2d(x, weight, bias, padding=1), then ReLU and pooling over 2 x 2 pixels, or ReLU, or nothing.
+    """conv2d(x, weight, bias, padding=1), then ReLU and pooling over 2 x 2 pixels, or ReLU, or
+    nothing.
 
-    Kept are the result, from which the ReLU's gradient is seen, the pooling's winners, and the kernels' 16 places.
+    Kept are the result, from which the ReLU's gradient is seen, the pooling's winners, and the
+    kernels' 16 places.
     """
 
     def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
@@ -35,7 +38,9 @@ class Compiled3x3(Algorithm):
         """
         raise NotImplementedError(f"{type(self).__name__} defines no plan")
 
-    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> tuple[Array, ...]:
+    def forward(
+        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+    ) -> tuple[Array, ...]:
         kernels, places, counts = self.plan((*x.shape[1:], weight.shape[3]), False)
         corner = xp.empty(
             (0 if self.spec.pool == NO_POOL else y.size,), np.uint8
@@ -45,13 +50,20 @@ class Compiled3x3(Algorithm):
         _perform(kernels.forward, x, weight, bias, y, corner, u, _scratch(xp, counts, x.dtype))
         return y, corner, u
 
-    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients) -> None:
+    def backward(
+        self, xp: Any, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients
+    ) -> None:
         kernels, _, counts = self.plan((*x.shape[1:], weight.shape[3]), True)
         # the bias's gradient is written, wanted or not
         to_bias = xp.empty(weight.shape[3:], grad.dtype) if out.bias is None else out.bias
-        wanted = [xp.empty((0,), grad.dtype) if each is None else _flat(each) for each in (out.x, out.weight)]
+        wanted = [
+            xp.empty((0,), grad.dtype) if each is None else _flat(each)
+            for each in (out.x, out.weight)
+        ]
         scratch = _scratch(xp, counts, grad.dtype)
-        _perform(kernels.backward, xp.ascontiguousarray(grad), x, *kept, (*wanted, to_bias), scratch)
+        _perform(
+            kernels.backward, xp.ascontiguousarray(grad), x, *kept, (*wanted, to_bias), scratch
+        )
 
 
 class CompiledDirect(Compiled3x3):
@@ -69,7 +81,11 @@ class CompiledWinograd(Compiled3x3):
     def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
         """See `Compiled3x3.plan`."""
         z = load().sizes(*sizes)
-        return load().winograd(z, self.spec.pool != NO_POOL, self.spec.relu), 16 * z.c * z.o, z.scratch(gradients)
+        return (
+            load().winograd(z, self.spec.pool != NO_POOL, self.spec.relu),
+            16 * z.c * z.o,
+            z.scratch(gradients),
+        )
 
 
 def _scratch(xp: Any, counts: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:

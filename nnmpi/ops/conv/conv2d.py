@@ -1,4 +1,5 @@
-"""Convolution as an operation: the Function, its shapes and dtypes, and what is kept for the backward pass.
+"""Convolution as an operation: the Function, its shapes and dtypes, and what is kept for the
+backward pass.
 
     images (n, h, w, c)  +  kernels (kh, kw, c / groups, o)  +  bias (o,)
                                    |
@@ -15,9 +16,11 @@ NumPy                             3 x 3, many channels, even size   WinogradNump
                                   ReLU, one group, stride 1         Im2colReluPool
 any library                       a group for each channel          Depthwise (or WinogradNumpy, without `jit`)
                                   no ReLU                           Im2col
-                                  otherwise                         None: conv2d, max_pool2d and relu one by one
+                                  otherwise                         None: conv2d, max_pool2d and
+                                                                    relu one by one
 
-In half precision a device computes with float16 or bfloat16; NumPy computes in float32, and the result is rounded.
+In half precision a device computes with float16 or bfloat16; NumPy computes in float32, and the
+result is rounded.
 """
 
 from functools import partial
@@ -43,22 +46,27 @@ from nnmpi.tensor.tensor import Tensor
 
 # WinogradNumpy, measured against im2col
 FEW_CHANNELS = 16  # below, the transforms cost more than the products that they save
-LARGE_BYTES = 1 << 23  # of one image's transforms: above, they would come from memory and not from a cache
-# Where so many channels (input times output) see so few pixels, the kernels' places are what takes time and memory:
-# tiles of 2 x 2 are as fast then, and what is compiled, in smaller blocks, is slower.
+# of one image's transforms: above, they would come from memory and not from a cache
+LARGE_BYTES = 1 << 23
+# Where so many channels (input times output) see so few pixels, the kernels' places are what takes
+# time and memory: tiles of 2 x 2 are as fast then, and what is compiled, in smaller blocks, is
+# slower.
 LARGE_KERNELS, FEW_PIXELS = 1 << 14, 1024
 
 # compiled kernels
 DIRECT_CHANNELS = 4  # input channels, up to which the direct kernel is taken where it can be
-FEWEST_OUTPUTS = 9  # loops over fewer numbers are unrolled instead of vectorized: half as fast as the plain operations
+# loops over fewer numbers are unrolled instead of vectorized: half as fast as the plain operations
+FEWEST_OUTPUTS = 9
 
 
 class Conv2dFunction(Function):
-    """The convolution (in the sense of neural networks: kernels are not flipped) of images, and what follows it.
+    """The convolution (in the sense of neural networks: kernels are not flipped) of images, and
+    what follows it.
 
     Args:
         algorithm: computes it; what, stands in its `spec`.
-        reads: the dtype in which images are read, and of the result; None for their own. Parameters keep theirs.
+        reads: the dtype in which images are read, and of the result; None for their own. Parameters
+            keep theirs.
     """
 
     __slots__ = ("algorithm", "reads")
@@ -73,7 +81,9 @@ class Conv2dFunction(Function):
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
         x = x if self.reads is None else cast(xp, x, self.reads)
         bias = None if bias is None else xp.ascontiguousarray(bias)
-        y: Array = xp.empty((len(x), *algorithm.spec.pooled_size(*x.shape[1:3]), weight.shape[3]), x.dtype)
+        y: Array = xp.empty(
+            (len(x), *algorithm.spec.pooled_size(*x.shape[1:3]), weight.shape[3]), x.dtype
+        )
         kept = algorithm.forward(xp, x, weight, bias, y, True in self.needs)
         self.saved = (x, weight, kept, dtype)
         return y
@@ -103,11 +113,19 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
     (n, h, w, c), o, compiled = x.shape, weight.shape[3], compiled_kernels()
     # Winograd's tiles are 2 x 2 pixels of the result, and so are the pooling's windows.
     plain = spec[:4] == ((3, 3), (1, 1), (1, 1), (1, 1)) and spec.pool in (NO_POOL, (2, 2))
-    # Tiles of 4 x 4 leave some 1e-8 where a black region gives 0. A ReLU lets half of that through: on MNIST, with
-    # biases that begin at 0, a bias' gradient was wrong by 0.6 of the largest. Without a bias it meets zeros alone.
+    # Tiles of 4 x 4 leave some 1e-8 where a black region gives 0. A ReLU lets half of that through:
+    # on MNIST, with biases that begin at 0, a bias' gradient was wrong by 0.6 of the largest.
+    # Without a bias it meets zeros alone.
     exact = spec.relu or bias is not None
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
-        tiled = plain and not exact and not h % 4 and not w % 4 and min(n, h, w) > 0 and type(x.data) is np.ndarray
+        tiled = (
+            plain
+            and not exact
+            and not h % 4
+            and not w % 4
+            and min(n, h, w) > 0
+            and type(x.data) is np.ndarray
+        )
         tiled = tiled and c >= FEW_CHANNELS and (compiled is None or x.dtype != FLOAT32)
         return None if spec.relu else WinogradNumpy(spec, 4) if tiled else Depthwise(spec)
     if type(x.data) is not np.ndarray:
@@ -119,9 +137,18 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
         side = 2 if h % 4 or w % 4 or exact or few else 4
         small = image_bytes(h, w, c, o, x.dtype.itemsize, side) <= LARGE_BYTES
         tiled = n > 0 and min(c, o) >= FEW_CHANNELS and x.dtype.kind == "f" and small
-        if compiled is not None and single and o >= FEWEST_OUTPUTS and not (tiled and (side == 4 or few)):
+        if (
+            compiled is not None
+            and single
+            and o >= FEWEST_OUTPUTS
+            and not (tiled and (side == 4 or few))
+        ):
             # the direct kernel gives no gradient of the images
-            if c <= DIRECT_CHANNELS and spec.pool != NO_POOL and not (x.requires_grad and recording()):
+            if (
+                c <= DIRECT_CHANNELS
+                and spec.pool != NO_POOL
+                and not (x.requires_grad and recording())
+            ):
                 return CompiledDirect(spec)
             if compiled.has_products():
                 return CompiledWinograd(spec)
@@ -147,18 +174,23 @@ def conv2d(
         x: images, (batch, height, width, in).
         weight: kernels, (kernel_height, kernel_width, in / groups, out).
         bias: (out,), or None.
-        stride, padding, dilation: one number, or one for rows and one for columns. Padding is with zeros.
+        stride, padding, dilation: one number, or one for rows and one for columns. Padding is with
+            zeros.
         groups: the channels are cut into this many groups that do not mix.
 
     Returns:
-        (batch, out_height, out_width, out), out_height = (height + 2 padding - dilation (kernel - 1) - 1) / stride + 1.
+        (batch, out_height, out_width, out), out_height = (height + 2 padding - dilation (kernel -
+        1) - 1) / stride + 1.
 
     Raises:
         ShapeError: when the shapes do not fit one another, or the kernel does not fit the image.
         DtypeError: when x, weight and bias differ in dtype.
-        UsageError: for a stride or dilation below 1, a negative padding, or groups that do not divide the channels.
+        UsageError: for a stride or dilation below 1, a negative padding, or groups that do not
+            divide the channels.
     """
-    return convolve(x, weight, bias, checked_spec(x, weight, bias, stride, padding, dilation, groups))
+    return convolve(
+        x, weight, bias, checked_spec(x, weight, bias, stride, padding, dilation, groups)
+    )
 
 
 def conv_relu(
@@ -187,19 +219,23 @@ def conv_relu_pool(
     groups: int = 1,
     pool: int | Pair = 2,
 ) -> Tensor:
-    """Return max_pool2d(relu(conv2d(x, weight, bias, stride, padding, dilation, groups)), pool) as one operation.
+    """Return max_pool2d(relu(conv2d(x, weight, bias, stride, padding, dilation, groups)), pool) as
+    one operation.
 
     Args:
         x, weight, bias, stride, padding, dilation, groups: those of `conv2d`.
-        pool: the window of the pooling, whose stride is its size; one number, or one for rows and one for columns.
-            Rows and columns of the convolution that no window covers are left out.
+        pool: the window of the pooling, whose stride is its size; one number, or one for rows and
+            one for columns. Rows and columns of the convolution that no window covers are left out.
 
     Raises:
         ShapeError, DtypeError, UsageError, DeviceError: see `conv2d` and `max_pool2d`.
     """
     sizes = pair("pool", pool, 1)
-    spec = checked_spec(x, weight, bias, stride, padding, dilation, groups)._replace(relu=True, pool=sizes)
-    if min(spec.pooled_size(*x.shape[1:3])) < 1:  # too few pixels: the pooling refuses its own input in its own words
+    spec = checked_spec(x, weight, bias, stride, padding, dilation, groups)._replace(
+        relu=True, pool=sizes
+    )
+    if min(spec.pooled_size(*x.shape[1:3])) < 1:
+        # too few pixels: the pooling refuses its own input in its own words
         return max_pool2d(relu(conv2d(x, weight, bias, stride, padding, dilation, groups)), sizes)
     return convolve(x, weight, bias, spec)
 
@@ -207,7 +243,8 @@ def conv_relu_pool(
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Tensor:
     """Return what a spec says, by the algorithm that is chosen for it.
 
-    Shapes must fit one another. There may be no images and no rows of windows: a rank's part of images may have none.
+    Shapes must fit one another. There may be no images and no rows of windows: a rank's part of
+    images may have none.
 
     Args:
         x: images (n, h, w, c).
@@ -216,13 +253,16 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
         spec: what is computed.
 
     Raises:
-        DtypeError: when x, weight and bias differ in dtype, and the precision does not say that they may.
+        DtypeError: when x, weight and bias differ in dtype, and the precision does not say that
+            they may.
     """
     dtype = read_as("conv2d", x, weight, bias)
     return multiply(lambda reads: partial(_convolve, spec, reads), dtype, x, weight, bias)
 
 
-def _convolve(spec: ConvSpec, reads: Dtype | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _convolve(
+    spec: ConvSpec, reads: Dtype | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """Return the same, images being read in a dtype."""
     algorithm = choose(x, weight, bias, spec)
     if spec.relu:
@@ -244,27 +284,46 @@ def checked_spec(
     groups: int,
 ) -> ConvSpec:
     """Return what `conv2d` is asked for, or refuse it; arguments and errors are its own."""
-    steps, border, spread = pair("stride", stride, 1), pair("padding", padding, 0), pair("dilation", dilation, 1)
+    steps, border, spread = (
+        pair("stride", stride, 1),
+        pair("padding", padding, 0),
+        pair("dilation", dilation, 1),
+    )
     if x.ndim != 4:
-        raise ShapeError(f"conv2d needs images (batch, height, width, channels), not an array of shape {x.shape}")
+        raise ShapeError(
+            f"conv2d needs images (batch, height, width, channels), not an array of shape {x.shape}"
+        )
     if weight.ndim != 4:
-        raise ShapeError(f"conv2d needs a weight (kernel_height, kernel_width, in, out), not {weight.shape}")
+        raise ShapeError(
+            f"conv2d needs a weight (kernel_height, kernel_width, in, out), not {weight.shape}"
+        )
     if groups < 1 or x.shape[3] % groups or weight.shape[3] % groups:
-        raise UsageError(f"groups {groups} does not divide {x.shape[3]} input and {weight.shape[3]} output channels")
+        raise UsageError(
+            f"groups {groups} does not divide {x.shape[3]} input and {weight.shape[3]} output"
+            " channels"
+        )
     if weight.shape[2] * groups != x.shape[3]:
         first = x.shape[1] == weight.shape[2] * groups
-        hint = "; channels come last here: x.transpose(0, 2, 3, 1) brings PyTorch's images over" if first else ""
+        hint = (
+            "; channels come last here: x.transpose(0, 2, 3, 1) brings PyTorch's images over"
+            if first
+            else ""
+        )
         raise ShapeError(
-            f"conv2d of images {x.shape} with {groups} groups needs a weight (.., .., {x.shape[3] // groups}, ..), "
-            f"not {weight.shape}{hint}"
+            f"conv2d of images {x.shape} with {groups} groups needs a weight (.., ..,"
+            f" {x.shape[3] // groups}, ..), not {weight.shape}{hint}"
         )
     if bias is not None and bias.shape != weight.shape[3:]:
-        raise ShapeError(f"conv2d's bias has shape {bias.shape}; the weight {weight.shape} needs {weight.shape[3:]}")
+        raise ShapeError(
+            f"conv2d's bias has shape {bias.shape}; the weight {weight.shape} needs"
+            f" {weight.shape[3:]}"
+        )
     for axis, name in ((0, "height"), (1, "width")):
         kernel, size = weight.shape[axis], x.shape[axis + 1]
         if out_size(size, kernel, steps[axis], border[axis], spread[axis]) < 1:
             reach = spread[axis] * (kernel - 1) + 1
             raise ShapeError(
-                f"a kernel that reaches over {reach} pixels does not fit a {name} of {size} + 2 * {border[axis]}"
+                f"a kernel that reaches over {reach} pixels does not fit a {name} of {size} + 2 *"
+                f" {border[axis]}"
             )
     return ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)

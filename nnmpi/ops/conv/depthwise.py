@@ -2,10 +2,10 @@
 
     y  =  sum over r, s of   x moved by (r, s)  *  W[r, s]          W[r, s]: a number for each channel
 
-Channels lie side by side, so each of the kh kw terms is a product along whole rows of an image; a product of matrices,
-which im2col makes of each channel, would have one column. Images are taken in blocks, or strips of rows, that stay in
-the cache through all terms. Backward goes over the same terms: dx moved by (r, s) gets dy W[r, s], and dW[r, s] is the
-sum of dy times x moved by (r, s).
+Channels lie side by side, so each of the kh kw terms is a product along whole rows of an image; a
+product of matrices, which im2col makes of each channel, would have one column. Images are taken in
+blocks, or strips of rows, that stay in the cache through all terms. Backward goes over the same
+terms: dx moved by (r, s) gets dy W[r, s], and dW[r, s] is the sum of dy times x moved by (r, s).
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,13 @@ from nnmpi.ops.conv.algorithm import Algorithm, Gradients
 
 
 class Depthwise(Algorithm):
-    """A convolution in as many groups as there are channels, before it and after it; no ReLU, no pooling."""
+    """A convolution in as many groups as there are channels, before it and after it; no ReLU, no
+    pooling.
+    """
 
-    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
+    def forward(
+        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+    ) -> None:
         if (kernels := self._compiled(x, weight)) is not None:
             arrays, (padding, stride) = (x, weight, y), (self.spec.padding, self.spec.stride)
             self._call(xp, kernels.depthwise, arrays, y.shape[1:3], padding, (1, 1), stride)
@@ -37,30 +41,47 @@ class Depthwise(Algorithm):
             for rows, scratch in strips:
                 place = y[block, rows]
                 for number, (i, j) in enumerate(np.ndindex(self.spec.kernel)):
-                    term = xp.multiply(seen[:, rows, :, i, j], kernels[i, j], out=scratch if number else place)
+                    term = xp.multiply(
+                        seen[:, rows, :, i, j], kernels[i, j], out=scratch if number else place
+                    )
                     if number:
                         xp.add(place, term, out=place)
                 if bias is not None:
                     xp.add(place, bias, out=place, casting="unsafe")
 
-    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
+    def backward(
+        self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients
+    ) -> None:
         (top, left), (h, w, c) = self.spec.padding, x.shape[1:]
         if out.bias is not None:
             bias_grad(xp, xp.reshape(grad, (grad.size // c, c)), out.bias)
         if (compiled := self._compiled(x, weight)) is not None:
             grad, turned = xp.ascontiguousarray(grad), xp.ascontiguousarray(weight[::-1, ::-1])
             sizes, stride = grad.shape[1:3], self.spec.stride
-            if out.x is not None:  # a convolution of the gradient, its pixels as far apart as the windows were
-                self._call(xp, compiled.depthwise, (grad, turned, out.x), (h, w), (2 - top, 2 - left), stride, (1, 1))
+            if out.x is not None:
+                # a convolution of the gradient, its pixels as far apart as the windows were
+                self._call(
+                    xp,
+                    compiled.depthwise,
+                    (grad, turned, out.x),
+                    (h, w),
+                    (2 - top, 2 - left),
+                    stride,
+                    (1, 1),
+                )
             if out.weight is not None:
                 arrays = x, grad, out.weight
-                self._call(xp, compiled.depthwise_products, arrays, sizes, (top, left), (1, 1), stride)
+                self._call(
+                    xp, compiled.depthwise_products, arrays, sizes, (top, left), (1, 1), stride
+                )
             return
         kernels, sums = self._kernels(xp, weight, x.dtype, grad.shape[2]), []
         for block, strips in self._blocks(xp, grad):
             images = self._bordered(xp, x[block])
             shares = xp.zeros(images.shape, x.dtype)
-            seen, given = (windows(each, *self.spec[:2], self.spec.dilation) for each in (images, shares))
+            seen, given = (
+                windows(each, *self.spec[:2], self.spec.dilation) for each in (images, shares)
+            )
             for rows, scratch in strips:
                 dy, part = grad[block, rows], xp.empty((*self.spec.kernel, c), weight.dtype)
                 for i, j in np.ndindex(self.spec.kernel):
@@ -80,11 +101,20 @@ class Depthwise(Algorithm):
     def _compiled(self, x: Array, weight: Array) -> Any:
         """Return numba's kernels, where they compute this."""
         (kernel, _, padding, dilation, *_), single = self.spec, weight.dtype == x.dtype
-        fits = kernel == (3, 3) and dilation == (1, 1) and max(padding) <= 2 and single and x.size > 0
+        fits = (
+            kernel == (3, 3) and dilation == (1, 1) and max(padding) <= 2 and single and x.size > 0
+        )
         return kernels_for(x, "depthwise") if fits else None
 
     def _call(
-        self, xp: Any, kernel: Any, arrays: tuple[Array, ...], out: Any, padding: Pair, apart: Pair, stride: Pair
+        self,
+        xp: Any,
+        kernel: Any,
+        arrays: tuple[Array, ...],
+        out: Any,
+        padding: Pair,
+        apart: Pair,
+        stride: Pair,
     ) -> None:
         """Call a kernel for images, which are spread in a border of zeros, and other arrays.
 
@@ -97,12 +127,19 @@ class Depthwise(Algorithm):
         """
         h, w, c = arrays[0].shape[1:]
         axes = zip(out, stride, (h, w), apart, padding, strict=True)
-        rows, columns = (max((n - 1) * step + 3, (m - 1) * far + edge + 1) for n, step, m, far, edge in axes)
-        border, sizes = xp.empty((rows * columns * c,), arrays[0].dtype), (h, w, c, columns, *padding, *apart)
+        rows, columns = (
+            max((n - 1) * step + 3, (m - 1) * far + edge + 1) for n, step, m, far, edge in axes
+        )
+        border, sizes = (
+            xp.empty((rows * columns * c,), arrays[0].dtype),
+            (h, w, c, columns, *padding, *apart),
+        )
         kernel(*(each.reshape(each.size) for each in arrays), border, (*sizes, *out, *stride))
 
     def _kernels(self, xp: Any, weight: Array, dtype: Any, columns: int) -> Array:
-        """Return each element's numbers, once for every column of an image: (kh, kw, columns, c)."""
+        """Return each element's numbers, once for every column of an image: (kh, kw, columns,
+        c).
+        """
         kernels: Array = xp.empty((*self.spec.kernel, columns, weight.shape[3]), dtype)
         xp.copyto(kernels, cast(xp, weight, dtype))
         return kernels
@@ -117,7 +154,9 @@ class Depthwise(Algorithm):
         return bordered
 
     def _blocks(self, xp: Any, y: Array) -> Iterator[tuple[slice, list[tuple[slice, Array]]]]:
-        """Yield some images of the result after others, and their strips of rows, each with scratch of its shape."""
+        """Yield some images of the result after others, and their strips of rows, each with scratch
+        of its shape.
+        """
         n, height, width, channels = y.shape
         room = ELEMENTS if xp.__name__ == "numpy" else y.size
         most = max(1, room // (width * channels))  # rows of the result

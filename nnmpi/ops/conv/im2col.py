@@ -1,29 +1,35 @@
-"""Convolution by im2col: the pixels that each window sees become a row of a matrix, and the convolution a product.
+"""Convolution by im2col: the pixels that each window sees become a row of a matrix, and the
+convolution a product.
 
     images (n, h, w, c)                          kernels (kh, kw, c, o)
        |  a few images at a time                     |  seen as a matrix
        v                                             v
     columns (pixels, kh kw c)          @         (kh kw c, o)          ->   (pixels, o) = images (n, out_h, out_w, o)
 
-    dW = columns^T dy, summed over the blocks of images               (made again: that costs less than keeping them)
-    dx = columns of dy @ flipped kernels                              for stride 1: a convolution, too
+    dW = columns^T dy, summed over the blocks of images               (made again: that costs less
+                                                                      than keeping them)
+    dx = columns of dy @ flipped kernels                              for stride 1: a convolution,
+                                                                      too
          dy W[r, s]^T added to the pixels that kernel element r, s saw      otherwise
 
-Columns are made for a few images at a time, or for some rows of a large one, so that on the host they stay in the
-processor's cache between the copy and the product. Rows are ordered by their place in the windows of a pooling that
-follows, so that the product has one contiguous plane per place, and pooling is arithmetic on whole planes:
+Columns are made for a few images at a time, or for some rows of a large one, so that on the host
+they stay in the processor's cache between the copy and the product. Rows are ordered by their place
+in the windows of a pooling that follows, so that the product has one contiguous plane per place,
+and pooling is arithmetic on whole planes:
 
     | place 0: all pixels of all images of the block |  place 1  |  place 2  |  place 3  |      of a 2x2 pooling
 
-In channels-last images the pixels that a row of the kernel sees are one run of memory. Where the runs are short (few
-channels), the matrix is stored transposed, so that the copy runs along the images' rows instead.
+In channels-last images the pixels that a row of the kernel sees are one run of memory. Where the
+runs are short (few channels), the matrix is stored transposed, so that the copy runs along the
+images' rows instead.
 
-`Im2col` computes any convolution, one group after another. `Im2colReluPool` does bias, ReLU and max-pooling on the way,
-and the convolution's whole result is never stored: a block's is pooled at once, and backward needs but where the
-largest elements were.
+`Im2col` computes any convolution, one group after another. `Im2colReluPool` does bias, ReLU and
+max-pooling on the way, and the convolution's whole result is never stored: a block's is pooled at
+once, and backward needs but where the largest elements were.
 
     forward     columns @ W = | y0 | y1 | y2 | y3 |       one plane per place in the pooling's window
-                h = relu(max(y0 .. y3) + b)               winner = the first place that is the largest, if h > 0
+                h = relu(max(y0 .. y3) + b)               winner = the first place that is the
+                                                          largest, if h > 0
     backward    dyk = dh where the winner is k            dW = columns^T dy, block by block; db = sum of dy
                 dx = conv(dy with a border, W flipped)
 
@@ -45,7 +51,8 @@ from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.planes import Planes, repeated
 
-COLUMNS_BYTES = 3 << 18  # of one block of columns and its result: half of a usual second-level cache; or as the kernels
+# of one block of columns and its result: half of a usual second-level cache; or as the kernels
+COLUMNS_BYTES = 3 << 18
 DEVICE_BYTES = 1 << 28  # of the same on a device, which has more to do at a time
 SHORT_RUN = 24  # elements
 
@@ -54,7 +61,8 @@ class Columns:
     """The columns of one block of images after another, in memory that every block uses again.
 
         for block in columns.blocks():                          a slice of the images
-            for rows, matrix in columns.strips(block):          some rows of them: all, unless images are large
+            for rows, matrix in columns.strips(block):          some rows of them: all, unless
+                                                                images are large
 
     Args:
         xp: the library that copies.
@@ -73,21 +81,32 @@ class Columns:
         self.out = spec.pooled_size(h, w)
         row = self.out[1] * prod(spec.pool)  # pixels of the convolution for a row of the result
         terms = prod(spec.kernel) * c
-        room = max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize) if xp.__name__ == "numpy" else DEVICE_BYTES
+        room = (
+            max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize)
+            if xp.__name__ == "numpy"
+            else DEVICE_BYTES
+        )
         most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
         self.count = max(1, min(n, most // max(1, self.out[0])))
         self._strip_rows = max(1, min(self.out[0], most))
         # each window is a pixel, and all of them in their order are the images
-        alone = (spec.kernel, spec.stride, spec.padding, spec.pool) == ((1, 1), (1, 1), (0, 0), NO_POOL)
+        alone = (spec.kernel, spec.stride, spec.padding, spec.pool) == (
+            (1, 1),
+            (1, 1),
+            (0, 0),
+            NO_POOL,
+        )
         self._is_pixels = alone and x.flags.c_contiguous
         size = 0 if self._is_pixels else self.count * self._strip_rows * row * terms
         self._memory: Array = xp.empty((size,), x.dtype)
-        self._inner: Array | None = None  # where a block's images are copied to, in a border of zeros
+        # where a block's images are copied to, in a border of zeros
+        self._inner: Array | None = None
         bordered = x
         if top or left:
             bordered = xp.zeros((self.count, h + 2 * top, w + 2 * left, c), x.dtype)
             self._inner = bordered[:, top : top + h, left : left + w]
-        view = windows(bordered, spec.kernel, spec.stride, spec.dilation)  # (n, out_h, out_w, kh, kw, c)
+        # (n, out_h, out_w, kh, kw, c)
+        view = windows(bordered, spec.kernel, spec.stride, spec.dilation)
         self._view = corners(view, spec.pool)  # (pool_h, pool_w, n, rows, columns, kh, kw, c)
         self._short = spec.kernel[1] * c < SHORT_RUN
 
@@ -97,10 +116,11 @@ class Columns:
             yield slice(start, min(start + self.count, len(self._x)))
 
     def strips(self, block: slice, fill: bool = True) -> Iterator[tuple[slice, Array]]:
-        """Yield some rows of what the pooling leaves of a block's images, and their columns, after one another.
+        """Yield some rows of what the pooling leaves of a block's images, and their columns, after
+        one another.
 
-        The columns, (pool_h pool_w images rows columns, kh kw c), overwrite those before, or are the images themselves.
-        They are of any values unless they are to be filled.
+        The columns, (pool_h pool_w images rows columns, kh kw c), overwrite those before, or are
+        the images themselves. They are of any values unless they are to be filled.
         """
         images, height = block, self.out[0]
         if self._is_pixels:
@@ -116,10 +136,14 @@ class Columns:
             terms, pixels = prod(seen.shape[5:]), prod(seen.shape[:5])
             memory = self._memory[: pixels * terms]
             if self._short:
-                seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)  # (kh, kw, c, pool_h, pool_w, n, rows, columns)
+                # (kh, kw, c, pool_h, pool_w, n, rows, columns)
+                seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)
             if fill:
                 self._xp.copyto(memory.reshape(seen.shape), seen)
-            yield rows, memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
+            yield (
+                rows,
+                memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms),
+            )
 
 
 class ProductSum:
@@ -160,7 +184,9 @@ def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Arr
     (kh, kw, c, o), groups = weight.shape, spec.groups
     if spec.reversible:
         turned = xp.empty((kh, kw, o // groups, groups, c), grad.dtype)
-        apart = xp.reshape(weight, (kh, kw, c, groups, o // groups))[::-1, ::-1].transpose(0, 1, 4, 3, 2)
+        apart = xp.reshape(weight, (kh, kw, c, groups, o // groups))[::-1, ::-1].transpose(
+            0, 1, 4, 3, 2
+        )
         xp.copyto(turned, apart, casting="unsafe")
         kernel = turned.reshape(kh, kw, o // groups, groups * c)
         Im2col(spec.backwards()).forward(xp, grad, kernel, None, out, False)
@@ -170,7 +196,8 @@ def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Arr
 
 
 def _scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
-    """Write the input's gradient in one group: each window's share is added to the pixels that it saw.
+    """Write the input's gradient in one group: each window's share is added to the pixels that it
+    saw.
 
     Args:
         xp: the library that computes.
@@ -191,18 +218,23 @@ def _scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: A
         rows, block = images.reshape(len(images) * pixels, o), bordered[: len(images)]
         share = memory[: len(rows)]
         xp.copyto(block, 0)
-        view = windows(block, spec.kernel, spec.stride, spec.dilation)  # (images, out_h, out_w, kh, kw, c)
+        # (images, out_h, out_w, kh, kw, c)
+        view = windows(block, spec.kernel, spec.stride, spec.dilation)
         for i, j in np.ndindex(kh, kw):
             gemm(xp, rows, weight[i, j].T, share)  # (pixels, c)
             seen = view[:, :, :, i, j]
             xp.add(seen, share.reshape(seen.shape), out=seen)
-        xp.copyto(out[start : start + count], block[:, top : top + h, left : left + w], casting="unsafe")
+        xp.copyto(
+            out[start : start + count], block[:, top : top + h, left : left + w], casting="unsafe"
+        )
 
 
 class Im2col(Algorithm):
     """Any convolution without ReLU and pooling, group by group."""
 
-    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
+    def forward(
+        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+    ) -> None:
         for inputs, outputs in _groups(self.spec, x.shape[3], weight.shape[3]):
             result = y[..., outputs]  # (n, out_h, out_w, o / groups)
             kernel = _matrix(xp, cast(xp, weight[..., outputs], x.dtype))
@@ -214,7 +246,9 @@ class Im2col(Algorithm):
             flat = y.reshape(len(y), prod(y.shape[1:]))  # (n, out_h out_w o)
             xp.add(flat, repeated(xp, bias, y.shape[1] * y.shape[2]), out=flat, casting="unsafe")
 
-    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
+    def backward(
+        self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients
+    ) -> None:
         spec = self.spec
         grad = cast(xp, xp.reshape(grad, (grad.size,)).reshape(grad.shape), x.dtype)  # without gaps
         if out.bias is not None and xp.__name__ == "numpy":  # first over images, in long additions
@@ -224,11 +258,15 @@ class Im2col(Algorithm):
             bias_grad(xp, _pixels(grad), out.bias)
         if out.x is not None:
             input_gradient(xp, grad, weight, spec, out.x)
-        for inputs, outputs in _groups(spec, x.shape[3], weight.shape[3]) if out.weight is not None else ():
+        for inputs, outputs in (
+            _groups(spec, x.shape[3], weight.shape[3]) if out.weight is not None else ()
+        ):
             sent, place = grad[..., outputs], out.weight[..., outputs]  # type: ignore[index]
             shape = (prod(place.shape[:3]), place.shape[3])  # (kh kw c / groups, o / groups)
             # a group's outputs lie apart in `place`, where no product can be written
-            total = ProductSum(xp, place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype))
+            total = ProductSum(
+                xp, place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
+            )
             columns = Columns(xp, x[..., inputs], spec, shape[1])
             for block in columns.blocks():
                 for rows, matrix in columns.strips(block):
@@ -241,7 +279,9 @@ class Im2col(Algorithm):
 class Im2colReluPool(Algorithm):
     """A convolution of stride 1 in one group with ReLU, and with max-pooling if there is some."""
 
-    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array | None:
+    def forward(
+        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+    ) -> Array | None:
         o, places = weight.shape[3], prod(self.spec.pool)
         columns = Columns(xp, x, self.spec, o)
         row = columns.out[1] * o  # elements of y
@@ -267,14 +307,20 @@ class Im2colReluPool(Algorithm):
                 planes.bias_relu(biases, h, won)
         return winner
 
-    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array, out: Gradients) -> None:
+    def backward(
+        self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array, out: Gradients
+    ) -> None:
         spec, (n, height, width, o), dtype = self.spec, grad.shape, x.dtype
         places, row = prod(spec.pool), width * o
         flat = xp.reshape(grad, (grad.size,))
         columns = Columns(xp, x, spec, o)
         memory = xp.empty((places * columns.count * height * row,), dtype)
         planes = Planes(xp, places, columns.count * height * row)
-        to_weight = None if out.weight is None else ProductSum(xp, out.weight.reshape(prod(weight.shape[:3]), o))
+        to_weight = (
+            None
+            if out.weight is None
+            else ProductSum(xp, out.weight.reshape(prod(weight.shape[:3]), o))
+        )
         to_bias = None if out.bias is None else ProductSum(xp, out.bias)
         ones = xp.ones(places * columns.count * height * width, dtype)
         spread = None  # dy of all images, for that of x
@@ -315,4 +361,5 @@ def _matrix(xp: Any, weight: Array) -> Array:
 
 def _pixels(images: Array) -> Array:
     """Return images (n, h, w, c) as a view (pixels, c)."""
-    return images.reshape(prod(images.shape[:3]), images.shape[3])  # not -1: there may be no elements
+    # not -1: there may be no elements
+    return images.reshape(prod(images.shape[:3]), images.shape[3])

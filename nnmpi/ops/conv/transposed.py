@@ -5,8 +5,8 @@
     forward     y = the input's gradient of the convolution  Y (H, W, o) -> X (h, w, c),  given x as its result's
     backward    dx = that convolution of dy,     dW = its weight's gradient, with dy as images and x as gradient
 
-So it is that convolution read backwards, and computed by its parts (see `im2col`). Dumoulin and Visin, "A guide to
-convolution arithmetic for deep learning", 2016, section 4.
+So it is that convolution read backwards, and computed by its parts (see `im2col`). Dumoulin and
+Visin, "A guide to convolution arithmetic for deep learning", 2016, section 4.
 """
 
 from nnmpi.backend.array import Array
@@ -65,13 +65,15 @@ def conv_transpose2d(
     dilation: int | Pair = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolve backwards: images (n, h, w, c) become (n, H, W, o), with H = (h - 1) stride - 2 padding + reach + extra.
+    """Convolve backwards: images (n, h, w, c) become (n, H, W, o), with H = (h - 1) stride - 2
+    padding + reach + extra.
 
     Args:
         x: (n, h, w, c).
         weight: (kh, kw, o / groups, c).
         bias: (o,), or None.
-        stride, padding, dilation: one number, or one for rows and one for columns, of the convolution from y to x.
+        stride, padding, dilation: one number, or one for rows and one for columns, of the
+            convolution from y to x.
         output_padding: extra rows and columns of y at its end, fewer than stride.
         groups: channels are cut into this many groups that do not mix.
 
@@ -81,21 +83,43 @@ def conv_transpose2d(
         DtypeError: when x, weight and bias differ in dtype.
     """
     may_meet("conv_transpose2d", x, weight, bias)
-    steps, border, spread = pair("stride", stride, 1), pair("padding", padding, 0), pair("dilation", dilation, 1)
+    steps, border, spread = (
+        pair("stride", stride, 1),
+        pair("padding", padding, 0),
+        pair("dilation", dilation, 1),
+    )
     extra = pair("output_padding", output_padding, 0)
     if extra[0] >= steps[0] or extra[1] >= steps[1]:
-        raise UsageError(f"output_padding {output_padding} is not below stride {stride}; give 0, or a larger stride")
-    if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3] or groups < 1 or x.shape[3] % groups:
+        raise UsageError(
+            f"output_padding {output_padding} is not below stride {stride}; give 0, or a larger"
+            " stride"
+        )
+    if (
+        x.ndim != 4
+        or weight.ndim != 4
+        or x.shape[3] != weight.shape[3]
+        or groups < 1
+        or x.shape[3] % groups
+    ):
         raise ShapeError(
-            f"conv_transpose2d needs images (n, h, w, c) and a weight (kh, kw, o / groups, c), c a multiple of groups, "
-            f"not {x.shape} and {weight.shape} with {groups} groups"
+            "conv_transpose2d needs images (n, h, w, c) and a weight (kh, kw, o / groups, c), c a"
+            f" multiple of groups, not {x.shape} and {weight.shape} with {groups} groups"
         )
     if bias is not None and bias.shape != (weight.shape[2] * groups,):
-        raise ShapeError(f"conv_transpose2d's bias has shape {bias.shape}; give ({weight.shape[2] * groups},)")
+        raise ShapeError(
+            f"conv_transpose2d's bias has shape {bias.shape}; give ({weight.shape[2] * groups},)"
+        )
     axes = zip(x.shape[1:3], weight.shape[:2], steps, border, spread, extra, strict=True)
-    rows, columns = ((n - 1) * step - 2 * edge + apart * (k - 1) + 1 + more for n, k, step, edge, apart, more in axes)
+    rows, columns = (
+        (n - 1) * step - 2 * edge + apart * (k - 1) + 1 + more
+        for n, k, step, edge, apart, more in axes
+    )
     if min(rows, columns) < 1:
         raise ShapeError(f"images {x.shape} become {rows} x {columns} pixels; take less padding")
     spec = ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
-    y = in_float32(ConvTranspose2dFunction(spec, (rows, columns)), require_floating("conv_transpose2d", x), weight)
+    y = in_float32(
+        ConvTranspose2dFunction(spec, (rows, columns)),
+        require_floating("conv_transpose2d", x),
+        weight,
+    )
     return y if bias is None else y + bias

@@ -1,4 +1,5 @@
-"""Winograd's convolution by NumPy, F(2x2, 3x3) and F(4x4, 3x3): 16 products instead of 36, or 36 instead of 144.
+"""Winograd's convolution by NumPy, F(2x2, 3x3) and F(4x4, 3x3): 16 products instead of 36, or 36
+instead of 144.
 
     images (n, h, w, c)                                kernels (3, 3, c, o)
        |  4 x 4 or 6 x 6 pixels for each tile              |
@@ -8,27 +9,29 @@
                                                                                            v
                                                               2 x 2 or 4 x 4 results of each tile (n, h, w, o)
 
-After Lavin and Gray, "Fast algorithms for convolutional neural networks" (2016). With the matrices of `transforms`, for
-tiles of 2 x 2
+After Lavin and Gray, "Fast algorithms for convolutional neural networks" (2016). With the matrices
+of `transforms`, for tiles of 2 x 2
 
          |1  0 -1  0|          |1    0   0|          |1  1  1  0|
     B^T =|0  1  1  0|     G =  |.5  .5  .5|    A^T = |0  1 -1  1|
          |0 -1  1  0|          |.5 -.5  .5|
          |0 -1  0  1|          |0    0   1|
 
-a tile of the result is A^T [ (G g G^T) * (B^T d B) ] A, d being the pixels that it sees (tiles overlap by two) and the
-product being that of channels, a GEMM for each of the places. Backward is the adjoint, step by step; the result's
-gradient dy becomes A dy A^T, and so on.
+a tile of the result is A^T [ (G g G^T) * (B^T d B) ] A, d being the pixels that it sees (tiles
+overlap by two) and the product being that of channels, a GEMM for each of the places. Backward is
+the adjoint, step by step; the result's gradient dy becomes A dy A^T, and so on.
 
-The transforms are products of these small matrices with large ones that have a row for each pixel or place: BLAS runs
-through memory once where additions would several times. Hence images stand next to the channels in a block's memory,
-(..., images, channels): the rows are long.
+The transforms are products of these small matrices with large ones that have a row for each pixel
+or place: BLAS runs through memory once where additions would several times. Hence images stand next
+to the channels in a block's memory, (..., images, channels): the rows are long.
 
-A tile of 2 x 2 pixels is also a window of the pooling: the four places in a tile are the planes of which the pooling
-takes the largest (see `planes`), and the convolution's result is never put together.
+A tile of 2 x 2 pixels is also a window of the pooling: the four places in a tile are the planes of
+which the pooling takes the largest (see `planes`), and the convolution's result is never put
+together.
 
-Tiles of 4 x 4 have half of the places per pixel, and round five times as coarsely. Where all pixels that a result sees
-are zeros, it is 0 with tiles of 2 x 2, but a rounding error with those of 4 x 4, which a ReLU might let through.
+Tiles of 4 x 4 have half of the places per pixel, and round five times as coarsely. Where all pixels
+that a result sees are zeros, it is 0 with tiles of 2 x 2, but a rounding error with those of 4 x 4,
+which a ReLU might let through.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
 from nnmpi.ops.planes import Planes, repeated
 
-TILES_BYTES = 5 << 18  # of a block of images: about a usual second-level cache; or as much as the kernels' places
-# At which polynomials are taken, besides infinity; the first three for tiles of 2 x 2. With 2 and -2 instead of the
-# last two results are off by twice as much.
+# of a block of images: about a usual second-level cache; or as much as the kernels' places
+TILES_BYTES = 5 << 18
+# At which polynomials are taken, besides infinity; the first three for tiles of 2 x 2. With 2 and
+# -2 instead of the last two results are off by twice as much.
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)
 
 
@@ -57,7 +61,8 @@ class Transforms(NamedTuple):
 
     Attributes:
         side: pixels of a tile's result, each way.
-        b: B^T, (places, pixels). A patch's first pixel is the first place's alone, and its last one the last one's.
+        b: B^T, (places, pixels). A patch's first pixel is the first place's alone, and its last one
+            the last one's.
         g: G for both ways, (places places, 9).
         a: A^T, (results, places).
     """
@@ -70,7 +75,9 @@ class Transforms(NamedTuple):
 
 @cache
 def transforms(side: int) -> Transforms:
-    """Return the matrices for tiles of 2 x 2 or 4 x 4 results, by Toom's and Cook's values of polynomials at points."""
+    """Return the matrices for tiles of 2 x 2 or 4 x 4 results, by Toom's and Cook's values of
+    polynomials at points.
+    """
     points = POINTS[: side + 1]
     b, g = np.zeros((side + 2, side + 2)), np.zeros((side + 2, 3))
     for i, point in enumerate(points):
@@ -85,11 +92,13 @@ def transforms(side: int) -> Transforms:
 
 
 class WinogradNumpy(Algorithm):
-    """A convolution of images (n, h, w, c), to be cut into tiles, with kernels (3, 3, c, o) and a border of 1.
+    """A convolution of images (n, h, w, c), to be cut into tiles, with kernels (3, 3, c, o) and a
+    border of 1.
 
-    Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. What is kept for backward is, per image and in
-    the order of the tiles, with ReLU where it passed (bool), with pooling the winners (uint8). In as many groups as
-    channels, weight (3, 3, 1, c), places are multiplied number by number.
+    Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. What is kept for backward
+    is, per image and in the order of the tiles, with ReLU where it passed (bool), with pooling the
+    winners (uint8). In as many groups as channels, weight (3, 3, 1, c), places are multiplied
+    number by number.
 
     Args:
         spec: what is computed.
@@ -100,7 +109,9 @@ class WinogradNumpy(Algorithm):
         super().__init__(spec)
         self._transforms = transforms(side)
 
-    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array | None:
+    def forward(
+        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+    ) -> Array | None:
         n, o, spec = len(x), weight.shape[3], self.spec
         kept: Array | None = None
         if keep and spec.relu:
@@ -128,11 +139,15 @@ class WinogradNumpy(Algorithm):
             xp.copyto(tiles.pixels(whole_pixels(y[images])), whole_pixels(tiles.results))
         return kept
 
-    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients) -> None:
+    def backward(
+        self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
+    ) -> None:
         grad = xp.ascontiguousarray(grad)
         turned = weight if self.spec.groups > 1 else xp.ascontiguousarray(weight.swapaxes(2, 3))
         kernel = None if out.x is None else self._kernel(xp, turned)
-        to_kernel = ProductSum(xp, xp.empty((len(self._transforms.g), *weight.shape[2:]), weight.dtype))
+        to_kernel = ProductSum(
+            xp, xp.empty((len(self._transforms.g), *weight.shape[2:]), weight.dtype)
+        )
         to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
         for images, tiles in self._blocks(xp, x, weight):
             if kept is None:
@@ -208,8 +223,8 @@ class Tiles:
         dtype: of all.
 
     Attributes:
-        results: (side, side, h / side, w / side, count, o): results by their place in a tile, or their gradient, for
-            `spread`.
+        results: (side, side, h / side, w / side, count, o): results by their place in a tile, or
+            their gradient, for `spread`.
         pooled: (h / 2, w / 2, count, o), for one element of each tile of 2 x 2.
         planes: pools such tiles' results.
     """
@@ -224,7 +239,8 @@ class Tiles:
         spread: Array = xp.zeros((h + 2, w + 2, count, c), dtype)
         seen: Array = xp.empty((four, rows, w + 2, count, c), dtype)
         self._inner = spread[1:-1, 1:-1]
-        # four (or six) rows of pixels for each row of tiles, and then as many of each for each tile; two are shared
+        # four (or six) rows of pixels for each row of tiles, and then as many of each for each
+        # tile; two are shared
         self._rows = _overlapping(spread.reshape(h + 2, (w + 2) * run), side)
         self._seen = seen.reshape(four, rows, (w + 2) * run).swapaxes(0, 1)
         self._tiles = _overlapping(seen.reshape(four, rows, w + 2, run), side)
@@ -239,7 +255,9 @@ class Tiles:
         self.planes = Planes(xp, side * side, self.pooled.size)
 
     def pixels(self, images: Array) -> Array:
-        """Return images (count, h, w, ...) as a view like `results`, (side, side, h / side, w / side, count, ...)."""
+        """Return images (count, h, w, ...) as a view like `results`, (side, side, h / side, w /
+        side, count, ...).
+        """
         parts = corners(images, (self._side, self._side))
         return parts.transpose(0, 1, 3, 4, 2, *range(5, parts.ndim))
 
@@ -247,7 +265,8 @@ class Tiles:
         """Transform the patches of images: B^T d B."""
         xp, patches = self._xp, self._patches
         xp.copyto(whole_pixels(self._inner), whole_pixels(images).transpose(1, 2, 0))
-        xp.matmul(self._matrices[0], self._rows, out=self._seen)  # rows first, B^T d, and then columns
+        # rows first, B^T d, and then columns
+        xp.matmul(self._matrices[0], self._rows, out=self._seen)
         four, _, rows, columns, count, c = patches.shape
         patches = patches.reshape(four, four, rows, columns, count * c).transpose(0, 2, 3, 1, 4)
         xp.matmul(self._matrices[0], self._tiles, out=patches)
@@ -258,9 +277,12 @@ class Tiles:
         self._both_ways(self._matrices[1], self._places, self.results)
 
     def spread(self) -> Array:
-        """Transform the results' gradient: A dy A^T. Return its sum over each tile, (h / 2 w / 2 count, o)."""
+        """Transform the results' gradient: A dy A^T. Return its sum over each tile, (h / 2 w / 2
+        count, o).
+        """
         self._both_ways(self._matrices[2], self.results, self._places)
-        return _stacked(self._places)[self._side + 3]  # place (1, 1), where all of a tile are added up
+        # place (1, 1), where all of a tile are added up
+        return _stacked(self._places)[self._side + 3]
 
     def _both_ways(self, matrix: Array, x: Array, out: Array) -> None:
         """Write matrix x matrix^T of each tile."""
@@ -271,7 +293,9 @@ class Tiles:
         xp.matmul(matrix, half, out=out.reshape(n, n, size))
 
     def _products(self, x: Array, kernel: Array, out: Array) -> None:
-        """Write the products of places with the kernel's: of matrices, or of numbers where it has one for a channel."""
+        """Write the products of places with the kernel's: of matrices, or of numbers where it has
+        one for a channel.
+        """
         xp, pixels, c = self._xp, _in_rows(out), out.shape[-1]
         if kernel.shape[1:] != (1, c):
             xp.matmul(_stacked(x), kernel, out=_stacked(out))
@@ -281,7 +305,8 @@ class Tiles:
         xp.multiply(_in_rows(x), wide, out=pixels)
 
     def kernel_gradient(self, alone: bool) -> tuple[Array, Array]:
-        """Return two arrays whose product is the loaded images' part of the gradient of the kernel's places.
+        """Return two arrays whose product is the loaded images' part of the gradient of the
+        kernel's places.
 
         Where channels do not mix, the images are lost.
 
@@ -306,31 +331,43 @@ class Tiles:
         four, _, rows, columns, count, c = v.shape
         self._products(self._places, kernel, v)
         size = rows * columns * count * c
-        xp.matmul(self._matrices[3], v.reshape(four, four, size), out=back.reshape(four, side, size))
-        xp.add(back[:, 0, :, 1:], v[:, -1, :, :-1], out=back[:, 0, :, 1:])  # the last pixel of the tile before
-        xp.add(back[:, -1, :, :-1], v[:, 0, :, 1:], out=back[:, -1, :, :-1])  # the first pixel of the tile after
-        own = v.reshape(v.size)[: side * side * size].reshape(side, side, rows, columns, count, c)  # it is free by now
-        xp.matmul(self._matrices[3], back.reshape(four, side * size), out=own.reshape(side, side * size))
+        xp.matmul(
+            self._matrices[3], v.reshape(four, four, size), out=back.reshape(four, side, size)
+        )
+        # the last pixel of the tile before
+        xp.add(back[:, 0, :, 1:], v[:, -1, :, :-1], out=back[:, 0, :, 1:])
+        # the first pixel of the tile after
+        xp.add(back[:, -1, :, :-1], v[:, 0, :, 1:], out=back[:, -1, :, :-1])
+        # it is free by now
+        own = v.reshape(v.size)[: side * side * size].reshape(side, side, rows, columns, count, c)
+        xp.matmul(
+            self._matrices[3], back.reshape(four, side * size), out=own.reshape(side, side * size)
+        )
         xp.add(own[0, :, 1:], back[-1, :, :-1], out=own[0, :, 1:])  # the same for rows
         xp.add(own[-1, :, :-1], back[0, :, 1:], out=own[-1, :, :-1])
         xp.copyto(self.pixels(whole_pixels(out)), whole_pixels(own))
 
 
 def _stacked(places: Array) -> Array:
-    """Return places (four, four, rows, columns, count, c) as matrices (four four, rows columns count, c)."""
+    """Return places (four, four, rows, columns, count, c) as matrices (four four, rows columns
+    count, c).
+    """
     four, _, rows, columns, count, c = places.shape
     return places.reshape(four * four, rows * columns * count, c)
 
 
 def _in_rows(places: Array) -> Array:
-    """Return places as (four four, rows, some channels of theirs after others): NumPy wants long rows."""
+    """Return places as (four four, rows, some channels of theirs after others): NumPy wants long
+    rows.
+    """
     four, _, rows, columns, count, c = places.shape
     width = count * c if count * c >= WIDE else columns * count * c
     return places.reshape(four * four, places[0, 0].size // width, width)
 
 
 def whole_pixels(images: Array) -> Array:
-    """Return a view (...) of images (..., c), C-contiguous in the last axis, of one element for all channels.
+    """Return a view (...) of images (..., c), C-contiguous in the last axis, of one element for all
+    channels.
 
     NumPy copies few channels half again as fast so.
     """
@@ -338,9 +375,14 @@ def whole_pixels(images: Array) -> Array:
 
 
 def _overlapping(pixels: Array, side: int) -> Array:
-    """Return of pixels (..., n, run) a view (..., n // side, side + 2, run): two of each are the next one's."""
+    """Return of pixels (..., n, run) a view (..., n // side, side + 2, run): two of each are the
+    next one's.
+    """
     *lead, n, run = pixels.shape
     *steps, step, item = pixels.strides
     return np.lib.stride_tricks.as_strided(
-        pixels, (*lead, (n - 2) // side, side + 2, run), (*steps, side * step, step, item), writeable=False
+        pixels,
+        (*lead, (n - 2) // side, side + 2, run),
+        (*steps, side * step, step, item),
+        writeable=False,
     )

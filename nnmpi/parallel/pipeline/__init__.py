@@ -1,4 +1,5 @@
-"""Pipeline parallelism: the stages of a model on the ranks of a group, fed microbatch after microbatch.
+"""Pipeline parallelism: the stages of a model on the ranks of a group, fed microbatch after
+microbatch.
 
     schedule (nnmpi.schedule)      what each rank does when: F0 F1 B0 F2 B1 ...
         |
@@ -7,13 +8,14 @@
     stage       Stage              computes: forward and backward of one microbatch, and what is kept in between
     boundary    StageBoundary      sends and receives: activations forward, gradients back
 
-Read the executor first, then stage and boundary. `profile` measures what each layer of a chain costs, so that a model
-can be cut into stages of equal cost.
+Read the executor first, then stage and boundary. `profile` measures what each layer of a chain
+costs, so that a model can be cut into stages of equal cost.
 
 What you want to change, and where:
 
     the order of the work                              a schedule in `nnmpi.schedule`
     what may pass from one stage to the next           boundary
     what is kept of a microbatch until its backward    stage
-    what becomes of gradients                          a `Caller` (see the executor); those of `compose`
+    what becomes of gradients                          a `Caller` (see the executor); those of
+                                                       `compose`
 """

@@ -1,11 +1,12 @@
-"""The boundary between two pipeline stages: some tensors cross it forward, the gradients of some of them back.
+"""The boundary between two pipeline stages: some tensors cross it forward, the gradients of some of
+them back.
 
     stage s    | x, kept values |  -- activation -->  | leaves |    stage s + 1
                | their gradients|  <-- gradient ----  | .grad  |
 
-The first time that a microbatch of some input shape crosses, a header with the shapes goes before it. Later ones of the
-same input shape must look the same, and need no header. Each microbatch has buffers of its own. When a receive is
-posted is the executor's business.
+The first time that a microbatch of some input shape crosses, a header with the shapes goes before
+it. Later ones of the same input shape must look the same, and need no header. Each microbatch has
+buffers of its own. When a receive is posted is the executor's business.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class BoundaryArrays(NamedTuple):
     single: bool = True
 
 
-Look: TypeAlias = list[Any]  # of each array its shape, dtype, and whether its gradient goes back; and `single`
+# of each array its shape, dtype, and whether its gradient goes back; and `single`
+Look: TypeAlias = list[Any]
 
 
 def look_of(values: BoundaryArrays) -> Look:
@@ -60,7 +62,9 @@ def encode(look: Look, key: InputKey) -> Array:
     """
     text = json.dumps([look, key]).encode()
     if len(text) > HEADER_BYTES:
-        raise UsageError(f"{len(look[0])} tensors between two stages are too many to announce; stack some")
+        raise UsageError(
+            f"{len(look[0])} tensors between two stages are too many to announce; stack some"
+        )
     return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
 
 
@@ -73,14 +77,16 @@ def decode(message: Array, key: InputKey) -> Look:
     look, theirs = json.loads(message.tobytes())
     if theirs != json.loads(json.dumps(key)):
         raise UsageError(
-            f"the stages of one pipeline have different microbatches, of shape {tuple(theirs[0])} and {key[0]}; give "
-            "all of them the same part of each batch: Loader(rank=arrangement.data_rank, world=arrangement.data_ranks)"
+            f"the stages of one pipeline have different microbatches, of shape {tuple(theirs[0])}"
+            f" and {key[0]}; give all of them the same part of each batch:"
+            " Loader(rank=arrangement.data_rank, world=arrangement.data_ranks)"
         )
     return list(look)
 
 
 def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
-    """Return the tensors at a stage's end in the order in which they travel, and whether x is a single one.
+    """Return the tensors at a stage's end in the order in which they travel, and whether x is a
+    single one.
 
     Args:
         x: what the stage's last layer returned: a tensor, or a tuple of tensors.
@@ -96,13 +102,15 @@ def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], boo
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise UsageError(
-                f"stage {stage} ends with a {type(tensor).__name__}, which cannot go to the next stage; cut the model "
-                "where a tensor or a tuple of tensors passes"
+                f"stage {stage} ends with a {type(tensor).__name__}, which cannot go to the next"
+                " stage; cut the model where a tensor or a tuple of tensors passes"
             )
     return tensors, single
 
 
-def unpack(tensors: Sequence[Tensor], single: bool, names: Sequence[str]) -> tuple[Any, dict[str, Tensor]]:
+def unpack(
+    tensors: Sequence[Tensor], single: bool, names: Sequence[str]
+) -> tuple[Any, dict[str, Tensor]]:
     """Return x and the kept values that `pack` was given.
 
     Args:
@@ -144,7 +152,8 @@ class StageBoundary:
         Args:
             key: of its input.
             values: the activation.
-            waits: whether the one before it must have left first; it is kept until then, and else as long as it takes.
+            waits: whether the one before it must have left first; it is kept until then, and else
+                as long as it takes.
 
         Raises:
             ShapeError: when it does not look like those before it of the same input shape.
@@ -156,19 +165,21 @@ class StageBoundary:
             self._messages.send(encode(found, key), self._peer, self._header_tag)
         elif agreed != found and _words(agreed) == _words(found):
             raise UsageError(
-                f"stage {self.stage} needs other gradients from the next stage than before, as requires_grad of some "
-                "parameter has changed since; release the Worker and make a new one after changing requires_grad"
+                f"stage {self.stage} needs other gradients from the next stage than before, as"
+                " requires_grad of some parameter has changed since; release the Worker and make a"
+                " new one after changing requires_grad"
             )
         elif agreed != found:
             raise ShapeError(
-                f"stage {self.stage} gave {_words(found)} for an input of shape {key[0]}, where {_words(agreed)} was "
-                "agreed with the next stage; what crosses must depend on the input's shape alone: cut the model "
-                "elsewhere, or pad"
+                f"stage {self.stage} gave {_words(found)} for an input of shape {key[0]}, where"
+                f" {_words(agreed)} was agreed with the next stage; what crosses must depend on the"
+                " input's shape alone: cut the model elsewhere, or pad"
             )
         return self._send(values.arrays, self._forward_tag, waits)
 
     def expect(self, key: InputKey, back: bool = False) -> Callable[[], BoundaryArrays]:
-        """Post the receive of a microbatch's activation as early as possible; calling the result waits for it.
+        """Post the receive of a microbatch's activation as early as possible; calling the result
+        waits for it.
 
         As long as no header has come for such an input, nothing can be posted before the wait.
 
@@ -180,7 +191,9 @@ class StageBoundary:
 
         def wait() -> BoundaryArrays:
             if key not in self._agreed:
-                header = self._messages.receive(np.empty(HEADER_BYTES, np.uint8), self._peer, self._header_tag)
+                header = self._messages.receive(
+                    np.empty(HEADER_BYTES, np.uint8), self._peer, self._header_tag
+                )
                 self._agreed[key] = decode(header.wait(), key)
             arrivals = self._post(key, back) if early is None else early
             rows, single = self._agreed[key]
@@ -190,7 +203,9 @@ class StageBoundary:
         return wait
 
     def _post(self, key: InputKey, back: bool) -> list[MessageRequest]:
-        """Post the receives of tensors, or of the gradients that go back, into new memory: layers may keep it."""
+        """Post the receives of tensors, or of the gradients that go back, into new memory: layers
+        may keep it.
+        """
         tag = self._backward_tag if back else self._forward_tag
         rooms = [
             room_for(self._backend.xp, tuple(shape), dtype_named(dtype))  # pinned for a device

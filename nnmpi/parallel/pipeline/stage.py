@@ -4,7 +4,8 @@
     backward(m)   leaves <-- layers <-- ends          stage recomputes (Chen et al., "Training deep nets with sublinear
                                                      memory cost", 2016)
 
-A model that is not cut is a program of one stage. A stage sends nothing and does not know the schedule.
+A model that is not cut is a program of one stage. A stage sends nothing and does not know the
+schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,9 @@ Ends: TypeAlias = tuple[list[Tensor], bool]
 Run: TypeAlias = Callable[[Sequence[Tensor], bool, int], Ends]
 
 
-def run_chain(number: int, layers: Sequence[ChainLayer], names: Sequence[str], head: Head | None) -> Run:
+def run_chain(
+    number: int, layers: Sequence[ChainLayer], names: Sequence[str], head: Head | None
+) -> Run:
     """Return what runs some layers of a chain as a stage.
 
     Args:
@@ -50,7 +53,9 @@ def run_chain(number: int, layers: Sequence[ChainLayer], names: Sequence[str], h
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward: `ends` is None where they are to be computed again."""
+    """A microbatch between its forward and its backward: `ends` is None where they are to be
+    computed again.
+    """
 
     leaves: list[Tensor]
     single: bool
@@ -61,13 +66,16 @@ class Stage:
     """Computes a part of a model for one microbatch after another.
 
     Args:
-        run: (tensors, whether x is a single one, microbatch) -> the ends, and whether x is a single one there.
+        run: (tensors, whether x is a single one, microbatch) -> the ends, and whether x is a single
+            one there.
         scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
         is_last: whether the ends are what is wanted of the model, and go to no other stage.
         recompute: whether only the input of a microbatch is kept, and the rest computed again.
     """
 
-    def __init__(self, run: Run, scope: Scope, is_last: bool = True, recompute: bool = False) -> None:
+    def __init__(
+        self, run: Run, scope: Scope, is_last: bool = True, recompute: bool = False
+    ) -> None:
         self.run, self._scope, self._is_last, self._recompute = run, scope, is_last, recompute
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
@@ -82,7 +90,9 @@ class Stage:
         """The bytes that came in of microbatches whose rest is to be computed again."""
         if not self._recompute:
             return 0
-        return sum(leaf.data.nbytes for flight in self._in_flight.values() for leaf in flight.leaves)
+        return sum(
+            leaf.data.nbytes for flight in self._in_flight.values() for leaf in flight.leaves
+        )
 
     def ends(self, microbatch: int) -> Sequence[Tensor]:
         """Return what a microbatch that is under way ended with, if that is kept."""
@@ -98,23 +108,29 @@ class Stage:
         """
         with self._scope(microbatch, False):
             leaves = [
-                Tensor(array, requires_grad=need) for array, need in zip(values.arrays, values.needs, strict=True)
+                Tensor(array, requires_grad=need)
+                for array, need in zip(values.arrays, values.needs, strict=True)
             ]
             ends, single = self._run(microbatch, leaves, values.single)
         if keep:
-            self._in_flight[microbatch] = _InFlight(leaves, values.single, None if self._recompute else ends)
+            self._in_flight[microbatch] = _InFlight(
+                leaves, values.single, None if self._recompute else ends
+            )
         if self._is_last:
             return BoundaryArrays((), ())
         found = tuple(whole_values("the end of a stage", end) for end in ends)
         return BoundaryArrays(found, tuple(end.requires_grad for end in ends), single)
 
-    def backward(self, microbatch: int, grads: Sequence[Array], halves: bool = False) -> list[Array]:
+    def backward(
+        self, microbatch: int, grads: Sequence[Array], halves: bool = False
+    ) -> list[Array]:
         """Return the gradients of the inputs that need one, and add to the parameters' gradients.
 
         Args:
             microbatch: its number; its forward was done with `keep`.
             grads: of the results that need one; on the last stage that of the head's scalar.
-            halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero bubble).
+            halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero
+                bubble).
         """
         flight = self._in_flight.pop(microbatch)
         if self._recompute:
@@ -124,7 +140,8 @@ class Stage:
         assert ends is not None
         _comes_each_time(flight.leaves)  # one that passes through the stage is an end, too
         deferred = Deferred() if halves else None
-        needing = ends if self._is_last else [end for end in ends if end.requires_grad]  # a loss must need one
+        # a loss must need one
+        needing = ends if self._is_last else [end for end in ends if end.requires_grad]
         if len(needing) == 1:
             needing[0].backward(grads[0], deferred=deferred)
         elif needing:
@@ -133,7 +150,8 @@ class Stage:
             self._halves[microbatch] = deferred
         found = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
         for leaf in flight.leaves:
-            leaf.data = alias(leaf.data)  # a recording knows the leaf, and must not keep its values for it
+            # a recording knows the leaf, and must not keep its values for it
+            leaf.data = alias(leaf.data)
         recorder = active()
         if recorder is not None:
             recorder.loose.clear()  # the leaves' gradients: they go out as copies
@@ -156,14 +174,18 @@ class Stage:
 
 
 def _comes_each_time(leaves: Sequence[Tensor]) -> None:
-    """Let a recording take what comes in as if it were computed here: with other values each time."""
+    """Let a recording take what comes in as if it were computed here: with other values each
+    time.
+    """
     recorder = active()
     if recorder is not None:
         recorder.made.update(leaves)
 
 
 def _take_grad(leaf: Tensor) -> Array:
-    """Return a leaf's gradient, which operations that wait for their second half then keep no more."""
+    """Return a leaf's gradient, which operations that wait for their second half then keep no
+    more.
+    """
     grad, leaf.grad = leaf.grad, None
     if grad is None:  # nothing depends on it after all
         return namespace(leaf.data).zeros_like(leaf.data)

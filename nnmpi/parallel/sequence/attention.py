@@ -2,8 +2,9 @@
 
 **Ring**: keys and values go round (Liu et al., "Ring attention with blockwise transformers", 2023).
 
-Each rank keeps its queries, lets them attend to the keys it has, and passes these on to the next rank; softmax is put
-together key by key (`attend_more`), so no rank ever has scores of more than two ranks' positions.
+Each rank keeps its queries, lets them attend to the keys it has, and passes these on to the next
+rank; softmax is put together key by key (`attend_more`), so no rank ever has scores of more than
+two ranks' positions.
 
     3 ranks, positions in chunks 0..5: rank 0 has 0 and 5, rank 1 has 1 and 4, rank 2 has 2 and 3
 
@@ -15,18 +16,18 @@ together key by key (`attend_more`), so no rank ever has scores of more than two
                 4     # # # # c
                 5     # # # # # c                 c: causal, half of the pairs      #: all of them
 
-Chunks from both ends (zigzag) give every rank the same work in every hop; with runs of positions the last rank would
-have the most, and all would wait for it.
+Chunks from both ends (zigzag) give every rank the same work in every hop; with runs of positions
+the last rank would have the most, and all would wait for it.
 
-Backward, probabilities are computed again from the largest scores and the sums; keys and values go round again, and
-their gradients follow them, one hop behind, until they are home. Elements that rank r sends in a layer, of S ranks of
-which r has t_r of T positions, for B samples of F features:
+Backward, probabilities are computed again from the largest scores and the sums; keys and values go
+round again, and their gradients follow them, one hop behind, until they are home. Elements that
+rank r sends in a layer, of S ranks of which r has t_r of T positions, for B samples of F features:
 
     forward     2 B F (T - t_(r+1))                             over all ranks 2 B F T (S - 1)
     backward    2 B F (T - t_(r+1)) + 2 B F (T - t_r)           over all ranks 4 B F T (S - 1)
 
-where all have as much, each sends 2 B T F (S - 1) / S forward and twice that backward. Gradients of keys and values in
-half precision travel as float32, in which they are added up.
+where all have as much, each sends 2 B T F (S - 1) / S forward and twice that backward. Gradients of
+keys and values in half precision travel as float32, in which they are added up.
 
 **Ulysses**: an exchange of positions for heads (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
@@ -35,9 +36,9 @@ half precision travel as float32, in which they are added up.
     head b         rank 0  | rank 1      ----------->    rank 0             with some of the heads
     head c         rank 0  | rank 1      <-----------    rank 1
 
-Forward, q, k and v go there and the result comes back; backward, its gradient goes there and those of q, k and v come
-back. Elements that rank r sends in a layer, of S ranks of which r has t_r of T positions and the heads of f_r of F
-features, for B samples:
+Forward, q, k and v go there and the result comes back; backward, its gradient goes there and those
+of q, k and v come back. Elements that rank r sends in a layer, of S ranks of which r has t_r of T
+positions and the heads of f_r of F features, for B samples:
 
     forward     B (3 t_r (F - f_r) + f_r (T - t_r))          over all ranks 4 B (T F - sum of t_r f_r)
     backward    B (t_r (F - f_r) + 3 f_r (T - t_r))          the same
@@ -77,22 +78,43 @@ class RingAttention:
         self._lengths = [sum(map(len, own)) for own in ranges]
 
     def attend(
-        self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
+        self,
+        xp: Any,
+        inputs: Trio,
+        y: Heads,
+        causal: bool,
+        keep: bool,
+        drop: AttentionDropout | None = None,
     ) -> Residuals:
         """See `ops.attend.attend`, for this rank's positions."""
         q = inputs[0]
-        top, total = (xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2))
+        top, total = (
+            xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2)
+        )
         perform(self._forward, *inputs, y, (top, total), causal, drop)
         return (*inputs, y, top, total) if keep else ()
 
     def attend_grad(
-        self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
+        self,
+        xp: Any,
+        grad: Heads,
+        kept: Residuals,
+        places: Trio,
+        causal: bool,
+        drop: AttentionDropout | None = None,
     ) -> None:
         """See `ops.attend.attend_grad`, for this rank's positions."""
         perform(self._backward, grad, kept, places, causal, drop)
 
     def _forward(
-        self, q: Heads, k: Heads, v: Heads, y: Heads, found: Pair, causal: bool, drop: AttentionDropout | None
+        self,
+        q: Heads,
+        k: Heads,
+        v: Heads,
+        y: Heads,
+        found: Pair,
+        causal: bool,
+        drop: AttentionDropout | None,
     ) -> None:
         xp, wide = namespace(q), to_float32(namespace(q), q)
         sums, (top, total) = xp.zeros(y.shape, wide.dtype), found
@@ -106,7 +128,12 @@ class RingAttention:
         y[...] = cast(xp, sums / total[..., None], y.dtype)
 
     def _backward(
-        self, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None
+        self,
+        grad: Heads,
+        kept: Residuals,
+        places: Trio,
+        causal: bool,
+        drop: AttentionDropout | None,
     ) -> None:
         q, k, v, y, top, total = kept
         xp = namespace(q)
@@ -114,7 +141,8 @@ class RingAttention:
         share = grad / total[..., None]
         inner = (share * y).sum(axis=3)
         to_q, home = xp.zeros(q.shape, q.dtype), self._zeros(k, v, self._group.rank)
-        follow: Pair | None = None  # what other ranks have added to the gradients of the keys that come next
+        # what other ranks have added to the gradients of the keys that come next
+        follow: Pair | None = None
         for hop, (source, keys, values) in enumerate(self._round(k, v)):
             place = self._zeros(k, v, source) if hop else home
             for mine, theirs, which in self.visible(source, causal, drop):
@@ -133,7 +161,9 @@ class RingAttention:
             to_each[...] = cast(xp, total, to_each.dtype)
 
     def _round(self, k: Heads, v: Heads) -> Iterator[tuple[int, Heads, Heads]]:
-        """Yield each rank's keys and values as they come by, this rank's first; meanwhile they are passed on."""
+        """Yield each rank's keys and values as they come by, this rank's first; meanwhile they are
+        passed on.
+        """
         xp, size, rank = namespace(k), self._group.size, self._group.rank
         here = xp.ascontiguousarray(k), xp.ascontiguousarray(v)
         for hop in range(size):
@@ -151,25 +181,35 @@ class RingAttention:
         """Begin to pass arrays on to the next rank, and to receive the same of the rank before."""
         size, rank = self._group.size, self._group.rank
         sends = [((rank + 1) % size, each) for each in out if each.size]
-        return start_exchange(self._group, sends, [((rank - 1) % size, each) for each in room if each.size])
+        return start_exchange(
+            self._group, sends, [((rank - 1) % size, each) for each in room if each.size]
+        )
 
     def _wait(self, request: MessageRequest, out: Sequence[Array]) -> None:
-        with self._group.meeting("ring", None, CATEGORY, {"bytes": sum(each.nbytes for each in out)}):
+        with self._group.meeting(
+            "ring", None, CATEGORY, {"bytes": sum(each.nbytes for each in out)}
+        ):
             request.wait()
 
     def _zeros(self, k: Heads, v: Heads, source: int) -> Pair:
-        """Return room for the gradients of a rank's keys and values, in the dtype in which they are added up."""
+        """Return room for the gradients of a rank's keys and values, in the dtype in which they are
+        added up.
+        """
         xp, length = namespace(k), self._lengths[source]
 
         def room(x: Heads) -> Array:
-            return xp.zeros((*x.shape[:2], length, x.shape[3]), "float32" if is_low(x.dtype) else x.dtype)
+            return xp.zeros(
+                (*x.shape[:2], length, x.shape[3]), "float32" if is_low(x.dtype) else x.dtype
+            )
 
         return room(k), room(v)
 
     def visible(
         self, source: int, causal: bool, drop: AttentionDropout | None = None
     ) -> Iterator[tuple[slice, slice, KeyBlock]]:
-        """Yield where queries of this rank and keys of another one that meet stand among theirs, and which they are."""
+        """Yield where queries of this rank and keys of another one that meet stand among theirs,
+        and which they are.
+        """
         for queries, mine in _places(self._ranges[self._group.rank]):
             for keys, theirs in _places(self._ranges[source]):
                 if not causal or keys.start <= queries.start:
@@ -204,8 +244,9 @@ def check_heads(heads: int, size: int, tp: int = 1) -> None:
     if heads < size:
         there = counted(heads, "head") + (f" on a rank of tp {tp}" if tp > 1 else "")
         raise LayoutError(
-            f"sp {size} with sp attention ulysses shares out heads, and there is nothing for each rank of {there}; "
-            f"{f'sp up to {heads}' if heads > 1 else 'sp 1'} fits, or sp attention ring, which shares out none"
+            f"sp {size} with sp attention ulysses shares out heads, and there is nothing for each"
+            f" rank of {there}; {f'sp up to {heads}' if heads > 1 else 'sp 1'} fits, or sp"
+            " attention ring, which shares out none"
         )
 
 
@@ -224,7 +265,13 @@ class UlyssesAttention:
         self._length = self._positions[-1].stop
 
     def attend(
-        self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
+        self,
+        xp: Any,
+        inputs: Trio,
+        y: Heads,
+        causal: bool,
+        keep: bool,
+        drop: AttentionDropout | None = None,
     ) -> Residuals:
         """See `ops.attend.attend`, for this rank's positions."""
         check_heads(y.shape[1], self._group.size)
@@ -233,7 +280,13 @@ class UlyssesAttention:
         return (kept,)
 
     def attend_grad(
-        self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
+        self,
+        xp: Any,
+        grad: Heads,
+        kept: Residuals,
+        places: Trio,
+        causal: bool,
+        drop: AttentionDropout | None = None,
     ) -> None:
         """See `ops.attend.attend_grad`, for this rank's positions."""
         perform(self._backward, grad, kept[0], places, (causal, *self._own(drop, grad)))
@@ -250,7 +303,9 @@ class UlyssesAttention:
         kept[:] = [self._kernels.attend(xp, _apart(together, inputs), result, *how)]
         y[...] = self._to_positions(result, y.shape[1])
 
-    def _backward(self, grad: Heads, kept: list[Residuals], places: Trio, how: tuple[Any, ...]) -> None:
+    def _backward(
+        self, grad: Heads, kept: list[Residuals], places: Trio, how: tuple[Any, ...]
+    ) -> None:
         xp = namespace(grad)
         whole = self._to_heads(grad)
         gradients = xp.empty((*whole.shape[:3], sum(each.shape[3] for each in places)), grad.dtype)
@@ -269,14 +324,20 @@ class UlyssesAttention:
         return self._exchange(whole.swapaxes(1, 2), self._positions, heads).swapaxes(1, 2)
 
     def _exchange(self, x: Array, out: Sequence[range], into: Sequence[range]) -> Array:
-        """Return this rank's part of axis 1, all of which came with its part of axis 2: of that, it gets all."""
+        """Return this rank's part of axis 1, all of which came with its part of axis 2: of that, it
+        gets all.
+        """
         own = len(out[self._group.rank])
         shapes = [(x.shape[0], own, len(each), x.shape[3]) for each in into]
         parts = [x[:, each.start : each.stop] for each in out]
-        return namespace(x).concatenate(self._group.all_to_all_v(parts, shapes, category=CATEGORY), axis=2)
+        return namespace(x).concatenate(
+            self._group.all_to_all_v(parts, shapes, category=CATEGORY), axis=2
+        )
 
 
 def _apart(together: Array, like: Trio) -> Trio:
-    """Return views of the arrays that stand side by side in one, each as long in its last axis as another one."""
+    """Return views of the arrays that stand side by side in one, each as long in its last axis as
+    another one.
+    """
     first, second = like[0].shape[3], like[0].shape[3] + like[1].shape[3]
     return together[..., :first], together[..., first:second], together[..., second:]

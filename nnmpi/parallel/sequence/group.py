@@ -6,13 +6,15 @@
     attention                    looks at other positions: `ulysses` or `ring`
     loss                         each rank's own tokens; a mean is over those of the global batch
 
-What comes into a model is marked as a part of a tensor (see `tensor.placement`), so each operation on it either works
-on positions by themselves, or knows how to meet those of the other ranks, or is refused; no module is replaced.
+What comes into a model is marked as a part of a tensor (see `tensor.placement`), so each operation
+on it either works on positions by themselves, or knows how to meet those of the other ranks, or is
+refused; no module is replaced.
 
-To its parameters the ranks of a group are replicas: each computes the gradient of its positions' losses, and these
-are summed over dp x sp as data parallelism sums them. So, unlike in a tensor group, the gradient of anything whole is
-here each rank's share of it, until that sum. All of the strategy follows from it: copying needs no exchange, what is
-scattered is taken (`take_part` in `ops.collectives`), and gathered by `gather_summing_grads`.
+To its parameters the ranks of a group are replicas: each computes the gradient of its positions'
+losses, and these are summed over dp x sp as data parallelism sums them. So, unlike in a tensor
+group, the gradient of anything whole is here each rank's share of it, until that sum. All of the
+strategy follows from it: copying needs no exchange, what is scattered is taken (`take_part` in
+`ops.collectives`), and gathered by `gather_summing_grads`.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +39,8 @@ class SequenceGroup(PartExchange):
 
     Attributes:
         group: the ranks.
-        way: of attention, ULYSSES (each rank has one run of positions) or RING (two, one from each end).
+        way: of attention, ULYSSES (each rank has one run of positions) or RING (two, one from each
+            end).
     """
 
     way: str = ULYSSES
@@ -60,8 +63,9 @@ class SequenceGroup(PartExchange):
         shapes = tuple(batch.x.shape), tuple(batch.y.shape)
         if len(shapes[0]) < 2 or len(shapes[1]) != 2 or shapes[0][1] != shapes[1][1]:
             raise UsageError(
-                f"sp {self.size} shares out the positions of sequences: it needs samples (batch, time, ...) and labels "
-                f"(batch, time), not {shapes[0]} and {shapes[1]}; leave sp at 1"
+                f"sp {self.size} shares out the positions of sequences: it needs samples (batch,"
+                f" time, ...) and labels (batch, time), not {shapes[0]} and {shapes[1]}; leave sp"
+                " at 1"
             )
         labels = None if batch.host_y is None else self.take(batch.host_y)
         own = replace(batch, x=self.take(batch.x), y=self.take(batch.y), host_y=labels)
@@ -92,8 +96,8 @@ class SequenceGroup(PartExchange):
             return x.part()
         shape = getattr(x, "shape", type(x).__name__)
         raise LayoutError(
-            f"the model's result {shape} does not have the {length} positions of its input at axis {POSITIONS}, which "
-            f"sp {self.size} shares out; leave sp at 1"
+            f"the model's result {shape} does not have the {length} positions of its input at axis"
+            f" {POSITIONS}, which sp {self.size} shares out; leave sp at 1"
         )
 
     # ---- what tensors call

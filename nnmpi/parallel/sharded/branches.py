@@ -5,8 +5,8 @@
     rank 1    x --> branch 1 --> y1 --+--> y1 --+              |        own gradient of y1 --> branch 1
     forward                    one broadcast of each result    backward    nothing; of x one all-reduce
 
-What comes after `join` is the same on every rank, and so are the gradients of the results: each rank takes those of its
-own. The gradients of x are summed, where x has any.
+What comes after `join` is the same on every rank, and so are the gradients of the results: each
+rank takes those of its own. The gradients of x are summed, where x has any.
 """
 
 from typing import Any
@@ -27,7 +27,8 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class FromRank(Function):
-    """One rank's tensor on every rank, where the same is then done with it; its gradient goes to that rank.
+    """One rank's tensor on every rank, where the same is then done with it; its gradient goes to
+    that rank.
 
     Args:
         group: the ranks.
@@ -37,7 +38,9 @@ class FromRank(Function):
 
     __slots__ = ("_dtype", "_shape", "group", "root")
 
-    def __init__(self, group: Group, root: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, group: Group, root: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
         self.group, self.root, self._shape, self._dtype = group, root, shape, dtype
 
     def forward(self, own: Array | None, *inputs: Array) -> Array:
@@ -45,12 +48,14 @@ class FromRank(Function):
 
         Args:
             own: at the root the tensor, elsewhere None.
-            inputs: of this rank's branches. They get no gradient from here, but wait for the ranks' sum of theirs in
-                the same backward passes on every rank.
+            inputs: of this rank's branches. They get no gradient from here, but wait for the ranks'
+                sum of theirs in the same backward passes on every rank.
         """
         self.saved = tuple((x.shape, x.dtype) for x in inputs)
         xp = namespace(inputs[0] if own is None else own)
-        y: Array = xp.empty(self._shape, dtype=self._dtype) if own is None else xp.ascontiguousarray(own)
+        y: Array = (
+            xp.empty(self._shape, dtype=self._dtype) if own is None else xp.ascontiguousarray(own)
+        )
         with self.group.meeting("broadcast", None, CATEGORY, {"bytes": y.nbytes}):
             self.group.broadcast(y, self.root)
         return y
@@ -58,12 +63,15 @@ class FromRank(Function):
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         xp = namespace(grad)
         nothing = (xp.broadcast_to(xp.zeros((), dtype=dtype), shape) for shape, dtype in self.saved)
-        zeros = (zero if needed else None for zero, needed in zip(nothing, self.needs[1:], strict=True))
+        zeros = (
+            zero if needed else None for zero, needed in zip(nothing, self.needs[1:], strict=True)
+        )
         return grad if self.needs[0] else None, *zeros
 
 
 class DealtBranches(Branches):
-    """Branches of which this rank computes its own. Those of others keep their names, and have nothing of their values.
+    """Branches of which this rank computes its own. Those of others keep their names, and have
+    nothing of their values.
 
     Args:
         whole: the model's.
@@ -76,12 +84,16 @@ class DealtBranches(Branches):
         self._roots = tuple(rank for rank, numbers in enumerate(dealt) for _ in numbers)
         for branch, root in zip(self.branches, self._roots, strict=True):
             sharder.deal(branch, root == sharder.group.rank)
-        self._forms: dict[Any, list[tuple[tuple[int, ...], str]]] = {}  # of the results, by the inputs'
+        # of the results, by the inputs'
+        self._forms: dict[Any, list[tuple[tuple[int, ...], str]]] = {}
 
     def forward(self, x: Any) -> Tensor:
         """Return what `join` makes of all ranks' results."""
         inputs = list({id(each): each for each in self.inputs(x)}.values())
-        own = {id(each): copy(each if isinstance(each, Tensor) else Tensor(each), self._group) for each in inputs}
+        own = {
+            id(each): copy(each if isinstance(each, Tensor) else Tensor(each), self._group)
+            for each in inputs
+        }
         results = [
             branch(own[id(each)]) if root == self._group.rank else None
             for branch, root, each in zip(self.branches, self._roots, self.inputs(x), strict=True)
@@ -98,19 +110,28 @@ class DealtBranches(Branches):
         )
 
     def _agreed(self, results: list[Any]) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of each branch's result; collective, once for inputs of each shape."""
-        forms = [[each.shape, str(each.dtype)] if isinstance(each, Tensor) else None for each in results]
+        """Return shape and dtype of each branch's result; collective, once for inputs of each
+        shape.
+        """
+        forms = [
+            [each.shape, str(each.dtype)] if isinstance(each, Tensor) else None for each in results
+        ]
         everyones = self._group.gather(forms)
         found = [everyones[root][i] for i, root in enumerate(self._roots)]
         if None in found:
-            raise UsageError(f"branch {found.index(None)} does not return one Tensor; let it return one, for join")
+            raise UsageError(
+                f"branch {found.index(None)} does not return one Tensor; let it return one, for"
+                " join"
+            )
         return found
 
 
 def place_branches(layer: Branches, context: LayerContext) -> Placed:
     """Return the branches as the table wants them."""
     if context.sharding is not Sharding.BRANCHES:
-        raise context.refuse("is made of branches; choose Sharding.BRANCHES, or name the layers in them")
+        raise context.refuse(
+            "is made of branches; choose Sharding.BRANCHES, or name the layers in them"
+        )
     if context.group.size > len(layer.branches):
         raise context.refuse(
             f"has {len(layer.branches)} branches, which {context.group.size} ranks cannot share; "

@@ -1,6 +1,8 @@
-"""What a layer's rule gets: where the layer stands (`LayerContext`), and what cuts its parameters (`ParameterSharder`).
+"""What a layer's rule gets: where the layer stands (`LayerContext`), and what cuts its parameters
+(`ParameterSharder`).
 
-A rule decides how its layer needs the activation. If it comes otherwise, the rule puts an exchange before the layer:
+A rule decides how its layer needs the activation. If it comes otherwise, the rule puts an exchange
+before the layer:
 
     on_replicated    the layer as it is, on activations that are made whole      gather
     to_each          whole, for a computation that differs from rank to rank     gather, gradients are summed
@@ -25,7 +27,8 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class ParameterSharder:
-    """Cuts a model's parameters and buffers for one rank, each once, so that tied parameters stay tied.
+    """Cuts a model's parameters and buffers for one rank, each once, so that tied parameters stay
+    tied.
 
     Attributes:
         group: the ranks that share each layer.
@@ -35,7 +38,9 @@ class ParameterSharder:
         self.group = group
         self._cut: dict[Parameter, Parameter] = {}  # of each whole one the part
 
-    def cut(self, whole: Parameter | Buffer | None, placement: Placement, axis: int) -> Parameter | Buffer | None:
+    def cut(
+        self, whole: Parameter | Buffer | None, placement: Placement, axis: int
+    ) -> Parameter | Buffer | None:
         """Return this rank's part of a parameter or buffer that is cut along with an activation.
 
         Args:
@@ -44,7 +49,8 @@ class ParameterSharder:
             axis: the axis of the parameter that corresponds to the activation's cut axis.
 
         Raises:
-            LayoutError: when the axis cannot be cut so, or another layer has the same parameter cut in another way.
+            LayoutError: when the axis cannot be cut so, or another layer has the same parameter cut
+                in another way.
         """
         if whole is None:
             return None
@@ -52,7 +58,8 @@ class ParameterSharder:
         return self._part(whole, region)
 
     def deal(self, module: Module, mine: bool) -> None:
-        """Leave a module all of its parameters and buffers if it is this rank's, and nothing of them if it is not.
+        """Leave a module all of its parameters and buffers if it is this rank's, and nothing of
+        them if it is not.
 
         Raises:
             LayoutError: when a module of another rank has one of them, too, or one has no axis.
@@ -62,14 +69,17 @@ class ParameterSharder:
                 shape = entry.shape if entry.region is None else entry.region.shape
                 if not shape:
                     raise LayoutError(
-                        f"{path}.{name} in a branch is a single number; give it the shape (1,), so that a rank that "
-                        "computes another branch can have none of it"
+                        f"{path}.{name} in a branch is a single number; give it the shape (1,), so"
+                        " that a rank that computes another branch can have none of it"
                     )
                 region = Region(shape, 0, 0, shape[0] if mine else 0)
                 if entry.region == region:
                     continue  # met already: two modules of the branch share it
                 if isinstance(entry, Buffer) and entry.region is not None:
-                    raise LayoutError(f"{path}.{name} stands in branches of two ranks; make a layer for each branch")
+                    raise LayoutError(
+                        f"{path}.{name} stands in branches of two ranks; make a layer for each"
+                        " branch"
+                    )
                 each.set_child(name, self._part(entry, region))
 
     def _part(self, whole: Parameter | Buffer, region: Region) -> Parameter | Buffer:
@@ -81,8 +91,8 @@ class ParameterSharder:
         part = self._cut.get(whole, whole)
         if part.region != region:
             raise LayoutError(
-                f"two layers share a parameter of shape {whole.shape} and would cut it in two ways; let the table give "
-                "them shardings that cut the same axis, or Sharding.REPLICATED"
+                f"two layers share a parameter of shape {whole.shape} and would cut it in two ways;"
+                " let the table give them shardings that cut the same axis, or Sharding.REPLICATED"
             )
         return part
 
@@ -95,8 +105,9 @@ class ParameterSharder:
         for name, parameter in model.named_parameters():
             if parameter in self._cut:
                 raise LayoutError(
-                    f"parameter {name!r} is whole there and cut in another place of the model; let the table give both "
-                    "places shardings that cut the same axis, or Sharding.REPLICATED"
+                    f"parameter {name!r} is whole there and cut in another place of the model; let"
+                    " the table give both places shardings that cut the same axis, or"
+                    " Sharding.REPLICATED"
                 )
 
 
@@ -118,7 +129,9 @@ def divided(length: int, units: Units | None) -> Placement:
         return features(length)
     unit, rest = divmod(length, units.count * units.repeats)
     if rest:
-        raise LayoutError(f"{length} features are not {units.repeats} times {units.count} units of one length")
+        raise LayoutError(
+            f"{length} features are not {units.repeats} times {units.count} units of one length"
+        )
     return Placement(units.count, unit, units.repeats)
 
 
@@ -148,7 +161,8 @@ class LayerContext:
         return self.sharder.group
 
     def on_replicated(self, module: Module, features: int | None = None) -> Placed:
-        """Return a layer that works as it is, on whole activations, with the exchange that makes them whole.
+        """Return a layer that works as it is, on whole activations, with the exchange that makes
+        them whole.
 
         Args:
             features: the length of their last axis, where the layer knows it.
@@ -158,13 +172,17 @@ class LayerContext:
         return Redistributed(module, before=self.to_replicated(features)), REPLICATED
 
     def on_parts(self, module: Module) -> Placed:
-        """Return a layer whose operations know themselves what to do with a part (see `tensor.placement`)."""
+        """Return a layer whose operations know themselves what to do with a part (see
+        `tensor.placement`).
+        """
         exchange = PartExchange(self.group)
         as_part = partial(_mark, placement=self.placement, exchange=exchange, name=self.name)
         return Redistributed(module, as_part, CutTensor.part), self.placement
 
     def to_replicated(self, features: int | None = None, way: str = "gather") -> Redistribute:
-        """Return the exchange before work that is the same on every rank: whole; backward keeps this rank's slice."""
+        """Return the exchange before work that is the same on every rank: whole; backward keeps
+        this rank's slice.
+        """
         placement = self.placement
         if features is not None and placement.repeats is None:
             placement = placement.resolve(features)
@@ -172,7 +190,9 @@ class LayerContext:
         return partial(redistribute, way, group=self.group, placement=placement)
 
     def to_each(self, features: int | None = None) -> Redistribute:
-        """Return the exchange before work that differs from rank to rank: whole; backward sums over the ranks."""
+        """Return the exchange before work that differs from rank to rank: whole; backward sums over
+        the ranks.
+        """
         return self.to_replicated(features, "gather_summing_grads")
 
     def to_parts(self, placement: Placement) -> Redistribute:
@@ -193,8 +213,8 @@ class LayerContext:
         """
         if self.shape is None or len(self.shape) != 3:
             raise self.refuse(
-                "works on the rows of images, whose height must be known: give shard() the shape of a sample, "
-                "sample=(height, width, channels)"
+                "works on the rows of images, whose height must be known: give shard() the shape of"
+                " a sample, sample=(height, width, channels)"
             )
         height, width, channels = self.shape
         return height, width, channels
@@ -205,7 +225,9 @@ class LayerContext:
 
 
 def part_of(layer: Module, kind: type[Module] | None = None, **attributes: Any) -> Module:
-    """Return what takes a layer's place: one of its own class or another, with some other attributes."""
+    """Return what takes a layer's place: one of its own class or another, with some other
+    attributes.
+    """
     made = object.__new__(kind or type(layer))
     vars(made).update(vars(layer), **attributes)
     return made
@@ -222,7 +244,10 @@ class Redistributed(Module):
     """
 
     def __init__(
-        self, inner: Module, before: Callable[[Any], Any] | None = None, after: Callable[[Any], Any] | None = None
+        self,
+        inner: Module,
+        before: Callable[[Any], Any] | None = None,
+        after: Callable[[Any], Any] | None = None,
     ) -> None:
         self.inner = inner
         self._before, self._after = before, after
@@ -246,7 +271,9 @@ class Redistributed(Module):
 
 
 def _cut(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> TensorCut:
-    """Return which part of a tensor a rank has, as a tensor says it; where repeats are not known, x is the part."""
+    """Return which part of a tensor a rank has, as a tensor says it; where repeats are not known, x
+    is the part.
+    """
     axis, width = placement.axis % x.ndim, placement.width(exchange.size, exchange.rank)
     if placement.repeats is None:
         placement = replace(placement, repeats=x.shape[axis] // width if width else 1)
@@ -260,9 +287,9 @@ def _mark(x: Tensor, placement: Placement, exchange: PartExchange, name: str) ->
 class ShardedChild(Redistributed):
     """What the forward of a custom module sees of a layer or container below it that is shared out.
 
-    It may be called, with whole tensors or parts (see `tensor.cut`): what comes is brought to lie as the layer wants
-    it. What it returns says which part it is. It cannot be taken apart: parameters, and layers in a container, are this
-    rank's parts, and do not say so.
+    It may be called, with whole tensors or parts (see `tensor.cut`): what comes is brought to lie
+    as the layer wants it. What it returns says which part it is. It cannot be taken apart:
+    parameters, and layers in a container, are this rank's parts, and do not say so.
 
     Args:
         inner: what it stands for.
@@ -271,7 +298,9 @@ class ShardedChild(Redistributed):
         group: the ranks.
     """
 
-    def __init__(self, inner: Module, name: str, expects: Placement, gives: Placement, group: Group) -> None:
+    def __init__(
+        self, inner: Module, name: str, expects: Placement, gives: Placement, group: Group
+    ) -> None:
         super().__init__(inner)
         self._name, self._expects, self._gives = name, expects, gives
         self._group = PartExchange(group)
@@ -290,13 +319,16 @@ class ShardedChild(Redistributed):
 
     def _closed(self, *_: Any) -> NoReturn:
         raise LayoutError(
-            f"layer {self._name!r} is shared out over {self._group.size} ranks, and its parameters and layers cannot "
-            "be used one by one then; call the layer, or give it no entry in the table"
+            f"layer {self._name!r} is shared out over {self._group.size} ranks, and its parameters"
+            " and layers cannot be used one by one then; call the layer, or give it no entry in"
+            " the table"
         )
 
     def __getattr__(self, name: str) -> Any:
         # reached only for what is not there
         value = getattr(self.inner, name)
-        return self._closed() if isinstance(value, Tensor | Module | Buffer | list | tuple) else value
+        return (
+            self._closed() if isinstance(value, Tensor | Module | Buffer | list | tuple) else value
+        )
 
     __getitem__ = __len__ = __iter__ = _closed

@@ -1,9 +1,11 @@
-"""Convolutions and poolings of which each rank computes some image rows. See `linear` for those cut by channels.
+"""Convolutions and poolings of which each rank computes some image rows. See `linear` for those cut
+by channels.
 
     rows     rank 0   | rows 0..3 |--> halo --> conv --> | rows 0..3 |    kernels are replicated; their gradients are
              rank 1   | rows 4..7 |--> halo --> conv --> | rows 4..7 |    summed over the ranks
 
-The ranks exchange the rows that their windows share, the halo. Pooling works on any part of the channels as it is.
+The ranks exchange the rows that their windows share, the halo. Pooling works on any part of the
+channels as it is.
 
     10 rows, kernel 3, padding 1, 3 ranks        rank 0 has 0..3     rank 1 has 4..6     rank 2 has 7..9
 
@@ -11,9 +13,10 @@ The ranks exchange the rows that their windows share, the halo. Pooling works on
         rank 1          3 4 5 6 7                and 4 and 3 change places between ranks 0 and 1, 7 and 6 between
         rank 2                6 7 8 9 b          ranks 1 and 2
 
-Output rows are dealt out as `shard.split` does it, and each rank needs the input rows under its windows, whatever
-stride, kernel and number of rows are: they may come from several ranks, and a rank without output rows needs none. The
-backward pass sends the gradients of borrowed rows home, where they are added up in rank order.
+Output rows are dealt out as `shard.split` does it, and each rank needs the input rows under its
+windows, whatever stride, kernel and number of rows are: they may come from several ranks, and a
+rank without output rows needs none. The backward pass sends the gradients of borrowed rows home,
+where they are added up in rank order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,7 +66,8 @@ class RowWindows:
         return part(self.height, size, rank)
 
     def needed(self, size: int, rank: int) -> range:
-        """Return the image rows that a rank's windows see; below 0 and from `height` on there is border.
+        """Return the image rows that a rank's windows see; below 0 and from `height` on there is
+        border.
 
         A rank without windows gets border, one row too little for a window.
         """
@@ -82,7 +86,10 @@ class Halo(Function):
     def __init__(self, group: Group, windows: RowWindows, value: float) -> None:
         self.group, self.value = group, value
         size, rank = group.size, group.rank
-        has, needs = [windows.owned(size, r) for r in range(size)], [windows.needed(size, r) for r in range(size)]
+        has, needs = (
+            [windows.owned(size, r) for r in range(size)],
+            [windows.needed(size, r) for r in range(size)],
+        )
         self.has, self.seen = has[rank], needs[rank]
         self.lent, self.taken = (
             [_common(has[rank], each) for each in needs],
@@ -106,14 +113,17 @@ class Halo(Function):
     def _exchange(
         self, images: Array, here: range, away: Sequence[range], home: Sequence[range]
     ) -> Iterator[tuple[range, Array]]:
-        """Send each rank those rows of what is here that are for it; return which rows came from each, and these."""
+        """Send each rank those rows of what is here that are for it; return which rows came from
+        each, and these.
+        """
         parts = [_rows(images, rows, here) for rows in away]
         shapes = [(len(images), len(rows), *images.shape[2:]) for rows in home]
         return zip(home, self.group.all_to_all_v(parts, shapes, "halo", CATEGORY), strict=True)
 
 
 def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Tensor:
-    """Return the image rows that this rank's windows see: (batch, own rows, w, c) -> (batch, needed rows, w, c).
+    """Return the image rows that this rank's windows see: (batch, own rows, w, c) -> (batch, needed
+    rows, w, c).
 
     Args:
         value: of the border.
@@ -124,8 +134,9 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
     own = len(windows.owned(group.size, group.rank))
     if x.data.shape[1] != own:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the {own} of a height of "
-            f"{windows.height} that the model was sharded for; shard it with the sample's shape that it gets"
+            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the {own}"
+            f" of a height of {windows.height} that the model was sharded for; shard it with the"
+            " sample's shape that it gets"
         )
     return Halo(group, windows, value)(x)
 
@@ -142,7 +153,9 @@ def _rows(images: Array, rows: range, present: range) -> Array:
 
 
 class RowsConv2d(Conv2d):
-    """Some rows of a convolution: (batch, this rank's rows, w, inputs) -> (batch, this rank's rows, out_w, outputs)."""
+    """Some rows of a convolution: (batch, this rank's rows, w, inputs) -> (batch, this rank's rows,
+    out_w, outputs).
+    """
 
     group: Group
     windows: RowWindows  # as they go over the rows of a whole image
@@ -155,13 +168,18 @@ class RowsConv2d(Conv2d):
         """
         x = self.enter(x)
         if x.ndim != 4 or x.shape[3] != self.weight.shape[2] * self.groups:
-            raise ShapeError(f"a convolution of images {x.shape} does not fit a weight of {self.weight.shape}")
+            raise ShapeError(
+                f"a convolution of images {x.shape} does not fit a weight of {self.weight.shape}"
+            )
         seen = halo(x, self.group, self.windows)
         weight = copy(self.weight, self.group)
         bias = None if self.bias is None else copy(self.bias, self.group)
         # not `conv2d`, which checks that a window fits: a rank may have no rows
-        kernel, border = (weight.shape[0], weight.shape[1]), (0, self.padding[1])  # `halo` has put the rows' border
-        return convolve(seen, weight, bias, ConvSpec(kernel, self.stride, border, self.dilation, self.groups))
+        # `halo` has put the rows' border
+        kernel, border = (weight.shape[0], weight.shape[1]), (0, self.padding[1])
+        return convolve(
+            seen, weight, bias, ConvSpec(kernel, self.stride, border, self.dilation, self.groups)
+        )
 
 
 def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
@@ -173,20 +191,30 @@ def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
 
 
 def _windows(
-    context: LayerContext, kernel: Sequence[int], stride: Pair, padding: Pair, dilation: Pair = (1, 1)
+    context: LayerContext,
+    kernel: Sequence[int],
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair = (1, 1),
 ) -> RowWindows:
-    """Return how windows go over the rows of the images that come to the layer, whose columns must hold one, too."""
+    """Return how windows go over the rows of the images that come to the layer, whose columns must
+    hold one, too.
+    """
     found = []
     for axis, what in enumerate(("rows", "columns")):
         size, reach = context.sample()[axis], dilation[axis] * (kernel[axis] - 1) + 1
         found.append(RowWindows(size, reach, stride[axis], padding[axis]))
         if found[axis].outputs < 1:
-            raise context.refuse(f"has windows of {reach} {what}, which do not fit images of {size} {what}")
+            raise context.refuse(
+                f"has windows of {reach} {what}, which do not fit images of {size} {what}"
+            )
     return found[0]
 
 
 class RowsPool2d(Pool2d):
-    """Some rows of a pooling: (batch, this rank's rows, w, channels) -> (batch, this rank's rows, out_w, channels)."""
+    """Some rows of a pooling: (batch, this rank's rows, w, channels) -> (batch, this rank's rows,
+    out_w, channels).
+    """
 
     group: Group
     windows: RowWindows  # as they go over the rows of a whole image
@@ -201,7 +229,9 @@ class RowsPool2d(Pool2d):
 
 
 class RowsGlobalAvgPool2d(GlobalAvgPool2d):
-    """The mean of each channel over images whose rows lie on several ranks: -> whole (batch, channels)."""
+    """The mean of each channel over images whose rows lie on several ranks: -> whole (batch,
+    channels).
+    """
 
     group: Group
     height: int  # of a whole image
@@ -213,7 +243,9 @@ class RowsGlobalAvgPool2d(GlobalAvgPool2d):
 
 
 def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
-    """Return the layer for what comes to it: as it is if channels are cut, with a halo exchange if rows are."""
+    """Return the layer for what comes to it: as it is if channels are cut, with a halo exchange if
+    rows are.
+    """
     if not (context.placement.has_rows or context.sharding is Sharding.ROWS):
         return layer, context.placement
     context.sample()
@@ -221,13 +253,17 @@ def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
         raise context.refuse("has no rows before it; give the convolution before it Sharding.ROWS")
     windows = _windows(context, *layer.over)
     is_largest = isinstance(layer, MaxPool2d)
-    operation, border = (MaxPool2dFunction, -float("inf")) if is_largest else (AvgPool2dFunction, 0.0)
+    operation, border = (
+        (MaxPool2dFunction, -float("inf")) if is_largest else (AvgPool2dFunction, 0.0)
+    )
     own = {"group": context.group, "windows": windows, "operation": operation, "border": border}
     return part_of(layer, RowsPool2d, **own), rows(windows.outputs)
 
 
 def place_global_pool(layer: GlobalAvgPool2d, context: LayerContext) -> Placed:
-    """Return the layer for what comes to it: as it is if channels are cut, with a sum over the ranks if rows are."""
+    """Return the layer for what comes to it: as it is if channels are cut, with a sum over the
+    ranks if rows are.
+    """
     if context.placement.has_rows:
         height, _, _ = context.sample()
         return part_of(layer, RowsGlobalAvgPool2d, group=context.group, height=height), REPLICATED

@@ -3,8 +3,9 @@
     rank 0 | classes 0..4 |   largest  \\                      sum of e^(x - largest)  \\
     rank 1 | classes 5..9 |   largest  /  all-reduce (max)     the label's logit       /  all-reduce (sum)  ->  loss
 
-So two numbers per row are exchanged (three with smoothing) instead of one per class; nothing in the backward pass
-(Shoeybi et al., "Megatron-LM", 2019, section 3). The loss is whole: every rank has it.
+So two numbers per row are exchanged (three with smoothing) instead of one per class; nothing in the
+backward pass (Shoeybi et al., "Megatron-LM", 2019, section 3). The loss is whole: every rank has
+it.
 """
 
 from math import prod
@@ -30,12 +31,16 @@ class PartCrossEntropy(CrossEntropy):
 
     replayable = False
 
-    def __init__(self, group: Group, classes: int, reduction: str, ignore_index: int | None, smoothing: float) -> None:
+    def __init__(
+        self, group: Group, classes: int, reduction: str, ignore_index: int | None, smoothing: float
+    ) -> None:
         super().__init__(reduction, ignore_index, smoothing)
         self.group, self.classes = group, classes
 
     def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
-        """Return the loss of each row, and what the gradient needs: probabilities, and where labels are here."""
+        """Return the loss of each row, and what the gradient needs: probabilities, and where labels
+        are here.
+        """
         xp = namespace(logits)
         own = part(self.classes, self.group.size, self.group.rank)
         labels = labels.astype(xp.int64)
@@ -74,7 +79,11 @@ class PartCrossEntropy(CrossEntropy):
     def _largest(self, rows: Array) -> Array:
         """Return each row's largest logit, over all classes."""
         xp = namespace(rows)
-        tops = rows.max(axis=1) if rows.shape[1] else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
+        tops = (
+            rows.max(axis=1)
+            if rows.shape[1]
+            else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
+        )
         result: Array = xp.ascontiguousarray(tops)
         with self.group.meeting("all-reduce (max)", None, CATEGORY, {"bytes": result.nbytes}):
             self.group.all_reduce_max(result)
@@ -90,10 +99,12 @@ def cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the cross-entropy between softmax(logits) and the labels, the same on every rank; collective.
+    """Return the cross-entropy between softmax(logits) and the labels, the same on every rank;
+    collective.
 
     Args:
-        logits: (..., this rank's classes): its part of `shard.split(classes, size)`; it may be empty.
+        logits: (..., this rank's classes): its part of `shard.split(classes, size)`; it may be
+            empty.
         labels: (...), integers in 0..classes-1, the same on all ranks.
         classes: how many there are on all ranks.
 
@@ -109,7 +120,8 @@ def cross_entropy(
 
 
 def best_classes(logits: Array, group: Group, classes: int) -> Array:
-    """Return the class of each row's largest logit, the first one of equal ones: (...) int64 on the host; collective.
+    """Return the class of each row's largest logit, the first one of equal ones: (...) int64 on the
+    host; collective.
 
     Args:
         logits: (..., this rank's classes).
@@ -124,9 +136,13 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
     own = np.full((2, len(rows)), -np.inf)  # float64 holds every class exactly
     if rows.shape[1]:
         best = rows.argmax(axis=1)
-        own[0], own[1] = rows[np.arange(len(rows)), best], best + part(classes, group.size, group.rank).start
+        own[0], own[1] = (
+            rows[np.arange(len(rows)), best],
+            best + part(classes, group.size, group.rank).start,
+        )
     parts = group.all_gather_v(own.reshape(-1), [own.size] * group.size)
-    everyone = np.stack([values.reshape(own.shape) for values in parts])  # (rank, value or class, row)
+    # (rank, value or class, row)
+    everyone = np.stack([values.reshape(own.shape) for values in parts])
     winner = everyone[:, 0].argmax(axis=0)
     return everyone[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
 
@@ -135,6 +151,6 @@ def _check_width(shape: tuple[int, ...], group: Group, classes: int) -> None:
     own = len(part(classes, group.size, group.rank))
     if not shape or shape[-1] != own:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {own} of {classes} classes are its "
-            "part; let the last layer's table entry be Sharding.VOCAB"
+            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {own} of {classes}"
+            " classes are its part; let the last layer's table entry be Sharding.VOCAB"
         )

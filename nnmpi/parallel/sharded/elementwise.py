@@ -1,12 +1,13 @@
 """Other layers on activations that are cut: activations, softmax, flatten, dropout, normalization.
 
-Most without parameters work on any part as they are. Softmax gets whole activations; dropout must drop what the whole
-layer would drop.
+Most without parameters work on any part as they are. Softmax gets whole activations; dropout must
+drop what the whole layer would drop.
 
 batch norm    channels cut      each rank normalizes its own channels, and has their parameters and running
                                 statistics; no exchange
-              image rows cut    the statistics are those of all rows: summed over the ranks of the tensor group, then
-                                over those of data parallelism; parameters and running statistics are replicated
+              image rows cut    the statistics are those of all rows: summed over the ranks of the
+                                tensor group, then over those of data parallelism; parameters and
+                                running statistics are replicated
 layer norm    features cut      gets whole activations, by an exchange before it
               image rows cut    every pixel is whole, so only the parameters' gradients are summed
 """
@@ -47,7 +48,9 @@ def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
 
 
 def place_dropout(layer: Dropout, context: LayerContext) -> Placed:
-    """Return the layer for this rank's part of what comes to it, of which it drops what the whole layer would drop."""
+    """Return the layer for this rank's part of what comes to it, of which it drops what the whole
+    layer would drop.
+    """
     return context.on_parts(layer)
 
 
@@ -62,13 +65,17 @@ class PartBatchNorm(BatchNorm):
 
 
 class RowsBatchNorm(BatchNorm):
-    """A batch normalization of some rows of each image: (batch, this rank's rows, w, channels) -> the same."""
+    """A batch normalization of some rows of each image: (batch, this rank's rows, w, channels) ->
+    the same.
+    """
 
     group: Group
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's rows, normalized by the statistics of all."""
-        return self.normalize(x, copy(self.weight, self.group), copy(self.bias, self.group), self._sum)
+        return self.normalize(
+            x, copy(self.weight, self.group), copy(self.bias, self.group), self._sum
+        )
 
     def _sum(self, array: Array) -> Array:
         ours = all_sum(self.group, array)
@@ -81,12 +88,16 @@ def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
         return part_of(layer, RowsBatchNorm, group=context.group), context.placement
     placement = context.placement.resolve(layer.weight.size)
     names = "weight", "bias", "running_mean", "running_variance"
-    own: dict[str, Any] = {name: context.sharder.cut(getattr(layer, name), placement, 0) for name in names}
+    own: dict[str, Any] = {
+        name: context.sharder.cut(getattr(layer, name), placement, 0) for name in names
+    }
     return part_of(layer, PartBatchNorm, **own), placement
 
 
 def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:
-    """Return the layer for what lies before it; over axes that are cut and others, it gets whole activations."""
+    """Return the layer for what lies before it; over axes that are cut and others, it gets whole
+    activations.
+    """
     shape = layer.weight.shape
     if context.placement.has_rows and len(shape) < 3:
         return context.on_parts(layer)

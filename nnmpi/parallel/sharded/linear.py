@@ -1,4 +1,5 @@
-"""Linear layers, embeddings and convolutions of which each rank has some outputs, some inputs or some entries.
+"""Linear layers, embeddings and convolutions of which each rank has some outputs, some inputs or
+some entries.
 
                   column                                   row
     x whole -> [ W0 | W1 ] -> y0 | y1   -> relu ->  y0 | y1 -> [ V0 ] -> add up -> z whole
@@ -6,16 +7,18 @@
     forward    nothing                              one all-reduce
     backward   one all-reduce, of x's gradient      nothing
 
-So a pair costs one all-reduce each way (Shoeybi et al., "Megatron-LM", 2019), and what stands between works on its
-rank's features alone. In half precision the parts are added up before they are rounded. For a convolution features are
-channels. With groups only its outputs can be cut, and only between groups: a rank then needs the inputs of its own
-groups alone, and a depthwise convolution of channels that are cut already needs no exchange at all.
+So a pair costs one all-reduce each way (Shoeybi et al., "Megatron-LM", 2019), and what stands
+between works on its rank's features alone. In half precision the parts are added up before they are
+rounded. For a convolution features are channels. With groups only its outputs can be cut, and only
+between groups: a rank then needs the inputs of its own groups alone, and a depthwise convolution of
+channels that are cut already needs no exchange at all.
 
     vocabulary cut    index 5   rank 0 has entries 0..3: zeros     \\
                                 rank 1 has entries 4..7: its row 1  >  add up -> the row, whole
     features cut      every rank looks up its part of the row; no exchange
 
-What is cut by outputs is the layer itself with its part of the weight, and an exchange before it (`enter`).
+What is cut by outputs is the layer itself with its part of the weight, and an exchange before it
+(`enter`).
 """
 
 from collections.abc import Mapping
@@ -40,7 +43,9 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class RowLinear(Linear):
-    """Some inputs of a linear layer: (..., this rank's inputs) -> whole (..., outputs). The bias is whole."""
+    """Some inputs of a linear layer: (..., this rank's inputs) -> whole (..., outputs). The bias is
+    whole.
+    """
 
     group: Group
 
@@ -52,7 +57,9 @@ class RowLinear(Linear):
 
 
 class RowConv2d(Conv2d):
-    """Some input channels of a convolution: (batch, h, w, this rank's inputs) -> whole images. The bias is whole."""
+    """Some input channels of a convolution: (batch, h, w, this rank's inputs) -> whole images. The
+    bias is whole.
+    """
 
     group: Group
 
@@ -93,7 +100,9 @@ class RowEmbedding(Embedding):
         """Return the rows that the indices pick. Errors are those of `ops.embedding`."""
         weight, region = self.weight, self.weight.region
         assert region is not None
-        rows = embedding(weight, indices, self.num_embeddings, lambda _: LookUp(region.start, weight.dtype))
+        rows = embedding(
+            weight, indices, self.num_embeddings, lambda _: LookUp(region.start, weight.dtype)
+        )
         return sum_over_ranks(rows, self.group).astype(read_as("embedding", self.weight))
 
 
@@ -131,9 +140,13 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
     kind, groups, sharding = PRODUCTS[type(layer)], getattr(layer, "groups", 1), context.sharding
     inputs, outputs = layer.weight.shape[kind.inputs] * groups, layer.weight.shape[kind.outputs]
     if isinstance(layer, Embedding) and not context.placement.is_replicated:
-        raise context.refuse("is an Embedding, but its indices lie on several ranks; it must come before what is cut")
+        raise context.refuse(
+            "is an Embedding, but its indices lie on several ranks; it must come before what is cut"
+        )
     if sharding in kind.by_outputs:
-        result = divided(outputs, context.units) if groups == 1 else features(groups, outputs // groups)
+        result = (
+            divided(outputs, context.units) if groups == 1 else features(groups, outputs // groups)
+        )
         own: dict[str, Any] = {"weight": context.sharder.cut(layer.weight, result, kind.outputs)}
         own["bias"] = context.sharder.cut(getattr(layer, "bias", None), result, 0)
         if groups > 1:  # all outputs of a group belong to one rank
@@ -142,12 +155,18 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
     if sharding in kind.by_inputs:
         if groups > 1:
             raise context.refuse(
-                f"has {groups} groups, whose input channels are not added up over ranks; choose Sharding.COLUMN"
+                f"has {groups} groups, whose input channels are not added up over ranks; choose"
+                " Sharding.COLUMN"
             )
         ready = not context.placement.is_replicated and not context.placement.has_rows
         cut = context.placement if ready else divided(inputs, context.units)
         weight = context.sharder.cut(layer.weight, cut.resolve(inputs), kind.inputs)
-        return part_of(layer, kind.row, enter=context.to_parts(cut), weight=weight, group=context.group), REPLICATED
+        return (
+            part_of(
+                layer, kind.row, enter=context.to_parts(cut), weight=weight, group=context.group
+            ),
+            REPLICATED,
+        )
     if sharding is None or sharding is Sharding.REPLICATED:
         return context.on_replicated(layer, inputs)
     *choices, last = [each.name for each in (*kind.by_outputs, *kind.by_inputs, *kind.other)]
@@ -163,7 +182,7 @@ def _enter(groups: int, context: LayerContext, inputs: int) -> Redistribute:
         return context.to_each(inputs)
     if groups < context.group.size:
         raise context.refuse(
-            f"has {groups} groups, too few to give each of {context.group.size} ranks one; choose Sharding.ROWS "
-            "or REPLICATED"
+            f"has {groups} groups, too few to give each of {context.group.size} ranks one; choose"
+            " Sharding.ROWS or REPLICATED"
         )
     return context.to_parts(features(groups, inputs // groups))

@@ -1,4 +1,5 @@
-"""ZeRO: data parallelism whose ranks share out the optimizer's state, the gradients and the parameters.
+"""ZeRO: data parallelism whose ranks share out the optimizer's state, the gradients and the
+parameters.
 
     P parameters, N ranks, float32, Adam     parameters   gradients   state        and             sent per step
     data parallelism                         4P           4P          8P                           8P (N-1)/N
@@ -6,17 +7,19 @@
     stage 2                                  4P           4P / N      8P / N       1 unit          8P (N-1)/N
     stage 3                                  4P / N       4P / N      8P / N       3 units        12P (N-1)/N
 
-A sum over the ranks is needed by the rank that updates those parameters alone, so it is scattered, which costs half of
-an all-reduce; the other half is spent on gathering the new parameters. Stage 3 gathers them unit by unit, before they
-are used, and once more before the backward pass (`-->` gather, `sum` reduce-scatter, `.` not here):
+A sum over the ranks is needed by the rank that updates those parameters alone, so it is scattered,
+which costs half of an all-reduce; the other half is spent on gathering the new parameters. Stage 3
+gathers them unit by unit, before they are used, and once more before the backward pass (`-->`
+gather, `sum` reduce-scatter, `.` not here):
 
     forward      --> 0 | 0 --> 1 | 1 --> 2 | 2        the next one comes while one computes
     slot A       0       0         2         2
     slot B       .       1         1         .
     backward     2 --> 1 | sum 2 | 1 --> 0 | sum 1 | 0 | sum 0
 
-What is computed is what `data` computes. Source: Rajbhandari et al., "ZeRO: memory optimizations toward training
-trillion parameter models", 2020. Begin with `units`, then `storage`: what lies where, to the byte.
+What is computed is what `data` computes. Source: Rajbhandari et al., "ZeRO: memory optimizations
+toward training trillion parameter models", 2020. Begin with `units`, then `storage`: what lies
+where, to the byte.
 
     storage       flat storage of which each rank keeps a part: what lies where, gathers and sums
     strategy      ShardedDataParallel: forward and backward, unit by unit

@@ -1,8 +1,10 @@
-"""Flat storage of which each rank keeps a part: what the stages of ZeRO have in memory, where, and how it is exchanged.
+"""Flat storage of which each rank keeps a part: what the stages of ZeRO have in memory, where, and
+how it is exchanged.
 
-A unit is a run of the model's layers, such as a block: what is gathered, computed with, and summed at once. Its
-parameters lie together in a flat array (one for each optimizer group), of which rank r owns part r of `shard.split`. So
-the parts of a unit differ by at most one element, and there is no padding but the gaps that flat storage has anyway.
+A unit is a run of the model's layers, such as a block: what is gathered, computed with, and summed
+at once. Its parameters lie together in a flat array (one for each optimizer group), of which rank r
+owns part r of `shard.split`. So the parts of a unit differ by at most one element, and there is no
+padding but the gaps that flat storage has anyway.
 
                  unit 0      unit 1     unit 2             stage 1      stage 2      stage 3
     parameters  | 0 0 1 1 | 0 0 0 1 1 | 0 1 |             whole        whole        own parts, and two slots
@@ -15,15 +17,17 @@ the parts of a unit differ by at most one element, and there is no padding but t
     reduce(2)      its gradients are summed, and this rank's part of the sum is added to what it has
     finish_update  all ranks have what an update has written
 
-A unit always comes to the same slot. So parameters are views that never move, what an operation has saved of them in
-its forward pass is right again once the unit is gathered for its backward pass, and nothing is allocated on the way.
-Parameters that several units have, such as a tied embedding, are a unit of their own with places of their own.
+A unit always comes to the same slot. So parameters are views that never move, what an operation has
+saved of them in its forward pass is right again once the unit is gathered for its backward pass,
+and nothing is allocated on the way. Parameters that several units have, such as a tied embedding,
+are a unit of their own with places of their own.
 
-Where all ranks are on one node, no message is sent: the parameters stand once in memory that they share, in every
-stage. Each rank trains its part of them, all see the whole, nothing is gathered, and there are no slots; gradients are
-added up where they lie (`comm.node_sum`).
+Where all ranks are on one node, no message is sent: the parameters stand once in memory that they
+share, in every stage. Each rank trains its part of them, all see the whole, nothing is gathered,
+and there are no slots; gradients are added up where they lie (`comm.node_sum`).
 
-How models are cut into units, and what that takes, is said by integers alone, before a model has values.
+How models are cut into units, and what that takes, is said by integers alone, before a model has
+values.
 """
 
 from __future__ import annotations
@@ -58,17 +62,21 @@ from nnmpi.shard import buckets, part, split
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter, Span
 
 SHARED = -1  # the number of the unit of parameters that several units have
-UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing
+# by stage: shorter units would be messages for nothing
+UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
 
 
 class OwnParts(list[Array]):
-    """Arrays of which the ranks of a group have others: a norm of them all is a sum over the ranks."""
+    """Arrays of which the ranks of a group have others: a norm of them all is a sum over the
+    ranks.
+    """
 
     ranks: Group
 
 
 class ShardedStorage(FlatStorage):
-    """The parameters of a model, of which the ranks of a group keep parts. Give it to `Module.initialize`:
+    """The parameters of a model, of which the ranks of a group keep parts. Give it to
+    `Module.initialize`:
 
         model.initialize(seed=0, storage=sharded(model, group, stage=3))
 
@@ -78,8 +86,10 @@ class ShardedStorage(FlatStorage):
         parameters, values, allocate, group, dtype: see `FlatStorage`.
         model: that has the parameters.
         ranks: that keep the parts.
-        stage: what is kept in parts: 1: the optimizer's state; 2: gradients, too; 3: parameters, too.
-        unit_bytes: the longest unit, unless one child of the model is longer; by default 4 MiB, in stage 3 64 KiB.
+        stage: what is kept in parts: 1: the optimizer's state; 2: gradients, too; 3: parameters,
+            too.
+        unit_bytes: the longest unit, unless one child of the model is longer; by default 4 MiB, in
+            stage 3 64 KiB.
         store: in stage 3, where this rank's parts of the parameters lie; None for in memory.
 
     Attributes:
@@ -107,9 +117,13 @@ class ShardedStorage(FlatStorage):
         store: Store | None = None,
     ) -> None:
         if stage not in STAGES:
-            raise UsageError(f"ZeRO has no stage {stage}; choose one of {', '.join(map(str, STAGES))}")
+            raise UsageError(
+                f"ZeRO has no stage {stage}; choose one of {', '.join(map(str, STAGES))}"
+            )
         self.ranks, self.stage, self._store = ranks, stage, store
-        itemsize = (next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)).itemsize
+        itemsize = (
+            next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
+        ).itemsize
         self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
         homes = {each: number for number, unit in enumerate(self.units) for each in unit.parameters}
 
@@ -118,9 +132,11 @@ class ShardedStorage(FlatStorage):
             return f"{homes.get(parameter, SHARED)} {label}"
 
         self._node: NodeSum | None = None
-        self._standing: dict[int, bool] = {}  # the units in their slots, and whether all of each has come
+        # the units in their slots, and whether all of each has come
+        self._standing: dict[int, bool] = {}
         self._traffic = Traffic()
-        self._gathers: dict[int, Pending] = {}  # by the number of the array, as far as there is anything to exchange
+        # by the number of the array, as far as there is anything to exchange
+        self._gathers: dict[int, Pending] = {}
         self._sums: dict[int, Pending] = {}  # of those that are not MPI's own
         self._group: Group | None = None
         super().__init__(parameters, values, allocate, place, dtype)
@@ -146,13 +162,16 @@ class ShardedStorage(FlatStorage):
     ) -> tuple[list[Array], list[Array]]:
         self._layout = list(lengths), dtype
         self._rooms: list[Array] = []  # slots and scratch
-        self._pieces: dict[int, list[int]] = {number: [] for number in (SHARED, *range(len(self.units)))}
+        self._pieces: dict[int, list[int]] = {
+            number: [] for number in (SHARED, *range(len(self.units)))
+        }
         for i, label in enumerate(self.groups):
             self._pieces[int(label.partition(" ")[0])].append(i)
         owns = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
         self.own = [slice(each.start, each.stop) for each in owns]
         data, grads = (
-            self._lay_out(lengths, dtype, allocate, count) for count in (2 * (self.stage == 3), self.stage >= 2)
+            self._lay_out(lengths, dtype, allocate, count)
+            for count in (2 * (self.stage == 3), self.stage >= 2)
         )
         for whole, each, grad in zip(data, self.own, grads, strict=True):
             mine = whole[each]
@@ -175,9 +194,12 @@ class ShardedStorage(FlatStorage):
                 places[i] = room, start
                 start += lengths[i]
             ends[room] = max(ends[room], start)
-        rooms = [allocate(end, dtype) for end in ends.values()]  # a window each in shared memory, of which MPI has few
+        # a window each in shared memory, of which MPI has few
+        rooms = [allocate(end, dtype) for end in ends.values()]
         self._rooms += rooms if slots else []
-        return [rooms[room][start : start + lengths[i]] for i, (room, start) in sorted(places.items())]
+        return [
+            rooms[room][start : start + lengths[i]] for i, (room, start) in sorted(places.items())
+        ]
 
     def write(self, span: Span, value: Array) -> None:
         """See `FlatStorage.write`; of a parameter that is shared out this rank keeps its part."""
@@ -188,7 +210,9 @@ class ShardedStorage(FlatStorage):
             self.data[span.buffer][own] = value.reshape(-1)[theirs]
 
     def _part(self, span: Span) -> tuple[slice, slice]:
-        """Return which part of a parameter is this rank's: where in its own array, and where in the flat parameter."""
+        """Return which part of a parameter is this rank's: where in its own array, and where in the
+        flat parameter.
+        """
         own = self.own[span.buffer]
         mine, length = _common(own, span), own.stop - own.start
         at = min(max(mine.start - own.start, 0), length)
@@ -197,8 +221,13 @@ class ShardedStorage(FlatStorage):
     def view(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
         """See `FlatStorage.view`: a parameter's part, as what it is of the whole."""
         own, theirs = self._part(span)
-        counts = [len(_common(each, span)) for each in split(len(self._data[span.buffer]), self.ranks.size)]
-        return ShardedArray(span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks)
+        counts = [
+            len(_common(each, span))
+            for each in split(len(self._data[span.buffer]), self.ranks.size)
+        ]
+        return ShardedArray(
+            span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks
+        )
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
@@ -211,7 +240,9 @@ class ShardedStorage(FlatStorage):
         """Whether the parameters are all here, whenever one looks."""
         return self.stage < 3
 
-    def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> NoReturn:
+    def move(
+        self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None
+    ) -> NoReturn:
         """Refuse: other ranks count on what lies where."""
         raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
 
@@ -227,14 +258,19 @@ class ShardedStorage(FlatStorage):
     def held_bytes(self) -> tuple[int, int, int]:
         """See `FlatStorage.held_bytes`; what else it takes are slots and scratch."""
         own = [] if self._store is not None else self.data
-        parameters = sum(array.nbytes for array in (own if self.stage == 3 or self.stands_once else self._data))
+        parameters = sum(
+            array.nbytes for array in (own if self.stage == 3 or self.stands_once else self._data)
+        )
         gradients = sum(array.nbytes for array in (self._grads if self.stage == 1 else self.grads))
         return parameters, gradients, sum(room.nbytes for room in self._rooms)
 
     def _settle(self, data: list[Array], grads: list[Array]) -> None:
-        """Let the parameters lie in these whole arrays, and this rank's parts be theirs where there are whole ones."""
+        """Let the parameters lie in these whole arrays, and this rank's parts be theirs where there
+        are whole ones.
+        """
         self._data, self._grads = data, grads
-        self._rooms = self._rooms[-2:]  # of gradients alone: those of parameters, and of older gradients, are gone
+        # of gradients alone: those of parameters, and of older gradients, are gone
+        self._rooms = self._rooms[-2:]
         if self.stage < 3 or self.stands_once:
             self.data = [whole[each] for whole, each in zip(data, self.own, strict=True)]
         if self.stage == 1:
@@ -263,7 +299,9 @@ class ShardedStorage(FlatStorage):
                 self.grads[i][...] = 0
 
     def reduce(self, number: int) -> None:
-        """Sum a unit's gradients over the ranks, and add this rank's part of the sum to what it has. Collective."""
+        """Sum a unit's gradients over the ranks, and add this rank's part of the sum to what it
+        has. Collective.
+        """
         pieces = self._pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
         if any(self.spans[i].parameter.requires_grad for i in numbers):
@@ -271,7 +309,8 @@ class ShardedStorage(FlatStorage):
             for i in numbers:
                 span = self.spans[i]
                 span.parameter.finish_gradient()
-                self._grads[span.buffer][ends[span.buffer] : span.start] = 0  # a gap, where scratch holds anything
+                # a gap, where scratch holds anything
+                self._grads[span.buffer][ends[span.buffer] : span.start] = 0
                 ends[span.buffer] = span.stop
                 if self.stage > 1:
                     span.parameter.grad = None
@@ -307,31 +346,39 @@ class ShardedStorage(FlatStorage):
             place[...] = arrived
 
     def wait_for_others(self) -> None:
-        """With arrays in shared memory, wait for the others: nobody may read too early, or write too early again."""
+        """With arrays in shared memory, wait for the others: nobody may read too early, or write
+        too early again.
+        """
         if self._node is not None:
             self._node.barrier.run()
 
     # ---- parameters ----
 
     def connect(self, group: Group, algorithm: str = AUTO) -> str:
-        """Make ready what gathers and sums; return why not in shared memory, where "auto" meant that. Collective.
+        """Make ready what gathers and sums; return why not in shared memory, where "auto" meant
+        that. Collective.
 
         Args:
             group: the same ranks, for these messages alone.
-            algorithm: "shared", which moves the arrays to memory that a node's ranks share, "native", "ring" or "tree";
-                "auto" is "shared" for arrays in the host's memory and ranks of one node, else MPI's own.
+            algorithm: "shared", which moves the arrays to memory that a node's ranks share,
+                "native", "ring" or "tree"; "auto" is "shared" for arrays in the host's memory and
+                ranks of one node, else MPI's own.
 
         Raises:
             UsageError: for another one, and for "shared" where there is no such memory.
         """
         self._group = group
-        one_node = len(set(group.nodes())) == 1 and not any(map(is_device, self._data)) and self._store is None
+        one_node = (
+            len(set(group.nodes())) == 1
+            and not any(map(is_device, self._data))
+            and self._store is None
+        )
         names = (AUTO, NATIVE, "ring", "tree", *([SHARED_MEMORY] if one_node else []))
         if algorithm not in names:
             raise UsageError(
-                f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not do for these ranks and arrays; "
-                f"choose {', '.join(names)} (shared: where all ranks that share a model are on one node, with arrays "
-                "in the host's memory that stay there)"
+                f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not do for these"
+                f" ranks and arrays; choose {', '.join(names)} (shared: where all ranks that share"
+                " a model are on one node, with arrays in the host's memory that stay there)"
             )
         notice = ""
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
@@ -366,14 +413,21 @@ class ShardedStorage(FlatStorage):
         for whole, each, mine in zip(data, self.own, self.data, strict=True):
             whole[each] = mine
         memory.barrier()
-        self._node = NodeSum(grads, memory, owns=self.own, places=None if self.stage == 1 else self.grads)
+        self._node = NodeSum(
+            grads, memory, owns=self.own, places=None if self.stage == 1 else self.grads
+        )
         self._settle(data, grads)
         self.grads = self._node.places
 
     def finish_update(self) -> None:
-        """Let every rank have all new parameters; in stage 3, forget what was gathered of the old ones."""
+        """Let every rank have all new parameters; in stage 3, forget what was gathered of the old
+        ones.
+        """
         if self._group is None:
-            raise UsageError("nothing puts the ranks' parts together; make a ShardedDataParallel of this model first")
+            raise UsageError(
+                "nothing puts the ranks' parts together; make a ShardedDataParallel of this model"
+                " first"
+            )
         super().finish_update()
         self._standing.clear()
         with self.ranks.meeting(ALL_GATHER.name):
@@ -383,7 +437,8 @@ class ShardedStorage(FlatStorage):
                 pending.run()
 
     def enter(self, number: int, following: int | None = None) -> None:
-        """Let a unit's parameters be in their places, and begin to gather the one that comes next. Collective.
+        """Let a unit's parameters be in their places, and begin to gather the one that comes next.
+        Collective.
 
         Args:
             number: the unit's.
@@ -397,7 +452,9 @@ class ShardedStorage(FlatStorage):
         self._wait(number)
 
     def leave(self, number: int) -> None:
-        """Let another unit have a unit's slot. If it was asked for and nobody came, it is waited for."""
+        """Let another unit have a unit's slot. If it was asked for and nobody came, it is waited
+        for.
+        """
         if number in self._standing:
             self._wait(number)
             del self._standing[number]
@@ -406,7 +463,9 @@ class ShardedStorage(FlatStorage):
         if number in self._standing:
             return
         if number != SHARED:  # who comes again out of turn finds others there
-            for other in [each for each in self._standing if each != SHARED and (each - number) % 2 == 0]:
+            for other in [
+                each for each in self._standing if each != SHARED and (each - number) % 2 == 0
+            ]:
                 self.leave(other)
         self._standing[number] = False
         for i in self._pieces[number]:
@@ -430,7 +489,9 @@ class ShardedStorage(FlatStorage):
             self._traffic = self._traffic.plus(Traffic(0.0, int(whole.nbytes), 1, nan))
 
     def take_traffic(self) -> Traffic:
-        """Return what was exchanged since the last call: the bytes of whole arrays, of which (N - 1) / N are sent."""
+        """Return what was exchanged since the last call: the bytes of whole arrays, of which (N -
+        1) / N are sent.
+        """
         traffic, self._traffic = self._traffic, Traffic()
         return traffic
 
@@ -442,7 +503,9 @@ class ShardedStorage(FlatStorage):
             grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)
             if self.stage == 3:
                 self.data = [own.copy() for own in self.data]
-                data = [np.broadcast_to(np.zeros((), whole.dtype), whole.shape) for whole in self._data]
+                data = [
+                    np.broadcast_to(np.zeros((), whole.dtype), whole.shape) for whole in self._data
+                ]
             else:
                 data = [whole.copy() for whole in self._data]
             self._settle(data, grads)
@@ -460,30 +523,41 @@ def _common(own: slice | range, span: Span) -> range:
 
 
 def sharded(
-    model: Module, ranks: Group, stage: int = 3, unit_bytes: int | None = None, store: Store | None = None
+    model: Module,
+    ranks: Group,
+    stage: int = 3,
+    unit_bytes: int | None = None,
+    store: Store | None = None,
 ) -> Callable[..., ShardedStorage]:
     """Return what makes a model's storage in `Module.initialize`.
 
     Args:
         model, ranks, stage, unit_bytes, store: see `ShardedStorage`.
     """
-    return partial(ShardedStorage, model=model, ranks=ranks, stage=stage, unit_bytes=unit_bytes, store=store)
+    return partial(
+        ShardedStorage, model=model, ranks=ranks, stage=stage, unit_bytes=unit_bytes, store=store
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A run of layers, with the calls that compute them and the parameters that no other unit has."""
+    """A run of layers, with the calls that compute them and the parameters that no other unit
+    has.
+    """
 
     layers: tuple[ChainLayer, ...]
     joined: tuple[Run, ...]
     parameters: tuple[Parameter, ...]
 
 
-def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
+def cut_units(
+    model: Module, limit_bytes: int, itemsize: int
+) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
     """Cut a model's chain into units; return them, and the parameters that several of them have.
 
-    Layers of one child of the model stay together, such as a residual block's. Children are taken together as long as
-    their parameters are not more than the limit; one without parameters goes with the one before it.
+    Layers of one child of the model stay together, such as a residual block's. Children are taken
+    together as long as their parameters are not more than the limit; one without parameters goes
+    with the one before it.
 
     Args:
         model: a sequence, or a part of one; any other module is one unit.
@@ -491,7 +565,9 @@ def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Uni
         itemsize: bytes of an element.
     """
     layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
-    blocks = [tuple(block) for _, block in groupby(layers, lambda layer: layer.name.partition(".")[0])]
+    blocks = [
+        tuple(block) for _, block in groupby(layers, lambda layer: layer.name.partition(".")[0])
+    ]
     seen: set[Parameter] = set()
     merged: list[tuple[ChainLayer, ...]] = [()]
     sizes = [0]
@@ -504,15 +580,24 @@ def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Uni
             sizes.append(0)
         merged[-1] += block
         sizes[-1] += size
-    runs = [tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)]
+    runs = [
+        tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)
+    ]
     users = Counter(each for run in runs for each in _parameters(run))
-    units = [Unit(run, join_layers(run), tuple(each for each in _parameters(run) if users[each] == 1)) for run in runs]
+    units = [
+        Unit(run, join_layers(run), tuple(each for each in _parameters(run) if users[each] == 1))
+        for run in runs
+    ]
     return tuple(units), tuple(each for each in model.parameters() if users[each] != 1)
 
 
 def _parameters(layers: Sequence[ChainLayer]) -> list[Parameter]:
     """Return the parameters of some layers, each once."""
-    return list(dict.fromkeys(p for layer in layers for _, module in layer.members for p in module.parameters()))
+    return list(
+        dict.fromkeys(
+            p for layer in layers for _, module in layer.members for p in module.parameters()
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -520,7 +605,8 @@ class StateBytes:
     """What a rank holds of parameters, gradients and optimizer state, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: the rank's own parts, or all of them; of what lies out of memory nothing.
+        parameters, gradients, optimizer: the rank's own parts, or all of them; of what lies out of
+            memory nothing.
         units: slots of gathered parameters, and scratch for a unit's gradients.
         lengths: of each unit, and of what several units have: what is gathered and summed at once.
     """
@@ -548,7 +634,8 @@ def predict_bytes(
     stands_once: bool = False,
     away: str | None = None,
 ) -> StateBytes:
-    """Return what a rank will hold, to the byte, with one optimizer group. The model needs no values.
+    """Return what a rank will hold, to the byte, with one optimizer group. The model needs no
+    values.
 
     Args:
         model: as for `cut_units`.
@@ -558,8 +645,8 @@ def predict_bytes(
         state_arrays: how many arrays of each parameter's size the optimizer keeps.
         unit_bytes: see `ShardedStorage`.
         stands_once: whether the parameters stand once in memory that all ranks share.
-        away: what lies out of memory: `OPTIMIZER`'s state, or `ALL`, its state and the parameters, in stage 3; None for
-            nothing.
+        away: what lies out of memory: `OPTIMIZER`'s state, or `ALL`, its state and the parameters,
+            in stage 3; None for nothing.
     """
     units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
     lengths = [_length(unit.parameters, itemsize) for unit in units]
@@ -567,7 +654,11 @@ def predict_bytes(
     whole = _length(model.parameters(), itemsize) * itemsize
     own = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
     scratch = (max(lengths, default=0) + apart) * itemsize
-    slots = 0 if stands_once else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
+    slots = (
+        0
+        if stands_once
+        else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
+    )
     return StateBytes(
         (own if stage == 3 or stands_once else whole) if away != ALL else 0,
         own if stage >= 2 else whole,

@@ -47,17 +47,19 @@ class UnitEnd(Elementwise):
 
 
 class ShardedDataParallel(DataParallel):
-    """Keeps one model on a group's ranks, each of which has a part of what training holds. Making one is collective.
+    """Keeps one model on a group's ranks, each of which has a part of what training holds. Making
+    one is collective.
 
         parallel = nnmpi.ShardedDataParallel(model, group, stage=3)
-        optimizer = optim.Adam(model.storage)           # afterwards: it has the state of this rank's parts alone
+        optimizer = optim.Adam(model.storage)           # afterwards: it has the state of this
+                                                        rank's parts alone
         model.zero_grad()
         parallel.backward(ops.cross_entropy(model(x), y, reduction="sum"), samples)
         optimizer.step()
 
-    A model that was initialized with storage that is shared out (`sharded`) is never whole on any rank. Any other one
-    becomes that of rank 0, and is shared out here. The model is a `Sequential`; of another kind it is one unit, which
-    has no use in stage 3.
+    A model that was initialized with storage that is shared out (`sharded`) is never whole on any
+    rank. Any other one becomes that of rank 0, and is shared out here. The model is a `Sequential`;
+    of another kind it is one unit, which has no use in stage 3.
 
     Args:
         model: initialized, the same on all ranks.
@@ -92,7 +94,9 @@ class ShardedDataParallel(DataParallel):
         if not isinstance(model.storage, ShardedStorage):
             broadcast_state(model, group)
             shard_storage(model, group, stage, unit_bytes)
-        super().__init__(model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward)
+        super().__init__(
+            model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward
+        )
         self.stage = self.storage.stage
         self._at = NO_PASS  # the unit whose gradients a backward pass computes
         self.notice = self.storage.connect(group.duplicate(), algorithm)
@@ -132,8 +136,8 @@ class ShardedDataParallel(DataParallel):
         super().begin_pass(last)
         if self._at != NO_PASS:
             raise CommError(
-                "the backward pass before this one ended in an exception halfway; release this ShardedDataParallel and "
-                "make a new one"
+                "the backward pass before this one ended in an exception halfway; release this"
+                " ShardedDataParallel and make a new one"
             )
         self._at = len(self.storage.units) - 1
 
@@ -145,7 +149,8 @@ class ShardedDataParallel(DataParallel):
         self.storage.enter(number, number - 1 if number else None)
 
     def gather_for(self, module: Module) -> None:
-        """Let the weights of a part of the model be in their places, until others need these. Collective.
+        """Let the weights of a part of the model be in their places, until others need these.
+        Collective.
 
         Raises:
             UsageError: for a part that lies in several units.
@@ -156,7 +161,9 @@ class ShardedDataParallel(DataParallel):
             self.storage.enter(number)
 
     def begin_backward(self, module: Module) -> None:
-        """Let the weights of a part of the model be there for its backward; the units above are done. Collective."""
+        """Let the weights of a part of the model be there for its backward; the units above are
+        done. Collective.
+        """
         number = self._unit_of(module)
         self._check_pass()
         if number != SHARED:
@@ -166,17 +173,22 @@ class ShardedDataParallel(DataParallel):
     def _unit_of(self, module: Module) -> int:
         """Return the number of the unit that has a module's parameters; SHARED if none has any."""
         numbers = [
-            i for i, unit in enumerate(self.storage.units) if not {*module.parameters()}.isdisjoint(unit.parameters)
+            i
+            for i, unit in enumerate(self.storage.units)
+            if not {*module.parameters()}.isdisjoint(unit.parameters)
         ]
         if len(numbers) > 1:
             raise UsageError(
-                f"what is computed again at once lies in {len(numbers)} units of ZeRO {self.stage}, whose weights and "
-                "gradients come one unit at a time; take zero 1, or a larger bucket"
+                f"what is computed again at once lies in {len(numbers)} units of ZeRO {self.stage},"
+                " whose weights and gradients come one unit at a time; take zero 1, or a larger"
+                " bucket"
             )
         return numbers[0] if numbers else SHARED
 
     def _finish_units(self, number: int) -> None:
-        """Sum the gradients of all units above this one: a backward pass will not come to them any more."""
+        """Sum the gradients of all units above this one: a backward pass will not come to them any
+        more.
+        """
         while self._at > number:
             self.storage.reduce(self._at)
             self.storage.leave(self._at)
@@ -215,7 +227,10 @@ class ShardedDataParallel(DataParallel):
     def describe(self) -> str:
         """Return how gradients are summed, in words."""
         units = len(self.storage.units)
-        return f"none, but reduce-scatter and all-gather in {counted(units, 'unit')} (ZeRO {self.stage})"
+        return (
+            f"none, but reduce-scatter and all-gather in {counted(units, 'unit')} (ZeRO"
+            f" {self.stage})"
+        )
 
     def gather_model(self) -> None:
         """Give every rank the whole model again, in storage of its own, and release it. Collective.
@@ -223,7 +238,9 @@ class ShardedDataParallel(DataParallel):
         Optimizers over the parts are of no use any more.
         """
         storage = self.storage
-        values = {span.parameter.name: storage.view(span, storage.data).gather() for span in storage.spans}
+        values = {
+            span.parameter.name: storage.view(span, storage.data).gather() for span in storage.spans
+        }
         self.release()
         vars(self.model).pop("forward", None)
         self.model.storage = _again(storage, values, FlatStorage)
@@ -231,8 +248,8 @@ class ShardedDataParallel(DataParallel):
     def release(self) -> None:
         """Detach from the model. Collective.
 
-        In stage 3 each rank is left with its parts, and the model computes nothing any more; call `gather_model` to
-        have all of it on every rank. A second call does nothing.
+        In stage 3 each rank is left with its parts, and the model computes nothing any more; call
+        `gather_model` to have all of it on every rank. A second call does nothing.
         """
         if self.released:
             return
@@ -245,14 +262,18 @@ class ShardedDataParallel(DataParallel):
 
 
 def shard_storage(model: Module, ranks: Group, stage: int, unit_bytes: int | None = None) -> None:
-    """Let an initialized model lie in storage that is shared out: each rank keeps its part of what it has now."""
+    """Let an initialized model lie in storage that is shared out: each rank keeps its part of what
+    it has now.
+    """
     old = model.storage
     values = {span.parameter.name: span.parameter.data for span in old.spans}
     model.storage = _again(old, values, sharded(model, ranks, stage, unit_bytes))
     model.storage.known_groups |= old.known_groups
 
 
-def _again(old: FlatStorage, values: Mapping[str, Array], make: Callable[..., FlatStorage]) -> FlatStorage:
+def _again(
+    old: FlatStorage, values: Mapping[str, Array], make: Callable[..., FlatStorage]
+) -> FlatStorage:
     """Return storage for the same parameters, with their groups, and these values."""
     labels = {span.parameter.name: old.groups[span.buffer] for span in old.spans}
     xp = namespace(old.data[0]) if old.data else np
@@ -262,6 +283,6 @@ def _again(old: FlatStorage, values: Mapping[str, Array], make: Callable[..., Fl
 
 def _refuse(*_: Any) -> NoReturn:
     raise UsageError(
-        "the ranks have parts of this model's parameters, and what gathers them was released; call gather_model() "
-        "instead of release() to go on with a whole model"
+        "the ranks have parts of this model's parameters, and what gathers them was released; call"
+        " gather_model() instead of release() to go on with a whole model"
     )

@@ -44,7 +44,9 @@ class ChosenLayout:
     predicted_s: float | None = None
 
     def compare(self, batch_size: int, records: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a line with the step as it was predicted and as it was measured, the median of the metrics."""
+        """Return a line with the step as it was predicted and as it was measured, the median of the
+        metrics.
+        """
         if self.predicted_s is None:
             return []
         rates = [each["samples_per_second"] for each in records if each.get("kind") == "train"]
@@ -58,7 +60,8 @@ class ChosenLayout:
 
 
 def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLayout:
-    """Return the configuration with the layout that takes least time; the same on all ranks. Collective.
+    """Return the configuration with the layout that takes least time; the same on all ranks.
+    Collective.
 
     A run that multiplies little takes less time than a search: it has replicas.
 
@@ -77,7 +80,10 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
     config, kernels = choose_computing(config, model, samples[0], backend, group)
     work = multiplications(config.optimization, model, samples[0])
     if group.size == 1 or (work < host.PAYS and config.parallel.memory_limit is None):
-        line = f"planner: replicas; a search pays in runs of {host.PAYS:.0e} multiplications, this one has {work:.0e}"
+        line = (
+            f"planner: replicas; a search pays in runs of {host.PAYS:.0e} multiplications, this one"
+            f" has {work:.0e}"
+        )
         return ChosenLayout(config.having(layout="given"), (line, *filter(None, [kernels])))
     with host.computing(config):
         found = _search(Workload(config, samples), group, backend, say)
@@ -97,13 +103,18 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
         replicas = [one for one in found.best if one.candidate.dp == group.size]
         if replicas and not any(one in racing for one in replicas):
             racing[RACERS - 1 :] = replicas[:1]
-        return [[str(one.candidate), one.options(), one.price.seconds] for one in racing], found.looked_at
+        return [
+            [str(one.candidate), one.options(), one.price.seconds] for one in racing
+        ], found.looked_at
 
     first, looked_at = on_root(group, look)
     names = [name for name, _, _ in first]
     kept = all(name in profile.raced for name in names)
     if not kept:
-        say(f"racing {counted(len(first), 'layout')} for some steps each, which is done once and kept")
+        say(
+            f"racing {counted(len(first), 'layout')} for some steps each, which is done once and"
+            " kept"
+        )
         times = race(workload, [options for _, options, _ in first], group, backend)
         profile = replace(profile, raced=dict(zip(names, times, strict=True)))
         keep(profile)
@@ -112,17 +123,21 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
     lines = [
         f"planner: {looked_at} layouts; messages {network.name}",
         *(
-            f"race{' (kept)' if kept else ''}: {names[i]}: predicted {format_seconds(first[i][2], 3)}, "
-            f"took {format_seconds(took_s, 3)}"
+            f"race{' (kept)' if kept else ''}: {names[i]}: predicted"
+            f" {format_seconds(first[i][2], 3)}, took {format_seconds(took_s, 3)}"
             for took_s, i in order
         ),
-        f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in "
-        f"{format_seconds(clock.now() - begin, 2)})",
+        (
+            f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in "
+            f"{format_seconds(clock.now() - begin, 2)})"
+        ),
     ]
     return ChosenLayout(config.having(**options, layout="given"), tuple(lines), seconds)
 
 
-def race(workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend) -> list[float]:
+def race(
+    workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend
+) -> list[float]:
     """Return the seconds of a step of each layout, the least of some rounds. Collective.
 
     They run in turns, forwards and backwards, as the machine's speed may change meanwhile.
@@ -134,7 +149,9 @@ def race(workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group,
     return times
 
 
-def time_layout(workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend) -> float:
+def time_layout(
+    workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend
+) -> float:
     """Return the seconds of a step of a layout. Collective."""
     with ready(workload, options, None, group, backend) as (worker, batches):
         return usual_s(group, lambda batch: worker.step(batch, lr=0.0), batches, RACE_S)

@@ -10,7 +10,15 @@ from functools import cache
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_collective
 from nnmpi.comm.duration import price
-from nnmpi.comm.fit import Fit, default_file, describe_network, find_network_fit, missing_fit, parse_network, save_fit
+from nnmpi.comm.fit import (
+    Fit,
+    default_file,
+    describe_network,
+    find_network_fit,
+    missing_fit,
+    parse_network,
+    save_fit,
+)
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.measure import find_fit
@@ -18,7 +26,8 @@ from nnmpi.comm.measure import measure as measure_fit
 from nnmpi.errors import UsageError
 
 WAYS = ("ring", "tree", "halving-doubling")  # the last of an all-reduce alone
-FIT_S, QUICK = 6.0, "quick-fit"  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
+# for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
+FIT_S, QUICK = 6.0, "quick-fit"
 
 Say = Callable[[str], None]
 
@@ -31,7 +40,8 @@ class PlannedNetwork:
         name: in words, for people.
         machine: links, sums, and the node of each rank.
         ranks: how many.
-        fit: of just these ranks on one node, where there is one: what MPI's own and the shared all-reduce take.
+        fit: of just these ranks on one node, where there is one: what MPI's own and the shared
+            all-reduce take.
     """
 
     name: str
@@ -63,7 +73,9 @@ class PlannedNetwork:
         nodes = self.nodes
         return self.machine.link(nodes[sender] != nodes[receiver]).one_way(nbytes)
 
-    def exchange(self, operation: str, ranks: Sequence[int], nbytes: int, sharing: int = 1) -> float:
+    def exchange(
+        self, operation: str, ranks: Sequence[int], nbytes: int, sharing: int = 1
+    ) -> float:
         """Return the seconds of a collective by the way that is quickest here.
 
         Args:
@@ -72,17 +84,26 @@ class PlannedNetwork:
             nbytes: of the whole buffer.
             sharing: how many such groups of ranks use a node's link at once.
         """
-        return self._exchange(operation, tuple(ranks), nbytes, sharing) if len(ranks) > 1 and nbytes else 0.0
+        return (
+            self._exchange(operation, tuple(ranks), nbytes, sharing)
+            if len(ranks) > 1 and nbytes
+            else 0.0
+        )
 
     def _exchange(self, operation: str, ranks: tuple[int, ...], nbytes: int, sharing: int) -> float:
         machine, ways = self._part(ranks, sharing), WAYS[: 3 if operation == "all-reduce" else 2]
-        found = [price(find_collective(operation, way, machine.nodes), len(ranks), nbytes, machine) for way in ways]
+        found = [
+            price(find_collective(operation, way, machine.nodes), len(ranks), nbytes, machine)
+            for way in ways
+        ]
         if operation == "all-reduce" and self.fit is not None and len(ranks) == self.fit.ranks:
             found.append(self.fit.predict(NATIVE, nbytes))
         return min(found)
 
     def shared(self, nbytes: int) -> float:
-        """Return the seconds of an all-reduce of all ranks through shared memory, where `has_shared`."""
+        """Return the seconds of an all-reduce of all ranks through shared memory, where
+        `has_shared`.
+        """
         return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
 
     def _part(self, ranks: Sequence[int], sharing: int) -> Machine:
@@ -102,15 +123,16 @@ def take_network(
     """Return what messages cost between so many ranks on so many nodes. Collective.
 
     Args:
-        group: the ranks of this job. A fit of just these is measured in a few seconds, where none is kept.
+        group: the ranks of this job. A fit of just these is measured in a few seconds, where none
+            is kept.
         say: called with a sentence when that takes its time.
         ranks: how many are planned for, as many on each node.
         nodes: how many.
         word: "fit"; the file of a fit; or numbers such as "alpha_us=50,gbit=10".
 
     Raises:
-        UsageError: on all ranks, for ranks that the nodes do not divide, a word that says nothing, or a fit that there
-            is not.
+        UsageError: on all ranks, for ranks that the nodes do not divide, a word that says nothing,
+            or a fit that there is not.
     """
     known = find_fit(group, QUICK) if group.size > 1 else None
     if known is None and word == "fit" and ranks == group.size > 1 == nodes:
@@ -121,10 +143,15 @@ def take_network(
                 save_fit(known, default_file(known.facts, QUICK))
     with agreed(group):
         if ranks % nodes:
-            raise UsageError(f"{ranks} ranks cannot be as many on each of {nodes} nodes; give a divisor of {ranks}")
+            raise UsageError(
+                f"{ranks} ranks cannot be as many on each of {nodes} nodes; give a divisor of"
+                f" {ranks}"
+            )
         fit = known if word == "fit" else find_network_fit(word, ranks)
         if fit is not None and fit.ranks == ranks and (nodes == 1 or fit.machine.nodes is not None):
-            return PlannedNetwork(f"fitted to {fit.facts['host']} on {fit.facts['date']}", fit.machine, ranks, fit)
+            return PlannedNetwork(
+                f"fitted to {fit.facts['host']} on {fit.facts['date']}", fit.machine, ranks, fit
+            )
         said = fit is None and word != "fit"
         machine = parse_network(word, ranks, ranks // nodes) if said else Machine.uniform(0.0, 0.0)
         if ranks == 1:
@@ -134,6 +161,12 @@ def take_network(
         if known is None:
             return PlannedNetwork(describe_network(word), machine, ranks)
         inside = machine.inside if nodes == 1 or "inside" in word else known.machine.inside
-        where = "" if inside is machine.inside else f"; inside a node as fitted to {known.facts['host']}"
+        where = (
+            ""
+            if inside is machine.inside
+            else f"; inside a node as fitted to {known.facts['host']}"
+        )
         add = machine.add if "gamma" in word else known.machine.add
-        return PlannedNetwork(f"{describe_network(word)}{where}", replace(machine, inside=inside, add=add), ranks)
+        return PlannedNetwork(
+            f"{describe_network(word)}{where}", replace(machine, inside=inside, add=add), ranks
+        )

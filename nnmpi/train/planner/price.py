@@ -1,21 +1,24 @@
 """What a layout takes, seconds of a step and bytes by kind, and the layouts that take least.
 
     step = computing + bubble      of one replica measured; of a pipeline from its stages' layers
-         + exposed messages        sums of gradients, exchanges of shared layers and sequences, ties, loss
+         + exposed messages        sums of gradients, exchanges of shared layers and sequences,
+                                   ties, loss
          + update                  measured, of a rank's part
 
-    bubble        of stages whose ranks compute a, b, c (b the longest) for a microbatch: a + c, divided by the virtual
-                  stages of a rank; halves of backwards fill it but for the forwards, with V-Half and V-Min half and two
-                  thirds of it; and the messages there and back
+    bubble        of stages whose ranks compute a, b, c (b the longest) for a microbatch: a + c,
+                  divided by the virtual stages of a rank; halves of backwards fill it but for the
+                  forwards, with V-Half and V-Min half and two thirds of it; and the messages there
+                  and back
 
-Messages take the time of fitted links. A price that is 10 % off must not choose: see `auto_layout`. Priced is every
-layout of so many ranks that may be looked at; what cannot be falls out, with the reason:
+Messages take the time of fitted links. A price that is 10 % off must not choose: see `auto_layout`.
+Priced is every layout of so many ranks that may be looked at; what cannot be falls out, with the
+reason:
 
     ranks = dp x pp x tp x sp      x  ZeRO 0..3  x  schedule, virtual stages, microbatches  x  least activations or all
 
-Gradients are summed as `--allreduce auto` sums them. Left out, since another one is never slower: the schedule naive,
-whose stages do one after the other what GPipe's do at once, and PipeDream, which does not compute what one rank
-computes.
+Gradients are summed as `--allreduce auto` sums them. Left out, since another one is never slower:
+the schedule naive, whose stages do one after the other what GPipe's do at once, and PipeDream,
+which does not compute what one rank computes.
 """
 
 from __future__ import annotations
@@ -114,7 +117,9 @@ class Candidate:
         return [-(-len(part) // self.dp) for part in split(batch_size, self.microbatches)]
 
     def options(self) -> dict[str, Any]:
-        """Return the train command's options that mean this layout, but for the split; defaults are left out."""
+        """Return the train command's options that mean this layout, but for the split; defaults are
+        left out.
+        """
         found: dict[str, Any] = dict(zip(AXES, self.axes, strict=True))
         if self.zero:
             found["zero"] = self.zero
@@ -156,19 +161,25 @@ def candidates(
         if left:
             continue
         if (tp, sp) not in shares:
-            refused["the model's layers or positions cannot be shared out so (tp, sp), or among so many"] += 1
+            refused[
+                "the model's layers or positions cannot be shared out so (tp, sp), or among so many"
+            ] += 1
         elif dp * sp > 1 and dp > batch_size:
             refused["more replicas than rows of a batch"] += 1
         elif pp > layers:
             refused["more stages than the model has layers to cut between"] += 1
         else:
             for one in _pipelines(Candidate(dp, pp, tp, sp), batch_size, layers, refused):
-                for zero, recompute in product((0, *STAGES) if one.replicas > 1 else (0,), (False, True)):
+                for zero, recompute in product(
+                    (0, *STAGES) if one.replicas > 1 else (0,), (False, True)
+                ):
                     found += _checked(replace(one, zero=zero, recompute=recompute), refused)
     return found, refused
 
 
-def _pipelines(plain: Candidate, batch_size: int, layers: int, refused: Refusals) -> Iterator[Candidate]:
+def _pipelines(
+    plain: Candidate, batch_size: int, layers: int, refused: Refusals
+) -> Iterator[Candidate]:
     if plain.pp == 1:
         yield plain
         return
@@ -179,7 +190,9 @@ def _pipelines(plain: Candidate, batch_size: int, layers: int, refused: Refusals
         elif plain.pp * virtual > layers:
             refused["more stages than the model has layers to cut between"] += 1
         else:
-            yield replace(plain, schedule=schedule, virtual_stages=virtual, microbatches=microbatches)
+            yield replace(
+                plain, schedule=schedule, virtual_stages=virtual, microbatches=microbatches
+            )
 
 
 def _checked(one: Candidate, refused: Refusals) -> Iterator[Candidate]:
@@ -205,7 +218,9 @@ Share = tuple[int, int]
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step of one replica for so many rows: seconds without the update, those of the update, bytes of activations."""
+    """A step of one replica for so many rows: seconds without the update, those of the update,
+    bytes of activations.
+    """
 
     seconds: float
     update_s: float
@@ -244,7 +259,9 @@ class Profile:
     raced: Mapping[str, float] = field(default_factory=dict)
 
     def step(self, rows: int, name: str) -> float:
-        """Return one of the fields of `StepCost` for any number of rows: on the straight lines through those known."""
+        """Return one of the fields of `StepCost` for any number of rows: on the straight lines
+        through those known.
+        """
         known = {each: float(getattr(cost, name)) for each, cost in sorted(self.steps.items())}
         if len(known) == 1:
             ((only, value),) = known.items()
@@ -286,7 +303,8 @@ class LayoutPrice:
 
 
 class ModelShapes:
-    """A model's shapes on the ranks of a layout, without values: where its chain is cut, and what each rank holds.
+    """A model's shapes on the ranks of a layout, without values: where its chain is cut, and what
+    each rank holds.
 
     Args:
         build: makes the model, uninitialized.
@@ -306,35 +324,65 @@ class ModelShapes:
         seconds: Sequence[float],
         backend: Backend,
     ) -> None:
-        self._build, self._dtype, self._state_arrays, self._sample = build, dtype, state_arrays, sample
+        self._build, self._dtype, self._state_arrays, self._sample = (
+            build,
+            dtype,
+            state_arrays,
+            sample,
+        )
         self._seconds, self._backend = seconds, backend
-        self.cuts, self.states, self._model = cache(self._cuts), cache(self._states), cache(self._spread)
+        self.cuts, self.states, self._model = (
+            cache(self._cuts),
+            cache(self._states),
+            cache(self._spread),
+        )
 
     def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
         """Return the bytes of the parameters that stand on several ranks of a pipeline."""
         layers = self._model(tp)[1]
-        sizes = [{id(p): p.size for _, module in layer.members for p in module.parameters()} for layer in layers]
+        sizes = [
+            {id(p): p.size for _, module in layer.members for p in module.parameters()}
+            for layer in layers
+        ]
         own = self.layers_of(pp, virtual, home)
         held = [{key: size for i in mine for key, size in sizes[i].items()} for mine in own]
         count = Counter(key for each in held for key in each)
-        tied = sum(size for key, size in {k: s for each in held for k, s in each.items()}.items() if count[key] > 1)
+        tied = sum(
+            size
+            for key, size in {k: s for each in held for k, s in each.items()}.items()
+            if count[key] > 1
+        )
         return tied * np.dtype(self._dtype).itemsize
 
     def layers_of(self, pp: int, virtual: int, home: Home) -> list[list[int]]:
         """Return the layers of each of a pipeline's ranks."""
         cuts = self.cuts(pp, virtual)
-        return [[i for s in stages_of(rank, pp, len(cuts), home) for i in cuts[s]] for rank in range(pp)]
+        return [
+            [i for s in stages_of(rank, pp, len(cuts), home) for i in cuts[s]] for rank in range(pp)
+        ]
 
     def _states(
-        self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool, home: Home = around
+        self,
+        tp: int,
+        pp: int,
+        virtual: int,
+        zero: int,
+        replicas: int,
+        once: bool,
+        home: Home = around,
     ) -> tuple[StateBytes, ...]:
         """Return what each of a pipeline's ranks holds."""
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
         model, layers = self._model(tp)
         parts = [model]
         if pp > 1:
-            parts = [ModelPart(model, [layers[i] for i in own]) for own in self.layers_of(pp, virtual, home)]
-        return tuple(predict_bytes(each, zero, 0, replicas, itemsize, arrays, None, once) for each in parts)
+            parts = [
+                ModelPart(model, [layers[i] for i in own])
+                for own in self.layers_of(pp, virtual, home)
+            ]
+        return tuple(
+            predict_bytes(each, zero, 0, replicas, itemsize, arrays, None, once) for each in parts
+        )
 
     def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
         """Return the model as the first of tp ranks has it, without values, and its chain."""
@@ -343,7 +391,9 @@ class ModelShapes:
 
             def spread(group: Group) -> Module:
                 layout = Layout(1, 1, tp)
-                return arrange(self._build(), group, layout, self._sample, self._dtype, self._backend).model
+                return arrange(
+                    self._build(), group, layout, self._sample, self._dtype, self._backend
+                ).model
 
             model = simulate(spread, tp)[0]
         return model, open_chain(model)
@@ -365,7 +415,12 @@ class Pricer:
     """
 
     def __init__(
-        self, batch_size: int, row_bytes: int, profile: Profile, network: PlannedNetwork, shapes: ModelShapes
+        self,
+        batch_size: int,
+        row_bytes: int,
+        profile: Profile,
+        network: PlannedNetwork,
+        shapes: ModelShapes,
     ) -> None:
         self.batch_size, self.row_bytes, self.profile = batch_size, row_bytes, profile
         self.network, self.shapes = network, shapes
@@ -383,26 +438,45 @@ class Pricer:
         return one.rows(self.batch_size)[0]
 
     def _computing(self, one: Candidate) -> float:
-        """Return the seconds of forward and backward of a microbatch on the ranks of a replica that has all layers."""
+        """Return the seconds of forward and backward of a microbatch on the ranks of a replica that
+        has all layers.
+        """
         again = 1 + one.recompute * self._forward_part()
-        return again * self.profile.step(self._rows(one), "seconds") * self.profile.shares[one.tp, one.sp].seconds
+        return (
+            again
+            * self.profile.step(self._rows(one), "seconds")
+            * self.profile.shares[one.tp, one.sp].seconds
+        )
 
     def _forward_part(self) -> float:
         layers = self.profile.layers
-        return sum(layer.keep_s for layer in layers) / max(sum(layer.seconds for layer in layers), 1e-12)
+        return sum(layer.keep_s for layer in layers) / max(
+            sum(layer.seconds for layer in layers), 1e-12
+        )
 
     def _pipeline(self, one: Candidate) -> tuple[float, float]:
         """Return for how long the longest rank computes in a pass, and for how long it waits."""
-        cuts, layers, rows = self.shapes.cuts(one.pp, one.virtual_stages), self.profile.layers, self._rows(one)
+        cuts, layers, rows = (
+            self.shapes.cuts(one.pp, one.virtual_stages),
+            self.profile.layers,
+            self._rows(one),
+        )
         whole_s = sum(layer.seconds for layer in layers) or 1.0
         sent_s = self._sent(one) / len(cuts)
         work = []
         for stage, cut in enumerate(cuts):
-            near = {one.home(other, one.pp) for other in (stage - 1, stage + 1) if 0 <= other < len(cuts)}
+            near = {
+                one.home(other, one.pp)
+                for other in (stage - 1, stage + 1)
+                if 0 <= other < len(cuts)
+            }
             ends = 2 * END_S * len(near - {one.home(stage, one.pp)})
             share = sum(layers[i].seconds for i in cut) / whole_s
             work.append(share * self._computing(one) + sent_s + ends)
-        busy = [sum(work[s] for s in stages_of(rank, one.pp, len(cuts), one.home)) for rank in range(one.pp)]
+        busy = [
+            sum(work[s] for s in stages_of(rank, one.pp, len(cuts), one.home))
+            for rank in range(one.pp)
+        ]
         longest, links_s = max(busy), 0.0
         mesh = self._mesh(one.axes)
         for rank in range(one.pp - 1):
@@ -432,7 +506,9 @@ class Pricer:
         return self._through_memory(one) and one.sp == 1 and not one.zero
 
     def _exposed(self, one: Candidate, busy_s: float) -> float:
-        """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in the pass."""
+        """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in
+        the pass.
+        """
         network, found = self.network, 0.0 if one.pp > 1 else self._sent(one)
         if not self._fused(one):
             found += network.exchange("all-reduce", range(one.ranks), NUMBERS_BYTES)
@@ -444,7 +520,9 @@ class Pricer:
         return found + (self._sums(one, busy_s) if one.replicas > 1 else 0.0)
 
     def _sent(self, one: Candidate) -> float:
-        """Return the seconds of the messages between the ranks of shared layers or positions, for a microbatch."""
+        """Return the seconds of the messages between the ranks of shared layers or positions, for a
+        microbatch.
+        """
         mesh, found = self._mesh(one.axes), 0.0
         ranks = [mesh.rank_at(0, 0, t, s) for s in range(one.sp) for t in range(one.tp)]
         for what, row_bytes, count in self.profile.shares[one.tp, one.sp].exchanges:
@@ -458,13 +536,19 @@ class Pricer:
         return found
 
     def _sums(self, one: Candidate, busy_s: float) -> float:
-        """Return the seconds of the sums of gradients over the replicas, and of parameters that are gathered."""
+        """Return the seconds of the sums of gradients over the replicas, and of parameters that are
+        gathered.
+        """
         mesh, network, nodes = self._mesh(one.axes), self.network, self.network.nodes
         ranks = tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
         sharing = 1  # groups of replicas that use a node's link at once
         if len({nodes[rank] for rank in ranks}) > 1:
-            sharing = max(1, nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks))
-        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, False, one.home)
+            sharing = max(
+                1, nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks)
+            )
+        states = self.shapes.states(
+            one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, False, one.home
+        )
         if one.zero:
             gathers, found = (2 if one.zero == 3 else 1), 0.0
             for nbytes in max(states, key=lambda each: each.total).lengths:
@@ -480,7 +564,8 @@ class Pricer:
         whole_s = network.exchange("all-reduce", ranks, nbytes, sharing)
         if network.on_one_node or one.pp > 1:
             return whole_s
-        # Between nodes buckets are summed while backward goes on: all but the last may be hidden under it.
+        # Between nodes buckets are summed while backward goes on: all but the last may be hidden
+        # under it.
         last_s = network.exchange("all-reduce", ranks, min(nbytes, BUCKET_BYTES), sharing)
         hidden = 1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))
         return max(whole_s - (1 - self._forward_part()) * busy_s * hidden, last_s)
@@ -494,7 +579,9 @@ class Pricer:
     def everyones_memory(self, one: Candidate) -> list[Memory]:
         """Return the bytes of each of a pipeline's ranks, by kind."""
         once = one.zero > 0 and self._through_memory(one)
-        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once, one.home)
+        states = self.shapes.states(
+            one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once, one.home
+        )
         return [self._held(one, *each) for each in zip(states, self._activations(one), strict=True)]
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> Memory:
@@ -509,7 +596,9 @@ class Pricer:
         }
 
     def _activations(self, one: Candidate) -> list[int]:
-        """Return the activations of each of a pipeline's ranks: measured without one, else as layers keep them."""
+        """Return the activations of each of a pipeline's ranks: measured without one, else as
+        layers keep them.
+        """
         rows, layers, share = self._rows(one), self.profile.layers, one.tp * one.sp
         scale = rows / self.profile.layer_rows
         if one.pp == 1:
@@ -517,7 +606,10 @@ class Pricer:
                 values = sum(layer.value for layer in layers)
                 most = max(kept_bytes(layers, range(i, i + 1)) for i in range(len(layers)))
                 return [round(scale * (values + 2 * most) / share)]
-            whole = self.profile.step(rows, "activations") * self.profile.shares[one.tp, one.sp].activations
+            whole = (
+                self.profile.step(rows, "activations")
+                * self.profile.shares[one.tp, one.sp].activations
+            )
             return [round(whole)]
         schedule = make(one.schedule, one.pp, one.microbatches, one.virtual_stages)
         cuts = self.shapes.cuts(one.pp, one.virtual_stages)
@@ -526,7 +618,11 @@ class Pricer:
             stages = {s: cuts[s] for s in schedule.stages_of(rank)}
             entering = {s: self._entering(cut.start, rows) for s, cut in stages.items()}
             inside = {s: scale * kept_bytes(layers, cut) for s, cut in stages.items()}
-            leaving = sum(self._entering(cut.stop, rows) for cut in stages.values() if cut.stop < cuts[-1].stop)
+            leaving = sum(
+                self._entering(cut.stop, rows)
+                for cut in stages.values()
+                if cut.stop < cuts[-1].stop
+            )
             peak = sum(entering.values()) + leaving  # a receive of each kind is posted ahead
             waiting = inside  # layers save what comes to them, too
             if one.recompute:
@@ -547,7 +643,9 @@ class Pricer:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout, what it takes, the bytes of the rank that has most, and the layers of each stage of its pipeline."""
+    """A layout, what it takes, the bytes of the rank that has most, and the layers of each stage of
+    its pipeline.
+    """
 
     candidate: Candidate
     price: LayoutPrice
@@ -566,7 +664,9 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """The layouts of the least times, the least first; how many fall out for which reason; and how many there were."""
+    """The layouts of the least times, the least first; how many fall out for which reason; and how
+    many there were.
+    """
 
     best: tuple[PlannedLayout, ...]
     refused: Refusals
@@ -591,17 +691,25 @@ def plan(
         LayoutError: when there is no layout, or none fits the memory; it says what comes nearest.
     """
     ranks = pricer.network.ranks
-    found, refused = candidates(ranks, pricer.batch_size, pricer.profile.shares, len(pricer.profile.layers))
+    found, refused = candidates(
+        ranks, pricer.batch_size, pricer.profile.shares, len(pricer.profile.layers)
+    )
     if not found:
-        reasons = "; ".join(f"{count} fall out: {reason}" for reason, count in refused.most_common())
-        raise LayoutError(f"{ranks} ranks can have no layout of this model ({reasons}); give other ranks")
+        reasons = "; ".join(
+            f"{count} fall out: {reason}" for reason, count in refused.most_common()
+        )
+        raise LayoutError(
+            f"{ranks} ranks can have no layout of this model ({reasons}); give other ranks"
+        )
     best: dict[Hashable, PlannedLayout] = {}
     too_large: list[PlannedLayout] = []
     prices = {one: pricer.price(one) for one in found}
     for one in sorted(found, key=lambda each: (prices[each].seconds, each)):
         if kind(one) in best:
             continue
-        split = tuple(map(len, pricer.shapes.cuts(one.pp, one.virtual_stages))) if one.pp > 1 else ()
+        split = (
+            tuple(map(len, pricer.shapes.cuts(one.pp, one.virtual_stages))) if one.pp > 1 else ()
+        )
         planned = PlannedLayout(one, prices[one], pricer.memory(one), split)
         if limit_bytes is not None and planned.bytes > limit_bytes:
             too_large.append(planned)
@@ -612,9 +720,12 @@ def plan(
     if not best:
         nearest = min(too_large, key=lambda each: each.bytes)
         raise LayoutError(
-            f"no layout of {ranks} rank{'s'[: ranks > 1]} fits {limit_bytes} bytes on each; "
-            f"{nearest.candidate} would with {nearest.bytes}: give that much, more ranks or a smaller batch"
+            f"no layout of {ranks} rank{'s'[: ranks > 1]} fits {limit_bytes} bytes on each;"
+            f" {nearest.candidate} would with {nearest.bytes}: give that much, more ranks or a"
+            " smaller batch"
         )
     if too_large:
-        refused[f"more than {limit_bytes} bytes on a rank, of those that might be as quick"] = len(too_large)
+        refused[f"more than {limit_bytes} bytes on a rank, of those that might be as quick"] = len(
+            too_large
+        )
     return LayoutSearch(tuple(best.values()), refused, len(found))

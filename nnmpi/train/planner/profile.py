@@ -1,11 +1,13 @@
 """What a model's parts take on this machine, measured once and kept: steps, layers, updates, bytes.
 
     steps      of one replica, for several numbers of rows: seconds, update, activations
-    shares     of replicas whose layers or positions ranks share: their part of that, and the messages between them
+    shares     of replicas whose layers or positions ranks share: their part of that, and the
+               messages between them
     layers     of the chain, forward and backward: their parts of a step
 
-All ranks measure at the same time, as they will compute at the same time, and the slowest counts. Replicas whose
-layers or sequences are shared out run on simulated ranks: of these the ratio to one rank counts, measured likewise.
+All ranks measure at the same time, as they will compute at the same time, and the slowest counts.
+Replicas whose layers or sequences are shared out run on simulated ranks: of these the ratio to one
+rank counts, measured likewise.
 """
 
 from __future__ import annotations
@@ -54,12 +56,16 @@ from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
 
 FORMAT = 15
-MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
-PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
-LONGEST_S = 0.5  # a step that would take longer is not measured, but estimated from those of fewer rows
+# ranks of one replica's layers and positions that are measured; more are not looked at
+MOST_SHARES = 8
+# the smallest part of a batch that is measured is that of so many microbatches for each rank
+PARTS_PER_RANK = 8
+# a step that would take longer is not measured, but estimated from those of fewer rows
+LONGEST_S = 0.5
 MEASURE_S, WARM_UP_STEPS = 0.5, 3
 QUARTILE = 0.25  # what other programs disturb is above it
-SETTLED = 3  # the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
+# the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
+SETTLED = 3
 
 
 @dataclass(frozen=True)
@@ -99,14 +105,21 @@ class Workload:
 
     def pricer(self, profile: Profile, network: PlannedNetwork, backend: Backend) -> Pricer:
         """Return what prices its layouts."""
-        seconds, arrays = [layer.seconds for layer in profile.layers], self.config.optimization.state_arrays
+        seconds, arrays = (
+            [layer.seconds for layer in profile.layers],
+            self.config.optimization.state_arrays,
+        )
         shapes = ModelShapes(self.build, self.dtype, arrays, self.rows(1), seconds, backend)
         return Pricer(self.batch_size, self.row_bytes, profile, network, shapes)
 
     def key(self, group: Group, ranks: int, backend: Backend) -> dict[str, Any]:
         """Return what the measured times depend on, the same on all ranks. Collective."""
         config, options = self.config, self.config.optimization
-        files = [file for name in (config.model.model, options.optimizer, options.loss) if (file := custom_file(name))]
+        files = [
+            file
+            for name in (config.model.model, options.optimizer, options.loss)
+            if (file := custom_file(name))
+        ]
         pools = threadpoolctl.threadpool_info()
         key = {
             "format": FORMAT,
@@ -115,7 +128,10 @@ class Workload:
             "sample": [*self.samples[0].sample_shape, self.outputs, self.batch_size],
             "optimizer": [options.optimizer, options.momentum, options.clip],
             "numbers": [config.run.dtype, config.run.precision, config.run.jit, backend.name],
-            "blas": [[each.get(name) for name in ("internal_api", "version", "num_threads")] for each in pools],
+            "blas": [
+                [each.get(name) for name in ("internal_api", "version", "num_threads")]
+                for each in pools
+            ],
             "ranks": [ranks, group.size],
             "host": [platform.node(), VERSION],
         }
@@ -128,7 +144,8 @@ class Workload:
 def take_profile(
     workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
 ) -> tuple[Profile, Callable[[Profile], None]]:
-    """Return the profile that is kept for a workload, or measure and keep one; and what keeps another. Collective.
+    """Return the profile that is kept for a workload, or measure and keep one; and what keeps
+    another. Collective.
 
     Args:
         workload: what is to be trained.
@@ -141,7 +158,9 @@ def take_profile(
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def load() -> Any:
-        """Return the profile as JSON values; None if there is none of this key, or it is damaged."""
+        """Return the profile as JSON values; None if there is none of this key, or it is
+        damaged.
+        """
         with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
             found = read_json(cache_folder() / f"profile-{digest}.json")
             if found.pop("key") == key and rebuilt(Profile, found):
@@ -162,7 +181,10 @@ def take_profile(
     if kept is not None:
         return rebuilt(Profile, kept), keep
     say("measuring the model's parts, which is done once and kept")
-    with explained(backend, "the model's parts are measured here, and do not fit ({}); give a smaller model or batch"):
+    with explained(
+        backend,
+        "the model's parts are measured here, and do not fit ({}); give a smaller model or batch",
+    ):
         found = measure(workload, group, ranks, shares_of(ranks), backend)
     keep(found)
     return found, keep
@@ -171,13 +193,19 @@ def take_profile(
 def shares_of(ranks: int) -> list[Share]:
     """Return every (tp, sp) but (1, 1) that a number of ranks may have and that is measured."""
     few = [n for n in range(1, min(ranks, MOST_SHARES) + 1) if ranks % n == 0]
-    return [(tp, sp) for tp, sp in product(few, few) if 1 < tp * sp <= MOST_SHARES and ranks % (tp * sp) == 0]
+    return [
+        (tp, sp)
+        for tp, sp in product(few, few)
+        if 1 < tp * sp <= MOST_SHARES and ranks % (tp * sp) == 0
+    ]
 
 
 # ---- measuring ----
 
 
-def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share], backend: Backend) -> Profile:
+def measure(
+    workload: Workload, group: Group, ranks: int, shares: Sequence[Share], backend: Backend
+) -> Profile:
     """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
 
     Args:
@@ -204,7 +232,9 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
     return Profile(steps, found, tuple(layers), rows)
 
 
-def _measure_replica(workload: Workload, rows: int, group: Group, alone: Group, backend: Backend) -> StepCost:
+def _measure_replica(
+    workload: Workload, rows: int, group: Group, alone: Group, backend: Backend
+) -> StepCost:
     with ready(workload, {}, rows, alone, backend) as (worker, batches):
         step_s = usual_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
         update_s = usual_s(group, lambda _: worker.optimizer.step(), repeat(None))
@@ -212,15 +242,23 @@ def _measure_replica(workload: Workload, rows: int, group: Group, alone: Group, 
     return StepCost(max(step_s - update_s, 0.0), update_s, activations)
 
 
-def _measure_share(group: Group, workload: Workload, share: Share, rows: int, backend: Backend) -> ShareCost | None:
-    """Return the cost of a replica on several simulated ranks; None where it cannot be shared out so. Collective."""
+def _measure_share(
+    group: Group, workload: Workload, share: Share, rows: int, backend: Backend
+) -> ShareCost | None:
+    """Return the cost of a replica on several simulated ranks; None where it cannot be shared out
+    so. Collective.
+    """
 
     def run(tp: int, sp: int, own: Group) -> tuple[float, float, dict[tuple[str, int], int]]:
         with ready(workload, {"tp": tp, "sp": sp}, rows, own, backend) as (worker, batches):
             timeline = Timeline()
             with recording(timeline):
                 worker.step(next(batches), lr=0.0)
-            sent = Counter((e.name, int((e.args or {})["bytes"])) for e in timeline.events if e.category == CATEGORY)
+            sent = Counter(
+                (e.name, int((e.args or {})["bytes"]))
+                for e in timeline.events
+                if e.category == CATEGORY
+            )
             step_s = usual_s(own, lambda batch: worker.step(batch, lr=0.0), batches)
             return step_s, worker.ledger.report().peaks[ACTIVATIONS], dict(sent)
 
@@ -239,7 +277,8 @@ def _measure_share(group: Group, workload: Workload, share: Share, rows: int, ba
 def ready(
     workload: Workload, options: Mapping[str, Any], rows: int | None, group: Group, backend: Backend
 ) -> Iterator[tuple[Worker, Iterator[Batch]]]:
-    """Make what trains a workload in a layout, after some steps, and give its batches: see `train.build.trial_run`.
+    """Make what trains a workload in a layout, after some steps, and give its batches: see
+    `train.build.trial_run`.
 
     Args:
         workload: what is trained.
@@ -260,7 +299,12 @@ def ready(
         yield worker, batches
 
 
-def usual_s(group: Group, call: Callable[[Any], Any], arguments: Iterator[Any], budget_s: float | None = None) -> float:
+def usual_s(
+    group: Group,
+    call: Callable[[Any], Any],
+    arguments: Iterator[Any],
+    budget_s: float | None = None,
+) -> float:
     """Return the lower quartile of what a call takes, on all ranks together. Collective.
 
     Args:
@@ -274,5 +318,7 @@ def usual_s(group: Group, call: Callable[[Any], Any], arguments: Iterator[Any], 
     def refill() -> None:
         given[0] = next(arguments)
 
-    times = time_calls(group, [(lambda: call(given[0]), refill)], MEASURE_S if budget_s is None else budget_s)[0]
+    times = time_calls(
+        group, [(lambda: call(given[0]), refill)], MEASURE_S if budget_s is None else budget_s
+    )[0]
     return float(np.quantile(times[len(times) // SETTLED :], QUARTILE))

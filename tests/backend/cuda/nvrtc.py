@@ -1,4 +1,6 @@
-"""CUDA's run-time compiler by its C interface, from NVIDIA's wheel or the system: neither driver nor CuPy is needed."""
+"""CUDA's run-time compiler by its C interface, from NVIDIA's wheel or the system: neither driver
+nor CuPy is needed.
+"""
 
 import ctypes
 import ctypes.util
@@ -21,7 +23,8 @@ def library() -> ctypes.CDLL:
     wheels = [path for each in folders for path in sorted(Path(each).glob("*/lib/libnvrtc.so.*"))]
     for name in (*map(str, wheels), ctypes.util.find_library("nvrtc")):
         if name and "alt" not in name:
-            for beside in Path(name).parent.glob("libnvrtc-builtins.so.*"):  # 13.0 does not look where it lies itself
+            for beside in Path(name).parent.glob("libnvrtc-builtins.so.*"):
+                # 13.0 does not look where it lies itself
                 ctypes.CDLL(str(beside), ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(name)
     pytest.skip("CUDA's run-time compiler is not installed: nvidia-cuda-nvrtc")
@@ -34,7 +37,9 @@ def compiled(source: str, name: str, options: tuple[str, ...], form: str) -> tup
         CompileError: when it refuses the source or an option.
     """
     program = ctypes.c_void_p()
-    _call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    _call(
+        "nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+    )
     try:
         texts = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = library().nvrtcCompileProgram(program, len(options), texts)

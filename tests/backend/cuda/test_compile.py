@@ -1,4 +1,6 @@
-"""Every source goes through CUDA's run-time compiler, as CuPy calls it, for devices of three generations; no driver."""
+"""Every source goes through CUDA's run-time compiler, as CuPy calls it, for devices of three
+generations; no driver.
+"""
 
 import re
 from pathlib import Path
@@ -46,14 +48,17 @@ def compiled(family, t, p, form, *more):
     ids=map("-".join, PAIRS),
 )
 def test_for_an_h200(family, t, p):
-    """Nothing to warn of, registers for 1,024 threads or more, and none of them kept in memory (in float64 two may)."""
+    """Nothing to warn of, registers for 1,024 threads or more, and none of them kept in memory (in
+    float64 two may).
+    """
     cubin, log = compiled(family, t, p, "CUBIN", "-arch=sm_90", "--ptxas-options=-v")
     assert len(cubin) > 1000
     assert "warning" not in log
     names = re.findall(r"Compiling entry function '(\w+)'", log)
     assert sorted(names) == sorted(KERNEL.findall(launch.source(family)))
     spilled, used = (
-        map(int, re.findall(form, log)) for form in (r"(\d+) bytes s(?:pill|tack)", r"Used (\d+) registers")
+        map(int, re.findall(form, log))
+        for form in (r"(\d+) bytes s(?:pill|tack)", r"Used (\d+) registers")
     )
     registers, memory = (128, 16) if t == "float64" else (64, 0)
     assert max(used) <= registers
@@ -64,7 +69,9 @@ def test_for_an_h200(family, t, p):
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_100"])
 @pytest.mark.parametrize("family", ["dense", "softmax"])
 def test_for_other_devices(family, arch):
-    """Before and after; the oldest has no instruction for bfloat16. All else that differs is in what all share."""
+    """Before and after; the oldest has no instruction for bfloat16. All else that differs is in
+    what all share.
+    """
     cubin, _ = compiled(family, "bfloat16", "float32", "CUBIN", f"-arch={arch}")
     assert len(cubin) > 1000
 

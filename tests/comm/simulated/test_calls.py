@@ -30,7 +30,11 @@ def test_values_of_all_calls(size: int, cpu_factor: float) -> None:
         numbers = np.repeat(np.arange(size), counts)
         for start in ("", "i"):
             summed, told, whole = values * (rank + 1), values + rank, values * rank
-            part, into, known = np.zeros(counts[rank], np.int64), np.zeros_like(values), np.zeros_like(values)
+            part, into, known = (
+                np.zeros(counts[rank], np.int64),
+                np.zeros_like(values),
+                np.zeros_like(values),
+            )
             known[own] = rank
             for name, arguments, found, wanted in (
                 ("allreduce", (summed,), summed, values * (triangle + size)),
@@ -62,10 +66,20 @@ def test_messages_with_one_tag_do_not_overtake_one_another(length: int, cpu_fact
         numbers = range(12)
         if group.rank == 0:
             arrays = [np.full(length + (number % 2) * 3000 + 1, number) for number in numbers]
-            comm.wait_all([comm.isend(array, 1, number % 3) for number, array in zip(numbers, arrays, strict=True)])
+            comm.wait_all(
+                [
+                    comm.isend(array, 1, number % 3)
+                    for number, array in zip(numbers, arrays, strict=True)
+                ]
+            )
             return []
         arrays = [np.zeros(length + (number % 2) * 3000 + 1, int) for number in numbers]
-        comm.wait_all([comm.irecv(array, 0, number % 3) for number, array in zip(numbers, arrays, strict=True)])
+        comm.wait_all(
+            [
+                comm.irecv(array, 0, number % 3)
+                for number, array in zip(numbers, arrays, strict=True)
+            ]
+        )
         return [int(array[-1]) for array in arrays]
 
     for seed in range(10):
@@ -84,20 +98,29 @@ def test_seeds_give_other_orders_and_the_same_seed_the_same() -> None:
         order: list[int] = []
 
         def look() -> bool:
-            order.extend(rank for rank in list(waiting) if comm.test_all([waiting[rank]]) and waiting.pop(rank))
+            order.extend(
+                rank
+                for rank in list(waiting)
+                if comm.test_all([waiting[rank]]) and waiting.pop(rank)
+            )
             return not waiting
 
         comm.world.wait_until(look)
         return order
 
     for cpu_factor, least in ((0, 2), (1, 6)):
-        orders = [tuple(simulate(main, 6, seed=seed, cpu_factor=cpu_factor)[0]) for seed in [*range(20), *range(20)]]
+        orders = [
+            tuple(simulate(main, 6, seed=seed, cpu_factor=cpu_factor)[0])
+            for seed in [*range(20), *range(20)]
+        ]
         assert orders[:20] == orders[20:]
         assert len(set(orders)) >= least
 
 
 def test_times_are_the_machines() -> None:
-    """A long message between two ranks, a ring of them, and one link that all of a node's ranks share."""
+    """A long message between two ranks, a ring of them, and one link that all of a node's ranks
+    share.
+    """
 
     def ring(group: Group) -> float:
         comm = group.comm
@@ -109,7 +132,8 @@ def test_times_are_the_machines() -> None:
 
     message_s = LATENCY_S + 8e5 * BYTE_S
     assert simulate(ring, 2, MACHINE, cpu_factor=0) == pytest.approx([0.5 + message_s] * 2)
-    # Rank 0's message to 1 begins when 1 has come, and so does 1's to 2; 3's to 0 does not wait for anybody.
+    # Rank 0's message to 1 begins when 1 has come, and so does 1's to 2; 3's to 0 does not wait for
+    # anybody.
     found = simulate(ring, 4, MACHINE, cpu_factor=0)
     assert found == pytest.approx([0.5 + message_s, 0.5 + message_s, 0.5 + message_s, message_s])
     shared = Machine(Link.line(0.0, 0.0), Link.line(LATENCY_S, BYTE_S), nodes=(0, 0, 1, 1))
@@ -118,10 +142,16 @@ def test_times_are_the_machines() -> None:
         buffer = np.zeros(10**5)
         comm = group.comm
         comm.wait_all(
-            [comm.isend(buffer, group.rank + 2, 0) if group.rank < 2 else comm.irecv(buffer, group.rank - 2, 0)]
+            [
+                comm.isend(buffer, group.rank + 2, 0)
+                if group.rank < 2
+                else comm.irecv(buffer, group.rank - 2, 0)
+            ]
         )
 
-    assert simulate(across, 4, shared, cpu_factor=0).seconds == pytest.approx(LATENCY_S + 2 * 8e5 * BYTE_S)
+    assert simulate(across, 4, shared, cpu_factor=0).seconds == pytest.approx(
+        LATENCY_S + 2 * 8e5 * BYTE_S
+    )
 
 
 def test_what_leaves_a_node_and_what_enters_one_goes_one_behind_the_other() -> None:
@@ -191,7 +221,9 @@ def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag() -> Non
 
 
 def test_nobody_has_a_message_before_it_has_arrived() -> None:
-    """Whenever the seed lets it be seen, also by a rank that does not have to wait for it any more."""
+    """Whenever the seed lets it be seen, also by a rank that does not have to wait for it any
+    more.
+    """
 
     def main(group: Group) -> float:
         comm, buffer = group.comm, np.zeros(100)
@@ -256,7 +288,13 @@ def test_groups_of_nodes() -> None:
         node.barrier()
         return node.rank, [int(each) for part in pages.parts for each in part[:1]]
 
-    assert simulate(main, 5, machine) == [(1, [2]), (2, [4, 3, 1]), (0, [2]), (1, [4, 3, 1]), (0, [4, 3, 1])]
+    assert simulate(main, 5, machine) == [
+        (1, [2]),
+        (2, [4, 3, 1]),
+        (0, [2]),
+        (1, [4, 3, 1]),
+        (0, [4, 3, 1]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +307,9 @@ def test_what_cannot_be_simulated_is_refused(ranks: int, cpu_factor: float) -> N
 
 
 def test_ranks_compute_as_who_simulates_them_does() -> None:
-    """With the same kernels and precision: what the planner measures on them is what a run would take."""
+    """With the same kernels and precision: what the planner measures on them is what a run would
+    take.
+    """
 
     def settings(group: Group) -> tuple[bool | None, str]:
         return lookup.setting(), precision()

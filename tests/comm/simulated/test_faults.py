@@ -1,4 +1,6 @@
-"""Mistakes in communication: each is named, with its ranks and lines, at once and for every seed; none hangs."""
+"""Mistakes in communication: each is named, with its ranks and lines, at once and for every seed;
+none hangs.
+"""
 
 import re
 from collections.abc import Callable
@@ -105,7 +107,11 @@ def around(sends_first: bool, length: int) -> Fault:
     """Return what waits in a circle: each rank for the other end of its first message."""
 
     def fault(comm: Any) -> None:
-        ahead, behind, buffer = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, np.zeros(length)
+        ahead, behind, buffer = (
+            (comm.rank + 1) % comm.size,
+            (comm.rank - 1) % comm.size,
+            np.zeros(length),
+        )
         calls = [lambda: comm.isend(buffer, ahead, 0), lambda: comm.irecv(buffer, behind, 0)]
         for call in calls if sends_first else reversed(calls):
             comm.wait_all([call()])
@@ -121,19 +127,31 @@ def a_loop_that_looks_for_ever(comm: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Fault, str]] = {
-    "wrong tag": (two(send(), receive(tag=8)), r"deadlock|nobody received rank 0's send to rank 1 with tag 7"),
-    "wrong partner": (two(send(), receive(source=2)), r"deadlock: .*rank 1 waits for receive from rank 2 with tag 7"),
+    "wrong tag": (
+        two(send(), receive(tag=8)),
+        r"deadlock|nobody received rank 0's send to rank 1 with tag 7",
+    ),
+    "wrong partner": (
+        two(send(), receive(source=2)),
+        r"deadlock: .*rank 1 waits for receive from rank 2 with tag 7",
+    ),
     "other length": (two(send(), receive(SHORT - 1)), LENGTHS),
     "other length of a long message": (two(send(LONG), receive(LONG + 1)), LENGTHS),
     "missing receive": (
         two(send(), None),
-        r"nobody received rank 0's send to rank 1 with tag 7|deadlock: .*rank 0 waits for send to rank 1",
+        (
+            r"nobody received rank 0's send to rank 1 with tag 7|deadlock: .*rank 0 waits for send"
+            r" to rank 1"
+        ),
     ),
     "missing send": (
         two(None, receive()),
         r"deadlock: .*rank 1 waits for receive from rank 0 with tag 7, .*ended: rank 0, rank 2",
     ),
-    "missing wait of a send": (missing_wait_of_a_send, r"rank 0 never waited for its send to rank 1 with tag 7"),
+    "missing wait of a send": (
+        missing_wait_of_a_send,
+        r"rank 0 never waited for its send to rank 1 with tag 7",
+    ),
     "missing wait of a receive": (
         missing_wait_of_a_receive,
         r"rank 1 never waited for its receive from rank 0 with tag 7",
@@ -167,8 +185,14 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         lambda comm: comm.broadcast(np.zeros(4), comm.rank // 2),
         DIFFERENT + r"broadcast\(32, root \d\)",
     ),
-    "a started collective that others wait in": (a_started_collective_that_others_wait_in, DIFFERENT),
-    "a rank that leaves early": (a_rank_that_leaves_early, r"deadlock: .*rank 0 waits for barrier .*ended: rank 1"),
+    "a started collective that others wait in": (
+        a_started_collective_that_others_wait_in,
+        DIFFERENT,
+    ),
+    "a rank that leaves early": (
+        a_rank_that_leaves_early,
+        r"deadlock: .*rank 0 waits for barrier .*ended: rank 1",
+    ),
     "other counts": (other_counts, DIFFERENT + r"allgatherv\(\(1, 2, [34]\), float64\)"),
     "counts that are not one's own": (
         lambda comm: comm.allgatherv(np.zeros(5), np.zeros(6), [1, 2, 3]),
@@ -231,7 +255,9 @@ def test_a_deadlock_says_in_which_step_of_training_each_rank_is() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks: int) -> None:
-    """Neighbours send to each other before either receives; with a send and a receive as one, all goes through."""
+    """Neighbours send to each other before either receives; with a send and a receive as one, all
+    goes through.
+    """
     alone = add_transfers(make("1f1b", ranks, 2 * ranks))
 
     def play(schedule: Schedule, group: Group) -> None:
@@ -251,7 +277,9 @@ def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks: int) -> None:
         CommError, match=r"rank (\d+) -> rank (\d+) -> rank \1 wait for one another in a circle"
     ) as raised:
         simulate(partial(play, alone), ranks)
-    assert re.search(rf"rank \d waits for send to rank \d with tag [01].*\n +at .*{HERE}:\d+", str(raised.value))
+    assert re.search(
+        rf"rank \d waits for send to rank \d with tag [01].*\n +at .*{HERE}:\d+", str(raised.value)
+    )
 
 
 def test_what_a_rank_raises_comes_out_with_its_rank() -> None:

@@ -1,15 +1,17 @@
-"""An H100 that is interpreted: the real CuPy and the real NVRTC, whose PTX runs on the host, one instruction at a time.
+"""An H100 that is interpreted: the real CuPy and the real NVRTC, whose PTX runs on the host, one
+instruction at a time.
 
     CuPy's wheel -> NVRTC's wheel -> PTX -> read.cpp, work.cpp, run.cpp
          its run-time library, cuBLAS and NVIDIA's driver are device.cpp and blas.cpp
 
-NNMPI_TEST_GPU says how (see device.cpp). In "lazy" and "race" work on streams comes as late, or as early, as CUDA's
-rules allow, so that a wait which is left out shows. In "exact" each array is an allocation of its own, threads come in
-reverse order, and a kernel is stopped that reads or writes one byte beyond an array, or in one that is gone.
+NNMPI_TEST_GPU says how (see device.cpp). In "lazy" and "race" work on streams comes as late, or as
+early, as CUDA's rules allow, so that a wait which is left out shows. In "exact" each array is an
+allocation of its own, threads come in reverse order, and a kernel is stopped that reads or writes
+one byte beyond an array, or in one that is gone.
 
-Needs x86-64 Linux, g++ with binutils, and nnmpi[compiler]. Nothing is known of speed, of what ptxas makes of PTX, of
-CUB's and Thrust's compiled kernels (CuPy's own ones run in the place of the first), cuDNN and NCCL. Functions that CUDA
-approximates are exact.
+Needs x86-64 Linux, g++ with binutils, and nnmpi[compiler]. Nothing is known of speed, of what ptxas
+makes of PTX, of CUB's and Thrust's compiled kernels (CuPy's own ones run in the place of the
+first), cuDNN and NCCL. Functions that CUDA approximates are exact.
 """
 
 import ctypes
@@ -32,7 +34,8 @@ def load() -> None:
     (runtime,), (cublas,) = bindings.glob("api/runtime*.so"), bindings.glob("libs/cublas*.so")
     folder = build(runtime, cublas)
     os.environ["CUPY_COMPILE_WITH_PTX"] = "1"
-    os.environ["CUPY_CACHE_DIR"] = str(folder.parent / "compiled")  # what a card's CuPy must not find
+    # what a card's CuPy must not find
+    os.environ["CUPY_CACHE_DIR"] = str(folder.parent / "compiled")
     os.environ["CUPY_ACCELERATORS"] = ""
     driver = ctypes.CDLL(str(folder / DRIVER), ctypes.RTLD_GLOBAL)
     for name in (PRODUCTS, UNUSED):
@@ -46,9 +49,13 @@ def load() -> None:
 
 
 def _argsort(dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ...]) -> None:
-    """Sort along the last axis as Thrust does, whose kernels CuPy brings compiled: stable, and the values too."""
+    """Sort along the last axis as Thrust does, whose kernels CuPy brings compiled: stable, and the
+    values too.
+    """
     importlib.import_module("cupy").cuda.get_current_stream().synchronize()
-    values, order = (_array(address, shape, each) for address, each in ((data, dtype), (places, np.intp)))
+    values, order = (
+        _array(address, shape, each) for address, each in ((data, dtype), (places, np.intp))
+    )
     order[...] = np.argsort(values, axis=-1, kind="stable")
     values.sort(axis=-1, kind="stable")
 

@@ -1,4 +1,6 @@
-"""Building the interpreted device by g++: libraries in the place of CUDA's, kept on disk by their contents."""
+"""Building the interpreted device by g++: libraries in the place of CUDA's, kept on disk by their
+contents.
+"""
 
 import fcntl
 import hashlib
@@ -10,7 +12,17 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FLAGS = (
-    *("g++", "-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"),
+    *(
+        "g++",
+        "-std=c++20",
+        "-O2",
+        "-g1",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unused-parameter",
+    ),
     *("-mfma", "-mf16c", "-ffp-contract=off", "-frounding-math", "-fwrapv", f"-I{HERE}"),
 )
 DRIVER, PRODUCTS, UNUSED = "libcuda.so.1", "libcublas.so.13", "libcublasLt.so.13"
@@ -18,7 +30,9 @@ JUMP = 13  # bytes of code
 
 
 def build(runtime: Path, cublas: Path) -> Path:
-    """Return the folder of the libraries for CuPy's two modules; of several processes one builds, and others wait."""
+    """Return the folder of the libraries for CuPy's two modules; of several processes one builds,
+    and others wait.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for file in (*sorted(HERE.glob("*.cpp")), *sorted(HERE.glob("*.h")), Path(__file__), runtime):
         digest.update(file.read_bytes())
@@ -37,9 +51,13 @@ def _build(folder: Path, runtime: Path, cublas: Path) -> None:
     (folder / "lacking.cpp").write_text(_lacking(cublas))
     (folder / "versions").write_text(f"{PRODUCTS} {{ global: *; }};")
     (folder / "nothing.cpp").write_text("")
-    places = {**{path.stem: path for path in HERE.glob("*.cpp")}, **{path.stem: path for path in folder.glob("*.cpp")}}
+    places = {
+        **{path.stem: path for path in HERE.glob("*.cpp")},
+        **{path.stem: path for path in folder.glob("*.cpp")},
+    }
     running = [
-        subprocess.Popen([*FLAGS, "-c", str(path), "-o", str(folder / f"{stem}.o")]) for stem, path in places.items()
+        subprocess.Popen([*FLAGS, "-c", str(path), "-o", str(folder / f"{stem}.o")])
+        for stem, path in places.items()
     ]
     codes = [each.wait() for each in running]
     if any(codes):
@@ -47,17 +65,33 @@ def _build(folder: Path, runtime: Path, cublas: Path) -> None:
     versions = f"-Wl,--version-script={folder / 'versions'}"
     for library, stems, more in (
         (DRIVER, ("read", "work", "run", "device", "hooks"), []),
-        (PRODUCTS, ("blas", "lacking"), [versions, f"-L{folder}", f"-l:{DRIVER}", f"-Wl,-rpath,{folder}"]),
+        (
+            PRODUCTS,
+            ("blas", "lacking"),
+            [versions, f"-L{folder}", f"-l:{DRIVER}", f"-Wl,-rpath,{folder}"],
+        ),
         (UNUSED, ("nothing",), []),
     ):
         objects = [str(folder / f"{stem}.o") for stem in stems]
-        command = ["g++", "-shared", f"-Wl,-soname,{library}", "-o", str(folder / library), *objects, *more]
+        command = [
+            "g++",
+            "-shared",
+            f"-Wl,-soname,{library}",
+            "-o",
+            str(folder / library),
+            *objects,
+            *more,
+        ]
         subprocess.run(command, check=True)
 
 
 def _hooks(runtime: Path) -> str:
-    """Return the table of the functions of the run-time library that CuPy's module has in it, and what they become."""
-    lines = subprocess.run(["nm", "-S", str(runtime)], capture_output=True, text=True, check=True).stdout.splitlines()
+    """Return the table of the functions of the run-time library that CuPy's module has in it, and
+    what they become.
+    """
+    lines = subprocess.run(
+        ["nm", "-S", str(runtime)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     found = re.findall(r"^(\w+) (\w+) [tT] cuda([A-Z]\w*)$", "\n".join(lines), re.MULTILINE)
     places = {name: place for place, size, name in found if int(size, 16) >= JUMP}
     text = (HERE / "device.cpp").read_text()
@@ -67,21 +101,35 @@ def _hooks(runtime: Path) -> str:
         body = ";" if name in there else f'{{ return device_lacks("cuda{name}"); }}'
         code.append(f'extern "C" int device_cuda{name}(){body}')
     rows = "".join(f"{{0x{place}, (void*)device_cuda{name}}}," for name, place in places.items())
-    code.append(f"struct Hook {{ uint64_t place; void* instead; }}; extern const Hook hooks[] = {{{rows}}};")
+    code.append(
+        f"struct Hook {{ uint64_t place; void* instead; }}; extern const Hook hooks[] = {{{rows}}};"
+    )
     code.append(f"extern const size_t hook_count = {len(places)};")
     return "\n".join(code)
 
 
 def _lacking(cublas: Path) -> str:
-    """Return functions that fail, for all of cuBLAS that CuPy's module wants and that is not here."""
+    """Return functions that fail, for all of cuBLAS that CuPy's module wants and that is not
+    here.
+    """
     command = ["nm", "-D", "--undefined-only", str(cublas)]
     names = set(
-        re.findall(r"U (cublas\w+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        re.findall(
+            r"U (cublas\w+)",
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout,
+        )
     )
     text = (HERE / "blas.cpp").read_text()
     there = {f"cublas{x}" for x in re.findall(r"cublas(\w+)\(", text)}
-    there |= {f"cublas{letter}{rest}" for letter in "SD" for rest in ("gemm_v2", "gemmBatched", "gemmStridedBatched")}
+    there |= {
+        f"cublas{letter}{rest}"
+        for letter in "SD"
+        for rest in ("gemm_v2", "gemmBatched", "gemmStridedBatched")
+    }
     code = ['extern "C" int device_lacks(const char*);']
     exported = 'extern "C" __attribute__((visibility("default")))'
-    code += [f'{exported} int {name}() {{ device_lacks("{name}"); return 15; }}' for name in sorted(names - there)]
+    code += [
+        f'{exported} int {name}() {{ device_lacks("{name}"); return 15; }}'
+        for name in sorted(names - there)
+    ]
     return "\n".join(code)

@@ -24,11 +24,15 @@ def test_what_is_no_tensor_cannot_cross() -> None:
 
 
 def test_signatures_come_back_from_the_wire() -> None:
-    values = BoundaryArrays((np.ones((2, 0, 3), np.float32), np.ones((), np.int64)), (True, False), single=False)
+    values = BoundaryArrays(
+        (np.ones((2, 0, 3), np.float32), np.ones((), np.int64)), (True, False), single=False
+    )
     look = look_of(values)
     key = ((4, 3), True)
     assert decode(encode(look, key), key) == look
-    with pytest.raises(UsageError, match=r"of shape \(4, 3\) and \(5, 3\); give all of them the same part"):
+    with pytest.raises(
+        UsageError, match=r"of shape \(4, 3\) and \(5, 3\); give all of them the same part"
+    ):
         decode(encode(look, key), ((5, 3), True))
     with pytest.raises(UsageError, match="too many to announce"):
         encode(look_of(BoundaryArrays((np.ones(1),) * 2000, (True,) * 2000)), ())

@@ -14,9 +14,13 @@ LR = 0.5
 
 
 class Server:
-    """A server of two weights, whose workers push gradients of equal numbers, for parts of batches."""
+    """A server of two weights, whose workers push gradients of equal numbers, for parts of
+    batches.
+    """
 
-    def __init__(self, workers: int, bound: int | None, adam: bool = False, batches: int = 100) -> None:
+    def __init__(
+        self, workers: int, bound: int | None, adam: bool = False, batches: int = 100
+    ) -> None:
         self.parameter = Parameter((2,), lambda generator, shape: np.zeros(shape))
         self.storage = FlatStorage({"w": self.parameter}, {"w": np.zeros(2, "float64")}, np.zeros)
         self.given = Adam(self.storage, 0.1) if adam else SGD(self.storage, 0.1)
@@ -39,7 +43,13 @@ class Server:
         return list(released)
 
     def push(
-        self, worker: int, gradient: float = 1.0, rows: int = 2, of: int = 4, lr: float = LR, **more: bool
+        self,
+        worker: int,
+        gradient: float = 1.0,
+        rows: int = 2,
+        of: int = 4,
+        lr: float = LR,
+        **more: bool,
     ) -> None:
         """Let a worker push a gradient."""
         task = self.tasks[worker]
@@ -69,8 +79,22 @@ class Server:
     ("workers", "bound", "pushes", "released", "updates", "stale"),
     [
         # pulled 0, 1, 2, 4 and used at 0, 1, 3, 4; pulled 0, 3, 6, 7 and used at 2, 5, 6, 7
-        (2, None, "00100111", [[0], [0], [1], [0], [0], [1], [1], [1]], 8, [{0: 3, 1: 1}, {0: 2, 2: 2}]),
-        (3, None, "012012", [[0], [1], [2], [0], [1], [2]], 6, [{0: 1, 2: 1}, {1: 1, 2: 1}, {2: 2}]),
+        (
+            2,
+            None,
+            "00100111",
+            [[0], [0], [1], [0], [0], [1], [1], [1]],
+            8,
+            [{0: 3, 1: 1}, {0: 2, 2: 2}],
+        ),
+        (
+            3,
+            None,
+            "012012",
+            [[0], [1], [2], [0], [1], [2]],
+            6,
+            [{0: 1, 2: 1}, {1: 1, 2: 1}, {2: 2}],
+        ),
         # a worker waits with its second gradient for the other's first one, and both make an update
         (2, 1, "001", [[0], [], [0, 1]], 2, [{0: 2}, {1: 1}]),
         (3, 1, "00112", [[0], [], [1], [], [0, 1, 2]], 3, [{0: 2}, {0: 1, 1: 1}, {2: 1}]),
@@ -78,13 +102,20 @@ class Server:
     ],
 )
 def test_who_goes_on_and_what_is_an_update(
-    workers: int, bound: int | None, pushes: str, released: list[list[int]], updates: int, stale: list[dict[int, int]]
+    workers: int,
+    bound: int | None,
+    pushes: str,
+    released: list[list[int]],
+    updates: int,
+    stale: list[dict[int, int]],
 ) -> None:
     server = Server(workers, bound)
     assert server.play(pushes) == released
     assert server.server.version == updates
     assert [server.server.staleness.histogram(worker) for worker in range(workers)] == stale
-    assert server.weight == pytest.approx(-LR * (len(pushes) if all(released) or released[-1] else 0))
+    assert server.weight == pytest.approx(
+        -LR * (len(pushes) if all(released) or released[-1] else 0)
+    )
 
 
 def test_one_update_of_a_batch_has_exactly_its_rate_and_no_order_of_arrival() -> None:
@@ -127,7 +158,9 @@ def test_rates_of_several_batches_are_weighted_by_their_shares() -> None:
 
 @pytest.mark.parametrize("how", ["signal", "broken"])
 def test_a_segment_ends_early(how: str) -> None:
-    """After a signal with the batch that was begun; after a broken gradient, which is not used, at once."""
+    """After a signal with the batch that was begun; after a broken gradient, which is not used, at
+    once.
+    """
     server = Server(3, None)
     server.push(1, gradient=np.nan if how == "broken" else 1.0, **{how: True})
     assert server.release() == []

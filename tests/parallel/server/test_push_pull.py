@@ -1,4 +1,6 @@
-"""Push and pull: in step equal to sequence, out of step every task once, ends properly, faults are seen."""
+"""Push and pull: in step equal to sequence, out of step every task once, ends properly, faults are
+seen.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ Segments = Sequence[tuple[int, int]]
 
 
 def new_model(backend: Backend | None = None, hidden: int = 7) -> Module:
-    return models.mlp((5,), 3, hidden=(hidden,)).initialize(seed=0, dtype="float64", backend=backend)
+    return models.mlp((5,), 3, hidden=(hidden,)).initialize(
+        seed=0, dtype="float64", backend=backend
+    )
 
 
 def rows_of(batch: int) -> int:
@@ -43,7 +47,9 @@ def push_of(model: Module, task: Task, parts: int, backend: Backend, **more: Any
     if mine:
         taken = slice(mine.start, mine.stop)
         logits = model(Tensor(backend.asarray(x[taken])))
-        ops.cross_entropy(logits, backend.asarray(y[taken]), reduction="sum").backward(np.full((), 1 / rows))
+        ops.cross_entropy(logits, backend.asarray(y[taken]), reduction="sum").backward(
+            np.full((), 1 / rows)
+        )
     model.storage.finish_gradients()
     lr = 0.1 / (1 + task.batch)
     about = {"samples": len(mine), "targets": len(mine), "global_targets": rows, "lr": lr, **more}
@@ -61,11 +67,13 @@ def serial_weights(batches: int, hidden: int = 7) -> Array:
 
 
 class Run:
-    """Training in segments. `early` says what is the matter with the last rank's gradient of a step.
+    """Training in segments. `early` says what is the matter with the last rank's gradient of a
+    step.
 
     Attributes:
         weights: at the end, on the host.
-        arrivals: on rank 0, (worker, task) of every gradient in the order in which it got them, by segment.
+        arrivals: on rank 0, (worker, task) of every gradient in the order in which it got them, by
+            segment.
         traffic: (messages, bytes) that this rank sent, by segment.
         updates: on rank 0, by segment.
         leads: the longest, by segment.
@@ -126,16 +134,22 @@ def everywhere(group: Group, right: bool) -> bool:
 
 @pytest.mark.both_worlds(max_size=8)
 def test_in_step_it_is_the_serial_run(group: Group) -> None:
-    """However slow the ranks are, the weights are the same bits, and those of whole batches but for rounding."""
+    """However slow the ranks are, the weights are the same bits, and those of whole batches but for
+    rounding.
+    """
     runs = [Run(group, 0, delays=delays) for delays in (0, 1)]
     assert len({run.digest for run in runs}) == 1
-    assert everywhere(group, np.allclose(runs[0].weights, serial_weights(6), rtol=1e-11, atol=1e-13))
+    assert everywhere(
+        group, np.allclose(runs[0].weights, serial_weights(6), rtol=1e-11, atol=1e-13)
+    )
     assert runs[0].updates == ([3, 1, 0, 2] if group.is_root else [])
 
 
 @pytest.mark.both_worlds(max_size=8)
 @pytest.mark.parametrize("bound", [1, 3, None])
-def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group: Group, bound: int | None) -> None:
+def test_every_task_is_used_once_and_nobody_is_too_far_ahead(
+    group: Group, bound: int | None
+) -> None:
     run = Run(group, bound, delays=1 if bound is None else bound)
     right = True
     if group.is_root:
@@ -148,14 +162,22 @@ def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group: Group, bound
 @pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("early", [{"signal": 15}, {"broken": True}], ids=str)
 @pytest.mark.parametrize("bound", [0, 1, None])
-def test_a_segment_that_ends_early_ends_for_everybody(group: Group, early: dict[str, Any], bound: int | None) -> None:
-    """At a step of the last rank: what was assigned arrives, a signal ends a whole batch, the next segment works."""
+def test_a_segment_that_ends_early_ends_for_everybody(
+    group: Group, early: dict[str, Any], bound: int | None
+) -> None:
+    """At a step of the last rank: what was assigned arrives, a signal ends a whole batch, the next
+    segment works.
+    """
     run = Run(group, bound, ((0, 9), (9, 11)), delays=3, early={2: early})
     right = bool(np.isfinite(run.weights).all())
     if group.is_root:
         first, second = (sorted(task for _, task in segment) for segment in run.arrivals)
         whole = -(-len(first) // group.size)
-        right = right and first == all_tasks(0, whole, group.size)[: len(first)] and len(first) < 9 * group.size
+        right = (
+            right
+            and first == all_tasks(0, whole, group.size)[: len(first)]
+            and len(first) < 9 * group.size
+        )
         right = right and second == all_tasks(9, 11, group.size)
         right = right and ("broken" in early or len(first) == whole * group.size)
         right = right and (bound != 0 or len(first) == 3 * group.size)
@@ -169,7 +191,9 @@ def test_messages_and_bytes_are_those_of_the_formula(group: Group) -> None:
     nbytes, others = new_model().storage.data[0].nbytes, group.size - 1
     header = {"push": 17 * 8, "reply": 5 * 8}
     for number, steps in enumerate((4, 1)):
-        messages, sent = (sum(each[number][i] for each in group.gather(run.traffic)) for i in range(2))
+        messages, sent = (
+            sum(each[number][i] for each in group.gather(run.traffic)) for i in range(2)
+        )
         pushes, replies = others * steps, others * (steps + 1)
         assert messages == pushes + replies
         assert sent == pushes * (nbytes + header["push"]) + replies * (nbytes + header["reply"])
@@ -177,22 +201,32 @@ def test_messages_and_bytes_are_those_of_the_formula(group: Group) -> None:
 
 @pytest.mark.simulated(max_size=4)
 def test_on_a_device_it_goes_through_the_host(group: Group) -> None:
-    host, device = (Run(group, 0, backend=backend).weights for backend in (numpy_backend(), device_backend()))
+    host, device = (
+        Run(group, 0, backend=backend).weights for backend in (numpy_backend(), device_backend())
+    )
     assert everywhere(group, np.allclose(host, device, rtol=1e-12, atol=1e-14))
 
 
 @pytest.mark.mpi
-def test_long_messages_do_not_overtake_one_another(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_messages_do_not_overtake_one_another(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Messages that no MPI buffers, in pieces."""
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 100_000)
     run = Run(group, 0, ((0, 4),), delays=5, hidden=9000)
-    assert everywhere(group, np.allclose(run.weights, serial_weights(4, 9000), rtol=1e-9, atol=1e-12))
+    assert everywhere(
+        group, np.allclose(run.weights, serial_weights(4, 9000), rtol=1e-9, atol=1e-12)
+    )
 
 
 def test_messages_at_the_wrong_time_are_seen() -> None:
     def main(group: Group) -> None:
         model = new_model()
-        talk = PushPull(group, model.storage, ParameterServer(model.storage, optim.SGD(model.storage, lr=0.1), 1))
+        talk = PushPull(
+            group,
+            model.storage,
+            ParameterServer(model.storage, optim.SGD(model.storage, lr=0.1), 1),
+        )
         talk.open(1, 9, 0)
         task = talk.pull()
         assert task is not None
@@ -209,8 +243,15 @@ def test_messages_at_the_wrong_time_are_seen() -> None:
 def test_calls_out_of_order_are_refused(group: Group) -> None:
     """Instead of waiting for ever."""
     model = new_model()
-    server = ParameterServer(model.storage, optim.SGD(model.storage, lr=0.1), group.size) if group.is_root else None
-    talk, push = PushPull(group, model.storage, server), push_of(model, Task(0, 0), 1, numpy_backend())
+    server = (
+        ParameterServer(model.storage, optim.SGD(model.storage, lr=0.1), group.size)
+        if group.is_root
+        else None
+    )
+    talk, push = (
+        PushPull(group, model.storage, server),
+        push_of(model, Task(0, 0), 1, numpy_backend()),
+    )
     with pytest.raises(CommError, match="nothing to pull"):
         talk.pull()
     talk.open(0, 0, 0)

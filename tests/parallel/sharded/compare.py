@@ -1,4 +1,6 @@
-"""Runs a model whole and sharded, and compares every step: what all tests of sharded layers share."""
+"""Runs a model whole and sharded, and compares every step: what all tests of sharded layers
+share.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,13 +25,17 @@ TOLERANCES = {"float64": 1e-11, "float32": 2e-4}
 def images(rows: int, shape: tuple[int, ...], dtype: str, classes: int = 3) -> tuple[Array, Array]:
     """Return inputs and labels, the same on all ranks."""
     generator = np.random.default_rng(7)
-    return generator.standard_normal((rows, *shape)).astype(dtype), generator.integers(0, classes, rows)
+    return generator.standard_normal((rows, *shape)).astype(dtype), generator.integers(
+        0, classes, rows
+    )
 
 
 def train(
     model: Module, x: Array, y: Array, loss: Callable[..., Tensor] = cross_entropy, lr: float = 0.1
 ) -> tuple[list[float], list[dict[str, Array]], dict[str, Array], Array]:
-    """Return losses and gradients of each step, the state after the last, and an evaluation's result."""
+    """Return losses and gradients of each step, the state after the last, and an evaluation's
+    result.
+    """
     optimizer = optim.SGD(model.storage, lr=lr, momentum=0.9)
     losses, gradients = [], []
     for step in range(STEPS):
@@ -48,7 +54,9 @@ def train(
 
 def regions(model: Module) -> dict[str, Any]:
     """Return the region of every parameter and buffer."""
-    return {name: entry.region for name, entry in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        name: entry.region for name, entry in [*model.named_parameters(), *model.named_buffers()]
+    }
 
 
 def check_equal(
@@ -61,10 +69,12 @@ def check_equal(
     sample: tuple[int, ...] | None = None,
     sharded_at_least: int = 1,
 ) -> Module:
-    """Fail on all ranks unless a sharded model computes what the whole one does; return the sharded one.
+    """Fail on all ranks unless a sharded model computes what the whole one does; return the sharded
+    one.
 
     Args:
-        sharded_at_least: how many parameters must be cut when there are several ranks, lest nothing is tested.
+        sharded_at_least: how many parameters must be cut when there are several ranks, lest nothing
+            is tested.
     """
     x, y = images(rows, shape, dtype)
     whole = build().initialize(seed=3, dtype=dtype)
@@ -72,18 +82,24 @@ def check_equal(
     shard(ours, group, table, sample)
     ours.initialize(seed=3, dtype=dtype)
     names = [name for name, _ in whole.named_parameters()]
-    problems = [] if [name for name, _ in ours.named_parameters()] == names else ["the names differ"]
+    problems = (
+        [] if [name for name, _ in ours.named_parameters()] == names else ["the names differ"]
+    )
     cut = [name for name, region in regions(ours).items() if region is not None]
     if group.size > 1 and len(cut) < sharded_at_least:
         problems.append(f"only {cut} are cut")
-    problems += differences(train(whole, x, y), train(ours, x, y), regions(ours), TOLERANCES[dtype], group.size == 1)
+    problems += differences(
+        train(whole, x, y), train(ours, x, y), regions(ours), TOLERANCES[dtype], group.size == 1
+    )
     everyone = group.gather(problems)
     assert not any(everyone), everyone
     check_same_bits(group, ours)
     return ours
 
 
-def differences(whole: Any, ours: Any, where: Mapping[str, Any], tolerance: float, exact: bool) -> list[str]:
+def differences(
+    whole: Any, ours: Any, where: Mapping[str, Any], tolerance: float, exact: bool
+) -> list[str]:
     """Return what is not as in the whole model's run."""
     found = []
 
@@ -93,7 +109,9 @@ def differences(whole: Any, ours: Any, where: Mapping[str, Any], tolerance: floa
             found.append(f"{what} has shape {actual.shape}, not {expected.shape}")
         elif exact and not np.array_equal(expected, actual):
             found.append(f"{what} differs, if only by {np.abs(expected - actual).max():.1e}")
-        elif expected.size and not np.abs(expected - actual).max() <= tolerance * max(1.0, np.abs(expected).max()):
+        elif expected.size and not np.abs(expected - actual).max() <= tolerance * max(
+            1.0, np.abs(expected).max()
+        ):
             found.append(f"{what} differs by {np.abs(expected - actual).max():.1e}")
 
     def part(name: str, array: Array) -> Array:
@@ -112,12 +130,18 @@ def differences(whole: Any, ours: Any, where: Mapping[str, Any], tolerance: floa
 def check_same_bits(group: Group, model: Module) -> None:
     """Fail on all ranks unless what is not cut has the same bits on all ranks."""
     where = regions(model)
-    own = {name: array.tobytes().hex() for name, array in model.state().items() if where[name] is None}
+    own = {
+        name: array.tobytes().hex() for name, array in model.state().items() if where[name] is None
+    }
     own |= {
         f"gradient of {name}": np.array(p.grad).tobytes().hex()
         for name, p in model.named_parameters()
         if where[name] is None
     }
     everyone = group.gather(own)
-    different = [name for name in own if any(theirs.get(name) != everyone[0].get(name) for theirs in everyone)]
+    different = [
+        name
+        for name in own
+        if any(theirs.get(name) != everyone[0].get(name) for theirs in everyone)
+    ]
     assert not different, different

@@ -61,10 +61,14 @@ def test_like_the_whole_one(group: Group, dtype: str, options: dict[str, Any]) -
 
 @pytest.mark.simulated
 def test_equal_logits_and_nothing_left(group: Group) -> None:
-    """Of equal logits the first class is the best; with all labels ignored the mean is 0, as it is for no rows."""
+    """Of equal logits the first class is the best; with all labels ignored the mean is 0, as it is
+    for no rows.
+    """
     width = len(part(11, group.size, group.rank))
     assert all(group.gather(bool((best_classes(np.zeros((4, width)), group, 11) == 0).all())))
-    nothing = cross_entropy(Tensor(np.zeros((2, width))), np.array([5, 5]), group, 11, ignore_index=5)
+    nothing = cross_entropy(
+        Tensor(np.zeros((2, width))), np.array([5, 5]), group, 11, ignore_index=5
+    )
     empty = cross_entropy(Tensor(np.zeros((0, width))), np.zeros(0, int), group, 11)
     assert all(group.gather(nothing.item() == empty.item() == 0.0))
 
@@ -79,7 +83,11 @@ def test_refusals(group: Group) -> None:
         (ShapeError, "part", lambda: cross_entropy(Tensor(np.zeros((2, 12))), labels, group, 11)),
         (ShapeError, "label 11", lambda: cross_entropy(logits, np.array([0, 11]), group, 11)),
         (DtypeError, "integer", lambda: cross_entropy(logits, np.zeros(2), group, 11)),
-        (UsageError, "reduction", lambda: cross_entropy(logits, labels, group, 11, reduction="median")),
+        (
+            UsageError,
+            "reduction",
+            lambda: cross_entropy(logits, labels, group, 11, reduction="median"),
+        ),
         (ShapeError, "labels of shape", lambda: cross_entropy(logits, np.zeros(3, int), group, 11)),
     ]
     for kind, words, attempt in attempts:

@@ -1,4 +1,6 @@
-"""The other layers on parts of activations: norms, dropout, pooling, softmax, embeddings, all convolutions."""
+"""The other layers on parts of activations: norms, dropout, pooling, softmax, embeddings, all
+convolutions.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +64,15 @@ def test_groups(group: Group, groups: int) -> None:
         )
 
     check_equal(group, build, (4, 4, 2), table={"0": C, "1": C, "4": R}, rows=2, sharded_at_least=5)
-    check_equal(group, build, (4, 4, 2), table={"0": H, "1": H}, sample=(4, 4, 2), rows=2, sharded_at_least=0)
+    check_equal(
+        group,
+        build,
+        (4, 4, 2),
+        table={"0": H, "1": H},
+        sample=(4, 4, 2),
+        rows=2,
+        sharded_at_least=0,
+    )
 
 
 @pytest.mark.simulated
@@ -72,15 +82,29 @@ def test_groups(group: Group, groups: int) -> None:
     [
         lambda: [nn.MaxPool2d(3, 2, 1), nn.GlobalAvgPool2d()],
         lambda: [nn.AvgPool2d((2, 3), 1, (1, 0)), nn.Flatten(), nn.Linear(3 * 5 * 7, 3)],
-        lambda: [nn.AvgPool2d(2), nn.LayerNorm(5), nn.Softmax(1), nn.Dropout(0.4), nn.GlobalAvgPool2d()],
-        lambda: [nn.BatchNorm(5), nn.Softmax(-1), nn.LayerNorm((5, 5)), nn.MaxPool2d((6, 5), 1), nn.Flatten()],
+        lambda: [
+            nn.AvgPool2d(2),
+            nn.LayerNorm(5),
+            nn.Softmax(1),
+            nn.Dropout(0.4),
+            nn.GlobalAvgPool2d(),
+        ],
+        lambda: [
+            nn.BatchNorm(5),
+            nn.Softmax(-1),
+            nn.LayerNorm((5, 5)),
+            nn.MaxPool2d((6, 5), 1),
+            nn.Flatten(),
+        ],
         lambda: [nn.Softmax(3), nn.Tanh(), nn.Softmax(2), nn.Softmax(-3), nn.GlobalAvgPool2d()],
         lambda: [nn.LayerNorm((6, 5, 5)), nn.GlobalAvgPool2d()],
         lambda: [nn.Flatten(), nn.LayerNorm(150), nn.Dropout(0.5), nn.Softmax(), nn.Linear(150, 3)],
         lambda: [nn.Linear(5, 4), nn.GlobalAvgPool2d(), nn.Linear(4, 3)],
     ],
 )
-def test_on_channels_and_rows(group: Group, sharding: Sharding, layers: Callable[[], list[Module]]) -> None:
+def test_on_channels_and_rows(
+    group: Group, sharding: Sharding, layers: Callable[[], list[Module]]
+) -> None:
     """Whatever lies before it, each layer does what it does on the whole."""
 
     def build() -> Module:
@@ -89,13 +113,17 @@ def test_on_channels_and_rows(group: Group, sharding: Sharding, layers: Callable
     table = {"0": sharding, "3": R} if isinstance(layers()[1], nn.Flatten) else {"0": sharding}
     if sharding is C:
         check_equal(group, build, IMAGE, table=table, rows=3)
-    ours = check_equal(group, build, IMAGE, table=table, sample=IMAGE, rows=3, sharded_at_least=int(sharding is C))
+    ours = check_equal(
+        group, build, IMAGE, table=table, sample=IMAGE, rows=3, sharded_at_least=int(sharding is C)
+    )
     kinds = {type(module).__name__ for _, module in ours.named_modules()}
     assert all(group.gather(group.size == 1 or sharding is C or "RowsConv2d" in kinds)), kinds
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("placement", [features(7), Placement(3, 1, None), Placement(4, 3), rows(5)])
+@pytest.mark.parametrize(
+    "placement", [features(7), Placement(3, 1, None), Placement(4, 3), rows(5)]
+)
 def test_dropout_drops_what_the_whole_layer_drops(group: Group, placement: Placement) -> None:
     """Bit for bit."""
     shape = (4, 5, 3, 2) if placement.has_rows else (4, 12) if placement.units != 7 else (4, 3, 7)
@@ -116,7 +144,9 @@ def test_embedding(group: Group, sharding: Sharding) -> None:
     """Entries or features are cut; an index that comes twice gets both gradients."""
 
     def build() -> Module:
-        return nn.Sequential(nn.Embedding(11, 5), nn.LayerNorm(5), nn.Linear(5, 4), nn.Flatten(), nn.Linear(12, 3))
+        return nn.Sequential(
+            nn.Embedding(11, 5), nn.LayerNorm(5), nn.Linear(5, 4), nn.Flatten(), nn.Linear(12, 3)
+        )
 
     x, y = np.array([[0, 10, 3], [3, 3, 7], [5, 4, 10]]), np.array([0, 2, 1])
     whole, ours = build().initialize(seed=3, dtype="float64"), build()
@@ -126,7 +156,9 @@ def test_embedding(group: Group, sharding: Sharding) -> None:
     def run(model: Module) -> Any:
         return train(model, x, y, cross_entropy)
 
-    problems = differences(run(whole), run(ours), regions(ours), TOLERANCES["float64"], group.size == 1)
+    problems = differences(
+        run(whole), run(ours), regions(ours), TOLERANCES["float64"], group.size == 1
+    )
     assert not any(group.gather(problems)), problems
 
 
@@ -143,4 +175,5 @@ def test_an_index_outside_of_the_table_is_refused(group: Group, sharding: Shardi
     group.barrier()
 
 
-# Shapes told without running the model are those that it gives; placements refuse what does not fit.
+# Shapes told without running the model are those that it gives; placements refuse what does not
+# fit.

@@ -1,4 +1,6 @@
-"""Every operation on a rank's part of a tensor: it is the operation on the whole one, or it is refused."""
+"""Every operation on a rank's part of a tensor: it is the operation on the whole one, or it is
+refused.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -40,7 +42,8 @@ REFUSED = {
     "tensor.pad",
 }
 
-# (name, operation, shapes of its inputs): what takes parts, cut along some axis, beside the rows of the table.
+# (name, operation, shapes of its inputs): what takes parts, cut along some axis, beside the rows of
+# the table.
 TAKEN: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
     ("heads apart", lambda x: x.reshape(2, 3, 2, -1).transpose(0, 2, 1, 3), [(2, 3, 8)]),
     ("heads together", lambda x: x.transpose(0, 2, 1, 3).reshape(2, 3, 8), [(2, 2, 3, 4)]),
@@ -64,7 +67,9 @@ def placements(length: int, axis: int) -> Iterator[Placement]:
 
 
 def ways(inputs: Sequence[Array]) -> Iterator[dict[int, Placement]]:
-    """Yield by number the inputs that are cut, and how: each alone, and all of them along one axis of the last ones."""
+    """Yield by number the inputs that are cut, and how: each alone, and all of them along one axis
+    of the last ones.
+    """
     for number, x in enumerate(inputs):
         for axis, length in enumerate(x.shape):
             for placement in placements(length, axis):
@@ -76,14 +81,19 @@ def ways(inputs: Sequence[Array]) -> Iterator[dict[int, Placement]]:
             yield dict(zip(there, way, strict=True))
 
 
-def run(function: Callable[..., Any], inputs: Sequence[Array], cut: Callable[[int, Tensor], Tensor]) -> list[Any]:
+def run(
+    function: Callable[..., Any], inputs: Sequence[Array], cut: Callable[[int, Tensor], Tensor]
+) -> list[Any]:
     """Return an operation's result and the gradients of its inputs."""
     leaves = [Tensor(x, requires_grad=True) for x in inputs]
     y = whole(function(*(cut(i, leaf) for i, leaf in enumerate(leaves))))
     y.backward(np.linspace(1, 2, y.size).reshape(y.shape))
     return [
         y.data,
-        *(np.zeros_like(x) if leaf.grad is None else leaf.grad for x, leaf in zip(inputs, leaves, strict=True)),
+        *(
+            np.zeros_like(x) if leaf.grad is None else leaf.grad
+            for x, leaf in zip(inputs, leaves, strict=True)
+        ),
     ]
 
 
@@ -97,8 +107,12 @@ def try_all(case: Case, ranks: int) -> int:
     def main(group: Group) -> list[bool]:
         done = []
         for way in ways(case.inputs):
+
+            def shard(i: int, x: Tensor, way: Any = way) -> Tensor:
+                return part_of(x, way[i], group) if i in way else x
+
             try:
-                ours = run(case.function, case.inputs, lambda i, x: part_of(x, way[i], group) if i in way else x)  # noqa: B023
+                ours = run(case.function, case.inputs, shard)
             except LayoutError as error:
                 assert "ranks has a part" in str(error), error
                 done.append(False)
@@ -131,7 +145,9 @@ def test_equal_or_refused(row: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "function", "shapes"), TAKEN, ids=[name for name, *_ in TAKEN])
-def test_what_is_not_refused(name: str, function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> None:
+def test_what_is_not_refused(
+    name: str, function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]
+) -> None:
     """What attention does, which no row of the table does as it is done there."""
     rng = np.random.default_rng(0)
     inputs = [rng.uniform(0.5, 2, shape) for shape in shapes]
@@ -149,7 +165,10 @@ def test_functions_that_say_nothing_are_refused() -> None:
             return (grad[..., ::-1],)
 
     assert try_all(Case(lambda x: Reverse()(x), [np.ones((2, 3))]), 2) == 0
-    assert try_all(Case(lambda x: Reverse()(whole(x)), [np.random.default_rng(0).random((2, 3))]), 2) > 0
+    assert (
+        try_all(Case(lambda x: Reverse()(whole(x)), [np.random.default_rng(0).random((2, 3))]), 2)
+        > 0
+    )
 
 
 def test_nobody_sees_values_of_a_part() -> None:
@@ -160,9 +179,21 @@ def test_nobody_sees_values_of_a_part() -> None:
         assert (x.shape, x.size, len(x), x.ndim) == ((3, 4), 12, 3, 2)
         assert x.data.shape == (3, 2)
         assert is_cut(x.detach())
-        for look in (x.numpy, x.item, x.argmax, x.backward, lambda: x > 0, lambda: Tensor(x), lambda: Tensor([1.0])[x]):
-            with pytest.raises(LayoutError, match="2 ranks has a part of the 4 elements of axis 1, as layer 'made'"):
+        for look in (
+            x.numpy,
+            x.item,
+            x.argmax,
+            x.backward,
+            lambda: x > 0,
+            lambda: Tensor(x),
+            lambda: Tensor([1.0])[x],
+        ):
+            with pytest.raises(
+                LayoutError, match="2 ranks has a part of the 4 elements of axis 1, as layer 'made'"
+            ):
                 look()
-        np.testing.assert_array_equal(whole({"a": [x]})["a"][0].numpy(), np.arange(12.0).reshape(3, 4))
+        np.testing.assert_array_equal(
+            whole({"a": [x]})["a"][0].numpy(), np.arange(12.0).reshape(3, 4)
+        )
 
     nnmpi.simulate(main, ranks=2)

@@ -1,4 +1,6 @@
-"""Modules whose forward nobody knows, with layers that are shared out: equal to the serial run, or refused."""
+"""Modules whose forward nobody knows, with layers that are shared out: equal to the serial run, or
+refused.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,16 +32,26 @@ def blocks(features: int, heads: int, count: int = 2, **options: Any) -> Module:
 
 
 def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options: Any) -> None:
-    """Fail unless a model is the serial one on 2, 3 and 4 simulated ranks: losses, gradients, weights."""
+    """Fail unless a model is the serial one on 2, 3 and 4 simulated ranks: losses, gradients,
+    weights.
+    """
     for ranks in (2, 3, 4):
-        nnmpi.simulate(lambda group: check_equal(group, build, shape, **options) and None, ranks=ranks)
+        nnmpi.simulate(
+            lambda group: check_equal(group, build, shape, **options) and None, ranks=ranks
+        )
 
 
 @pytest.mark.parametrize(("features", "heads"), [(12, 2), (15, 5), (12, 3), (5, 1)])
-@pytest.mark.parametrize("table", [HEADS, {"mlp.0": C, "mlp.2": R}, {**HEADS, "mlp.*": C}, {"attention.proj": R}])
+@pytest.mark.parametrize(
+    "table", [HEADS, {"mlp.0": C, "mlp.2": R}, {**HEADS, "mlp.*": C}, {"attention.proj": R}]
+)
 def test_transformer_blocks(features: int, heads: int, table: Mapping[str, Sharding]) -> None:
     """Attention by heads, also when heads do not divide, and when some ranks have none."""
-    everywhere(lambda: blocks(features, heads), (3, features), table={f"*.{name}": s for name, s in table.items()})
+    everywhere(
+        lambda: blocks(features, heads),
+        (3, features),
+        table={f"*.{name}": s for name, s in table.items()},
+    )
 
 
 @pytest.mark.mpi
@@ -48,7 +60,10 @@ def test_blocks_bring_their_table(group: Group) -> None:
     ours = check_equal(group, lambda: blocks(12, 3, bias=False), (3, 12), sharded_at_least=8)
     if group.size > 1:
         parameters = dict(ours.named_parameters())
-        assert parameters["0.attention.qkv.weight"].shape[1] == 3 * parameters["0.attention.proj.weight"].shape[0]
+        assert (
+            parameters["0.attention.qkv.weight"].shape[1]
+            == 3 * parameters["0.attention.proj.weight"].shape[0]
+        )
 
 
 class Own(Module):
@@ -76,7 +91,9 @@ def mean_of_parts(m: Any, x: Tensor) -> Tensor:
 def own(compute: Callable[[Any, Tensor], Any]) -> Callable[[], Module]:
     """Return what builds a model with such a module."""
     features = 6 if compute is mean_of_parts else 12
-    return lambda: nn.Sequential(nn.Linear(4, 4), Own(compute), nn.Flatten(), nn.Linear(features, 3))
+    return lambda: nn.Sequential(
+        nn.Linear(4, 4), Own(compute), nn.Flatten(), nn.Linear(features, 3)
+    )
 
 
 def sqrt_of_width(m: Any, x: Tensor) -> Tensor:
@@ -113,7 +130,10 @@ def test_equal(name: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "softmax": (lambda m, x: m.narrow(ops.softmax(m.wide(x))), "Softmax .* layer '1.wide'"),
-    "layer norm": (lambda m, x: m.narrow(m.norm(m.wide(x))), "LayerNorm takes the mean over whole rows"),
+    "layer norm": (
+        lambda m, x: m.narrow(m.norm(m.wide(x))),
+        "LayerNorm takes the mean over whole rows",
+    ),
     "a sum": (lambda m, x: m.wide(x).sum(-1, keepdims=True) + x, "Sum needs all elements"),
     "torn": (lambda m, x: m.wide(x).reshape(-1, 2, 9), "Reshape of .* tears"),
     "a slice": (lambda m, x: m.wide(x)[..., :4], "no whole groups"),
@@ -159,7 +179,9 @@ class Head(Module):
 
 
 def test_a_model_of_its_own() -> None:
-    """What a custom model itself returns is a part, if it ends so: its loss refuses it, and says how to go on."""
+    """What a custom model itself returns is a part, if it ends so: its loss refuses it, and says
+    how to go on.
+    """
 
     def main(group: Group) -> None:
         model = Head()
@@ -169,7 +191,9 @@ def test_a_model_of_its_own() -> None:
         with pytest.raises(LayoutError, match="CrossEntropy .* layer 'head' leaves"):
             ops.cross_entropy(model(x), y)
         serial = Head().initialize(seed=0, dtype="float64")
-        assert ops.cross_entropy(whole(model(x)), y).item() == pytest.approx(ops.cross_entropy(serial(x), y).item())
+        assert ops.cross_entropy(whole(model(x)), y).item() == pytest.approx(
+            ops.cross_entropy(serial(x), y).item()
+        )
 
     nnmpi.simulate(main, ranks=2)
 
@@ -202,7 +226,9 @@ def test_compiled_steps_refuse_too() -> None:
         head = Head()
         shard(head, group, {"head": C})
         head.initialize(seed=0, dtype="float64")
-        with pytest.raises(LayoutError, match="a compiled step's result takes the values of a whole tensor"):
+        with pytest.raises(
+            LayoutError, match="a compiled step's result takes the values of a whole tensor"
+        ):
             nnmpi.compile(lambda x: head(x))(np.ones((2, 4)))
 
     nnmpi.simulate(main, ranks=2)

@@ -37,7 +37,13 @@ def count(model: Module, shape: tuple[int, ...]) -> tuple[Counter[str], Counter[
 def pairs() -> Module:
     """Return two pairs of linear layers."""
     return nn.Sequential(
-        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3)
+        nn.Linear(6, 8),
+        nn.ReLU(),
+        nn.Linear(8, 8),
+        nn.GELU(),
+        nn.Linear(8, 9),
+        nn.Tanh(),
+        nn.Linear(9, 3),
     )
 
 
@@ -57,15 +63,18 @@ def pictures() -> Module:
 @pytest.mark.parametrize(
     ("build", "shape", "table", "forward", "backward"),
     [
-        # two pairs: one sum each forward; backward none for the first, whose input needs no gradient
+        # two pairs: one sum each forward; backward none for the first, whose input needs no
+        # gradient
         (pairs, (6,), {"0": C, "2": R, "4": C, "6": R}, {SUM: 2}, {SUM: 1}),
         # all by outputs: each but the first gathers its input, and the logits are gathered
         (pairs, (6,), {"*": C}, {GATHER: 4}, {SCATTER: 3}),
         (pairs, (6,), {"*": R}, {SUM: 4}, {GATHER: 3}),
-        # flattened channels go as they lie into a layer that is cut by inputs; normalization needs nothing
+        # flattened channels go as they lie into a layer that is cut by inputs; normalization needs
+        # nothing
         (pictures, (6, 6, 2), {"0": C, "3": C, "5": R}, {GATHER: 1, SUM: 1}, {SCATTER: 1}),
         (pictures, (6, 6, 2), {"0": C, "3": R, "5": C}, {SUM: 1, GATHER: 1}, {SUM: 1}),
-        # rows: three windows, two sums for the statistics; backward a kernel and a bias each, normalization's three
+        # rows: three windows, two sums for the statistics; backward a kernel and a bias each,
+        # normalization's three
         (pictures, (6, 6, 2), {"0": H, "3": H, "5": R}, {HALO: 3, SUM: 3}, {HALO: 2, SUM: 7}),
     ],
 )

@@ -1,7 +1,9 @@
-"""A double of CuPy: an array library on a device, computed by NumPy, for tests where there is no device.
+"""A double of CuPy: an array library on a device, computed by NumPy, for tests where there is no
+device.
 
-It has CuPy's names and parameters and no others (`snapshot.json`, which tests/device/survey.py writes), and is as
-strict as CuPy where NumPy is lenient, so that code which runs on it and on NumPy has a fair chance on a real device:
+It has CuPy's names and parameters and no others (`snapshot.json`, which tests/device/survey.py
+writes), and is as strict as CuPy where NumPy is lenient, so that code which runs on it and on NumPy
+has a fair chance on a real device:
 
     an array does not become a NumPy array by itself, and mixes with none
     memory is counted, has a limit, and holds rubbish (NaN) until it is written
@@ -9,8 +11,8 @@ strict as CuPy where NumPy is lenient, so that code which runs on it and on NumP
     what is undefined on a device (an index out of bounds, one index written twice) is an error
     reductions give arrays without axes; elementwise results are C-contiguous whatever the inputs were
 
-What it does not show is what the interpreted device beside it is for: nnmpi's kernels, of which it has none, rounding
-of the device's functions, hidden waits, and who waits for whom.
+What it does not show is what the interpreted device beside it is for: nnmpi's kernels, of which it
+has none, rounding of the device's functions, hidden waits, and who waits for whom.
 """
 
 import importlib
@@ -32,7 +34,9 @@ __version__ = VERSION
 newaxis = None
 
 
-def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True) -> Any:
+def asnumpy(
+    a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True
+) -> Any:
     """Return a copy in the host's memory."""
     if isinstance(a, ndarray):
         return a.get(stream=stream, order=order, out=out, blocking=blocking)
@@ -52,7 +56,9 @@ def get_default_pinned_memory_pool() -> Any:
 def __getattr__(name: str) -> Any:
     kind = MODULES["cupy"].get(name, "")
     is_module = kind == "module"
-    value = importlib.import_module(f"cupy.{name}") if is_module else _functions.find("cupy", name, np)
+    value = (
+        importlib.import_module(f"cupy.{name}") if is_module else _functions.find("cupy", name, np)
+    )
     globals()[name] = value
     return value
 

@@ -11,7 +11,12 @@ class _At:
     __slots__ = ("__array_interface__",)
 
     def __init__(self, address: int, size: int) -> None:
-        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def bytes_at(address: int, size: int) -> Any:

@@ -35,11 +35,18 @@ class ndarray:
     __array_priority__ = 100
 
     def __init__(
-        self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
+        self,
+        shape: Any,
+        dtype: Any = float,
+        memptr: Any = None,
+        strides: Any = None,
+        order: str = "C",
     ) -> None:
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         dtype = np.dtype(dtype)
-        pointer = memory.POOL.malloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
+        pointer = (
+            memory.POOL.malloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
+        )
         mem = pointer.mem
         offset = pointer.ptr - mem.ptr
         owner = mem._owner
@@ -96,7 +103,9 @@ class ndarray:
     def data(self) -> memory.MemoryPointer:
         if not self._mem.size:
             return memory.MemoryPointer(self._mem, 0)
-        return memory.MemoryPointer(self._mem, self._host.__array_interface__["data"][0] - self._mem.ptr)
+        return memory.MemoryPointer(
+            self._mem, self._host.__array_interface__["data"][0] - self._mem.ptr
+        )
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -124,8 +133,8 @@ class ndarray:
         if VIEWERS and VIEWERS[0](sys._getframe(1)):
             return self._seen() if dtype is None else self._seen().astype(dtype)
         raise TypeError(
-            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array "
-            "explicitly."
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct"
+            " a NumPy array explicitly."
         )
 
     def _seen(self) -> Any:
@@ -133,20 +142,28 @@ class ndarray:
         _streams.finish_all()
         return self._host.copy()
 
-    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> Any:
+    def get(
+        self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
+    ) -> Any:
         """Return a copy in the host's memory."""
         if out is None:
-            out = np.empty(self.shape, self.dtype, "C" if order == "A" and self._c_contiguous else order)  # type: ignore[call-overload]
+            out = np.empty(
+                self.shape, self.dtype, "C" if order == "A" and self._c_contiguous else order
+            )  # type: ignore[call-overload]
         elif not isinstance(out, np.ndarray):
             raise TypeError("Only numpy.ndarray can be obtained from cupy.ndarray")
         elif self.dtype != out.dtype:
             raise TypeError(f"{out.dtype} array cannot be obtained from {self.dtype} array")
         elif self.shape != out.shape:
-            raise ValueError(f"Shape mismatch. Expected shape: {self.shape}, actual shape: {out.shape}")
+            raise ValueError(
+                f"Shape mismatch. Expected shape: {self.shape}, actual shape: {out.shape}"
+            )
         elif not (out.flags.c_contiguous or out.flags.f_contiguous):
             raise RuntimeError("`out` cannot be specified when copying to non-contiguous ndarray")
         where, source = _streams.current() if stream is None else stream, self._host
-        _streams.copy_to_host(source.copy, lambda value: np.copyto(out, value), where, pinned_memory.is_pinned(out))
+        _streams.copy_to_host(
+            source.copy, lambda value: np.copyto(out, value), where, pinned_memory.is_pinned(out)
+        )
         if blocking:
             where.synchronize()
         return out
@@ -226,7 +243,9 @@ class ndarray:
         elif isinstance(value, np.ndarray | list | tuple) or not np.isscalar(value):
             raise TypeError(f"Unsupported type {type(value)}")
         if isinstance(value, np.ndarray) and value.ndim > np.ndim(self._host[key]):
-            raise ValueError(f"shapes {value.shape} and {np.shape(self._host[key])} cannot be assigned")
+            raise ValueError(
+                f"shapes {value.shape} and {np.shape(self._host[key])} cannot be assigned"
+            )
         self._host[key] = value
 
     def _key(self, key: Any, writes: bool = False) -> Any:
@@ -243,8 +262,15 @@ class ndarray:
             host = part._host
         else:
             return part
-        if host.dtype.kind != "b" and writes and host.size > 1 and len(np.unique(host)) != host.size:
-            raise IndexError("an element is written twice in one assignment, which is undefined on a device")
+        if (
+            host.dtype.kind != "b"
+            and writes
+            and host.size > 1
+            and len(np.unique(host)) != host.size
+        ):
+            raise IndexError(
+                "an element is written twice in one assignment, which is undefined on a device"
+            )
         return host
 
     def __contains__(self, value: Any) -> bool:

@@ -132,7 +132,9 @@ def find(module: str, name: str, numpy: Any) -> Any:
 
 
 def _renamed(value: Any, known: Parameters) -> list[str]:
-    """Return NumPy's names for CuPy's positional parameters, as far as both agree about their order."""
+    """Return NumPy's names for CuPy's positional parameters, as far as both agree about their
+    order.
+    """
     try:
         theirs = [each.name for each in inspect.signature(value).parameters.values()]
     except (TypeError, ValueError):
@@ -172,7 +174,9 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
             return out
         if type(result) is np.ndarray:
             if poisons:
-                result = memory.rubbish(result.shape, result.dtype, "C" if result.flags.c_contiguous else "F")
+                result = memory.rubbish(
+                    result.shape, result.dtype, "C" if result.flags.c_contiguous else "F"
+                )
             elif type(first) is ndarray:
                 if result is first._host:
                     return first
@@ -219,8 +223,12 @@ def _matmul(name: str, function: Any) -> Any:
         result = product(function, left._host, right._host)
         if out is None:
             return wrap(np.ascontiguousarray(result) if np.ndim(result) > 1 else result)
-        if name == "dot" and not (out.dtype == result.dtype and out._c_contiguous and out.shape == result.shape):
-            raise ValueError("output array is not acceptable (must have the right type, dimensions and C-order)")
+        if name == "dot" and not (
+            out.dtype == result.dtype and out._c_contiguous and out.shape == result.shape
+        ):
+            raise ValueError(
+                "output array is not acceptable (must have the right type, dimensions and C-order)"
+            )
         if out.dtype != result.dtype:
             raise TypeError(f"out of {out.dtype} for a product of {result.dtype}")
         if out.shape != result.shape:
@@ -259,7 +267,8 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
     if x is None:
         return tuple(map(wrap, np.nonzero(unwrap(truth))))
     result = np.where(unwrap(truth), unwrap(x), unwrap(y))
-    return wrap(result.astype(np.float32) if result.dtype.name == "bfloat16" else result)  # it has no loop for that
+    # it has no loop for that
+    return wrap(result.astype(np.float32) if result.dtype.name == "bfloat16" else result)
 
 
 def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
@@ -273,7 +282,9 @@ def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
     if type(out) is not ndarray:
         raise TypeError("Output arguments type must be cupy.ndarray")
     if out.dtype != a.dtype or out.shape != np.shape(found):
-        raise ValueError(f"out of shape {out.shape} and {out.dtype} for {np.shape(found)} and {a.dtype}")
+        raise ValueError(
+            f"out of shape {out.shape} and {out.dtype} for {np.shape(found)} and {a.dtype}"
+        )
     np.copyto(out._host, found)
     return out
 

@@ -14,7 +14,16 @@ def _method(name: str, entry: str) -> Any:
     """Return a method that NumPy computes."""
     known = parameters(entry)
     function = getattr(np.ndarray, name)
-    in_c = name not in ("astype", "transpose", "swapaxes", "reshape", "view", "squeeze", "diagonal", "copy")
+    in_c = name not in (
+        "astype",
+        "transpose",
+        "swapaxes",
+        "reshape",
+        "view",
+        "squeeze",
+        "diagonal",
+        "copy",
+    )
 
     def call(self: ndarray, *args: Any, **kwargs: Any) -> Any:
         if _streams.PENDING:
@@ -45,7 +54,11 @@ def _method(name: str, entry: str) -> Any:
 
 def _add_methods() -> None:
     for name, entry in CLASSES["cupy.ndarray"].items():
-        if entry.startswith("function") and not hasattr(ndarray, name) and hasattr(np.ndarray, name):
+        if (
+            entry.startswith("function")
+            and not hasattr(ndarray, name)
+            and hasattr(np.ndarray, name)
+        ):
             setattr(ndarray, name, _method(name, entry))
 
 

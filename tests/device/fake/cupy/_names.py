@@ -24,18 +24,25 @@ class Parameters:
     def __init__(self, text: str) -> None:
         words = [word.strip() for word in text.split(",") if word.strip()]
         self.unknown = text == "?"
-        self.open_ended = self.unknown or any(word.startswith("*") and word[1:2] not in ("", "*") for word in words)
+        self.open_ended = self.unknown or any(
+            word.startswith("*") and word[1:2] not in ("", "*") for word in words
+        )
         self.any_keyword = self.unknown or any(word.startswith("**") for word in words)
         star = next((place for place, word in enumerate(words) if word.startswith("*")), len(words))
         slash = words.index("/") if "/" in words else -1
         names = [word.rstrip("=") for word in words]
         self.positional = [name for name in names[:star] if name != "/"]
-        self.keywords = {name for name in names[slash + 1 :] if not name.startswith("*") and name != "/"}
+        self.keywords = {
+            name for name in names[slash + 1 :] if not name.startswith("*") and name != "/"
+        }
 
     def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise TypeError for a call that CuPy would not take."""
         if len(args) > len(self.positional) and not self.open_ended:
-            raise TypeError(f"{name}() takes {len(self.positional)} positional arguments but {len(args)} were given")
+            raise TypeError(
+                f"{name}() takes {len(self.positional)} positional arguments but {len(args)} were"
+                " given"
+            )
         if kwargs and not self.any_keyword:
             for key in kwargs:
                 if key not in self.keywords:

@@ -2,10 +2,13 @@
 
 Kernels and functions compute at once; what is put off is what a host would see too early:
 
-    to the host     the host's memory holds rubbish until the stream, or an event after the copy, is waited for
-    to the device   the array holds what it held until then, or until work in the same stream needs it
+    to the host     the host's memory holds rubbish until the stream, or an event after the copy, is
+                    waited for
+    to the device   the array holds what it held until then, or until work in the same stream needs
+                    it
 
-So a host that reads without waiting, or a stream that does not wait for another one's copy, gets wrong numbers here.
+So a host that reads without waiting, or a stream that does not wait for another one's copy, gets
+wrong numbers here.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ class _Copy:
         to_host: whether the host is the one to see it.
     """
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], to_host: bool) -> None:
+    def __init__(
+        self, read: Callable[[], Any], write: Callable[[Any], None], to_host: bool
+    ) -> None:
         self._read: Callable[[], Any] | None = read
         self._write = write
         self.to_host = to_host
@@ -190,7 +195,9 @@ def finish_all() -> None:
         stream._finish()
 
 
-def copy_to_host(read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool) -> None:
+def copy_to_host(
+    read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool
+) -> None:
     """Copy to the host; to memory that is not page-locked CUDA does so at once."""
     stream = current() if stream is None else stream
     if not pinned:
@@ -204,8 +211,12 @@ def copy_to_host(read: Callable[[], Any], write: Callable[[Any], None], stream: 
     stream._push(copy)
 
 
-def copy_to_device(read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool) -> None:
-    """Copy to the device: at once in the current stream, which computes at once too, later in another one."""
+def copy_to_device(
+    read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool
+) -> None:
+    """Copy to the device: at once in the current stream, which computes at once too, later in
+    another one.
+    """
     stream = current() if stream is None else stream
     if stream is current():
         settle()

@@ -33,7 +33,9 @@ class ufunc:
         self._function = function
         self.nin, self.nout, self.nargs = function.nin, function.nout, function.nargs
 
-    def __call__(self, *args: Any, out: Any = None, casting: str = "same_kind", dtype: Any = None) -> Any:
+    def __call__(
+        self, *args: Any, out: Any = None, casting: str = "same_kind", dtype: Any = None
+    ) -> Any:
         if _streams.PENDING:
             _streams.settle()
         nin = self.nin
@@ -52,18 +54,24 @@ class ufunc:
         if not any(np.shape(each) == target.shape for each in hosts):
             shape = np.broadcast_shapes(*map(np.shape, hosts))
             if shape != target.shape:
-                raise ValueError(f"Out shape is mismatched: the result's is {shape}, that of `out` {target.shape}")
+                raise ValueError(
+                    f"Out shape is mismatched: the result's is {shape}, that of `out`"
+                    f" {target.shape}"
+                )
         self._function(*hosts, out=target, dtype=dtype, casting=casting)
         return out
 
     def _number(self, value: Any) -> Any:
         if isinstance(value, (*NUMBERS, np.generic)):
             return value
-        if hasattr(value, "__cuda_array_interface__"):  # another library's, or the same memory under another name
+        if hasattr(value, "__cuda_array_interface__"):
+            # another library's, or the same memory under another name
             raise TypeError(f"the double takes no {type(value)} yet")
         raise TypeError(f"Unsupported type {type(value)}")
 
-    def reduce(self, array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: bool = False) -> ndarray:
+    def reduce(
+        self, array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: bool = False
+    ) -> ndarray:
         """Reduce an axis; CuPy has it for sums and products."""
         if self.__name__ not in ("add", "multiply"):
             raise NotImplementedError(f"`{self.name}.reduce` is not supported")
@@ -76,7 +84,10 @@ class ufunc:
         if kinds is None:
             raise NotImplementedError(f"`{self.name}.at` is not supported")
         if a.dtype.name not in kinds:
-            raise TypeError(f"cupy.{self.__name__}.at only supports {', '.join(kinds)} as data type, not {a.dtype}")
+            raise TypeError(
+                f"cupy.{self.__name__}.at only supports {', '.join(kinds)} as data type, not"
+                f" {a.dtype}"
+            )
         if isinstance(b, np.ndarray):
             raise TypeError(f"Unsupported type {type(b)}")
         self._function.at(a._host, a._key(indices), b._host if type(b) is ndarray else b)

@@ -1,4 +1,6 @@
-"""The device's memory: NumPy's, counted as CuPy's pool would, with a limit, and freed with the last array in it."""
+"""The device's memory: NumPy's, counted as CuPy's pool would, with a limit, and freed with the last
+array in it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Memory(BaseMemory):
 
 
 class UnownedMemory(BaseMemory):
-    """Memory that somebody else gives and takes back; its owner lives as long as this, as CuPy has it."""
+    """Memory that somebody else gives and takes back; its owner lives as long as this, as CuPy has
+    it.
+    """
 
     __slots__ = ("_given",)
 
@@ -89,13 +93,16 @@ OWNERS: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 def owner_of(array: Any) -> Any:
     """Return the NumPy array that has another one's memory."""
     owner = array
-    while (array := getattr(array, "base", None)) is not None:  # no array, behind strides of one's own
+    while (array := getattr(array, "base", None)) is not None:
+        # no array, behind strides of one's own
         owner = array if type(array) is np.ndarray else owner
     return owner
 
 
 def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
-    """Return the allocation around some bytes; one that has been unmapped may lie there, too, and be shorter."""
+    """Return the allocation around some bytes; one that has been unmapped may lie there, too, and
+    be shorter.
+    """
     for found in OWNERS.valuerefs():  # one step: other threads may make arrays meanwhile
         each = found()
         if each is not None and each.ptr <= ptr and ptr + size <= each.ptr + max(1, each.size):
@@ -122,7 +129,8 @@ class MemoryPool:
         if used > self._total:
             limit = self._limit or runtime.settings().memory_bytes
             if used > limit:
-                self._total = self._used  # what was kept has been given back, as CuPy does before it gives up
+                # what was kept has been given back, as CuPy does before it gives up
+                self._total = self._used
                 raise OutOfMemoryError(size, self._total, self._limit)
             self._total = used
         self._used = used

@@ -1,4 +1,6 @@
-"""Page-locked memory of the host: NumPy's, remembered, because copies to and from it go on by themselves."""
+"""Page-locked memory of the host: NumPy's, remembered, because copies to and from it go on by
+themselves.
+"""
 
 import weakref
 from typing import Any
@@ -52,5 +54,6 @@ def is_pinned(array: Any) -> bool:
     """Return whether a NumPy array lies in page-locked memory."""
     address = array.ctypes.data
     return any(
-        first <= address and address + array.nbytes <= first + size for first, size in _RANGES.copy().items()
+        first <= address and address + array.nbytes <= first + size
+        for first, size in _RANGES.copy().items()
     )  # a list could begin a collection of garbage, which may free some

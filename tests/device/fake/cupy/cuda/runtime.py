@@ -31,7 +31,8 @@ class Settings:
 
 
 _SETTINGS = Settings(
-    int(os.environ.get("NNMPI_FAKE_DEVICES", "1")), int(os.environ.get("NNMPI_FAKE_MEMORY", str(16 << 30)))
+    int(os.environ.get("NNMPI_FAKE_DEVICES", "1")),
+    int(os.environ.get("NNMPI_FAKE_MEMORY", str(16 << 30))),
 )
 
 

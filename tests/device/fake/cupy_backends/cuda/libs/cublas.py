@@ -1,7 +1,9 @@
-"""A double of CuPy's bindings of cuBLAS: products of matrices, computed by NumPy from the addresses that are given.
+"""A double of CuPy's bindings of cuBLAS: products of matrices, computed by NumPy from the addresses
+that are given.
 
-As there, matrices lie in columns, C is not read if beta is 0, factors are read from the host's memory, and a matrix
-lies within one allocation. What else cuBLAS takes and refuses is the interpreted device's business.
+As there, matrices lie in columns, C is not read if beta is 0, factors are read from the host's
+memory, and a matrix lies within one allocation. What else cuBLAS takes and refuses is the
+interpreted device's business.
 """
 
 from collections import deque
@@ -21,8 +23,8 @@ if "cublas" not in LOADED:
 _TYPES = {0: np.dtype("f4"), 1: np.dtype("f8"), 2: np.dtype("f2"), 14: np.dtype(ml_dtypes.bfloat16)}
 TF32 = 77
 _STACKED = (
-    "handle transa transb m n k alpha A Atype lda strideA B Btype ldb strideB beta C Ctype ldc strideC batchCount"
-    " computeType algo"
+    "handle transa transb m n k alpha A Atype lda strideA B Btype ldb strideB beta C Ctype ldc"
+    " strideC batchCount computeType algo"
 )
 _ONE = {"strideA": 0, "strideB": 0, "strideC": 0, "batchCount": 1}
 _MODES: dict[int, int] = {}
@@ -67,12 +69,17 @@ def _multiply(name: str, g: dict[str, int]) -> None:
         b = _matrix(g["B"], i * g["strideB"], given, rows_b, columns_b, g["ldb"]).astype(wide)
         c = _matrix(g["C"], i * g["strideC"], result, g["m"], g["n"], g["ldc"])
         if g["computeType"] == TF32:
-            a, b = (((x.view("u4") + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view("f4") for x in (a, b))
+            a, b = (
+                ((x.view("u4") + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view("f4")
+                for x in (a, b)
+            )
         product = alpha * ((a.T if g["transa"] else a) @ (b.T if g["transb"] else b))
         c[...] = product if beta == 0 else product + beta * c.astype(product.dtype)
 
 
-def _matrix(address: int, start: int, dtype: np.dtype[Any], rows: int, columns: int, lead: int) -> Any:
+def _matrix(
+    address: int, start: int, dtype: np.dtype[Any], rows: int, columns: int, lead: int
+) -> Any:
     """Return a view of a matrix in columns."""
     if rows == 0 or columns == 0:
         return np.empty((rows, columns), dtype)
@@ -80,4 +87,6 @@ def _matrix(address: int, start: int, dtype: np.dtype[Any], rows: int, columns: 
     size = dtype.itemsize * ((columns - 1) * lead + rows)
     if memory.base_of(address, size) is None:
         raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
-    return np.ndarray((rows, columns), dtype, bytes_at(address, size), 0, (dtype.itemsize, lead * dtype.itemsize))
+    return np.ndarray(
+        (rows, columns), dtype, bytes_at(address, size), 0, (dtype.itemsize, lead * dtype.itemsize)
+    )
