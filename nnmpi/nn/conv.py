@@ -125,7 +125,7 @@ class ConvTranspose2d(Module):
 
     Example:
         >>> layer = nn.ConvTranspose2d(8, 3, 4, stride=2, padding=1).initialize(seed=0)
-        >>> layer(numpy.zeros((5, 7, 7, 8), "float32")).shape
+        >>> layer(np.zeros((5, 7, 7, 8), "float32")).shape
         (5, 14, 14, 3)
     """
 

@@ -55,7 +55,7 @@ class GRU(Module):
 
     Example:
         >>> layer = nn.GRU(4, 3, num_layers=2).initialize(seed=0)
-        >>> layer(numpy.zeros((5, 7, 4), "float32")).shape
+        >>> layer(np.zeros((5, 7, 4), "float32")).shape
         (5, 7, 3)
     """
 

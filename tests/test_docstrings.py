@@ -1,0 +1,33 @@
+"""The examples in docstrings print what they say."""
+
+import doctest
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nnmpi
+
+ROOT = Path(nnmpi.__file__).parent
+MODULES = sorted(
+    ".".join(("nnmpi", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    for path in ROOT.rglob("*.py")
+    if re.search(r"^ +>>> ", path.read_text(), re.MULTILINE)
+)
+NAMES = {"np": np, "nnmpi": nnmpi} | {
+    name: value for name in nnmpi.__all__ if inspect.ismodule(value := getattr(nnmpi, name))
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_print_what_they_say(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin with NumPy as np, nnmpi and its packages imported, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failed, tried = doctest.testmod(import_module(module), extraglobs=NAMES, optionflags=flags)
+    assert tried and not failed
