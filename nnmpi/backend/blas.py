@@ -60,13 +60,17 @@ def find_older(environ: Mapping[str, str] = os.environ, cpu: Path = _CPU_INFO) -
 
 
 def has_small_products() -> bool:
-    """True if OpenBLAS runs code for AVX-512, whose small products copy nothing, on one or two
-    threads.
-    """
-    pools = [pool for pool in loaded_pools().lib_controllers if pool.internal_api == "openblas"]
-    return bool(pools) and all(
-        str(pool.architecture).lower() in AVX512_CORES and pool.num_threads <= 2 for pool in pools
-    )
+    """True if OpenBLAS runs its code for AVX-512 on one or two threads."""
+    pool = _avx512_pool()
+    return pool is not None and pool.num_threads <= 2
+
+
+@cache
+def _avx512_pool() -> Any:
+    """Return what knows the threads of NumPy's OpenBLAS if it runs code for AVX-512, else None."""
+    pools = loaded_pools().select(internal_api="openblas").lib_controllers
+    pool = next((pool for pool in pools if "numpy" in pool.filepath), None)
+    return pool if pool and str(pool.architecture).lower() in AVX512_CORES else None
 
 
 def _core() -> str:

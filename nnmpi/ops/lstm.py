@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.gemm import by_strips, gemm, strips
+from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
@@ -142,13 +142,9 @@ class LSTMFunction(Function):
         h, c = first_h.copy(), first_c.copy()
         hidden, cells = (xp.empty((len(gates), features), c.dtype) for _ in range(2))
         scratch = xp.empty((batch, 4 * features), c.dtype)
-        parts = strips(xp, matrix, batch)
         for here, n, _ in steps(packing.sizes, self.reverse):
             product, new_c, new_h = scratch[:n], cells[here], hidden[here]
-            if parts is None:
-                gemm(xp, h[:n], matrix, out=product)
-            else:
-                by_strips(xp, h[:n], parts, product)
+            gemm(xp, h[:n], matrix, out=product)
             _step(xp, gates[here], product, c[:n], new_c, new_h)
             h[:n], c[:n] = new_h, new_c
         if True in self.needs:
@@ -173,7 +169,6 @@ class LSTMFunction(Function):
         to_gates, before_c, before_h = (
             xp.empty(like.shape, like.dtype) for like in (gates, to_c, hidden)
         )
-        parts, turned = strips(xp, recurrent.T, len(to_h)), xp.empty(to_h.size, to_h.dtype)
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
             slopes, last_c = to_gates[here], before_c[:n]
             _carry(last_c, first_c, cells, earlier)
@@ -182,13 +177,7 @@ class LSTMFunction(Function):
             _step_grad(
                 xp, gates[here], slopes, to_h[:n], to_hidden[here], cells[here], last_c, to_c[:n]
             )
-            if parts is not None:
-                by_strips(xp, slopes, parts, to_h[:n])
-                continue
-            product = turned[: n * len(recurrent)].reshape(len(recurrent), n)
-            # for few rows OpenBLAS is a third quicker this way round
-            gemm(xp, recurrent, slopes.T, out=product)
-            to_h[:n] = product.T
+            gemm(xp, slopes, recurrent.T, out=to_h[:n])
         to_x = to_bias = None
         if self.needs[0]:
             to_x = xp.empty((time, grad.shape[0], weight.shape[0]), grad.dtype)
