@@ -3,6 +3,7 @@ of a device.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from nnmpi.backend.recording import Recorder
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 from tests.device.library import load
 
+GEMM = import_module("nnmpi.backend.gemm")
 BFLOAT16 = bfloat16()
 KINDS = [
     ("float32", "float32"),
@@ -189,6 +191,44 @@ def test_numpys_own_calls() -> None:
         library = Library()
         gemm(library, *arguments)
         assert library.calls == calls
+
+
+@pytest.mark.parametrize("shape", [(2, 700, 1000), (32, 256, 1024), (33, 300, 257), (128, 128, 90)])
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
+def test_strips_give_the_product(
+    shape: tuple[int, int, int], turned: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever code OpenBLAS runs, into new arrays and given ones, in a recording, too; what lies
+    otherwise is one product.
+    """
+    monkeypatch.setattr(GEMM, "has_small_products", lambda: True)
+    widths, by_strips = [], GEMM._by_strips
+    monkeypatch.setattr(GEMM, "installed_mkl", lambda: None)
+    monkeypatch.setattr(
+        GEMM,
+        "_by_strips",
+        lambda a, b, out, width: by_strips(a, b, out, widths.append(width) or width),
+    )
+    draw, (m, k, n) = np.random.default_rng(0), shape
+    a, b = (
+        np.float32(draw.integers(-9, 9, (y, x) if turn else (x, y)))
+        for turn, (x, y) in zip(turned, ((m, k), (k, n)), strict=True)
+    )
+    a, b = (x.T if turn else x for x, turn in zip((a, b), turned, strict=True))
+    expected = (a.astype("int64") @ b.astype("int64")).astype("float32")
+    out = np.empty((m, n), np.float32)
+    recorder = Recorder()
+    with recorder.running():
+        np.testing.assert_array_equal(gemm(recorder.module(np), a, b), expected)
+        gemm(recorder.module(np), a, b, out)
+    out[...] = 0
+    for call in recorder.calls:
+        call()
+    np.testing.assert_array_equal(out, expected)
+    assert len(widths) == 4 * (not turned[1] or m <= 64)
+    gemm(np, a, b, np.empty((m, n + 1), np.float32)[:, :n])
+    gemm(np, a, np.repeat(b, 2, 1)[:, ::2])
+    assert len(widths) == 4 * (not turned[1] or m <= 64)
 
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
