@@ -113,26 +113,26 @@ def check_idle(section: Any, option: str) -> None:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the work is laid out over the ranks."""
+    """The parallel layout."""
 
     layout: Literal["given", "auto"] = "given"
-    """auto: the layout that is predicted to take the least time for a step, as python -m nnmpi.plan
-    finds it, within --memory-limit; the options below that say a layout are then left out.
+    """auto: the layout with the shortest predicted step within --memory-limit, as python -m
+    nnmpi.plan finds it. The layout options below are then left out.
     """
     dp: int | Literal["auto"] = "auto"
-    """Replicas that share each batch; dp x pp x tp x sp must be the number of MPI ranks; auto is
-    what is missing.
+    """Data-parallel replicas, which share each batch. dp x pp x tp x sp must be the number of MPI
+    ranks. auto: fill up to that.
     """
     pp: int | Literal["auto"] = "auto"
-    """Ranks in each pipeline, which have the layers one after the other (auto: what is missing,
-    else 1).
+    """Pipeline stages, one per rank. auto: fill up to the number of ranks, or 1 if another axis
+    does.
     """
     tp: int | Literal["auto"] = "auto"
-    """Ranks that share out each layer (auto: what is missing, else 1)."""
+    """Ranks that share each layer (tensor parallelism). auto: as for --pp."""
     sp: int = 1
-    """Ranks that share the positions of each sequence, for models such as gpt whose layers, but for
-    attention, take each position by itself. Attention gives each rank all positions of some heads
-    (Ulysses); with fewer heads than ranks keys and values go round (ring attention).
+    """Ranks that share the positions of each sequence, for models such as gpt whose layers, except
+    attention, work position by position. Attention gives each rank all positions of some heads
+    (Ulysses), or with fewer heads than ranks passes keys and values around (ring attention).
     """
     pipeline: (
         Literal[
@@ -148,51 +148,44 @@ class ParallelConfig:
         ]
         | Custom
     ) = "1f1b"
-    """Schedule of the pipeline; zb-v, v-half and v-min have two stages on each rank; pipedream
-    updates after every microbatch, with weights that are out of date; or a function (rank, ranks,
-    microbatches) of your own, FILE.py:NAME.
+    """Pipeline schedule. zb-v, v-half and v-min have two stages per rank. pipedream updates after
+    every microbatch, with stale weights. FILE.py:NAME: a function (rank, ranks, microbatches) of
+    your own.
     """
     virtual_stages: int = 1
-    """For --pipeline interleaved: stages on each rank."""
+    """For --pipeline interleaved: stages per rank."""
     microbatches: int | None = None
-    """Parts in which a batch is worked on, one after the other, or on their way through the
-    pipeline: less memory (default: 1; 4 for each rank of a pipeline; with --reduction fixed 16,
-    whatever the layout).
+    """Microbatches per batch: they pass through the pipeline one after another, and without a
+    pipeline they save memory (default: 1; 4 per pipeline rank; with --reduction fixed 16 for any
+    layout).
     """
     split: Literal["auto"] | tuple[int, ...] = "auto"
-    """Where the pipeline is cut: auto balances measured times; or the number of layers in each
-    stage, such as 5,4,3.
-    """
+    """Layers in each pipeline stage, such as 5,4,3. auto: balance measured times."""
     reduction: Literal["fast", "fixed"] = "fast"
-    """fixed: add the gradients of whole microbatches in an order that does not depend on --dp, so
-    that any number of replicas gives the same bits, for the same number of --microbatches.
+    """fixed: sum the gradients of whole microbatches in an order that does not depend on --dp. Any
+    number of replicas then gives the same bits for the same --microbatches.
     """
     zero: int = 0
-    """What the replicas share out (ZeRO), each keeping a part: 1: the optimizer's state; 2:
-    gradients, too; 3: the weights, too, which are gathered block by block when they are needed. 2
-    and 3 go with --pp 1 alone.
+    """ZeRO stage, the state that replicas shard. 1: optimizer state. 2: gradients, too. 3: weights,
+    too, gathered block by block for each pass. 2 and 3 need --pp 1.
     """
     expert_parallel: bool = False
-    """Share out the experts of --experts among the replicas: tokens go to where their experts are,
-    and results back.
-    """
+    """Shard the experts of --experts over the replicas. Tokens travel to their experts and back."""
     memory_limit: Bytes | None = None
-    """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a
-    CUDA device, for everything there.
+    """Bytes a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA
+    device, for everything there.
     """
     activation_memory: Bytes | Literal["least"] | None = None
-    """Bytes that a rank may use for activations, such as 64MiB: what does not fit is computed again
-    for the backward pass, whatever costs least time; or least: as few as possible, with --pp each
-    stage keeps its input alone.
+    """Bytes a rank may use for activations, such as 64MiB. The rest is recomputed in the backward
+    pass, cheapest first. least: as few as possible; with --pp each stage keeps only its input.
     """
     offload: str | None = None
-    """With --activation-memory: a folder for a file, or host for those of a CUDA device:
-    activations may also go there and come back ahead of their use, where that is quicker than to
-    compute them again.
+    """With --activation-memory: a folder for a file, or host for the activations of a CUDA device.
+    Activations are swapped out and prefetched where that is faster than recomputing them.
     """
     offload_state: Literal["optimizer", "all"] | None = None
-    """What lies in --offload's file (or the host's memory) for good, and comes when it is needed:
-    the optimizer's state; with --zero 3 also all, that and the weights.
+    """State that lives in --offload's file (or host memory) and is loaded for each use: the
+    optimizer's; or, with --zero 3, all: also the weights.
     """
     allreduce: (
         Literal[
@@ -200,9 +193,9 @@ class ParallelConfig:
         ]
         | Custom
     ) = "auto"
-    """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...;
-    auto takes what the fitted model predicts to be fastest, or what suits the size. Or a function
-    (rank, size) of your own, FILE.py:NAME, which is proved before it runs.
+    """All-reduce of the gradients: native is MPI's own, ps a parameter server. auto: the fastest
+    one by the fitted cost model, or by size without a fit. FILE.py:NAME: a function (rank, size) of
+    your own, proved before it runs.
     """
 
     def __post_init__(self) -> None:
@@ -231,39 +224,39 @@ MOST_SIMULATED_RANKS = 1024
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """Whether ranks wait for one another."""
+    """Synchrony: whether ranks wait for one another."""
 
     sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
-    """bsp: in every step; asp: never; ssp: when more than --staleness steps ahead of the slowest;
-    local: every --local-steps steps, to average weights; gossip: each for its neighbours, to
-    average weights.
+    """When ranks wait for one another. bsp: in every step. asp: never. ssp: when more than
+    --staleness steps ahead of the slowest. local: to average weights every --local-steps steps.
+    gossip: each for its neighbours, to average weights.
     """
     staleness: int | None = None
-    """For --sync ssp: how many steps a worker may be ahead of the slowest (default: 4; 0 is bsp,
-    but for --clip, which clips each worker's gradient and not their sum).
+    """For --sync ssp: steps a worker may be ahead of the slowest (default: 4). 0 is bsp, except
+    that --clip clips each worker's gradient instead of their sum.
     """
     local_steps: int | None = None
-    """For --sync local: steps that each worker does alone between two averages (default: 8)."""
+    """For --sync local: local steps between two averages (default: 8)."""
     outer_lr: float = 1.0
-    """For --sync local: DiLoCo's outer learning rate, of a step along the mean displacement; 0.7
+    """For --sync local: DiLoCo's outer learning rate, for a step along the mean displacement. 0.7
     with --outer-momentum 0.5 allows more --local-steps.
     """
     outer_momentum: float = 0.0
-    """For --sync local: Nesterov's momentum of that step; 0.9 amplifies steps up to 10 times."""
+    """For --sync local: Nesterov momentum of that step. 0.9 amplifies steps up to 10 times."""
     slow: str = ""
-    """Slow ranks on purpose. "ms=20": every step takes at least 20 ms, with --simulate exactly;
-    "rank=2,factor=3": rank 2 takes 3 times as long; "probability=0.25,factor=3": so does any rank
-    by chance; several separated by semicolons.
+    """Stragglers on purpose. "ms=20": every step takes at least 20 ms (exactly, with --simulate).
+    "rank=2,factor=3": rank 2 takes 3 times as long. "probability=0.25,factor=3": any rank, at
+    random. Separate several by semicolons.
     """
     network: str = ""
-    """For --simulate: the links, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds;
-    per_node=8,inside_gbit=80 for nodes of several ranks; fit, as measured here; or the file of a
-    fit (default: messages take no time).
+    """With --simulate: the links, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds;
+    add per_node=8,inside_gbit=80 for nodes of several ranks. fit: as measured here, or the file of
+    a fit (default: messages take no time).
     """
     simulate: int = 0
-    """Run so many ranks in this process, without MPI, on simulated clocks. With --slow ms=20 a
-    step's computing takes just that; else the processor time that it takes here. --seed also
-    decides about all that MPI leaves open, such as who comes first.
+    """Run this many ranks in one process, without MPI, on simulated clocks. A step's computing
+    takes the time of --slow ms=20, or else its processor time here. --seed also decides what MPI
+    leaves open, such as the order of arrivals.
     """
 
     def __post_init__(self) -> None:
@@ -325,46 +318,44 @@ class ModelConfig:
     """The network."""
 
     model: str = "cnn"
-    """mlp: dense layers; cnn: two convolutions and three dense layers; resnet: a small residual
-    network; lstm and gpt: language models, for texts; or one of your own, a function of
-    (sample_shape, classes), as FILE.py:NAME or package.module:NAME.
+    """mlp: dense layers. cnn: two convolutions and three dense layers. resnet: a small residual
+    network. lstm, gpt: language models. FILE.py:NAME or package.module:NAME: your own function of
+    (sample_shape, classes).
     """
     hidden: tuple[int, ...] = (128, 64)
-    """Widths of the hidden dense layers of mlp and cnn, from the input on; with none an mlp is
-    linear.
-    """
+    """Widths of the hidden dense layers of mlp and cnn, in order. None: a linear mlp."""
     activation: Literal["relu", "gelu", "tanh", "sigmoid"] = "relu"
-    """Activation of the hidden layers of mlp."""
+    """Activation of mlp's hidden layers."""
     dropout: float | None = None
-    """Share of values set to zero while training: of mlp's and cnn's hidden dense layers, between
-    lstm's layers, and of gpt's embedding, attention probabilities and what its blocks add (default:
-    0; with --pretrained, what that has).
+    """Dropout probability: after hidden dense layers of mlp and cnn, between lstm layers, and in
+    gpt on embeddings, attention probabilities and residual branches (default: 0; with --pretrained,
+    as saved there).
     """
     layers: int | None = None
-    """Layers of lstm, blocks of gpt (default: 2; with --pretrained, what that has)."""
+    """Layers of lstm, blocks of gpt (default: 2; with --pretrained, as saved there)."""
     features: int | None = None
-    """Width of lstm and gpt (default: 128; with --pretrained, what that has)."""
+    """Width of lstm and gpt (default: 128; with --pretrained, as saved there)."""
     heads: int | None = None
-    """Heads of each attention of gpt; they divide --features (default: 4; with --pretrained, what
-    that has).
+    """Attention heads of gpt, a divisor of --features (default: 4; with --pretrained, as saved
+    there).
     """
     experts: int | None = None
-    """In each block of gpt, in the place of its perceptron, a mixture of so many: each token takes
-    the few that a gate gives it (default: one perceptron).
+    """Experts per gpt block, in place of its MLP: a gate sends each token to --experts-top of them
+    (default: no experts).
     """
     experts_top: int = 2
-    """With --experts: how many each token takes."""
+    """With --experts: experts per token."""
     experts_capacity: float | None = None
-    """With --experts: how many tokens of a sequence an expert takes at most, beside an even share,
-    such as 1.25 (default: any number).
+    """With --experts: most tokens of a sequence per expert, as a multiple of an even share, such as
+    1.25 (default: unlimited).
     """
     context: int | None = None
-    """Tokens that lstm and gpt are trained on at once, and the most that gpt can see (default: 64;
-    with --pretrained, what that has).
+    """Tokens per training sample of lstm and gpt, and the longest context of gpt (default: 64; with
+    --pretrained, as saved there).
     """
     pretrained: Path | None = None
-    """A GPT-2 to begin with: a finished run of --model gpt, or a folder that Hugging Face's
-    transformers wrote, with config.json, model.safetensors and its tokenizer.
+    """A GPT-2 to start from: a finished run of --model gpt, or a Hugging Face folder with
+    config.json, model.safetensors and its tokenizer.
     """
 
     def __post_init__(self) -> None:
@@ -423,45 +414,41 @@ class DataConfig:
     """The data set."""
 
     dataset: str = "digits"
-    """iris, digits (both bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or
-    folder; for language models paradise-lost (bundled), or the path of a text: .txt, .jsonl, or
-    .csv with --text-columns; or a function () of your own, FILE.py:NAME, that returns a training
-    and a test Dataset.
+    """iris or digits (bundled), mnist, fashion-mnist, cifar10, or the path of a .csv, .npz or
+    folder. For language models: paradise-lost (bundled) or the path of a .txt, .jsonl, or .csv with
+    --text-columns. FILE.py:NAME: a function () that returns a training and a test Dataset.
     """
     tokenizer: str | None = None
-    """Of a text: characters, bytes, or the folder or file where one was saved: a tokenizer.json, or
+    """Tokenizer of text: characters, bytes, or the path of a saved one: a tokenizer.json, or
     GPT-2's vocab.json and merges.txt, which need pip install tokenizers (default: characters; with
-    --pretrained, what lies there).
+    --pretrained, the one saved there).
     """
     text_columns: str = ""
-    """Of a .csv or .jsonl: the columns that make up a text, one under the other, such as
-    problem,solution.
-    """
+    """Text columns of a .csv or .jsonl, joined by line breaks, such as problem,solution."""
     text_samples: Literal["blocks", "sentences"] = "blocks"
-    """Of a text: blocks of --context tokens; or sentences, one for each line or row, in batches of
-    like lengths.
+    """Samples of text. blocks: --context tokens each. sentences: one per line or row, in batches of
+    similar lengths.
     """
     target: str = ""
-    """Of a .csv: the column of the labels, or numbers, that are predicted, by its name or its
-    number from 1 (default: the last one).
+    """Column of a .csv to predict, labels or numbers, by name or by number from 1 (default: the
+    last).
     """
     data_dir: Path | None = None
-    """Folder that holds the data set's files; without it they are downloaded once per node."""
+    """Folder of the data set's files. Without it they are downloaded once per node."""
     test_fraction: float = 0.2
-    """Share of the samples kept for the test, for data sets that come without a test set."""
+    """Fraction of the samples held out for the test, for data sets without a test set."""
     augment: str = "none"
-    """Random changes of the training images, one or several with dashes, such as shift-flip: shift
-    by up to a twelfth of the shorter side, flip left-right, rotate by up to 10 degrees, color by a
-    fifth, cutout of a quarter.
+    """Random changes of training images, joined by dashes, such as shift-flip. shift: by up to a
+    twelfth of the shorter side. flip: left-right. rotate: by up to 10 degrees. color: by up to a
+    fifth. cutout: a square of a quarter of the side.
     """
     partition: Literal["none", "iid", "label"] = "none"
-    """Which samples a worker sees: none: any; iid: a random part that is its own for the whole run;
-    label: its own part of the samples sorted by class, as different from the others' as can be.
+    """Samples each worker draws from. none: all. iid: a fixed random part of its own. label: its
+    own part of the samples sorted by class, as different between workers as possible.
     """
 
     normalize: bool = True
-    """Shift and scale inputs by the training set's mean and standard deviation (per channel or
-    column).
+    """Subtract the training set's mean and divide by its standard deviation, per channel or column.
     """
 
     def __post_init__(self) -> None:
@@ -492,52 +479,49 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizationConfig:
-    """How the weights are found."""
+    """Optimization."""
 
     epochs: int = 20
-    """How often the whole training set is gone through."""
+    """Passes over the training set."""
     max_steps: int | None = None
-    """Train for this many updates, if the epochs are not over before; the learning rate's schedule
-    ends with them.
+    """Updates after which training ends, if --epochs does not end it first. The learning-rate
+    schedule ends with them.
     """
     stop_after: int | None = None
-    """Stop after this many updates, in the middle of the schedule; --resume goes on with it."""
+    """Stop after this many updates, in mid-schedule, for --resume to finish."""
     batch_size: int | Literal["full"] = 32
-    """Samples per update, over all ranks together; full: the whole training set (full gradient
+    """Samples per update, over all ranks together. full: the whole training set (full gradient
     descent).
     """
     optimizer: (
         Literal["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "muon"] | Custom
     ) = "adam"
-    """Rule of the update: muon moves whole matrices along orthogonal ones, and the rest as adamw.
-    Or a subclass of optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr).
+    """Update rule. muon orthogonalizes the updates of matrices and updates the rest as adamw.
+    FILE.py:NAME: your own subclass of optim.Optimizer, called as NAME(storage, lr).
     """
     loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Custom = "cross-entropy"
-    """What is minimized: cross-entropy for classes; the squared error mse, the absolute one mae, or
-    huber for numbers in a .csv or .npz that are predicted; bce for yes or no, by one output. Or a
-    function (logits, labels) of your own, FILE.py:NAME: the loss of each label.
+    """Loss: cross-entropy for classes; mse (squared), mae (absolute) or huber for numbers; bce for
+    yes or no, with one output. FILE.py:NAME: your own function (logits, labels) that returns the
+    loss of each label.
     """
     lr: float = 3e-3
-    """Learning rate (the highest one, where a schedule changes it)."""
+    """Learning rate, the peak of the schedule."""
     momentum: float = 0.0
-    """Momentum of --optimizer sgd, rmsprop and muon (where it is 0.95 by default)."""
+    """Momentum of --optimizer sgd, rmsprop and muon (muon's default is 0.95)."""
     weight_decay: float | None = None
     """Weight decay: decoupled for adamw and muon (default 0.01), L2 for the others (default 0)."""
     lr_schedule: str = "cosine"
-    """How the learning rate goes on after the warm-up: constant; cosine, which ends at 0 with the
-    last step; step:10,0.1, which multiplies it by 0.1 every 10 epochs; or a function (step, steps,
-    lr) of your own, FILE.py:NAME.
+    """Learning rate after the warm-up. constant. cosine: falls to 0 at the last step. step:10,0.1:
+    times 0.1 every 10 epochs. FILE.py:NAME: your own function (step, steps, lr).
     """
     warmup_epochs: float | None = None
-    """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a
-    tenth of the run).
-    """
+    """Epochs of linear warm-up from near 0 (default: 1, at most a tenth of the run)."""
     clip: float | None = None
-    """Scale gradients down to this global norm where they exceed it; with --sync asp and ssp each
-    worker's own.
+    """Gradient clipping: the largest global gradient norm. With --sync asp and ssp it applies to
+    each worker's gradient.
     """
     label_smoothing: float = 0.0
-    """Probability taken from the right class and spread over all, in the training loss."""
+    """Probability moved from the right class to all classes, in the training loss."""
 
     def __post_init__(self) -> None:
         """Check the values and that no option is given that the others make idle."""
@@ -592,62 +576,58 @@ class OptimizationConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where it runs and what it leaves behind."""
+    """The run: where it computes and what it saves."""
 
     backend: Literal["auto", "numpy", "cupy"] = "auto"
-    """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
+    """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights, inputs and gradients."""
     precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
-    """What products of matrices and convolutions read; all but float32 need a CUDA device. tf32:
-    float32 with 10 bits of the fraction; bf16 and fp16: half precision, also of activations
-    (weights and gradients stay float32).
+    """Input type of matrix products and convolutions; all but float32 need a CUDA device. tf32:
+    float32 with a 10-bit mantissa. bf16, fp16: half precision, also for activations; weights and
+    gradients stay float32.
     """
     jit: Switch = "auto"
-    """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install numba);
-    auto: where that is installed and the whole run multiplies so much that they save more time than
-    they take to load.
+    """Use compiled kernels (float32 on the CPU; needs pip install numba). auto: if numba is
+    installed and the run is long enough to repay loading them.
     """
     seed: int = 0
-    """Seed of everything random: split, initial weights, order, augmentation, dropout."""
+    """Seed of all randomness: split, initial weights, order, augmentation, dropout."""
     out: Path | None = None
-    """Folder of the run (default: runs/DATASET-MODEL-TIME); it must not hold another run."""
+    """Folder of the run (default: runs/DATASET-MODEL-TIME). It must not hold another run."""
     resume: Path | None = None
-    """Folder of a run to go on with, from its last good checkpoint and with its options."""
+    """Folder of a run to resume, from its last good checkpoint and with its options."""
     trust: bool = False
-    """Execute code of its own, FILE.py:NAME, that the run to go on with names."""
+    """Execute the code of your own, FILE.py:NAME, that the resumed run names."""
     config: Path | None = None
-    """TOML file with options, as on the command line without the dashes; the command line is
-    stronger.
+    """TOML file of options, named as on the command line without dashes. The command line takes
+    precedence.
     """
     log_every: int = 10
     """Steps between two lines of training metrics in metrics.jsonl."""
     callback: Custom | None = None
-    """Function (record) of your own, FILE.py:NAME, called on rank 0 with each record of
-    metrics.jsonl, a dictionary.
+    """FILE.py:NAME: your own function (record), called on rank 0 with each record of metrics.jsonl
+    as a dictionary.
     """
     quiet: bool = False
-    """Print nothing but errors; what would be printed is in console.txt in the run's folder, as
-    always.
-    """
+    """Print errors only. The run's console.txt has the full output in any case."""
     verbose: bool = False
-    """Say below each epoch where the time of a step went, and what was sent."""
+    """After each epoch, print where the time of a step went and how many bytes were sent."""
     eval_every: Every = Every("1")
-    """Epochs between two evaluations on the test data, or steps: 100steps; 0: only at the end."""
+    """Epochs between two evaluations on the test data, or steps: 100steps. 0: only at the end."""
     save_every: Every | None = None
-    """Epochs between two checkpoints, or steps: 100steps; 0: only at the end (default: as many
-    epochs as take at most 1 % of the time).
+    """Epochs between two checkpoints, or steps: 100steps. 0: only at the end (default: so that
+    saving takes at most 1 % of the time).
     """
     trace: bool = False
-    """Write what every rank did in the first 20 steps into trace.json.gz in the run's folder, for
-    ui.perfetto.dev; on a CUDA device, when the host asked for it.
+    """Write a trace of every rank's first 20 steps to trace.json.gz in the run's folder, for
+    ui.perfetto.dev. On a CUDA device it shows when the host launched the work.
     """
     keep_best: bool = False
-    """Save after an evaluation that is better than all before, and keep that checkpoint, too."""
+    """Also save after each evaluation that beats all earlier ones, and keep that checkpoint."""
     stall_limit: float = LIMIT_S
-    """Seconds after which a job that stands still is ended, with status 75, and each rank leaves a
-    record in flight/ of the run's folder; ten times as long while the missing rank does something.
-    0: never.
+    """Seconds after which a stalled job is ended with status 75; each rank leaves a record in
+    flight/ of the run's folder. Ten times as long while the missing rank is busy. 0: never.
     """
 
     def __post_init__(self) -> None:
