@@ -565,8 +565,8 @@ def _help_on(
         )
     shown = [option for option in options if option.name in first]
     more = (
-        f"{len(options)} options in all: --help all; with those beside an option: --help NAME, such"
-        " as --help pp"
+        f"All {len(options)} options: --help all. An option and those of its group: --help NAME,\n"
+        "such as --help pp."
     )
     return f"{_format_help(shown, program, description)}\n\n{more}"
 
@@ -580,8 +580,8 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
         "",
         folded(description),
         "",
-        *entry("-h, --help", "Print this."),
-        *entry("--version", "Print which nnmpi this is."),
+        *entry("-h, --help", "Print this help."),
+        *entry("--version", "Print the version."),
     ]
     for section in dict.fromkeys(option.section for option in options):
         lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
@@ -589,7 +589,8 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
         for option in options:
             if option.section is section:
                 text = " ".join((option.help or texts[option.name]).split())
-                lines += entry(_form(option), f"{text}{_show_default(option, text)}")
+                default = _show_default(option, text)
+                lines += entry(_form(option), f"{text.rstrip('.')}{default}." if default else text)
     return "\n".join(lines)
 
 

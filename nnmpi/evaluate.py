@@ -142,34 +142,28 @@ def matched(signature: ModelSignature, samples: Samples) -> Samples:
 # ---- the command ----
 
 PROGRAM = "python -m nnmpi.evaluate"
-DESCRIPTION = """Say how well a run's model does: python -m nnmpi.evaluate RUN [options].
+DESCRIPTION = """Evaluate a run's model: python -m nnmpi.evaluate RUN [options].
 
-Without options: on the run's own test data. On several ranks: mpirun -n 4 python -m nnmpi.evaluate RUN, in any layout,
-whatever the run's was."""
+Default: the run's own test data. On several ranks: mpirun -n 4 python -m nnmpi.evaluate RUN, in any
+layout, whatever the run had."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The data, and what is left behind."""
+    """Data and output."""
 
     dataset: str | None = None
-    """Another data set: a name or a path, as the train command takes them (default: the run's
-    own).
-    """
+    """Another data set, a name or a path as for the train command (default: the run's own)."""
     data_dir: Path | None = None
-    """Folder that holds its files, for data sets that are downloaded (default: the run's)."""
+    """Folder of its files, for data sets that are downloaded (default: the run's)."""
     text_columns: str | None = None
-    """Of a .csv or .jsonl: the columns that make up a text, as for the train command (default: the
-    run's).
-    """
+    """Text columns of a .csv or .jsonl, as for the train command (default: the run's)."""
     part: Literal["test", "train"] = "test"
-    """Which part of it; one that comes without a test part is split as the run's was."""
+    """Part of the data set. One without a test part is split as in the run."""
     batch_size: int = 256
-    """Samples that a replica takes through the model at once, at most."""
+    """Most samples per forward pass of a replica."""
     json: bool = False
-    """Print JSON, with the confusion matrix (rows: the classes; columns: what they were taken
-    for).
-    """
+    """Print JSON with the confusion matrix (rows: true classes; columns: predicted classes)."""
 
     def __post_init__(self) -> None:
         """Check the values."""

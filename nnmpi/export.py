@@ -18,27 +18,25 @@ from nnmpi.train.run import load
 from nnmpi.train.signature import to_metadata
 
 PROGRAM = "python -m nnmpi.export"
-DESCRIPTION = """Write a run's weights for other programs: python -m nnmpi.export RUN [options].
+DESCRIPTION = """Export a run's weights for other programs: python -m nnmpi.export RUN [options].
 
-A state_dict as safetensors, with PyTorch's names and layouts; safetensors.torch.load_file reads it. The way back
-is --weights FILE of python -m nnmpi.evaluate, predict and export. (A run of --model gpt has left its weights as Hugging
-Face's transformers reads them in RUN/model.)"""
+Writes a state_dict as safetensors, with PyTorch's names and layouts, for
+safetensors.torch.load_file. To import one, give --weights FILE to python -m nnmpi.evaluate, predict
+or export. (A run of --model gpt also has a folder for Hugging Face's transformers, RUN/model.)"""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is written."""
+    """Output."""
 
     out: Path | None = None
     """The file, .safetensors (default: RUN/torch.safetensors)."""
     best: bool = False
-    """Take the weights with the best evaluation, which --keep-best has kept, and not the last
-    ones.
-    """
+    """Use the best evaluation's weights, which --keep-best saved, instead of the last ones."""
     weights: Path | None = None
-    """Take the weights of a state_dict of PyTorch's, and not the run's (default: the run's)."""
+    """Use the weights of a PyTorch state_dict instead (default: the run's)."""
     trust: bool = False
-    """Execute code of its own, FILE.py:NAME, that the run names."""
+    """Execute the code of your own, FILE.py:NAME, that the run names."""
 
 
 parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (ExportConfig,))

@@ -22,32 +22,30 @@ from nnmpi.train.config import (
 )
 
 PROGRAM = "python -m nnmpi.generate"
-DESCRIPTION = """Write on with a language model of nnmpi.train's: python -m nnmpi.generate RUN --prompt TEXT.
+DESCRIPTION = """Generate text with a language model: python -m nnmpi.generate RUN --prompt TEXT.
 
-RUN is the folder of a run with --model lstm or gpt, whose last checkpoint is taken; or one of a GPT-2 as Hugging Face's
-transformers writes it. What was seen is kept, so that each token costs one pass of one token.
+RUN is the folder of a run of --model lstm or gpt (its last checkpoint is used), or a GPT-2 folder of
+Hugging Face's transformers. Keys and values are cached, so each token costs one pass of one token.
 
 mpirun -n 4 python -m nnmpi.generate RUN --pp 2 --tp 2 takes four ranks."""
 
 
 @dataclass(frozen=True)
 class WritingConfig:
-    """What is written."""
+    """Text."""
 
     prompt: str = ""
-    """What the text begins with; of a run without a tokenizer, numbers of tokens, such as "17
-    4".
-    """
+    """Start of the text; for a run without a tokenizer, token numbers such as "17 4"."""
     tokens: int = 200
-    """How many tokens are written, if the text does not end before."""
+    """Most tokens to generate; the text may end sooner."""
     temperature: float = 1.0
-    """Below 1 likely tokens become likelier; with 0 the likeliest is taken."""
+    """Sampling temperature: below 1 favours likely tokens; 0 is greedy."""
     top_k: int = 0
-    """Take only one of this many likeliest tokens; 0: any."""
+    """Sample from the k likeliest tokens. 0: from all."""
     top_p: float = 1.0
-    """Take only one of the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     seed: int = 0
-    """Seed of what is drawn."""
+    """Seed of the sampling."""
 
     def __post_init__(self) -> None:
         """Check the values."""

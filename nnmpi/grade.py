@@ -1,9 +1,9 @@
-"""`python -m nnmpi.grade`: grade solutions of exercises by an assignment, one of them or a class.
+"""`python -m nnmpi.grade`: grade solutions of exercises, one submission or a class.
 
-python -m nnmpi.grade assignment.toml work/ --starter        # the files to begin with
+python -m nnmpi.grade assignment.toml work/ --starter        # starter files
 python -m nnmpi.grade assignment.toml my_ring.py
 python -m nnmpi.grade assignment.toml submissions/ --json grades.json
-python -m nnmpi.grade assignment.toml submissions/ --as class    # or one, where it can be both
+python -m nnmpi.grade assignment.toml submissions/ --as class    # or one, if it could be both
 python -m nnmpi.grade assignment.toml /autograder/submission --format gradescope
 
 An assignment is a file in TOML:
@@ -574,26 +574,28 @@ def main(words: Sequence[str]) -> str:
     parser = Parser(
         "python -m nnmpi.grade", description=(__doc__ or "").split("An assignment is")[0]
     )
+    parser.add_argument("assignment", type=Path, metavar="ASSIGNMENT.toml", help="the assignment")
     parser.add_argument(
-        "assignment", type=Path, metavar="ASSIGNMENT.toml", help="what is asked for"
+        "submission",
+        type=Path,
+        metavar="DIR_OR_FILE",
+        help="a submission, or a folder of submissions",
+    )
+    parser.add_argument("--starter", action="store_true", help="write starter files into DIR")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write all results there, with sentences and drawings",
     )
     parser.add_argument(
-        "submission", type=Path, metavar="DIR_OR_FILE", help="a submission, or a folder of some"
+        "--format", choices=FORMATS, default="table", help="output format (default: table)"
     )
     parser.add_argument(
-        "--starter", action="store_true", help="write the files to begin with into DIR"
+        "--as", choices=(ONE, CLASS), dest="kind", help="how to read DIR if it could be both"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all of it there, sentences and drawings"
-    )
-    parser.add_argument(
-        "--format", choices=FORMATS, default="table", help="what is printed (default: table)"
-    )
-    parser.add_argument(
-        "--as", choices=(ONE, CLASS), dest="kind", help="what DIR is, where it can be both"
-    )
-    parser.add_argument(
-        "--jobs", type=positive_count, default=2, help="submissions at once (default: 2)"
+        "--jobs", type=positive_count, default=2, help="submissions graded in parallel (default: 2)"
     )
     given = parser.parse_args(words)
     assignment = read_assignment(given.assignment)

@@ -1,11 +1,10 @@
-"""`python -m nnmpi.report RUN`: a run as one page for a browser: curves, where time went, memory,
-layout, options.
+"""`python -m nnmpi.report RUN`: one page of a run: curves, where time went, memory, options.
 
     python -m nnmpi.report runs/digits-cnn                 writes runs/digits-cnn/report.html
     python -m nnmpi.report runs/digits-cnn --out page.html
     python -m nnmpi.report runs/digits-cnn --tensorboard FOLDER
 
-All numbers are those of the run's own files. A run that is under way can be looked at, too.
+All numbers come from the run's files. It also works while the run is under way.
 """
 
 import shlex
@@ -61,7 +60,7 @@ def main(words: Sequence[str]) -> str:
         "--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html)"
     )
     parser.add_argument(
-        "--tensorboard", type=Path, metavar="FOLDER", help="for TensorBoard's files of its metrics"
+        "--tensorboard", type=Path, metavar="FOLDER", help="also write its metrics for TensorBoard"
     )
     given = parser.parse_args(words)
     file = given.out or given.run / "report.html"

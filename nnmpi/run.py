@@ -79,13 +79,8 @@ class SupervisedRun:
 
 @dataclass(frozen=True)
 class StartEnd:
-    """How a start ended.
-
-    Attributes:
-        status: of the launcher, as a shell has it.
-        fault: what happened, in words.
-        step: of the last checkpoint; 0 for none.
-        seconds: that the start took.
+    """Host names, separated by commas. Each start asks them, and leaves out those that do not
+    answer, with their ranks (default: the launcher's choice; under Slurm all of the job's).
     """
 
     status: int
@@ -404,9 +399,9 @@ def _count_lines(file: Path) -> int:
 PROGRAM = "python -m nnmpi.run"
 DESCRIPTION = """python -m nnmpi.run [options] -- TRAIN OPTIONS
 
-Train, and start again from the last checkpoint after each fault: a rank that is killed, a job that
-stands still, a host that is lost. What follows -- are the options of python -m nnmpi.train. Inside a job of Slurm's the
-ranks are started by srun, elsewhere by mpirun."""
+Train, and restart from the last checkpoint after each fault: a killed rank, a stalled job, a lost
+host. The options after -- are those of python -m nnmpi.train. Under Slurm srun starts the ranks,
+elsewhere mpirun."""
 
 
 @dataclass(frozen=True)
@@ -423,9 +418,7 @@ class SupervisorConfig:
     Slurm's all of its).
     """
     start_limit: float = 600.0
-    """Seconds in which ranks must have come up and read their data, or they are started again; 0:
-    no limit.
-    """
+    """Seconds for the ranks to start and read their data before they are restarted. 0: no limit."""
 
     def __post_init__(self) -> None:
         """Check the values."""

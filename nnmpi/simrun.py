@@ -1,13 +1,11 @@
-"""`python -m nnmpi.simrun`: run a program written for mpi4py, as it is, on simulated ranks in one
-process.
+"""`python -m nnmpi.simrun`: run an mpi4py program unchanged on simulated ranks in one process.
 
 python -m nnmpi.simrun -n 8 program.py
 python -m nnmpi.simrun -n 8 --network alpha_us=50,gbit=1 program.py
 python -m nnmpi.simrun -n 8 --seeds 1000 program.py
 
-Ranks that wait for one another for ever, collectives that do not match, messages that do not fit or
-that nobody receives, and arrays that are changed while they are being sent are named, with ranks
-and lines.
+It names, with ranks and lines: deadlocks, mismatched collectives, messages that do not fit or are
+never received, and arrays changed while they are being sent.
 """
 
 import argparse
@@ -79,7 +77,7 @@ class Interpreter(io.TextIOBase):
         names = (
             [*before.modules]
             if len(sys.modules) == self._count
-            else [*filter(self._is_own, sys.modules)]
+            else [*filter(self._is_own, list(sys.modules))]  # other threads import, too
         )
         before.modules = {name: sys.modules.pop(name) for name in names}
         sys.modules.update(self._now.modules)
@@ -205,23 +203,26 @@ def main(words: Sequence[str]) -> str:
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.simrun", description=__doc__)
     parser.add_argument(
-        "-n", type=positive_count, default=4, metavar="RANKS", help="how many ranks (default 4)"
+        "-n", type=positive_count, default=4, metavar="RANKS", help="ranks (default 4)"
     )
-    parser.add_argument("--network", default="", help=f"{NETWORK_HELP}; says seconds and bytes")
+    parser.add_argument("--network", default="", help=f"{NETWORK_HELP}; prints seconds and bytes")
     parser.add_argument(
-        "--seed", type=int, default=0, help="decides who goes first, and from whom is received"
+        "--seed", type=int, default=0, help="decides the order of ranks and of arrivals"
     )
     parser.add_argument(
-        "--seeds", type=positive_count, default=1, help="run with so many seeds; compare outputs"
+        "--seeds",
+        type=positive_count,
+        default=1,
+        help="run with this many seeds and compare the outputs",
     )
     parser.add_argument(
         "--eager",
         type=parse_bytes,
         default=EAGER_BYTES,
-        help="bytes sent without a receive, like 64k",
+        help="largest eager message, such as 64k",
     )
     parser.add_argument("program", type=Path, metavar="PROGRAM.py", help="the program")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its words")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     return parser
 
 

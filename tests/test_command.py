@@ -117,16 +117,16 @@ def test_help_has_forms_explanations_and_defaults() -> None:
     with pytest.raises(HelpAsked) as caught:
         read("--batch 4 --help")
     assert str(caught.value).splitlines()[4:] == [
-        "  -h, --help              Print this.",
-        "  --version               Print which nnmpi this is.",
+        "  -h, --help              Print this help.",
+        "  --version               Print the version.",
         "",
         "What is read here:",
-        "  --batch-size INT        Rows. (default: 3)",
-        "  --limit TEXT            The most. (default: none)",
+        "  --batch-size INT        Rows (default: 3).",
+        "  --limit TEXT            The most (default: none).",
         "  --shuffle, --no-shuffle",
-        "                          In another order. (default: on)",
+        "                          In another order (default: on).",
         "  --overlap [auto|on|off], --no-overlap",
-        "                          At the same time. (default: auto)",
+        "                          At the same time (default: auto).",
     ]
 
 

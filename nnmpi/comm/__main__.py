@@ -1,5 +1,4 @@
-"""`python -m nnmpi.comm`: look at a collective without MPI (prove it, draw it, simulate it), fit a
-machine.
+"""`python -m nnmpi.comm`: prove, draw and simulate collectives without MPI; fit a machine.
 
 python -m nnmpi.comm list --ranks 16 --bytes 64k
 python -m nnmpi.comm render ring --ranks 4
@@ -59,9 +58,7 @@ def main(words: Sequence[str]) -> str:
 
 
 def _list(arguments: argparse.Namespace) -> str:
-    """List all collectives with the latencies, and the bytes in buffers, that the last rank waits
-    for.
-    """
+    """List all collectives with the latencies and bytes on their critical path."""
     ranks = arguments.ranks
     machine = parse_network(arguments.network, ranks, ranks)
     network = describe_network(arguments.network)
@@ -81,7 +78,7 @@ def _list(arguments: argparse.Namespace) -> str:
 
 
 def _prove(arguments: argparse.Namespace) -> str:
-    """Prove that a collective does what it promises, for a number of ranks."""
+    """Prove a collective correct for a number of ranks."""
     proof = prove(_collective(arguments), arguments.ranks)
     return (
         f"{arguments.operation} by {arguments.algorithm} is right on {arguments.ranks} ranks: "
@@ -90,7 +87,7 @@ def _prove(arguments: argparse.Namespace) -> str:
 
 
 def _render(arguments: argparse.Namespace) -> str:
-    """Draw a collective: rounds down, ranks across; or as a page that runs, beside others."""
+    """Draw a collective, rounds down and ranks across, or write an interactive page."""
     collective = _collective(arguments)
     drawn = render(collective, arguments.ranks)
     if arguments.svg is not None:
@@ -113,7 +110,7 @@ def _render(arguments: argparse.Namespace) -> str:
 
 
 def _simulate(arguments: argparse.Namespace) -> str:
-    """Simulate a collective for up to thousands of ranks: how long it takes on a machine."""
+    """Simulate a collective's time on a machine, for up to thousands of ranks."""
     machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
     found = simulate_collective(
         _collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine
@@ -131,7 +128,7 @@ def _simulate(arguments: argparse.Namespace) -> str:
 
 
 def _fit(arguments: argparse.Namespace) -> str:
-    """Measure this machine with these ranks, and keep the fit; run it under mpirun."""
+    """Measure this machine with these ranks and save the fit; run it under mpirun."""
     group = start()
     file = arguments.out or default_file(facts(group))
     on_root(group, lambda: _check_place(file))  # before it takes half a minute
@@ -169,9 +166,7 @@ def _parser() -> Parser:
             one.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
             one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
         if name == "render":
-            one.add_argument(
-                "--html", type=Path, metavar="FILE", help="write a page that runs, for a browser"
-            )
+            one.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page")
             one.add_argument(
                 "--svg",
                 type=Path,

@@ -1,9 +1,8 @@
-"""`python -m nnmpi.exercise`: exercises, and a checker that says which chunk, which rank, after
-which step is wrong.
+"""`python -m nnmpi.exercise`: exercises, and a checker that names the wrong chunk, rank and step.
 
-python -m nnmpi.exercise                               lists them
-python -m nnmpi.exercise ring-all-reduce > my_ring.py  what is wanted, as a file to begin with
-python -m nnmpi.exercise ring-all-reduce my_ring.py    checks what was written there
+python -m nnmpi.exercise                               lists the exercises
+python -m nnmpi.exercise ring-all-reduce > my_ring.py  writes a starter file
+python -m nnmpi.exercise ring-all-reduce my_ring.py    checks your solution
 """
 
 import sys
@@ -25,7 +24,7 @@ def main(words: Sequence[str]) -> str:
         WrongAnswer: what is wrong with the solution.
     """
     parser = Parser("python -m nnmpi.exercise", description=__doc__)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which exercise")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the exercise")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE.py", help="your solution")
     given = parser.parse_args(words)
     if given.name is None:

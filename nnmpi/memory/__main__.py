@@ -1,5 +1,4 @@
-"""`python -m nnmpi.memory`: look at a plan without training: what is kept, what is computed again,
-what it takes.
+"""`python -m nnmpi.memory`: plan recomputation and swapping without training.
 
 python -m nnmpi.memory plan --layers 8 --budget 50%
 python -m nnmpi.memory plan --model gpt --batch 4 --budget 16MiB
@@ -207,25 +206,25 @@ def _budget(text: str, plans: OptimalPlans) -> int:
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.memory", description=__doc__)
     plan = parser.add_subparsers(dest="command", required=True).add_parser(
-        "plan", help="the quickest plan in a budget"
+        "plan", help="the fastest plan within a budget"
     )
     chain = plan.add_mutually_exclusive_group()
-    chain.add_argument("--layers", type=positive_count, default=8, help="so many equal layers (8)")
-    chain.add_argument("--model", choices=sorted(MODELS), help="this model's, which is measured")
-    plan.add_argument(
-        "--batch", type=positive_count, default=8, help="samples of a batch, for --model (8)"
+    chain.add_argument(
+        "--layers", type=positive_count, default=8, help="number of equal layers (8)"
     )
+    chain.add_argument(
+        "--model", choices=sorted(MODELS), help="measure this model's layers instead"
+    )
+    plan.add_argument("--batch", type=positive_count, default=8, help="batch size, for --model (8)")
     plan.add_argument(
         "--budget",
         default="50%",
         help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)",
     )
     plan.add_argument(
-        "--bandwidth", metavar="BYTES", help="layers may leave memory: so many bytes per second go"
+        "--bandwidth", metavar="BYTES", help="allow swapping, at this many bytes per second"
     )
-    plan.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser"
-    )
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page")
     plan.add_argument(
         "--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf"
     )

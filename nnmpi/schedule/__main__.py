@@ -1,5 +1,4 @@
-"""`python -m nnmpi.schedule`: look at a pipeline schedule without MPI: its grid, its bubble, what
-it keeps.
+"""`python -m nnmpi.schedule`: draw a pipeline schedule without MPI: grid, bubble, activations.
 
 python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8
 python -m nnmpi.schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
@@ -113,25 +112,31 @@ def _parser() -> Parser:
         "--stages",
         type=positive_count,
         required=True,
-        help="stages of the pipeline, one on each rank",
+        help="pipeline stages, one per rank",
     )
     parser.add_argument(
-        "--microbatches", type=positive_count, required=True, help="microbatches in a step"
+        "--microbatches", type=positive_count, required=True, help="microbatches per step"
     )
     parser.add_argument(
-        "--virtual-stages", type=positive_count, help="stages on each rank instead (interleaved: 2)"
+        "--virtual-stages", type=positive_count, help="stages per rank (1; interleaved 2)"
     )
     parser.add_argument(
-        "--forward-ms", type=milliseconds, default=1.0, help="a rank's forward of a microbatch (1)"
+        "--forward-ms",
+        type=milliseconds,
+        default=1.0,
+        help="a rank's forward pass of a microbatch (1)",
     )
-    parser.add_argument("--backward-ms", type=milliseconds, help="its backward (twice the forward)")
+    parser.add_argument(
+        "--backward-ms", type=milliseconds, help="its backward pass (twice the forward pass)"
+    )
     parser.add_argument("--network", default="", help=f"{NETWORK_HELP} (messages take no time)")
     parser.add_argument(
-        "--bytes", type=parse_bytes, default=2**20, help="of a message between two ranks (1MB)"
+        "--bytes",
+        type=parse_bytes,
+        default=2**20,
+        help="bytes of a message between two ranks (1MB)",
     )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser"
-    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page")
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf"
     )

@@ -282,30 +282,28 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PlaceConfig:
-    """Which weights, and where they compute."""
+    """Weights and layout."""
 
     best: bool = False
-    """Take the weights with the best evaluation, which --keep-best has kept, and not the last
-    ones.
-    """
+    """Use the best evaluation's weights, which --keep-best saved, instead of the last ones."""
     weights: Path | None = None
-    """Take the weights of a state_dict of PyTorch's, a .safetensors with the names of python -m
-    nnmpi.export, and not the run's (default: the run's).
+    """Use the weights of a PyTorch state_dict instead: a .safetensors file with the names of python
+    -m nnmpi.export (default: the run's).
     """
     dp: int | None = None
-    """Replicas that share the samples (default: what is missing to the number of ranks)."""
+    """Data-parallel replicas, which share the samples (default: as many as the ranks allow)."""
     pp: int = 1
-    """Ranks in each pipeline, which have the layers one after the other."""
+    """Pipeline stages, one per rank."""
     tp: int = 1
-    """Ranks that share out each layer."""
+    """Ranks that share each layer."""
     sp: int = 1
-    """Ranks that share out the positions of each sequence (of gpt)."""
+    """Ranks that share the positions of each sequence, for gpt."""
     backend: Literal["auto", "numpy", "cupy"] = "auto"
-    """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
+    """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
     trust: bool = False
-    """Execute code of its own, FILE.py:NAME, that the run names."""
+    """Execute the code of your own, FILE.py:NAME, that the run names."""
     simulate: int = 0
-    """Run so many ranks in this process, without MPI."""
+    """Run this many ranks in one process, without MPI."""
 
     def __post_init__(self) -> None:
         """Check the values."""
