@@ -44,7 +44,15 @@ def shortened(text: str, most: int = 200) -> str:
 
 
 class NnmpiError(Exception):
-    """Any error whose text is written for the person who runs the program."""
+    """Any error whose text is written for the person who runs the program.
+
+    Example:
+        >>> try:
+        ...     models.mlp([4], 0)
+        ... except nnmpi.NnmpiError as error:
+        ...     print(error)
+        mlp needs hidden sizes and classes of at least 1, not [128, 64] and 0
+    """
 
     exit_status = 1
 

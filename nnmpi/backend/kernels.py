@@ -78,8 +78,7 @@ def setting() -> bool | None:
 
 @contextmanager
 def jit(enabled: bool = True) -> Iterator[None]:
-    """Compute with compiled kernels inside the block (or without them, within such a block:
-    `jit(False)`).
+    """Compute with compiled kernels inside the block; `jit(False)` without them.
 
     Results differ from the plain ones in the last bits. float32 on the CPU is compiled, all else
     there stays as it is. On a device kernels are in use anyway, and `jit(False)` does without them.
@@ -90,6 +89,12 @@ def jit(enabled: bool = True) -> Iterator[None]:
 
     Raises:
         UsageError: when numba is not installed or does not work.
+
+    Example:
+        >>> layer = nn.Linear(3, 2).initialize(seed=0)
+        >>> with nnmpi.jit(False):  # plain NumPy, even within an outer `with nnmpi.jit():`
+        ...     layer(np.ones((1, 3), "float32")).shape
+        (1, 2)
     """
     if enabled:
         load()

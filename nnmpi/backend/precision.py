@@ -41,6 +41,12 @@ def use_precision(mode: str) -> Iterator[None]:
 
     Raises:
         UsageError: for an unknown mode, or bf16 where the package ml_dtypes is missing.
+
+    Example:
+        >>> layer = nn.Linear(4, 2).initialize(seed=0)
+        >>> with nnmpi.use_precision("fp16"):  # weights stay float32
+        ...     print(layer(np.ones((1, 4), "float32")).dtype)
+        float16
     """
     if mode not in MODES:
         raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")

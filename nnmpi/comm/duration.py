@@ -49,6 +49,14 @@ EXACT_RANKS = 64
 def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine) -> float:
     """Return the seconds until the last rank has finished a collective; see
     `simulate_collective`.
+
+    Example:
+        >>> from nnmpi.comm.algorithms.ring import ring
+        >>> from nnmpi.comm.duration import price
+        >>> from nnmpi.comm.machine import Machine
+        >>> machine = Machine.uniform(alpha_s=1e-5, beta_s=1e-9, gamma_s=0.0)
+        >>> round(price(ring, 4, 2**20, machine) * 1e3, 3)  # ms: 6 latencies, 1.5 times the bytes
+        1.633
     """
     return max(simulate_collective(collective, size, nbytes, machine))
 

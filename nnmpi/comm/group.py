@@ -61,7 +61,7 @@ from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 
 
 class Group(Communicator):
-    """Some ranks, numbered 0..size-1 among themselves, and what they can do together.
+    """A communicator: ranks 0..size-1, their collectives and their private messages.
 
     Args:
         comm: a communicator of these ranks, of this package's or of mpi4py's.
@@ -70,6 +70,14 @@ class Group(Communicator):
 
     Attributes:
         fit: what "auto" chooses by, made for these ranks (see `fit.Fit`); None for a rule of thumb.
+
+    Example:
+        >>> def program(group):
+        ...     x = np.arange(3.0) + group.rank
+        ...     group.all_reduce(x, "ring")
+        ...     return x.tolist(), group.gather(group.rank ** 2)
+        >>> nnmpi.simulate(program, 2)
+        [([1.0, 3.0, 5.0], [0, 1]), ([1.0, 3.0, 5.0], [0, 1])]
     """
 
     def __init__(self, comm: Comm | Any, private: bool = False) -> None:

@@ -194,6 +194,9 @@ class Proof:
     rounds: int
     sent: tuple[ProvedMessage, ...]
 
+    def __str__(self) -> str:
+        return f"proved for {self.size} ranks: {self.rounds} rounds, {self.messages} messages"
+
     @property
     def messages(self) -> int:
         """How many messages are sent (neighbouring chunks travel as one)."""
@@ -206,7 +209,7 @@ class Proof:
 
 
 def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | None = None) -> Proof:
-    """Return the proof that `algorithm` leaves every rank with what its contract promises.
+    """Prove that a collective leaves every rank with the result that its contract promises.
 
     Args:
         algorithm: gives the steps of each rank.
@@ -218,6 +221,12 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
         ScheduleError: names rank, step and chunk of a fault: a part that is missing or counted
             twice, a message that nobody receives or sends, chunks that differ at its two ends, a
             deadlock, a chunk overwritten while it is sent.
+
+    Example:
+        >>> from nnmpi.comm.prove import prove
+        >>> from nnmpi.comm.algorithms.ring import ring
+        >>> print(prove(ring, size=5))  # a wrong collective raises an error with rank and chunk
+        proved for 5 ranks: 8 rounds, 40 messages
     """
     if size < 1:
         raise ScheduleError(f"there is nothing to prove for {size} ranks; give at least 1")

@@ -150,6 +150,11 @@ def load(
         UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or a
             folder that may not be entered.
         DataError: for a file that is damaged, or not downloaded yet; the message names it.
+
+    Example:
+        >>> train, test = data.load("digits")
+        >>> len(train), len(test), train.sample_shape, train.classes
+        (1438, 359, (8, 8, 1), 10)
     """
     name = name_or_path
     if target and name in NAMES:

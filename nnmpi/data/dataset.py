@@ -203,6 +203,12 @@ class Dataset(Samples):
 
     Raises:
         DataError: when the arrays do not fit one another or a label is out of range.
+
+    Example:
+        >>> x, y = np.random.default_rng(0).random((100, 5)), np.arange(100) % 3
+        >>> train = data.Dataset("mine", x, y, classes=3)
+        >>> len(train), train.sample_shape
+        (100, (5,))
     """
 
     name: str

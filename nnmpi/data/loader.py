@@ -143,6 +143,12 @@ class Loader:
 
     Raises:
         UsageError: for sizes and counts that make no sense; the message names the value.
+
+    Example:
+        >>> train, _ = data.load("iris")
+        >>> loader = data.Loader(train, 50, rank=1, world=4)
+        >>> [(len(batch.x), batch.global_rows) for batch in loader.epoch(0)]
+        [(13, 50), (13, 50), (5, 20)]
     """
 
     dataset: Samples | Any

@@ -34,6 +34,11 @@ def cnn(
 
     Raises:
         UsageError: when samples are no images (height, width, channels) of at least 4 x 4 pixels.
+
+    Example:
+        >>> model = models.cnn((28, 28, 1), 10).initialize(seed=0)
+        >>> model(np.zeros((2, 28, 28, 1), "float32")).shape
+        (2, 10)
     """
     height, width, channels = image_shape("cnn", sample_shape, 4)
     model = Sequential(

@@ -111,6 +111,11 @@ def gpt(
 
     Raises:
         UsageError: for sizes that do not work.
+
+    Example:
+        >>> model = models.gpt(65, context=16, features=32, layers=2, heads=4).initialize(seed=0)
+        >>> model(np.zeros((2, 16), int)).shape  # logits of the next token
+        (2, 16, 65)
     """
     vocabulary, context = whole("gpt's vocabulary", vocabulary), whole("gpt's context", context)
     features, layers, heads = (

@@ -36,6 +36,11 @@ def lstm(
 
     Raises:
         UsageError: for sizes below 1.
+
+    Example:
+        >>> model = models.lstm(65, features=32, layers=2).initialize(seed=0)
+        >>> model(np.zeros((2, 16), int)).shape  # logits of the next token
+        (2, 16, 65)
     """
     vocabulary, features = (
         whole("lstm's vocabulary", vocabulary),

@@ -30,6 +30,11 @@ def mlp(
 
     Raises:
         UsageError: for sizes below 1, an unknown activation, or a dropout rate outside [0, 1).
+
+    Example:
+        >>> model = models.mlp((28, 28, 1), 10, hidden=[64]).initialize(seed=0)
+        >>> model(np.zeros((2, 28, 28, 1), "float32")).shape
+        (2, 10)
     """
     if any(size < 1 for size in hidden) or classes < 1:
         raise UsageError(

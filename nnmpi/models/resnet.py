@@ -33,6 +33,11 @@ def resnet(
     Raises:
         UsageError: when samples are no images of at least 4 x 4 pixels, or for a width or number of
             blocks below 1.
+
+    Example:
+        >>> model = models.resnet((32, 32, 3), 10).initialize(seed=0)
+        >>> model(np.zeros((2, 32, 32, 3), "float32")).shape
+        (2, 10)
     """
     if width < 1 or blocks < 1:
         raise UsageError(f"resnet needs a width and blocks of at least 1, not {width} and {blocks}")

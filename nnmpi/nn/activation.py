@@ -116,6 +116,15 @@ class Dropout(Module):
 
     Args:
         p: the probability that an element is dropped, in [0, 1).
+
+    Example:
+        >>> layer = nn.Dropout(0.5).initialize(seed=0)
+        >>> x = np.ones((1, 4), "float32")
+        >>> layer(x).numpy().tolist()  # only training drops
+        [[1.0, 1.0, 1.0, 1.0]]
+        >>> with nn.training(step=0):
+        ...     sorted(set(layer(np.ones((9, 9), "float32")).numpy().ravel().tolist()))
+        [0.0, 2.0]
     """
 
     def __init__(self, p: float = 0.5) -> None:

@@ -192,8 +192,7 @@ def make(calls: Iterable[Call], mode: Mode) -> None:
 
 
 def compile(step: Callable[..., Any]) -> Compiled:
-    """Return a step that is recorded once for each shape of its inputs, and replayed after that;
-    see `nn.compiled`.
+    """Return a step that is recorded once per input shape and replayed afterwards.
 
     The step gets Tensors, and must not look into them (`item`, comparisons): that is an error. What
     changes from step to step comes through its arguments, parameters, the optimizer's settings, and
@@ -203,6 +202,20 @@ def compile(step: Callable[..., Any]) -> Compiled:
 
     Raises:
         UsageError: for something that cannot be called.
+
+    Example:
+        >>> model = models.mlp([4], 3, [8]).initialize(seed=0)
+        >>> optimizer = optim.SGD(model.storage, lr=0.5)
+        >>> @nnmpi.compile
+        ... def step(x, y):
+        ...     loss = ops.cross_entropy(model(x), y)
+        ...     model.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> x, y = np.eye(4, dtype="float32"), np.array([0, 1, 2, 0])
+        >>> [round(step(x, y).item(), 2) for _ in range(3)]
+        [1.12, 1.05, 1.01]
     """
     if not callable(step):
         raise UsageError(f"compile needs a function that does one step, not {type(step).__name__}")

@@ -136,6 +136,11 @@ class Sequential(Module):
 
     Their full names are their numbers ("0.weight"). Indexing gives one, `slice(i, j)` a new
     sequence of some. A `Stash` among them keeps what comes to it for the `Pop` of the same name.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).initialize(seed=0)
+        >>> model(np.ones((2, 4), "float32")).shape
+        (2, 3)
     """
 
     def __init__(self, *layers: Module) -> None:

@@ -19,8 +19,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Conv2d(Module):
-    """A two-dimensional convolution: (batch, h, w, in_channels) -> (batch, out_h, out_w,
-    out_channels).
+    """2-D convolution: (batch, h, w, in_channels) -> (batch, out_h, out_w, out_channels).
 
     The weight is stored (kernel_h, kernel_w, in_channels / groups, out_channels).
 
@@ -32,6 +31,11 @@ class Conv2d(Module):
         bias: whether one number per output channel is added.
         init: draws the weight; by default uniform within 1 / sqrt(terms that an output sums), and
             so is the bias.
+
+    Example:
+        >>> layer = nn.Conv2d(3, 8, kernel_size=3, padding=1).initialize(seed=0)
+        >>> layer(np.zeros((2, 28, 28, 3), "float32")).shape
+        (2, 28, 28, 8)
     """
 
     def __init__(

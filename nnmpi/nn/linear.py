@@ -11,13 +11,17 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Linear(Module):
-    """x W + b: (..., in_features) -> (..., out_features). The weight is stored (in_features,
-    out_features).
+    """Linear layer x W + b: (..., in_features) -> (..., out_features).
 
     Args:
         in_features, out_features: the numbers of features.
         bias: whether b is added.
         init: draws the weight; by default uniform within 1 / sqrt(in_features), and so is the bias.
+
+    Example:
+        >>> layer = nn.Linear(3, 2).initialize(seed=0)
+        >>> layer(np.ones((5, 3), "float32")).shape, layer.weight.shape
+        ((5, 2), (3, 2))
     """
 
     def __init__(
@@ -44,6 +48,11 @@ class Embedding(Module):
         num_embeddings: the number of rows.
         embedding_dim: their length.
         init: draws the table; by default normal with standard deviation 1.
+
+    Example:
+        >>> table = nn.Embedding(100, 8).initialize(seed=0)
+        >>> table(np.array([[1, 5, 1]])).shape
+        (1, 3, 8)
     """
 
     def __init__(

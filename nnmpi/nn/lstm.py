@@ -51,6 +51,12 @@ class LSTM(Module):
             1997), with weights for each direction; its result has both h side by side, 2 *
             hidden_size.
         dropout: the probability with which an element between two layers is dropped in training.
+
+    Example:
+        >>> layer = nn.LSTM(8, 16, num_layers=2).initialize(seed=0)
+        >>> x = np.zeros((3, 10, 8), "float32")
+        >>> layer(x, lengths=np.array([10, 7, 4])).shape  # h is 0 behind each length
+        (3, 10, 16)
     """
 
     def __init__(

@@ -124,6 +124,13 @@ def training(
         weight: what the gradient of a sum of losses is multiplied by, such as 1 /
             batch.global_targets, for layers that have a loss of their own (`nn.MixtureOfExperts`);
             None for a mean over a pass.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).initialize(seed=0)
+        >>> with nn.training():  # statistics of the batch; outside, running statistics
+        ...     y = model(np.eye(3, dtype="float32"))
+        >>> bool(abs(y.numpy().mean(axis=0)).max() < 1e-6)
+        True
     """
     return _within(
         training=True, seed=seed, step=step, first_row=first_row, again=again, weight=weight

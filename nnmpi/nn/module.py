@@ -91,6 +91,16 @@ class Module:
         links: of a class of your own whose `forward` is some of its methods one after another,
             between which a chain of layers may be cut (see `nn.chain`): of each a name, the
             method's, and those of the modules that it calls.
+
+    Example:
+        >>> class Gated(nn.Module):
+        ...     def __init__(self, features):
+        ...         self.value, self.gate = nn.Linear(features, features), nn.Linear(features, features)
+        ...     def forward(self, x):
+        ...         return self.value(x) * ops.sigmoid(self.gate(x))
+        >>> model = nn.Sequential(Gated(4), nn.Linear(4, 2)).initialize(seed=0)
+        >>> model(np.ones((3, 4), "float32")).shape, sum(p.size for p in model.parameters())
+        ((3, 2), 50)
     """
 
     replayable: ClassVar[bool] = False

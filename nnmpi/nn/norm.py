@@ -119,6 +119,11 @@ class LayerNorm(Module):
     Args:
         normalized_shape: the length of the last axis, or the lengths of the last axes.
         eps: added to the variance.
+
+    Example:
+        >>> layer = nn.LayerNorm(4).initialize(seed=0)
+        >>> layer(np.float32([[1, 2, 3, 4]])).numpy().round(2).tolist()
+        [[-1.34..., -0.44..., 0.44..., 1.34...]]
     """
 
     def __init__(self, normalized_shape: int | Shape, eps: float = 1e-5) -> None:

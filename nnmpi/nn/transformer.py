@@ -105,6 +105,11 @@ class TransformerBlock(Module):
         dropout: the probability with which an element of what a branch adds is dropped in training,
             and one of the attention's probabilities.
         experts: a mixture of experts in the place of the perceptron; then `hidden` says nothing.
+
+    Example:
+        >>> block = nn.TransformerBlock(16, heads=4).initialize(seed=0)
+        >>> block(np.zeros((2, 10, 16), "float32")).shape
+        (2, 10, 16)
     """
 
     links = (

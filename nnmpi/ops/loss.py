@@ -240,6 +240,11 @@ def cross_entropy(
             named).
         DtypeError: when the labels are not integers.
         UsageError: for an unknown reduction or a smoothing outside [0, 1).
+
+    Example:
+        >>> logits = nnmpi.Tensor([[2.0, 0.0], [0.0, 0.0]])
+        >>> round(ops.cross_entropy(logits, np.array([0, 1])).item(), 4)
+        0.41
     """
     require_floating("cross_entropy", logits)
     classes = logits.shape[-1] if logits.ndim else 0

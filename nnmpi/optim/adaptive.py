@@ -57,6 +57,14 @@ class Adam(Optimizer):
 
     Raises:
         UsageError: for values out of range or an unknown group.
+
+    Example:
+        >>> model = models.mlp([4], 3, [8]).initialize(seed=0)
+        >>> optimizer = optim.Adam(model.storage, lr=1e-3)
+        >>> ops.cross_entropy(model(np.eye(4, dtype="float32")), np.array([0, 1, 2, 0])).backward()
+        >>> optimizer.step()
+        >>> optimizer.steps
+        1
     """
 
     # whether weights decay by themselves, and not by way of the gradient
@@ -118,6 +126,14 @@ class AdamW(Adam):
         storage, lr, betas, eps: see `Adam`; errors are its own, too.
         weight_decay: the part of a weight that an update takes away, times lr; one number, or one
             for each group.
+
+    Example:
+        >>> model = models.mlp([4], 3, [8]).initialize(seed=0)
+        >>> optimizer = optim.AdamW(model.storage, lr=1e-3, weight_decay=0.1)
+        >>> ops.cross_entropy(model(np.eye(4, dtype="float32")), np.array([0, 1, 2, 0])).backward()
+        >>> optimizer.step()
+        >>> optimizer.steps
+        1
     """
 
     decouples = True

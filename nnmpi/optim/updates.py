@@ -43,6 +43,11 @@ class SGD(Optimizer):
     Raises:
         UsageError: for values out of range, Nesterov's momentum without momentum, or an unknown
             group.
+
+    Example:
+        >>> model = models.mlp([4], 3, [8]).initialize(seed=0)
+        >>> optim.SGD(model.storage, lr=0.1, momentum=0.9)
+        SGD(lr=0.1, 67 parameters, after 0 steps)
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from nnmpi.units import format_bytes
 
 
 class DataParallel:
-    """Keeps the replicas of a model on a group's ranks equal. Making one is collective.
+    """Data parallelism: keeps the replicas of a model on a group's ranks equal. Collective.
 
     Parameters and buffers become those of rank 0, batch normalization takes its statistics over all
     ranks, and gradients are summed over the ranks in `backward`. A model has one at a time;
@@ -80,6 +80,17 @@ class DataParallel:
         CommError: on all ranks, when their models differ.
         UsageError: for an unknown algorithm or a bucket size below 1; for a model that has a
             DataParallel already, or modules that were not there when it was initialized.
+
+    Example:
+        >>> def program(group):
+        ...     model = nn.Linear(3, 2).initialize(seed=0)
+        ...     parallel = nnmpi.DataParallel(model, group)
+        ...     x, y = np.ones((group.rank + 1, 3), "float32"), np.zeros(group.rank + 1, int)
+        ...     loss = ops.cross_entropy(model(x), y, reduction="sum")
+        ...     parallel.backward(loss, samples=3)  # 1 + 2 rows on the two ranks
+        ...     return model.bias.grad.astype(float).round(3).tolist()
+        >>> nnmpi.simulate(program, 2)
+        [[-0.726, 0.726], [-0.726, 0.726]]
     """
 
     shares_batches = True

@@ -12,7 +12,7 @@ DEFAULT_LOCAL_STEPS = 8
 
 @dataclass(frozen=True)
 class Sync:
-    """How far the workers of a run may drift apart, and how their work comes together.
+    """The synchrony of a run: how far workers may drift apart, and how they combine.
 
         bsp       everybody waits for everybody, by all-reduce (bulk-synchronous parallel)
         ssp       a worker is at most `staleness` steps ahead of the slowest (stale-synchronous
@@ -30,6 +30,12 @@ class Sync:
 
     Raises:
         UsageError: for values out of range, and settings that the mode would not use.
+
+    Example:
+        >>> nnmpi.Sync("ssp", staleness=2).asynchronous
+        True
+        >>> nnmpi.Sync("local", local_steps=4, outer_lr=0.7, outer_momentum=0.5).mode  # DiLoCo
+        'local'
     """
 
     mode: str = "bsp"

@@ -61,7 +61,14 @@ def recording() -> bool:
 
 @contextmanager
 def no_grad() -> Iterator[None]:
-    """Compute without recording: results need no gradient and keep nothing alive."""
+    """Compute without recording: results need no gradient and keep no inputs alive.
+
+    Example:
+        >>> w = nnmpi.Tensor([1.0], requires_grad=True)
+        >>> with nnmpi.no_grad():
+        ...     print((2 * w).requires_grad)
+        False
+    """
     token = _recording.set(False)
     try:
         yield

@@ -86,6 +86,12 @@ class Tensor(Variable):
     Raises:
         DtypeError: when a gradient is wanted for values that are not floating point, or data are no
             numbers.
+
+    Example:
+        >>> x = nnmpi.Tensor([1.0, 2.0, 3.0], requires_grad=True)
+        >>> (x * x).sum().backward()
+        >>> x.grad
+        array([2., 4., 6.], dtype=float32)
     """
 
     __slots__ = ()

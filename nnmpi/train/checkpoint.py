@@ -424,8 +424,7 @@ def _read(last: Checkpoint, arrays: Arrays) -> None:
 
 
 def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None:
-    """Write a checkpoint of a loop of one's own: weights, the optimizer's state, and the place in
-    the data. Collective.
+    """Save a checkpoint of your own loop: weights, optimizer state, place in the data. Collective.
 
         nnmpi.save("checkpoints", worker, epoch=epoch + 1)
 

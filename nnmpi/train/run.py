@@ -254,8 +254,7 @@ def set_up(
 def load(
     run: str | Path, best: bool = False, weights: str | Path | None = None, trust: bool = False
 ) -> Run:
-    """Return a run's model with its values, its classes, and what is done to samples before, on
-    this process alone.
+    """Return a run's model, classes and input transform, on this process alone.
 
     Args:
         run: the folder of a run, or of a GPT-2 in Hugging Face's files.

@@ -166,8 +166,7 @@ SILENT_S = 3.0
 
 
 def start(exit_limit_s: float | None = None) -> Group:
-    """Start MPI and return the group of all ranks; a second call returns the same group.
-    Collective.
+    """Start MPI and return the group of all ranks, the same one on later calls. Collective.
 
     BLAS computes with one thread from then on, as in the train command, unless the environment sets
     another number (see `nnmpi.launcher`).
@@ -186,6 +185,11 @@ def start(exit_limit_s: float | None = None) -> Group:
             that MPI does not know as one job. Only the launcher's rank 0 raises; the others end
             silently with the same status.
         UsageError: for a limit that is not a positive number.
+
+    Example:
+        >>> group = nnmpi.start()  # under mpirun -n 4: 4 ranks; without mpirun: 1
+        >>> group.rank, group.size  # doctest: +SKIP
+        (0, 1)
     """
     group, shutdown = _start()
     if exit_limit_s is not None:

@@ -136,7 +136,7 @@ def simulate(
     check: bool = True,
     faults: Faults | None = None,
 ) -> SimulatedRun[T]:
-    """Call `main(group)` on so many simulated ranks and return what each of them returned.
+    """Call `main(group)` on simulated ranks and return what each rank returned.
 
     Args:
         main: the program of each rank. It computes with the kernels, BLAS and precision that are in
@@ -159,6 +159,14 @@ def simulate(
             ever, collectives that do not match, buffers that are used twice. It names the ranks and
             the lines. After a rank was killed or has stopped: which one, and where.
         Exception: the first that a rank raised, with its own traceback and a note of its rank.
+
+    Example:
+        >>> def main(group):
+        ...     x = np.full(2, float(group.rank))
+        ...     group.all_reduce(x)
+        ...     return x.tolist()
+        >>> nnmpi.simulate(main, ranks=3)
+        [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
     if ranks < 1:
         raise UsageError(f"{ranks} ranks cannot be simulated; give 1 or more")

@@ -187,6 +187,12 @@ def conv2d(
         DtypeError: when x, weight and bias differ in dtype.
         UsageError: for a stride or dilation below 1, a negative padding, or groups that do not
             divide the channels.
+
+    Example:
+        >>> x, kernel = np.ones((1, 5, 5, 2), "float32"), np.ones((3, 3, 2, 4), "float32")
+        >>> y = ops.conv2d(nnmpi.Tensor(x), nnmpi.Tensor(kernel), padding=1)
+        >>> y.shape, y.numpy()[0, 2, 2, 0].item(), y.numpy()[0, 0, 0, 0].item()
+        ((1, 5, 5, 4), 18.0, 8.0)
     """
     return convolve(
         x, weight, bias, checked_spec(x, weight, bias, stride, padding, dilation, groups)
