@@ -139,7 +139,7 @@ class Machine:
         ...     group.all_reduce(np.zeros(2**18, "float32"), "ring")
         >>> run = nnmpi.simulate(main, ranks=4, machine=machine, cpu_factor=0)
         >>> round(run.seconds * 1e3, 1)  # ms
-        1.6
+        1.7
     """
 
     inside: Link
