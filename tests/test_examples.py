@@ -44,11 +44,11 @@ def test_problems_are_functions_that_say_what_they_are_for() -> None:
 
 
 def test_there_are_eleven_lessons_that_are_read_in_one_sitting() -> None:
-    """Each with a picture, and no longer than 205 lines, of which a dozen draw what it is about."""
+    """Each with a picture, and no longer than 185 lines, of which a dozen draw what it is about."""
     assert [int(name.split("_")[0]) for name in NAMES] == list(range(1, 12))
     for file in LESSONS:
         text = file.read_text()
-        assert len(text.splitlines()) <= 205, file
+        assert len(text.splitlines()) <= 185, file
         assert "\n\n    " in text.split('"""')[1], file
         assert "given = program_words(__doc__" in text and "sys" not in text, file
 

@@ -1,12 +1,12 @@
-"""Lesson 1: one rank, by hand. What a step of training computes, in NumPy alone.
+"""Lesson 1: one rank, by hand. The computation of a training step, in NumPy alone.
 
-    forward     x ---> [w0] --- ReLU ---> [w1] --- ReLU ---> [w2] --- ReLU ---> [w3] ---> scores ---> loss
-                       keeps x            keeps its x        ...
-    backward           g0  <------------- g1  <------------- g2  <------------- g3  <---- scores' gradient
-    update      w -= RATE * velocity      velocity = MOMENTUM * velocity + gradient
+    forward     x --> [w0] -- ReLU --> [w1] -- ReLU --> [w2] -- ReLU --> [w3] --> scores --> loss
+                      saves x          saves its x      ...
+    backward          g0  <----------- g1  <----------- g2  <----------- g3  <-- scores' gradient
+    update     w -= RATE * velocity    velocity = MOMENTUM * velocity + gradient
 
-Each layer keeps what came to it, because its gradient is that times the gradient of what went out.
-Every rank does the same here: nothing is shared yet.
+Each layer saves its input: its gradient is the input times the gradient of its output. All ranks do
+the same work here; nothing is shared yet.
 """
 
 from itertools import pairwise
@@ -17,7 +17,7 @@ import nnmpi
 from nnmpi import data, ops
 from nnmpi.command import program_words
 
-WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
 DIGITS, _ = data.load("digits")  # 8 x 8 images
 
@@ -35,65 +35,61 @@ def batch(step):
 
 
 def forward(weights, x):
-    """Return what these layers make of x, and what each of them keeps."""
-    kept = {}
+    """Return the output of these layers, and {layer: its input}, which backward needs."""
+    saved = {}
     for layer, w in weights.items():
-        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        saved[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
         x = x @ w
-    return x, kept
+    return x, saved
 
 
 def loss_and_gradient(scores, labels):
     """Return the sum of the rows' cross-entropies, and its gradient."""
     rows = np.arange(len(labels))
-    chances = np.exp(scores - scores.max(1, keepdims=True))
-    chances /= chances.sum(1, keepdims=True)
-    loss = -np.log(chances[rows, labels]).sum()
-    chances[rows, labels] -= 1
-    return loss, chances
+    probabilities = np.exp(scores - scores.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    loss = -np.log(probabilities[rows, labels]).sum()
+    probabilities[rows, labels] -= 1
+    return loss, probabilities
 
 
-def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
-    came in.
-    """
+def backward(weights, saved, grad, final):
+    """Call final(layer, gradient) from the last layer to the first; return the input's gradient."""
     for layer, w in reversed(weights.items()):
-        gradient = kept[layer].T @ grad
+        gradient = saved[layer].T @ grad
         grad = grad @ w.T
         if layer > 0:
-            grad *= kept[layer] > 0
+            grad *= saved[layer] > 0
         final(layer, gradient)
     return grad
 
 
 def update(weights, velocity, gradients):
-    """Change the weights by the mean gradient of the batch."""
+    """Update the weights with the mean gradient of the batch."""
     for layer, gradient in gradients.items():
         velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
         weights[layer] -= RATE * velocity[layer]
 
 
 def serial():
-    """Return the weights that training on one rank ends with."""
+    """Return the weights after training on one rank."""
     weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
     for step in range(STEPS):
         x, labels = batch(step)
-        scores, kept = forward(weights, x)
+        scores, saved = forward(weights, x)
         _, grad = loss_and_gradient(scores, labels)
-        backward(weights, kept, grad, gradients.__setitem__)
+        backward(weights, saved, grad, gradients.__setitem__)
         update(weights, velocity, gradients)
     return weights
 
 
 def train():
-    """Return the same, with the gradients of nnmpi's engine."""
+    """Return the weights after training with nnmpi's autograd."""
     weights, velocity = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0)
     for step in range(STEPS):
         x, labels = batch(step)
-        tensors, out = (
-            {layer: nnmpi.Tensor(w, requires_grad=True) for layer, w in weights.items()},
-            nnmpi.Tensor(x),
-        )
+        tensors = {layer: nnmpi.Tensor(w, requires_grad=True) for layer, w in weights.items()}
+        out = nnmpi.Tensor(x)
         for layer, w in tensors.items():
             out = (ops.relu(out) if layer > 0 else out) @ w
         ops.cross_entropy(out, labels, reduction="sum").backward()
@@ -102,12 +98,12 @@ def train():
 
 
 def main(group):
-    """Train in both ways and compare; an AssertionError ends the program if they differ."""
-    wanted, found = serial(), train()
-    for layer, w in found.items():
-        np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    """Train both ways; raise AssertionError if the weights differ."""
+    expected, trained = serial(), train()
+    for layer, w in trained.items():
+        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
     if group.is_root:
-        loss, _ = loss_and_gradient(forward(wanted, batch(0)[0])[0], batch(0)[1])
+        loss, _ = loss_and_gradient(forward(expected, batch(0)[0])[0], batch(0)[1])
         print(f"equal to nnmpi's engine after {STEPS} steps; loss {loss / BATCH:.3f}")
 
 

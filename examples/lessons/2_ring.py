@@ -1,13 +1,12 @@
-"""Lesson 2: a ring all-reduce. Each rank takes some rows of the batch; the gradients' sums go
-around a ring.
+"""Lesson 2: a ring all-reduce. Ranks share out the rows of a batch; gradients are summed in a ring.
 
-    rank 0 ---> rank 1 ---> rank 2 --->.        the gradients of all layers, one after another, cut into 3 chunks
+    rank 0 ---> rank 1 ---> rank 2 --->.     all gradients, concatenated, in 3 chunks
       ^                                |
-      '--------------------------------'        rank 0    rank 1    rank 2
-                                      step 0    2 -->     0 -->     1 -->     each sends a chunk to the right
-                                      step 1    1' ->     2' ->     0' ->     and adds the one that comes
-                                      step 2    0''->     1''->     2''->     chunk r is finished at rank r:
-                                      step 3    2''->     0''->     1''->     the finished ones go around once more
+      '--------------------------------'  rank 0    rank 1    rank 2
+                                step 0    2 -->     0 -->     1 -->     send a chunk to the right
+                                step 1    1' ->     2' ->     0' ->     and add the received one
+                                step 2    0''->     1''->     2''->     chunk r is final on rank r:
+                                step 3    2''->     0''->     1''->     final chunks go around
 
 A loss is a sum over rows, so the gradient of the batch is the sum of the ranks' gradients.
 """
@@ -24,7 +23,7 @@ from nnmpi.comm.prove import prove
 from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 
-WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
 DIGITS, _ = data.load("digits")  # 8 x 8 images
 
@@ -42,52 +41,50 @@ def batch(step):
 
 
 def forward(weights, x):
-    """Return what these layers make of x, and what each of them keeps."""
-    kept = {}
+    """Return the output of these layers, and {layer: its input}, which backward needs."""
+    saved = {}
     for layer, w in weights.items():
-        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        saved[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
         x = x @ w
-    return x, kept
+    return x, saved
 
 
 def loss_and_gradient(scores, labels):
     """Return the sum of the rows' cross-entropies, and its gradient."""
     rows = np.arange(len(labels))
-    chances = np.exp(scores - scores.max(1, keepdims=True))
-    chances /= chances.sum(1, keepdims=True)
-    loss = -np.log(chances[rows, labels]).sum()
-    chances[rows, labels] -= 1
-    return loss, chances
+    probabilities = np.exp(scores - scores.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    loss = -np.log(probabilities[rows, labels]).sum()
+    probabilities[rows, labels] -= 1
+    return loss, probabilities
 
 
-def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
-    came in.
-    """
+def backward(weights, saved, grad, final):
+    """Call final(layer, gradient) from the last layer to the first; return the input's gradient."""
     for layer, w in reversed(weights.items()):
-        gradient = kept[layer].T @ grad
+        gradient = saved[layer].T @ grad
         grad = grad @ w.T
         if layer > 0:
-            grad *= kept[layer] > 0
+            grad *= saved[layer] > 0
         final(layer, gradient)
     return grad
 
 
 def update(weights, velocity, gradients):
-    """Change the weights by the mean gradient of the batch."""
+    """Update the weights with the mean gradient of the batch."""
     for layer, gradient in gradients.items():
         velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
         weights[layer] -= RATE * velocity[layer]
 
 
 def serial():
-    """Return the weights that training on one rank ends with."""
+    """Return the weights after training on one rank."""
     weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
     for step in range(STEPS):
         x, labels = batch(step)
-        scores, kept = forward(weights, x)
+        scores, saved = forward(weights, x)
         _, grad = loss_and_gradient(scores, labels)
-        backward(weights, kept, grad, gradients.__setitem__)
+        backward(weights, saved, grad, gradients.__setitem__)
         update(weights, velocity, gradients)
     return weights
 
@@ -102,43 +99,37 @@ def ring(rank, size):
 
 
 def train(group):
-    """Return the weights that training over the ranks ends with."""
+    """Return the weights after training on all ranks."""
     weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
     for step in range(STEPS):
         x, labels = batch(step)
         mine = slice(group.rank, None, group.size)
-        scores, kept = forward(weights, x[mine])
+        scores, saved = forward(weights, x[mine])
         _, grad = loss_and_gradient(scores, labels[mine])
-        backward(weights, kept, grad, gradients.__setitem__)
+        backward(weights, saved, grad, gradients.__setitem__)
         flat = np.concatenate([gradients[layer].ravel() for layer in weights])
         group.all_reduce(flat, ring)
         parts = np.split(flat, np.cumsum([w.size for w in weights.values()])[:-1])
-        update(
-            weights,
-            velocity,
-            {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)},
-        )
+        update(weights, velocity, {i: g.reshape(weights[i].shape) for i, g in enumerate(parts)})
     return weights
 
 
 def draw(size):
-    """Return the bytes that each rank sends in a sum, by the ring and with one rank as a server."""
-    whole, bars = 8 * sum(n * m for n, m in pairwise(WIDTHS)), []
+    """Return the bytes each rank sends per sum, by the ring and with one rank as a server."""
+    nbytes, bars = 8 * sum(n * m for n, m in pairwise(WIDTHS)), []
     for name, algorithm in (("ring", ring), ("server", star)):
         for rank in range(size):
-            sent = whole * sum(len(step.send) for step in algorithm(rank, size)) // size
+            sent = nbytes * sum(len(step.send) for step in algorithm(rank, size)) // size
             bars.append(Bar(f"{name}, rank {rank}", 0, sent, "sent in a step", f"{sent:,}"))
     return Picture("A server's link carries what the ring spreads over all links", "bytes", bars)
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
-    differ.
-    """
+    """Train on all ranks and on one; raise AssertionError if the weights differ."""
     prove(ring, group.size)  # names rank, step and chunk of a mistake
-    wanted, found = serial(), train(group)
-    for layer, w in found.items():
-        np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    expected, trained = serial(), train(group)
+    for layer, w in trained.items():
+        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
     picture = draw(group.size)
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")

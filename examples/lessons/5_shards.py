@@ -1,13 +1,12 @@
-"""Lesson 5: sharded layers. Every rank has a part of each layer, and all see the whole batch.
+"""Lesson 5: sharded layers. Every rank has a shard of each layer, and sees the full batch.
 
                  layer 0: columns           layer 1: rows
     rank 0    x --- [ first columns ] --- a --- [ first rows ] --- partial sum --.
-                                                                                 (+) --- the same on every rank
+                                                                                 (+) -- on all ranks
     rank 1    x --- [ last columns  ] --- b --- [ last rows  ] --- partial sum --'
 
-A rank's columns of layer 0 give just the numbers that its rows of layer 1 need, and ReLU works on
-each number alone: so two layers need one sum forward, and one backward, where the gradient of x is
-a partial sum, too.
+A rank's columns of layer 0 compute exactly the inputs of its rows of layer 1, and ReLU is
+element-wise. So two layers need one sum forward, and one backward, for the gradient of x.
 """
 
 from itertools import pairwise
@@ -20,7 +19,7 @@ from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
 
-WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
 DIGITS, _ = data.load("digits")  # 8 x 8 images
 
@@ -38,103 +37,94 @@ def batch(step):
 
 
 def forward(weights, x):
-    """Return what these layers make of x, and what each of them keeps."""
-    kept = {}
+    """Return the output of these layers, and {layer: its input}, which backward needs."""
+    saved = {}
     for layer, w in weights.items():
-        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        saved[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
         x = x @ w
-    return x, kept
+    return x, saved
 
 
 def loss_and_gradient(scores, labels):
     """Return the sum of the rows' cross-entropies, and its gradient."""
     rows = np.arange(len(labels))
-    chances = np.exp(scores - scores.max(1, keepdims=True))
-    chances /= chances.sum(1, keepdims=True)
-    loss = -np.log(chances[rows, labels]).sum()
-    chances[rows, labels] -= 1
-    return loss, chances
+    probabilities = np.exp(scores - scores.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    loss = -np.log(probabilities[rows, labels]).sum()
+    probabilities[rows, labels] -= 1
+    return loss, probabilities
 
 
-def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
-    came in.
-    """
+def backward(weights, saved, grad, final):
+    """Call final(layer, gradient) from the last layer to the first; return the input's gradient."""
     for layer, w in reversed(weights.items()):
-        gradient = kept[layer].T @ grad
+        gradient = saved[layer].T @ grad
         grad = grad @ w.T
         if layer > 0:
-            grad *= kept[layer] > 0
+            grad *= saved[layer] > 0
         final(layer, gradient)
     return grad
 
 
 def update(weights, velocity, gradients):
-    """Change the weights by the mean gradient of the batch."""
+    """Update the weights with the mean gradient of the batch."""
     for layer, gradient in gradients.items():
         velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
         weights[layer] -= RATE * velocity[layer]
 
 
 def serial():
-    """Return the weights that training on one rank ends with."""
+    """Return the weights after training on one rank."""
     weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
     for step in range(STEPS):
         x, labels = batch(step)
-        scores, kept = forward(weights, x)
+        scores, saved = forward(weights, x)
         _, grad = loss_and_gradient(scores, labels)
-        backward(weights, kept, grad, gradients.__setitem__)
+        backward(weights, saved, grad, gradients.__setitem__)
         update(weights, velocity, gradients)
     return weights
 
 
 def shard(weights, group):
-    """Return this rank's part of each layer: columns of those with even numbers, rows of the
-    others.
-    """
-    parts = {}
+    """Return this rank's shard of each layer: columns of even layers, rows of odd ones."""
+    shards = {}
     for layer, w in weights.items():
         mine = split(w.shape[1 - layer % 2], group.size)[group.rank]
-        cut = slice(mine.start, mine.stop)
-        parts[layer] = w[cut].copy() if layer % 2 else w[:, cut].copy()
-    return parts
+        local = slice(mine.start, mine.stop)
+        shards[layer] = w[local].copy() if layer % 2 else w[:, local].copy()
+    return shards
 
 
 def add_up(group, partial):
     """Return the sum over the ranks."""
-    whole = partial.ravel().copy()
-    group.all_reduce(whole, "ring")
-    return whole.reshape(partial.shape)
+    total = partial.ravel().copy()
+    group.all_reduce(total, "ring")
+    return total.reshape(partial.shape)
 
 
 def train(group):
-    """Return the weights that this rank ends with, and what its layers kept in the last step."""
-    weights, velocity, gradients = (
-        shard(first_weights(), group),
-        dict.fromkeys(range(len(WIDTHS) - 1), 0.0),
-        {},
-    )
+    """Return this rank's weights after training, and its saved inputs of the last step."""
+    weights, gradients = shard(first_weights(), group), {}
+    velocity = dict.fromkeys(weights, 0.0)
     for step in range(STEPS):
         x, labels = batch(step)
-        kept = {}
+        saved = {}
         for layer, w in weights.items():
-            x, keeps = forward({layer: w}, x)
-            kept |= keeps
+            x, inputs = forward({layer: w}, x)
+            saved |= inputs
             x = add_up(group, x) if layer % 2 else x
         _, grad = loss_and_gradient(x, labels)
         for layer, w in reversed(weights.items()):
-            grad = backward({layer: w}, kept, grad, gradients.__setitem__)
+            grad = backward({layer: w}, saved, grad, gradients.__setitem__)
             grad = grad if layer % 2 else add_up(group, grad)
         update(weights, velocity, gradients)
-    return weights, kept
+    return weights, saved
 
 
-def draw(group, weights, kept):
-    """Return the bytes of weights and activations that each rank has, beside those of one rank
-    alone.
-    """
-    whole, (x, _) = first_weights(), batch(0)
-    parts = whole, forward(whole, x)[1], weights, kept
+def draw(group, weights, saved):
+    """Return a picture of the bytes of weights and activations on each rank, and on one alone."""
+    full, (x, _) = first_weights(), batch(0)
+    parts = full, forward(full, x)[1], weights, saved
     alone, more_alone, *mine = (sum(array.nbytes for array in part.values()) for part in parts)
     bars = []
     for rank, (n, more) in enumerate([(alone, more_alone), *group.gather(mine)], -1):
@@ -149,13 +139,11 @@ def draw(group, weights, kept):
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
-    differ.
-    """
-    wanted, (found, kept) = shard(serial(), group), train(group)
-    for layer, w in found.items():
-        np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
-    picture = draw(group, found, kept)
+    """Train on all ranks and on one; raise AssertionError if the weights differ."""
+    expected, (trained, saved) = shard(serial(), group), train(group)
+    for layer, w in trained.items():
+        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+    picture = draw(group, trained, saved)
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
     return picture

@@ -1,13 +1,13 @@
-"""Lesson 6: ZeRO. Each rank takes some rows again, but updates only its own part of the weights.
+"""Lesson 6: ZeRO. Ranks share out rows as in lesson 2, but each updates only its weight shard.
 
-    gradients, all layers in a row     [ a | b | c ]   [ a | b | c ]   [ a | b | c ]
-    reduce-scatter                     [ A |   |   ]   [   | B |   ]   [   |   | C ]    A: the sum over the ranks
-    update, with the state of it       [ A |   |   ]   [   | B |   ]   [   |   | C ]
-    all-gather                         [ A | B | C ]   [ A | B | C ]   [ A | B | C ]    the new weights
-                                       rank 0          rank 1          rank 2
+    gradients, concatenated        [ a | b | c ]   [ a | b | c ]   [ a | b | c ]
+    reduce-scatter                 [ A |   |   ]   [   | B |   ]   [   |   | C ]   A: sum over ranks
+    update, with a shard of state  [ A |   |   ]   [   | B |   ]   [   |   | C ]
+    all-gather                     [ A | B | C ]   [ A | B | C ]   [ A | B | C ]    the new weights
+                                   rank 0          rank 1          rank 2
 
-An all-reduce is a reduce-scatter and an all-gather. The update goes between the two: the same
-messages, and the optimizer's state (here the velocity) only once for all ranks together.
+An all-reduce is a reduce-scatter and an all-gather. ZeRO updates between the two: the messages are
+the same, and the optimizer state (here the velocity) is stored once over all ranks.
 """
 
 from itertools import pairwise
@@ -20,7 +20,7 @@ from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
 
-WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
 DIGITS, _ = data.load("digits")  # 8 x 8 images
 
@@ -38,85 +38,79 @@ def batch(step):
 
 
 def forward(weights, x):
-    """Return what these layers make of x, and what each of them keeps."""
-    kept = {}
+    """Return the output of these layers, and {layer: its input}, which backward needs."""
+    saved = {}
     for layer, w in weights.items():
-        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        saved[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
         x = x @ w
-    return x, kept
+    return x, saved
 
 
 def loss_and_gradient(scores, labels):
     """Return the sum of the rows' cross-entropies, and its gradient."""
     rows = np.arange(len(labels))
-    chances = np.exp(scores - scores.max(1, keepdims=True))
-    chances /= chances.sum(1, keepdims=True)
-    loss = -np.log(chances[rows, labels]).sum()
-    chances[rows, labels] -= 1
-    return loss, chances
+    probabilities = np.exp(scores - scores.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    loss = -np.log(probabilities[rows, labels]).sum()
+    probabilities[rows, labels] -= 1
+    return loss, probabilities
 
 
-def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
-    came in.
-    """
+def backward(weights, saved, grad, final):
+    """Call final(layer, gradient) from the last layer to the first; return the input's gradient."""
     for layer, w in reversed(weights.items()):
-        gradient = kept[layer].T @ grad
+        gradient = saved[layer].T @ grad
         grad = grad @ w.T
         if layer > 0:
-            grad *= kept[layer] > 0
+            grad *= saved[layer] > 0
         final(layer, gradient)
     return grad
 
 
 def update(weights, velocity, gradients):
-    """Change the weights by the mean gradient of the batch."""
+    """Update the weights with the mean gradient of the batch."""
     for layer, gradient in gradients.items():
         velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
         weights[layer] -= RATE * velocity[layer]
 
 
 def serial():
-    """Return the weights that training on one rank ends with."""
+    """Return the weights after training on one rank."""
     weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
     for step in range(STEPS):
         x, labels = batch(step)
-        scores, kept = forward(weights, x)
+        scores, saved = forward(weights, x)
         _, grad = loss_and_gradient(scores, labels)
-        backward(weights, kept, grad, gradients.__setitem__)
+        backward(weights, saved, grad, gradients.__setitem__)
         update(weights, velocity, gradients)
     return weights
 
 
 def train(group):
-    """Return the weights that training over the ranks ends with, and the velocity that this rank
-    keeps.
-    """
+    """Return the weights after training on all ranks, and this rank's velocity."""
     shapes = [w.shape for w in first_weights().values()]
     flat = np.concatenate([w.ravel() for w in first_weights().values()])
     ends = np.cumsum([n * m for n, m in shapes])
-    # views
-    weights = {
-        layer: part.reshape(shapes[layer]) for layer, part in enumerate(np.split(flat, ends[:-1]))
-    }
+    views = np.split(flat, ends[:-1])
+    weights = {layer: view.reshape(shapes[layer]) for layer, view in enumerate(views)}
     chunk = split(flat.size, group.size)[group.rank]
-    own = {0: flat[chunk.start : chunk.stop]}  # what this rank updates, in place
-    velocity, gradients = {0: np.zeros(len(chunk))}, {}  # an N-th of the state
+    shard = {0: flat[chunk.start : chunk.stop]}  # updated in place
+    velocity, gradients = {0: np.zeros(len(chunk))}, {}  # 1/N of the state
     for step in range(STEPS):
         x, labels = batch(step)
         mine = slice(group.rank, None, group.size)
-        scores, kept = forward(weights, x[mine])
+        scores, saved = forward(weights, x[mine])
         _, grad = loss_and_gradient(scores, labels[mine])
-        backward(weights, kept, grad, gradients.__setitem__)
+        backward(weights, saved, grad, gradients.__setitem__)
         sums = np.concatenate([gradients[layer].ravel() for layer in weights])
         group.reduce_scatter(sums, "ring")
-        update(own, velocity, {0: sums[chunk.start : chunk.stop]})
+        update(shard, velocity, {0: sums[chunk.start : chunk.stop]})
         group.all_gather(flat, "ring")
     return weights, velocity[0]
 
 
 def draw(group, weights, velocity):
-    """Return the bytes that each rank keeps between two steps, as replicas and with ZeRO."""
+    """Return a picture of the bytes on each rank between steps, as replicas and with ZeRO."""
     n, bars = sum(w.nbytes for w in weights.values()), []
     for name, states in (("lesson 2", [n] * group.size), ("ZeRO", group.gather(velocity.nbytes))):
         for row, state in ((f"{name}, rank {rank}", state) for rank, state in enumerate(states)):
@@ -128,13 +122,11 @@ def draw(group, weights, velocity):
 
 
 def main(group):
-    """Train over the ranks and on one, and compare; an AssertionError ends the program if they
-    differ.
-    """
-    wanted, (found, velocity) = serial(), train(group)
-    for layer, w in found.items():
-        np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
-    picture = draw(group, found, velocity)
+    """Train on all ranks and on one; raise AssertionError if the weights differ."""
+    expected, (trained, velocity) = serial(), train(group)
+    for layer, w in trained.items():
+        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+    picture = draw(group, trained, velocity)
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
     return picture

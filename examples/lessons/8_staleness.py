@@ -1,16 +1,14 @@
-"""Lesson 8: who waits for whom. A rank that need not have the newest sum need not wait for a slow
-one.
+"""Lesson 8: staleness. A rank that may use an older sum need not wait for a straggler.
 
-    staleness 0     rank 0  | 0 |......| 1 |.| 2 |         rank 1 is slow in step 0: rank 0 waits in step 0
+    staleness 0     rank 0  | 0 |......| 1 |.| 2 |         rank 1 is slow in step 0: rank 0 waits
                     rank 1  | 0        | 1 |.| 2 |
 
-    staleness 1     rank 0  | 0 | 1 |..| 2 |               it waits a step later, and less: the sum of step t
-                    rank 1  | 0        | 1 | 2 |           is used after step t + 1
+    staleness 1     rank 0  | 0 | 1 |..| 2 |               rank 0 waits a step later, and less:
+                    rank 1  | 0        | 1 | 2 |           step t's sum is used after step t + 1
 
-A gradient that is used s steps late was made with weights that s updates are missing in: its
-staleness is s. No rank can be more than s + 1 steps ahead of another. What is learned is no longer
-the same; but it is known exactly, so it can be proved: it is the serial run whose gradients are
-used as late.
+A gradient of staleness s misses the last s updates in its weights. No rank can be more than s + 1
+steps ahead of another. The result differs from synchronous training, but exactly: it equals a
+serial run that applies its gradients s steps late.
 """
 
 from itertools import pairwise
@@ -23,10 +21,10 @@ from nnmpi.comm.machine import Machine
 from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 
-WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
+WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
 DIGITS, _ = data.load("digits")  # 8 x 8 images
-SLOW_S = 0.004  # what a step takes longer on one rank, another one each time
+SLOW_S = 0.004  # added to each step of one rank, in turn
 
 
 def first_weights():
@@ -42,59 +40,51 @@ def batch(step):
 
 
 def forward(weights, x):
-    """Return what these layers make of x, and what each of them keeps."""
-    kept = {}
+    """Return the output of these layers, and {layer: its input}, which backward needs."""
+    saved = {}
     for layer, w in weights.items():
-        kept[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
+        saved[layer] = x = np.maximum(x, 0, out=x) if layer > 0 else x
         x = x @ w
-    return x, kept
+    return x, saved
 
 
 def loss_and_gradient(scores, labels):
     """Return the sum of the rows' cross-entropies, and its gradient."""
     rows = np.arange(len(labels))
-    chances = np.exp(scores - scores.max(1, keepdims=True))
-    chances /= chances.sum(1, keepdims=True)
-    loss = -np.log(chances[rows, labels]).sum()
-    chances[rows, labels] -= 1
-    return loss, chances
+    probabilities = np.exp(scores - scores.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    loss = -np.log(probabilities[rows, labels]).sum()
+    probabilities[rows, labels] -= 1
+    return loss, probabilities
 
 
-def backward(weights, kept, grad, final):
-    """Call final(layer, gradient) for each layer, the last one first; return the gradient of what
-    came in.
-    """
+def backward(weights, saved, grad, final):
+    """Call final(layer, gradient) from the last layer to the first; return the input's gradient."""
     for layer, w in reversed(weights.items()):
-        gradient = kept[layer].T @ grad
+        gradient = saved[layer].T @ grad
         grad = grad @ w.T
         if layer > 0:
-            grad *= kept[layer] > 0
+            grad *= saved[layer] > 0
         final(layer, gradient)
     return grad
 
 
 def update(weights, velocity, gradients):
-    """Change the weights by the mean gradient of the batch."""
+    """Update the weights with the mean gradient of the batch."""
     for layer, gradient in gradients.items():
         velocity[layer] = MOMENTUM * velocity[layer] + gradient / BATCH
         weights[layer] -= RATE * velocity[layer]
 
 
 def serial(staleness=0):
-    """Return the weights that training on one rank ends with, when gradients are used so many steps
-    late.
-    """
-    weights, velocity, gradients, waiting = (
-        first_weights(),
-        dict.fromkeys(range(len(WIDTHS) - 1), 0.0),
-        {},
-        [],
-    )
+    """Return the weights after training on one rank, with gradients used `staleness` steps late."""
+    weights, velocity, gradients = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
+    waiting = []
     for step in range(STEPS):
         x, labels = batch(step)
-        scores, kept = forward(weights, x)
+        scores, saved = forward(weights, x)
         _, grad = loss_and_gradient(scores, labels)
-        backward(weights, kept, grad, gradients.__setitem__)
+        backward(weights, saved, grad, gradients.__setitem__)
         waiting.append(dict(gradients))
         if len(waiting) > staleness:
             update(weights, velocity, waiting.pop(0))
@@ -102,30 +92,22 @@ def serial(staleness=0):
 
 
 def train(group, staleness):
-    """Return the weights that training over the ranks ends with, and when this rank began and ended
-    to wait.
-    """
-    weights, velocity, waiting, waits_s = (
-        first_weights(),
-        dict.fromkeys(range(len(WIDTHS) - 1), 0.0),
-        [],
-        [clock.now()],
-    )
+    """Return the weights after training on all ranks, and the times of this rank's waits."""
+    weights, velocity = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0)
+    waiting, waits_s = [], [clock.now()]
     for step in range(STEPS):
         x, labels = batch(step)
         mine = slice(group.rank, None, group.size)
-        scores, kept = forward(weights, x[mine])
+        scores, saved = forward(weights, x[mine])
         _, grad = loss_and_gradient(scores, labels[mine])
         for _ in range(20 * (step % group.size == group.rank)):
-            # the slow one looks after its messages, as in lesson 3
-            clock.sleep(SLOW_S / 20)
+            clock.sleep(SLOW_S / 20)  # a straggler polls its messages, as in lesson 3
             for _, pending in waiting:
                 pending.poll()
         gradients = {}
-        backward(weights, kept, grad, gradients.__setitem__)
+        backward(weights, saved, grad, gradients.__setitem__)
         flat = np.concatenate([gradients[layer].ravel() for layer in weights])
-        # a tag for each sum under way
-        pending = group.bind(flat, "ring", tag=step % (staleness + 1))
+        pending = group.bind(flat, "ring", tag=step % (staleness + 1))  # one tag per sum in flight
         pending.start()
         waiting.append((flat, pending))
         if len(waiting) > staleness:
@@ -134,49 +116,41 @@ def train(group, staleness):
             pending.wait()
             waits_s.append(clock.now())
             parts = np.split(flat, np.cumsum([w.size for w in weights.values()])[:-1])
-            update(
-                weights,
-                velocity,
-                {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)},
-            )
+            update(weights, velocity, {i: g.reshape(weights[i].shape) for i, g in enumerate(parts)})
     for _, pending in waiting:
         pending.wait()
     return weights, waits_s
 
 
-def draw(name, everyones):
-    """Return when each rank computed and waited."""
+def draw(name, times_by_rank):
+    """Return the bars of each rank's computing and waiting."""
     bars = []
-    for rank, times_s in enumerate(everyones):
+    for rank, times_s in enumerate(times_by_rank):
         for i, part in enumerate(pairwise(times_s)):
             begin, end = (1e3 * (time_s - times_s[0]) for time_s in part)
-            bars.append(
-                Bar(f"{name}, rank {rank}", begin, end, "waiting" if i % 2 else "computing")
-            )
+            kind = "waiting" if i % 2 else "computing"
+            bars.append(Bar(f"{name}, rank {rank}", begin, end, kind))
     return bars
 
 
 def main(group):
-    """Train with each staleness and compare with a serial run whose gradients are as late."""
+    """Train with each staleness; compare with a serial run whose gradients are as late."""
     bars = []
     for staleness in (0, 1, 3):
-        wanted, (found, waits_s) = serial(staleness), train(group, staleness)
-        for layer, w in found.items():
-            np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+        expected, (trained, waits_s) = serial(staleness), train(group, staleness)
+        for layer, w in trained.items():
+            np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
         new = draw(f"staleness {staleness}", group.gather(waits_s))
         waited, bars = sum(bar.end - bar.begin for bar in new if bar.kind == "waiting"), bars + new
         x, labels = batch(0)
-        loss, _ = loss_and_gradient(forward(found, x)[0], labels)
+        loss, _ = loss_and_gradient(forward(trained, x)[0], labels)
         if group.is_root:
             print(
-                f"staleness {staleness}: equal to the serial run as late; in all the ranks waited"
-                f" {waited:.0f} ms",
-                end="",
+                f"staleness {staleness}: equal to the serial run as late; in all the ranks", end=" "
             )
-            print(f", loss {loss / BATCH:.3f}")
-    picture = Picture(
-        "Who computes and who waits, where another rank is slow in each step", "ms", bars
-    )
+            print(f"waited {waited:.0f} ms, loss {loss / BATCH:.3f}")
+    title = "Who computes and who waits, where another rank is slow in each step"
+    picture = Picture(title, "ms", bars)
     if group.is_root:
         print(f"\n{picture}")
     return picture
