@@ -1,5 +1,4 @@
-"""Ranks and messages: groups of ranks, their collectives as steps, and how these are run, proved
-and timed.
+"""Ranks and messages: groups, collectives as steps, and how they are run, proved and priced.
 
 What a collective is, without MPI; read these first:
 

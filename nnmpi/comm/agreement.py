@@ -1,5 +1,4 @@
-"""Agreement among ranks: all raise if one has failed, all have the same values, all check at the
-same step.
+"""Agreement among ranks: on failures, on values, and on the steps at which they check.
 
 Used where a rank can fail or differ alone: reading files, checking options, building models,
 saving. Without it the others would wait for ever in their next collective. Nothing here is called
@@ -71,8 +70,7 @@ class Communicator:
         return self.rank == 0
 
     def split(self, color: int, key: int = 0) -> Self:
-        """Return the group of the ranks that gave the same color, ordered by key, then by rank
-        here.
+        """Return the group of the ranks with the same color, ordered by key, then by rank here.
 
         Raises:
             UsageError: for a negative color.
@@ -82,15 +80,11 @@ class Communicator:
         return type(self)(self.comm.split(color, key), private=True)
 
     def node(self) -> Self:
-        """Return the group of the ranks that share this node's memory, in the order they have
-        here.
-        """
+        """Return the group of the ranks that share this node's memory, in rank order."""
         return type(self)(self.comm.split_by_node(self.rank), private=True)
 
     def nodes(self) -> list[int]:
-        """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective
-        the first time.
-        """
+        """Return the node number of each rank, in order of first ranks. Collective the first time."""
         if self._nodes is None:
             node = self.node()
             firsts = self.gather(node.share(self.rank))  # the lowest rank on each one's node
@@ -142,8 +136,7 @@ class Communicator:
         self.comm.barrier()
 
     def sum_floats(self, values: Sequence[float], asleep: bool = False) -> list[float]:
-        """Return the sums over the ranks of a few numbers, in float64 and in rank order: the same
-        bits with any MPI.
+        """Sum a few numbers over the ranks in float64 and rank order: the same bits with any MPI.
 
         Args:
             asleep: whether to leave the core to others until the last rank comes, which may be
@@ -182,8 +175,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def decode_json(text: bytes, rank: int) -> Any:
-    """Return the value that `rank` encoded: lists for tuples, text for the keys of dictionaries, as
-    JSON has it.
+    """Return the value that `rank` encoded; as in JSON, tuples are lists and keys are strings.
 
     Raises:
         CommError: when the value was none that JSON can hold; names the rank.
@@ -266,8 +258,7 @@ def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
 
 
 class CollectivePhase:
-    """Work in several steps, with messages between the ranks, that all go through to the end
-    whoever fails.
+    """Work in steps with messages between them, which runs to its end even if a rank fails.
 
     A rank that has failed does no more work but still takes part in the messages, in which it says
     that it has nothing (see `point_to_point.Rendezvous`): so nobody waits for it. At the end all
@@ -437,8 +428,7 @@ SIGNALS_S = 0.1
 
 
 class PeriodicCheck:
-    """Gathers a value of every rank about every SIGNALS_S seconds, at steps that are the same on
-    all ranks.
+    """Gathers a value of each rank every SIGNALS_S seconds or so, at the same step everywhere.
 
         rank 0   step step step [check] step step step step [check]     rank 0 chooses the next step of a check from its
         rank 1   step step step [check] step step step step [check]     own step time, and tells the others in this one
@@ -451,8 +441,7 @@ class PeriodicCheck:
         self._steps_left = 1
 
     def gather(self, value: Any, step_s: float) -> list[Any] | None:
-        """Return every rank's JSON value if there is a check at this step, else None; call it once
-        per step.
+        """Return every rank's JSON value if this step has a check, else None; call once per step.
 
         Collective at some steps, the same on all ranks.
         """

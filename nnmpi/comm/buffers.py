@@ -44,8 +44,7 @@ LOW = ("float16", "bfloat16")
 
 
 def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
-    """Return a NumPy array of any values, (elements,), in page-locked memory, which copies need to
-    be quick.
+    """Return an uninitialized NumPy array in page-locked memory, for fast copies: (elements,).
 
     Args:
         cuda: the device library's module of that name.
@@ -139,9 +138,7 @@ MAX_MESSAGE_BYTES = 2**30
 
 
 def pieces(array: Buffer) -> Iterator[Buffer]:
-    """Cut a 1-D array into views of whole elements, each short enough for a message (but at least
-    one element).
-    """
+    """Cut a 1-D array into views short enough for one message each (at least one element)."""
     length = max(1, MAX_MESSAGE_BYTES // array.itemsize)
     for start in range(0, array.size, length):
         yield array[start : start + length]
@@ -158,8 +155,7 @@ VARIABLE = "NNMPI_CUDA_AWARE"
 
 @cache
 def cuda_aware() -> bool:
-    """Return whether the user says, by NNMPI_CUDA_AWARE=1, that MPI takes device pointers: others
-    die of one.
+    """True if NNMPI_CUDA_AWARE=1 says that MPI takes device pointers; other MPIs crash on one.
 
     Raises:
         UsageError: for another word than 0 or 1.
@@ -174,8 +170,7 @@ def cuda_aware() -> bool:
 
 
 def to_hosts(arrays: Sequence[Array]) -> list[Array]:
-    """Return the values as C-contiguous NumPy arrays, all of one library; the same arrays where
-    they are such already.
+    """Return values as C-contiguous NumPy arrays, copied only where necessary.
 
     Waits until a device has computed and copied them.
     """
@@ -192,9 +187,7 @@ def to_host(array: Array) -> Array:
 
 
 def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
-    """Copy device arrays into host memory from `room_for`: (array, host), of the same shape. Waits
-    once for all.
-    """
+    """Copy device arrays to host memory from `room_for`, (array, host) pairs; waits once."""
     if not pairs:
         return
     xp = namespace(pairs[0][0])
@@ -210,9 +203,7 @@ def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
 
 
 def put(host: Array, array: Array) -> None:
-    """Copy host memory from `room_for` into an array, C-contiguous on a device, and wait until it
-    is there.
-    """
+    """Copy host memory from `room_for` to a device array, and wait until it is there."""
     if is_device(array):
         if array.size:
             stream = namespace(array).cuda.get_current_stream()

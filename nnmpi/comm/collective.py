@@ -85,8 +85,7 @@ Algorithm: TypeAlias = Callable[[int, int], tuple[Step, ...]]
 
 
 def runs(chunks: Chunks) -> tuple[range, ...]:
-    """Join neighbouring chunk numbers into ranges: each range lies together in the buffer and is
-    one message.
+    """Join neighbouring chunk numbers into ranges, each contiguous in the buffer: one message.
 
     runs((3, 0, 1))  ->  (range(3, 4), range(0, 2))
     """
@@ -168,8 +167,7 @@ def _refuse_closed_form(N: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """An algorithm by name with its contract: `collective(rank, size)` returns that rank's steps,
-    phase after phase.
+    """A named algorithm with its contract: `collective(rank, size)` returns a rank's steps.
 
     Attributes:
         name: such as "ring".
@@ -201,8 +199,7 @@ class Collective:
         return [sum(len(step.send) for step in self(rank, size)) / size for rank in range(size)]
 
     def seconds(self, N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        """Return the closed form's seconds: N ranks, M bytes in a buffer, seconds a message, a byte
-        sent, a byte added.
+        """Return the closed form's seconds for N ranks, M bytes, and prices per message and byte.
 
         Raises:
             UsageError: where there is none.

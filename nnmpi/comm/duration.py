@@ -47,8 +47,7 @@ EXACT_RANKS = 64
 
 
 def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine) -> float:
-    """Return the seconds until the last rank has finished a collective; see
-    `simulate_collective`.
+    """Return the seconds until a collective's last rank finishes; see `simulate_collective`.
 
     Example:
         >>> from nnmpi.comm.algorithms.ring import ring

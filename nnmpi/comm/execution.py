@@ -1,5 +1,4 @@
-"""Running collectives: by their steps, or by the communicator's own calls, without ever waiting
-unless asked to.
+"""Running collectives, step by step or by the communicator's own calls, without blocking.
 
     Execution          the steps of an algorithm of nnmpi's
     NativeExecution    the communicator's own collective (MPI's), to work with and to compare with
@@ -47,9 +46,7 @@ from nnmpi.shard import split
 
 
 class Pending(Protocol):
-    """What is started, polled or waited for, and may be started again: a collective bound to one
-    array, a barrier.
-    """
+    """Restartable work that is started, polled and waited for, such as a bound collective."""
 
     def start(self) -> None:
         """Start it. Leave its array alone until it is finished."""
@@ -65,8 +62,7 @@ class Pending(Protocol):
 
 
 class MessageRequest:
-    """Messages that were started: out of an array, to be changed when they have left, or into one,
-    to be read then.
+    """Started messages: the sender's array may change, the receiver's be read, when they end.
 
     Args:
         comm: that they go through.
@@ -88,9 +84,7 @@ class MessageRequest:
         self._comm, self._requests, self.array, self._filled = comm, requests, array, filled
 
     def poll(self) -> bool:
-        """Return whether they are through, without waiting; messages move on while they are asked
-        for.
-        """
+        """Return True if the messages have completed, without blocking; polling drives progress."""
         if self._requests and self._comm.test_all(self._requests):
             self._requests = []
         return not self._requests
@@ -164,8 +158,7 @@ class Stages:
         self._at = len(stages)
 
     def start(self) -> None:
-        """Start it, with what the array holds now. Leave the array alone until `poll` returns True
-        or `wait` returns.
+        """Start on the array's values now. Leave the array alone until `poll` or `wait` ends it.
 
         Raises:
             CommError: when it is running already.
@@ -190,9 +183,7 @@ class Stages:
             self._next()
 
     def run(self) -> None:
-        """Start and wait, by the stages' blocking calls: MPI's take half the time of a start and a
-        wait.
-        """
+        """Start and wait by blocking calls, which take MPI half the time of start and wait."""
         if self._at < len(self._stages):
             self.start()  # raises
         for run in self._runs:
@@ -213,16 +204,13 @@ class Stages:
 
 
 def staged(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
-    """Return a collective of a device array, (n,), by the one of a page-locked host array that
-    `bind` returns.
-    """
+    """Return a device array's collective, run on a page-locked host copy by `bind`."""
     room = room_like(array, array.shape)
     return Stages([lambda: fetch([(array, room)]), bind(room), lambda: put(room, array)])
 
 
 def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
-    """Return a sum of an array of 16-bit floating point, (n,), by that of a float32 one, rounded
-    once at the end.
+    """Return a 16-bit float array's sum, computed in float32 and rounded once.
 
     MPI has no dependable sum of such numbers, and adding them two by two would round at every rank
     on the way.
@@ -239,8 +227,7 @@ def _copy(source: Buffer, target: Buffer) -> None:
 
 
 class Execution(Stages):
-    """One rank's part of a collective: step after step its messages, then the sum of what has
-    arrived.
+    """One rank's part of a collective: per step its messages, then the sum of arrivals.
 
     Args:
         steps: this rank's steps over comm.size chunks.

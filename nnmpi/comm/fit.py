@@ -1,5 +1,4 @@
-"""The cost model's numbers for the machine at hand: measured once, kept in a file, used to predict
-and to choose.
+"""The fitted cost model of this machine: measured once, saved, used to predict and choose.
 
     mpirun -n 4 python -m nnmpi.comm fit        ->  ~/.cache/nnmpi/fit-HOST-open-mpi-5.0.11-4-ranks.json
 
@@ -146,8 +145,7 @@ byte), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as measure
 
 
 def find_network_fit(text: str, ranks: int | None) -> Fit | None:
-    """Return the fit that a network means: one of a file, or with "fit" the last one kept of so
-    many ranks; else None.
+    """Return the fit of a --network value, a file or "fit" for this number of ranks, or None.
 
     Raises:
         UsageError: for a file that is no fit.
@@ -169,8 +167,7 @@ def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
 
 
 def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
-    """Return the machine that a network in words describes; see `NETWORK_HELP`. What is left out
-    costs nothing.
+    """Return the machine of a --network value; see `NETWORK_HELP`. Omitted parts cost nothing.
 
         alpha_us=50,gbit=10                      links between nodes, and inside one where nothing
                                                  else is said
@@ -238,9 +235,7 @@ LONG_BYTES = 2**20
 
 
 def describe_fit(fit: Fit) -> Iterator[str]:
-    """Yield lines: latency and bandwidth of each link, and what each all-reduce is predicted to
-    take.
-    """
+    """Yield lines with the latency and bandwidth of links, and predicted all-reduce times."""
     machine = fit.machine
     yield (
         f"{fit.ranks} ranks on {counted(len(set(fit.facts['nodes'])), 'node')} under"
@@ -301,9 +296,7 @@ MOST_RANKS = 1024  # beyond, simulating all candidates would take longer than it
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm by name, why it was chosen, in words, and the seconds that were predicted (None
-    without a fit).
-    """
+    """A chosen algorithm, the reason as text, and its predicted seconds (None without a fit)."""
 
     algorithm: str
     reason: str
@@ -313,8 +306,7 @@ class Choice:
 def choose(
     nbytes: int, size: int, fit: Fit | None = None, shared: bool = False, started: bool = False
 ) -> Choice:
-    """Return the algorithm for summing nbytes over size ranks; the same for the same arguments,
-    always.
+    """Return the algorithm for summing nbytes over size ranks; deterministic.
 
     Args:
         fit: of this machine with these ranks.

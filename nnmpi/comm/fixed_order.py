@@ -1,5 +1,4 @@
-"""Sums in a fixed order: the same bits on any number of ranks, however the summands are dealt to
-them.
+"""Sums in a fixed order: the same bits on any number of ranks.
 
 The summands, called leaves, are numbered 0..n-1 (in training: the microbatches of a step). They are
 added in a binary tree in which block (level, i) covers the leaves from i * 2^level up to (i + 1) *
@@ -58,8 +57,7 @@ def covered(block: TreeBlock, leaves: int) -> range:
 
 
 class SumTree:
-    """One rank's part of a sum: of the leaves pushed so far, those blocks that no other leaf is
-    missing from.
+    """One rank's part of a sum tree: the complete blocks among the leaves pushed so far.
 
     Leaves may come in any order. In their own order at most log2(leaves) + 1 arrays are kept.
 
@@ -108,8 +106,7 @@ class SumTree:
 
 
 def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
-    """Write the sum of all leaves into `out`: on every rank the bits of a tree into which one rank
-    pushed them all.
+    """Write the sum of all leaves into `out`, with the bits of one rank that pushed them all.
 
     Collective. The trees stay as they are.
 

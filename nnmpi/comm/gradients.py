@@ -1,5 +1,4 @@
-"""Sums gradients over a group in buckets, while the backward pass still runs or when it is over
-(`overlap`).
+"""Sums gradients over a group in buckets, during the backward pass or after it (`overlap`).
 
 The gradients lie in flat buffers, in the order in which the parameters were registered; a backward
 pass finishes them from the end. A bucket is a contiguous range of one buffer, so that nothing is
@@ -211,8 +210,7 @@ class BucketExchange:
         return bool(self._reported)
 
     def ready(self, span: int) -> None:
-        """Report that a gradient is final in this step; launch the buckets that are complete now,
-        and poll the others.
+        """Report a gradient as final; start the buckets that are complete, and poll the others.
 
         Args:
             span: the gradient's number in order of registration.
@@ -234,9 +232,7 @@ class BucketExchange:
             self._move_on(begin)
 
     def volume(self) -> tuple[float, float] | None:
-        """Return the bytes of a step that the busiest rank sends, and all; None where sums are not
-        made of steps.
-        """
+        """Return a step's bytes, of the busiest rank and in total; None if sums have no steps."""
         size, names = self._group.size, {choice.algorithm for choice in self.choices}
         if size > COUNTED_RANKS or not names <= ALGORITHMS.keys():
             return None
@@ -251,9 +247,7 @@ class BucketExchange:
         return float(total.max()), float(total.sum())
 
     def progress(self) -> None:
-        """Move on what is launched, if anything is; for callers with work to do between
-        gradients.
-        """
+        """Drive started sums forward, for callers with work between gradients."""
         if self._flying:
             self._move_on(self._come_back())
 
@@ -272,9 +266,7 @@ class BucketExchange:
         self._left = now if self._flying else None
 
     def finish(self) -> None:
-        """End the step: return when all gradients are summed, also those never reported. One call
-        per step.
-        """
+        """End the step: return when all gradients are summed, reported or not. Once per step."""
         if self._alone:
             self._reset()
             return
@@ -409,8 +401,7 @@ def _ranges(spans: Sequence[Span], buffer: int, itemsize: int, limit_bytes: int)
 
 
 def predict(group: Group, algorithm: How, nbytes: int, started: bool = False) -> float | None:
-    """Return the seconds that the group's fit gives an all-reduce; None without a fit, or where it
-    does not know.
+    """Return the fit's seconds for an all-reduce; None without a fit.
 
     Args:
         group: the ranks.

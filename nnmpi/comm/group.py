@@ -87,9 +87,7 @@ class Group(Communicator):
         self._compared: set[Collective] = set()  # users', of which all ranks have the same steps
 
     def duplicate(self) -> "Group":
-        """Return a group of the same ranks whose messages, and waiting in shared memory, never meet
-        this one's.
-        """
+        """Return a group of the same ranks with its own message context and shared memory."""
         twin = Group(self.comm)
         twin.fit, twin._nodes = self.fit, self._nodes
         if self._memory is not None and not self._memory.closed:
@@ -99,8 +97,7 @@ class Group(Communicator):
         return twin
 
     def memory(self) -> SharedMemory:
-        """Return the memory that the ranks of each node share, the same until it is freed.
-        Collective when it is new.
+        """Return the memory shared by each node's ranks, one until it is freed. Collective if new.
 
         Raises:
             DeviceError: on all ranks, when there is none on one of their nodes.
@@ -142,8 +139,7 @@ class Group(Communicator):
         self._run(array, algorithm, ALL_REDUCE.name, check)
 
     def reduce_scatter(self, array: Buffer, algorithm: How = NATIVE, check: bool = True) -> None:
-        """Replace this rank's chunk of the array by its sum over the ranks; the other chunks hold
-        anything then.
+        """Replace this rank's chunk by its sum over the ranks; other chunks become undefined.
 
         Args:
             array: as in `all_reduce`; the chunks are those of `shard.split(n, size)`, rank r's is
@@ -170,8 +166,7 @@ class Group(Communicator):
         self._run(array, algorithm, ALL_GATHER.name, check)
 
     def average_neighbours(self, array: Buffer) -> None:
-        """Replace the array by half of itself and a quarter of each neighbour's on a ring of the
-        ranks (gossip).
+        """Replace the array by half of itself plus a quarter of each ring neighbour's (gossip).
 
         Between two ranks it is the mean of both. See `algorithms/gossip.py`.
 
@@ -193,8 +188,7 @@ class Group(Communicator):
     def bind(
         self, array: Buffer, algorithm: How = NATIVE, tag: int = 0, operation: str = ALL_REDUCE.name
     ) -> Pending:
-        """Return a collective that works on this array in place, ready to be started any number of
-        times.
+        """Return a collective bound to this array, in place, that can be started many times.
 
         Args:
             array: as in `all_reduce`.
@@ -249,8 +243,7 @@ class Group(Communicator):
         category: str = "collective",
         args: timeline.Args | None = None,
     ) -> Iterator[None]:
-        """Count a collective's seconds, and show it in a trace: waiting until the last rank has
-        come, then exchange.
+        """Time a collective and show it in a trace: waiting for the last rank, then exchange.
 
         Args:
             name: of what is done; the ranks do what has one name in one order.
@@ -411,8 +404,7 @@ class Group(Communicator):
         return came
 
     def all_reduce_max(self, array: Buffer) -> None:
-        """Replace the array on every rank by its elementwise largest value over the ranks.
-        Collective.
+        """Replace the array by its elementwise maximum over the ranks. Collective.
 
         Args:
             array: (n,) not of 16-bit floating point. NaN where any rank has NaN.

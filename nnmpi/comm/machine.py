@@ -60,9 +60,7 @@ class Curve:
 
     @classmethod
     def line(cls, alpha_s: float, beta_s: float) -> "Curve":
-        """Return alpha_s + beta_s * bytes, the textbooks' price of a message; beta_s in seconds per
-        byte.
-        """
+        """Return the textbook price of a message, alpha_s + beta_s * bytes."""
         return cls(((0.0, alpha_s), (_FAR_BYTES, alpha_s + beta_s * _FAR_BYTES)))
 
     @property
@@ -71,9 +69,7 @@ class Curve:
         return self.points[0][1]
 
     def beta(self, nbytes: float) -> float:
-        """Return the seconds per byte of a message of this length (more than 0), latency taken
-        off.
-        """
+        """Return the seconds per byte of a message of this length (above 0), without latency."""
         return (self(nbytes) - self.alpha_s) / nbytes
 
     def __call__(self, nbytes: float) -> float:
@@ -116,9 +112,7 @@ class Link:
 
     @classmethod
     def line(cls, alpha_s: float, beta_s: float) -> "Link":
-        """Return a full-duplex link: alpha_s + beta_s * bytes, in one direction or in both at
-        once.
-        """
+        """Return a full-duplex link of alpha_s + beta_s * bytes in each direction."""
         return cls(Curve.line(alpha_s, beta_s), Curve.line(alpha_s, beta_s))
 
 
@@ -192,9 +186,7 @@ class Machine:
 
 
 def blocks(size: int, per_node: int) -> tuple[int, ...]:
-    """Return the node of each rank when every node takes `per_node` neighbouring ranks: blocks(5,
-    2) -> 0 0 1 1 2.
-    """
+    """Return each rank's node for `per_node` consecutive ranks: blocks(5, 2) -> 0 0 1 1 2."""
     return tuple(rank // per_node for rank in range(size))
 
 

@@ -1,5 +1,4 @@
-"""Makes a fit: measures links, adding, and the all-reduces that are not made of steps, in under a
-minute.
+"""Makes a fit: measures links, addition and library all-reduces, in under a minute.
 
 Three parts, from the top: `measure` goes through what is to be measured, and `find_fit` and `facts`
 know about fits that were kept; curves of links and of adding are measured by the code that
@@ -82,8 +81,7 @@ def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] 
 
 
 def find_fit(group: Group, otherwise: str = "fit") -> Fit | None:
-    """Return the fit that was kept for these ranks, nodes and MPI, or under another name; None if
-    none was. Collective.
+    """Return the saved fit for these ranks, nodes and MPI, or by name; else None. Collective.
 
     Rank 0 reads; so the ranks agree, and need no common file system.
     """
@@ -276,8 +274,7 @@ WARM_UP_ROUNDS = 1
 
 
 def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDArray[np.float64]:
-    """Return the seconds that each of some calls took, in rounds, the same on all ranks: (calls,
-    rounds). Collective.
+    """Return the seconds of calls in rounds, the same on all ranks: (calls, rounds). Collective.
 
     In a round each call is made once, so that what else the machine does meets all alike, and each
     finds the caches as the others have left them. Another one is the first in every round.

@@ -1,5 +1,4 @@
-"""Arrays that all ranks of a node see: where gradients lie that are to be summed without being
-sent.
+"""Arrays shared by all ranks of a node: gradients there are summed without messages.
 
     allocate   | rank 0's array | rank 1's array | rank 2's array |      each rank gets its own, and views of all
     common     | one array                       |                       all ranks get the same one
@@ -48,8 +47,7 @@ POLLS_PER_POKE = 64
 
 
 class FlagBarrier:
-    """A barrier by counters in shared memory, for worlds that keep the order of what is written
-    there.
+    """A barrier by counters in shared memory, for worlds that preserve the order of writes.
 
     Args:
         counters: every rank's counter, in rank order, as memoryviews of one int64.
@@ -107,8 +105,7 @@ class FlagBarrier:
 
 
 class CollectiveBarrier(Stages):
-    """A barrier by a sum that nobody needs, between two synchronizations of the memory: right in
-    any world.
+    """A barrier by a dummy sum between two memory barriers, valid in any world.
 
     It has a communicator of its own, so that several barriers can be under way in any order.
     """
@@ -199,8 +196,7 @@ class SharedMemory:
     # ---- arrays ----
 
     def allocate(self, elements: int, dtype: DTypeLike) -> Buffer:
-        """Return (elements,) zeros: this rank's own array, which the others of its node see as one
-        of their `parts`.
+        """Return (elements,) zeros of this rank, which its node's other ranks see in `parts`.
 
         Ranks may ask for different lengths.
 
@@ -212,8 +208,7 @@ class SharedMemory:
         return self._make(elements * kind.itemsize).parts[self.rank].view(kind)
 
     def common_all(self, arrays: Iterable[tuple[int, DTypeLike]]) -> list[Buffer]:
-        """Return (elements,) zeros that stand once per node, for each of the pairs: what one rank
-        writes, all have.
+        """Return (elements,) zeros common to all ranks of the node, for each pair.
 
         They are in one allocation, and begin at multiples of 64 bytes.
 
@@ -230,9 +225,7 @@ class SharedMemory:
         ]
 
     def place(self, array: Buffer) -> tuple[int, int] | None:
-        """Return where an array of this rank lies: allocation, first byte there. None if elsewhere
-        (not collective).
-        """
+        """Return an array's allocation and first byte here; None if it is elsewhere (local)."""
         address = array.ctypes.data
         for number, window in self._windows.items():
             start = address - window.parts[self.rank].ctypes.data
@@ -241,8 +234,7 @@ class SharedMemory:
         return None
 
     def parts(self, array: Buffer) -> list[Buffer]:
-        """Return every rank's array of the same allocation, cut like this one, in rank order (not
-        collective).
+        """Return every rank's array of the same allocation, sliced alike, in rank order (local).
 
         Raises:
             ShapeError: for an array that was not allocated here.
@@ -306,15 +298,12 @@ class SharedMemory:
             world.waiter = None
 
     def sync(self) -> None:
-        """Order this rank's reads and writes of all shared arrays before against those after (not
-        collective).
-        """
+        """Memory barrier: order this rank's accesses to all shared arrays (local)."""
         for window in self._windows.values():
             window.sync()
 
     def drop(self, arrays: Iterable[Buffer]) -> None:
-        """Give back what `allocate` gave, and all slices of it; the arrays must not be touched any
-        more.
+        """Free an array of `allocate` and all its slices, which must not be used any more.
 
         Raises:
             ShapeError: for an array that was not allocated here.
@@ -323,8 +312,7 @@ class SharedMemory:
             self._windows.pop(number).free()
 
     def free(self) -> None:
-        """Give back all arrays, of its twins too; those that are still held must not be touched any
-        more.
+        """Free all arrays, also of duplicates; none may be used any more.
 
         Done again, it does nothing.
         """

@@ -1,5 +1,4 @@
-"""The sum of arrays inside a node without messages: every rank adds up its slice of everybody's
-arrays.
+"""Sums inside a node without messages: each rank sums its slice of all ranks' arrays.
 
                   slice 0     slice 1     slice 2
     rank 0's    | a0        | a1        | a2        |       barrier: all arrays are final
@@ -43,8 +42,7 @@ LEAST_BLOCK_BYTES = 128 * 1024
 
 
 class NodeSum:
-    """Adds up this rank's slices of the arrays that the ranks of a node have each for itself.
-    Making one is collective.
+    """Sums this rank's slices of the arrays of a node's ranks. Collective to make.
 
     Args:
         arrays: this rank's, each (n,), in the memory.
@@ -89,8 +87,7 @@ class NodeSum:
             self._blocks.append(list(_blocks(summands, max(1, suits // place.itemsize))))
 
     def sums(self, i: int, replace: bool = False) -> Iterator[tuple[Buffer, Sequence[Buffer]]]:
-        """Add up array i, onto what is in its place; yield each block's sum, and what was added, in
-        the cache.
+        """Sum array i in place; yield each block's sum and addends while they are in the cache.
 
         Args:
             i: its number.
@@ -107,8 +104,7 @@ class NodeSum:
 
 
 class SharedSum(Stages):
-    """The sum of an array over the ranks of a group, through the memory of each node. Making one is
-    collective.
+    """An array's sum over a group, through each node's memory. Collective to make.
 
     It has the methods of `Execution`. Several may be in flight at once if their tags differ, and be
     started and polled in any order.
@@ -158,8 +154,7 @@ def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Ite
 
 
 def own_slice(array: Buffer, size: int, rank: int) -> slice:
-    """Return the part of an array that one rank adds up; it begins and ends at multiples of 64
-    bytes.
+    """Return the slice of an array that one rank sums, at multiples of 64 bytes.
 
     Args:
         array: (n,) of the sum.

@@ -68,8 +68,7 @@ def send_and_receive(
 def start_exchange(
     group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
 ) -> MessageRequest:
-    """Begin what `send_and_receive` does; its `wait` ends it. Meanwhile what is sent may be read,
-    and nothing else.
+    """Start `send_and_receive`; `wait` ends it. Until then the sent array is read-only.
 
     Args:
         group, sends, receives: see `send_and_receive`; it raises the same.
@@ -88,8 +87,7 @@ def start_exchange(
 
 
 class Messages:
-    """Messages that nobody waits for where it can be avoided, on a communicator of their own.
-    Making one is collective.
+    """Messages that block only if they must, on a communicator of their own. Collective to make.
 
         sender    send --------- goes on -------- progress ------ drain
                       \\
@@ -122,8 +120,7 @@ class Messages:
         return len(self._leaving)
 
     def send(self, array: Buffer, to: int, tag: int) -> MessageRequest:
-        """Send an array; it must not be changed until `drain`, or the `wait` of what is returned,
-        has come back.
+        """Send an array, which must not change until `drain` or the returned `wait` has returned.
 
         Args:
             array: any shape, numbers, C-contiguous, on the host.
@@ -216,9 +213,7 @@ class Rendezvous:
 
 @contextmanager
 def rendezvous(group: Group) -> Iterator[Rendezvous]:
-    """Give a rendezvous between the ranks of the group, on a duplicate of its communicator.
-    Collective.
-    """
+    """Return a rendezvous of the group's ranks on a duplicate of its communicator. Collective."""
     comm = group.comm.duplicate()
     try:
         yield Rendezvous(comm)

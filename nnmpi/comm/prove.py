@@ -1,5 +1,4 @@
-"""The engine that goes through all ranks' steps without MPI; and the proof, with it, that a
-collective is right.
+"""The engine that runs all ranks' steps without MPI, and the proof of a collective by it.
 
     rank 0   |--- message to 1 ---|            a message begins when both its ends have come to it (rendezvous)
     rank 1   ..|-- from 0 --------|+++|        its step is over when its messages are, and the sum is added (+)
@@ -82,15 +81,11 @@ class Engine:
         raise NotImplementedError
 
     def turn(self, ready: Any) -> Any:
-        """Return what orders messages by when they are ready; of equals the lower sender is
-        first.
-        """
+        """Return the key that orders ready messages; ties go to the lower sender."""
         return ready
 
     def add(self, rank: int, step: Step, over: Any) -> Any:
-        """Return when a rank has added what came in this step, whose messages had arrived at
-        `over`.
-        """
+        """Return the time at which a rank has added this step's arrivals, complete at `over`."""
         return over
 
     def run(self, steps: Sequence[Sequence[Step]], clocks: Sequence[Any]) -> list[RankState]:
@@ -124,9 +119,7 @@ class Engine:
                 heappush(queue, (self.turn(ready), sender, receiver, ready))
 
         def close(rank: int) -> None:
-            """Leave the step in which a rank is if its messages are through; come to the next one
-            that has any.
-            """
+            """Leave a rank's step if its messages are complete; enter the next step that has any."""
             state = states[rank]
             while not state.is_over and state.sending is None and state.receiving is None:
                 state.clock = self.add(rank, state.steps[state.at], state.over)
@@ -267,8 +260,7 @@ def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE
 
 
 class PartialSums(Engine):
-    """Messages as values, one round each: for every chunk on every rank, the ranks whose parts are
-    in it.
+    """Messages as values, one round each: which ranks' parts each chunk of each rank contains.
 
     The sets of ranks are integers with a digit per rank (see `collective`), so that adding up
     chunks is adding integers. What is wrong on the spot raises at once; `check` judges what is left

@@ -1,6 +1,4 @@
-"""GPT-2: a transformer that predicts the next token (Radford et al., "Language models are
-unsupervised multitask learners", 2019).
-"""
+"""GPT-2, a transformer that predicts the next token (Radford et al., 2019)."""
 
 from math import sqrt
 from typing import Any
@@ -85,8 +83,7 @@ def gpt(
     top_k: int = 2,
     capacity: float | None = None,
 ) -> Sequential:
-    """Return GPT-2, as logits of the next token for tokens (batch, time); with the defaults GPT-2's
-    124M parameters.
+    """Return GPT-2: tokens (batch, time) -> logits of the next token; by default 124M parameters.
 
         tokens -> token + place -> [x + attention(norm(x)) -> x + mlp(norm(x))] x layers -> norm -> tied output
 

@@ -14,8 +14,7 @@ BOUND = 0.1  # of the first values of embeddings and outputs
 def lstm(
     vocabulary: int, features: int = 512, layers: int = 2, dropout: float = 0.0, tied: bool = True
 ) -> Sequential:
-    """Return layers of long short-term memory between an embedding and an output, for tokens
-    (batch, time).
+    """Return an LSTM language model: tokens (batch, time) -> logits of the next token.
 
         tokens -> embedding -> [dropout -> LSTM] x layers -> dropout -> output, logits of the next token
 

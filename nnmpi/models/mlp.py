@@ -18,8 +18,7 @@ def mlp(
     activation_name: str = "relu",
     dropout: float = 0.0,
 ) -> Sequential:
-    """Return linear layers with an activation between them; samples of any shape are flattened
-    first.
+    """Return linear layers with an activation between them; samples are flattened first.
 
         (batch, *sample_shape) -> flatten -> [linear -> activation (-> dropout)] per hidden size -> linear -> logits
 
@@ -50,9 +49,7 @@ def mlp(
 def dense_layers(
     features: int, hidden: Sequence[int], classes: int, activation_name: str, dropout: float
 ) -> list[Module]:
-    """Return linear layers down to the logits; an activation follows each hidden one, and dropout
-    if there is some.
-    """
+    """Return linear layers down to the logits, with activation and dropout after hidden ones."""
     layers: list[Module] = []
     for size in hidden:
         layers += [Linear(features, size), activation(activation_name)]
@@ -63,8 +60,7 @@ def dense_layers(
 
 
 def in_turn(model: Sequential, first: Sharding) -> Table:
-    """Return the table that cuts a sequence's linear layers by outputs and by inputs in turn,
-    beginning with `first`.
+    """Return a sharding table that alternates column- and row-parallel layers, from `first` on.
 
     So each pair needs one sum over the ranks in each direction, between its two layers nothing.
     """

@@ -1,5 +1,4 @@
-"""GPT-2 as Hugging Face's transformers reads and writes it: config.json and model.safetensors in a
-folder.
+"""GPT-2 in Hugging Face's files: a folder with config.json and model.safetensors.
 
     transformer.wte.weight            0.tokens.weight          the output, which is tied to it, is not stored
     transformer.wpe.weight            0.positions.weight

@@ -63,8 +63,7 @@ def resnet(
 
 
 def residual_block(inputs: int, outputs: int, stride: int) -> Residual:
-    """Return two 3x3 convolutions around a shortcut: a 1x1 convolution where size or width change,
-    else nothing.
+    """Return two 3x3 convolutions and a shortcut, 1x1 where size or width changes.
 
     Args:
         inputs, outputs: numbers of channels.

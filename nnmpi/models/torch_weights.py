@@ -1,5 +1,4 @@
-"""PyTorch's names and layouts for the weights of any model, written and read: a state_dict as
-safetensors.
+"""PyTorch's names and layouts for any model's weights: a state_dict as safetensors.
 
     here                                   in PyTorch
     Linear       (in, out)                 (out, in)
@@ -85,9 +84,7 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
 
 
 def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
-    """Return the (height, width, channels) that were flattened before each linear layer which reads
-    them, by name.
-    """
+    """Return the image shapes (height, width, channels) that linear layers read flattened, by name."""
     found: dict[str, Shape] = {}
     image: Shape = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
 

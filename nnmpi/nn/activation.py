@@ -1,6 +1,4 @@
-"""Layers without parameters: activations, softmax, dropout, the flattening of images, and
-losses.
-"""
+"""Layers without parameters: activations, softmax, dropout, flattening, losses."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -142,9 +140,7 @@ class Dropout(Module):
 
 
 class Dropout2d(Dropout):
-    """Drops whole channels of a sample at random in training: (batch, ..., channels). See
-    `Dropout`.
-    """
+    """Dropout of whole channels: (batch, ..., channels). See `Dropout`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x without some channels."""
@@ -155,16 +151,13 @@ class Dropout2d(Dropout):
 
 
 def mask_place(path: str) -> tuple[tuple[int, int], int]:
-    """Return what the mask of a layer depends on, given its full name: asked anew in each pass of a
-    compiled step.
-    """
+    """Return the random stream of a layer's dropout mask, evaluated again in each compiled pass."""
     mode = current()
     return key_pair("dropout", mode.seed, mode.step, path), mode.first_row
 
 
 class MSELoss(Module):
-    """Called with outputs and targets; see `ops.mse`, also for the reduction. Losses have PyTorch's
-    names.
+    """Mean squared error of outputs and targets; see `ops.mse`. Losses have PyTorch's names.
 
     Args:
         reduction: "mean", "sum" or "none".

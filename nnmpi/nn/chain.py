@@ -1,5 +1,4 @@
-"""A model as a chain of layers that can be cut anywhere, and a part of such a chain as a module of
-its own.
+"""A model as a chain of layers, to be cut anywhere, and a part of it as a module.
 
     Sequential(conv, Residual(Sequential(a, b), shortcut), head)
 
@@ -73,9 +72,7 @@ def open_chain(model: Module) -> tuple[ChainLayer, ...]:
 
 
 def kept_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
-    """Return the names of the values that are kept between layer cut - 1 and layer `cut`,
-    sorted.
-    """
+    """Return the sorted names of the stashed values that cross the cut before layer `cut`."""
     names: set[str] = set()
     for layer in layers[:cut]:
         if layer.keeps is not None:
@@ -124,8 +121,7 @@ def _taker(
 
 
 class ModelPart(Module):
-    """Some layers of a chain, as a model whose parameters have the names that they have in the
-    whole one.
+    """A run of a chain's layers as a model; its parameters keep their full names.
 
     Args:
         model: the whole model, whose modules this part goes on using.
@@ -145,16 +141,12 @@ class ModelPart(Module):
         self._names = {id(parameter): name for name, parameter in self._whole}
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the layers' modules with their full names; one that stands in several places by
-        each of them.
-        """
+        """Yield the layers' modules with their full names, once for each place they stand in."""
         for layer in self.layers:
             yield from layer.members
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters by their names in the whole model, also those that it shares with
-        other parts.
-        """
+        """Yield the parameters by their full names, including those shared with other parts."""
         for _, parameter in super().named_parameters():
             yield self._names[id(parameter)], parameter
 
@@ -174,9 +166,7 @@ class ModelPart(Module):
 
 
 def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
-    """Return the calls that run some layers: one for several of them, where a sequence computes
-    them as one.
-    """
+    """Return the calls that run some layers, one call for layers that a sequence fuses."""
     runs: list[Run] = []
     for parent, group in groupby(layers, _sequence_of):
         found = list(group)
@@ -199,9 +189,7 @@ def _sequence_of(layer: ChainLayer) -> str | None:
 
 
 def closed_runs(layers: Sequence[ChainLayer]) -> Iterator[range]:
-    """Yield the shortest runs of layers of which each passes one value on alone, and which split no
-    joint call.
-    """
+    """Yield the shortest runs of layers that pass on one value alone and split no fused call."""
     start = 0
     while start < len(layers):
         stop, names = start, set[str | None]()
@@ -219,8 +207,7 @@ def _is_joint(layers: Sequence[ChainLayer]) -> bool:
 
 
 def run_layers(layers: Sequence[ChainLayer], joined: Sequence[Run], x: Any, kept: Kept) -> Any:
-    """Return the result of some layers; `kept` holds what earlier layers kept, and then what later
-    ones will take.
+    """Return the output of some layers; `kept` holds stashed values, and is updated.
 
     Args:
         joined: the layers' `join_layers`, which run unless the mode wants every module by itself.

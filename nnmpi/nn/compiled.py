@@ -48,8 +48,7 @@ MOST_RECORDINGS = 16
 
 
 class Compiled:
-    """A step that is recorded when it is first called with inputs of some shapes, and replayed from
-    then on.
+    """A step that is recorded on its first call for some input shapes, and replayed later.
 
     Attributes:
         recordings: how many kinds of calls are held now.
@@ -150,9 +149,7 @@ class Compiled:
 
 
 class Recording:
-    """The calls of a step for inputs of certain shapes, where these are copied to, and what it
-    returns.
-    """
+    """A step's recorded calls for certain input shapes, with its input buffers and result."""
 
     def __init__(self, recorder: Recorder, places: list[Any], outputs: Any) -> None:
         self.recorder, self._outputs = recorder, outputs

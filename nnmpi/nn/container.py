@@ -72,8 +72,7 @@ JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyTy
 
 
 def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
-    """Return the calls that compute these layers one after another: the layers, or one call for
-    several of them.
+    """Return the calls that compute layers in order, some of them fused into one call.
 
     Only layers that compute as these classes do are put together: a subclass may have a forward of
     its own.
@@ -131,8 +130,7 @@ class Pop(Module):
 
 
 class Sequential(Module):
-    """Modules one after another, each fed the result of the one before: x -> [0] -> [1] -> ... ->
-    y.
+    """Modules in a row, each fed the output of the one before: x -> [0] -> [1] -> ... -> y.
 
     Their full names are their numbers ("0.weight"). Indexing gives one, `slice(i, j)` a new
     sequence of some. A `Stash` among them keeps what comes to it for the `Pop` of the same name.
@@ -175,8 +173,7 @@ class Sequential(Module):
         return x
 
     def steps(self) -> Sequence[Callable[..., Any]]:
-        """Return what `forward` calls: the modules, or one call for some of them that are computed
-        as one (see `fuse`).
+        """Return the calls of `forward`: modules, or fused runs of them (see `fuse`).
 
         When somebody wants to see every module's result, or `nn.unfused()` says so, they are the
         modules.
@@ -245,8 +242,7 @@ JOINS: Mapping[str, Join] = MappingProxyType(
 
 
 class Branches(Module):
-    """Sub-networks beside one another, such as AlexNet's two towers (Krizhevsky et al., 2012);
-    `join` ends them.
+    """Parallel sub-networks, such as AlexNet's two towers; `join` combines their outputs.
 
          x --+--> branches.0 --+                       x0 ----> branches.0 --+
              |                 +--> join --> y                               +--> join --> y

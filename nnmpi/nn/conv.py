@@ -1,6 +1,4 @@
-"""Layers on images (batch, height, width, channels): convolution there and back, pooling,
-resizing.
-"""
+"""Layers on images (batch, height, width, channels): convolution, pooling, resizing."""
 
 from typing import Literal
 
@@ -112,8 +110,7 @@ class Conv1d(Conv2d):
 
 
 class ConvTranspose2d(Module):
-    """A transposed convolution: (batch, h, w, in_channels) -> (batch, H, W, out_channels), as of
-    decoders.
+    """Transposed convolution: (batch, h, w, in_channels) -> (batch, H, W, out_channels).
 
     H is (h - 1) stride - 2 padding + dilation (kernel - 1) + 1 + output_padding. The weight is
     stored (kernel_h, kernel_w, out_channels / groups, in_channels).
@@ -178,8 +175,7 @@ def _channels(name: str, in_channels: int, out_channels: int, groups: int) -> tu
 
 
 class Pool2d(Module):
-    """One number for each window: (batch, height, width, channels) -> (batch, out_h, out_w,
-    channels).
+    """Pooling: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
 
     Args:
         kernel_size: the window's height and width; one number for both.
@@ -198,9 +194,7 @@ class Pool2d(Module):
 
 
 class MaxPool2d(Pool2d):
-    """The largest element of each window; the border is never the largest. Arguments are those of
-    `Pool2d`.
-    """
+    """Max-pooling; padding is never the maximum. Arguments as for `Pool2d`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
@@ -216,9 +210,7 @@ class AvgPool2d(Pool2d):
 
 
 class GlobalAvgPool2d(Module):
-    """The mean of each channel over the whole image: (batch, h, w, channels) -> (batch,
-    channels).
-    """
+    """Mean of each channel over the image: (batch, h, w, channels) -> (batch, channels)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
@@ -226,8 +218,7 @@ class GlobalAvgPool2d(Module):
 
 
 class AdaptiveAvgPool2d(Module):
-    """Means over as many windows as are asked for: (batch, h, w, channels) -> (batch, rows,
-    columns, channels).
+    """Average pooling to a given size: (batch, h, w, c) -> (batch, rows, columns, c).
 
     Window i of n goes from i h / n, rounded down, to (i + 1) h / n, rounded up: they overlap where
     n does not divide h.
@@ -261,8 +252,7 @@ def _windows(size: int, count: int) -> np.ndarray:
 
 
 class Upsample(Module):
-    """Each pixel again and again: (batch, h, w, channels) -> (batch, h factor, w factor, channels),
-    nearest neighbour.
+    """Nearest-neighbour upsampling: (batch, h, w, c) -> (batch, h factor, w factor, c).
 
     Args:
         scale_factor: how often, in rows and columns; one number for both.

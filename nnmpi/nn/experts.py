@@ -16,8 +16,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class MixtureOfExperts(Module):
-    """Each position takes its `top_k` experts, which are MLPs: (batch, positions, features) -> the
-    same.
+    """A mixture of experts: a gate sends each position to `top_k` MLPs; keeps the shape.
 
     The result is the sum of the experts' results, each times the probability that the gate, a
     linear layer and softmax, gives it (Fedus et al., "Switch transformers", 2021). See

@@ -40,8 +40,7 @@ class GRULayer(Module):
 
 
 class GRU(Module):
-    """Layers of gated recurrent units on one another: (batch, time, input_size) -> (batch, time,
-    hidden_size).
+    """Gated recurrent units in layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of
     cuDNN and PyTorch, where r multiplies the product with h. Padding stands behind sequences, so it

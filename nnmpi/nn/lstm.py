@@ -37,8 +37,7 @@ class LSTMDirection(Module):
 
 
 class LSTM(Module):
-    """Layers of long short-term memory on one another: (batch, time, input_size) -> (batch, time,
-    hidden_size).
+    """LSTM layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates lie side by side in the
     order i, f, o, g, and have one bias.

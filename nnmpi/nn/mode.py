@@ -48,9 +48,7 @@ class Mode(NamedTuple):
 
     @property
     def joins(self) -> bool:
-        """Whether layers may be computed as one operation: nobody wants to see each one's
-        result.
-        """
+        """True if layers may be fused: no observer needs each layer's output."""
         return self.fused and self.observe is None
 
 
@@ -64,8 +62,7 @@ def current() -> Mode:
 
 
 class within(ContextDecorator, AbstractContextManager[None]):
-    """Runs models in a changed mode, also when a recorded step comes here again, in whatever mode
-    that is.
+    """Context that changes the mode; a replayed step enters it again.
 
     Args:
         changes: asked, each time, for the attributes that are others.
@@ -94,9 +91,7 @@ class within(ContextDecorator, AbstractContextManager[None]):
 
 
 def warn_later(x: Tensor) -> None:
-    """Let a backward pass warn, where a layer that trains in another way has evaluated and nobody
-    has said so.
-    """
+    """Arrange a warning in the backward pass if dropout or batch norm ran in evaluation mode."""
     if x.tape is not None and current() is _EVALUATING:  # and no block's mode
         x.tape.find().warning = (
             "this model evaluates: dropout drops nothing and batch normalization uses its running"
@@ -112,8 +107,7 @@ def training(
     again: bool = False,
     weight: float | None = None,
 ) -> AbstractContextManager[None]:
-    """Run models in training mode: dropout drops, batch normalization uses the batch and updates
-    its statistics.
+    """Run models in training mode: dropout drops, batch normalization uses batch statistics.
 
     Args:
         seed: of the run.
@@ -138,15 +132,12 @@ def training(
 
 
 def evaluation() -> AbstractContextManager[None]:
-    """Run models in evaluation mode, also inside a `training` block; gradients may be wanted of
-    just that.
-    """
+    """Run models in evaluation mode, even inside a `training` block."""
     return _within(training=False)
 
 
 def continued(memory: dict[str, Any]) -> AbstractContextManager[None]:
-    """Take each pass for the continuation of the one before, of sequences that are written token by
-    token.
+    """Treat each pass as the continuation of the previous one, for token-by-token generation.
 
     The first pass is of the sequences' beginnings, (batch, time), and each later one of the next
     token, (batch, 1). Attention keeps its keys and values, recurrent layers keep their state, and
@@ -165,9 +156,7 @@ def observed(observe: Callable[[Any, Any], None]) -> AbstractContextManager[None
 
 
 def unfused() -> AbstractContextManager[None]:
-    """Compute every layer by itself, so that a model cut between any two layers computes the same
-    bits.
-    """
+    """Compute each layer by itself: a model cut between any layers then gives the same bits."""
     return _within(fused=False)
 
 
@@ -176,7 +165,5 @@ def _within(**changes: Any) -> within:
 
 
 def restore(mode: Mode) -> None:
-    """Run models in this mode from now on: for who has changed it without one of the contexts
-    above.
-    """
+    """Set the mode permanently. Prefer the contexts above."""
     _mode.set(mode)

@@ -115,9 +115,7 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what comes as a product wants it: where ranks share the layer, an exchange comes
-        first.
-        """
+        """Return the input of a sharded layer's product, after the exchange that it needs."""
         return x
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -153,8 +151,7 @@ class Module:
         )
 
     def __repr__(self) -> str:
-        """Show the tree: each module's kind, the shapes of its own parameters and buffers, and how
-        many parameters.
+        """Show the module tree with kinds, shapes and the number of parameters.
 
         Sequential               26 parameters
         |  0  Linear             20   weight (4, 4), bias (4,)
@@ -174,17 +171,13 @@ class Module:
         yield from self._members(Module)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """Yield this module and all below it with their full names, parents first, in order of
-        definition.
-        """
+        """Yield this module and all below it with full names, parents first, in definition order."""
         yield prefix, self
         for name, child in self.children():
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield all parameters with their full names, in order of definition; a shared one once, by
-        its first name.
-        """
+        """Yield parameters with full names in definition order; shared ones once, by first name."""
         seen: set[int] = set()
         for name, value in self._leaves(Parameter):
             if id(value) not in seen:
@@ -196,9 +189,7 @@ class Module:
         yield from self._leaves(Buffer)
 
     def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters of the model that this one is a part of, with their full names; by
-        default its own.
-        """
+        """Yield the parameters of the full model that this module is a part of."""
         yield from self.named_parameters()
 
     def parameters(self) -> ModelParameters:
@@ -284,9 +275,7 @@ class Module:
                     )
 
     def name_modules(self) -> None:
-        """Give this module and all below it their full names as seen from here; `initialize` does
-        so.
-        """
+        """Set the full names of this module and all below it; `initialize` calls this."""
         for path, module in self.named_modules():
             module.path = path
 
@@ -312,8 +301,7 @@ class Module:
         }
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Overwrite all parameters and buffers by the arrays of the same names, which must fit
-        exactly.
+        """Overwrite parameters and buffers from arrays with exactly the same names and shapes.
 
         Raises:
             CheckpointError: when a name is missing or unknown, a value is no array, or a shape or
@@ -381,8 +369,7 @@ class Module:
         return modules[path]
 
     def replace(self, path: str, module: Module) -> None:
-        """Put another module in the place of the one with that full name. Initialize the model
-        afterwards.
+        """Replace the module with this full name; initialize the model afterwards.
 
         Raises:
             UsageError: when there is none, or it is the model itself.
@@ -396,8 +383,7 @@ class Module:
         raise UsageError("the model itself cannot be replaced; name a module in it")
 
     def set_child(self, name: str, part: Module | Parameter | Buffer) -> None:
-        """Put a part in the place of the one with that name here ("body", or "rest.1" for an item
-        of a list or tuple).
+        """Replace a direct child, such as "body", or "rest.1" for an item of a list or tuple.
 
         Raises:
             UsageError: when there is none.
@@ -447,9 +433,7 @@ class ModelParameters(list[Parameter]):
 
     @property
     def storage(self) -> FlatStorage:
-        """The model's storage; a model without values gets those of seed 0, as PyTorch's have some
-        from the start.
-        """
+        """The model's storage; an uninitialized model is initialized with seed 0, as in PyTorch."""
         return (self._model if "storage" in vars(self._model) else self._model.initialize()).storage
 
 
@@ -521,8 +505,7 @@ class Constant:
 
 
 def fan_in(inputs: int) -> Uniform:
-    """Return the initializer for a weight or bias whose output sums `inputs` terms: uniform within
-    1 / sqrt(inputs).
+    """Return the initializer uniform within 1 / sqrt(inputs), PyTorch's default.
 
     LeCun et al., "Efficient BackProp", 1998; it is also what PyTorch's Linear and Conv2d do.
     """
@@ -530,7 +513,5 @@ def fan_in(inputs: int) -> Uniform:
 
 
 def kaiming(inputs: int) -> Normal:
-    """Return the initializer that keeps variances through ReLU layers (He et al., 2015): std sqrt(2
-    / inputs).
-    """
+    """Return He et al.'s initializer for ReLU layers (2015): std sqrt(2 / inputs)."""
     return Normal(sqrt(2 / max(inputs, 1)))

@@ -13,8 +13,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class BatchNorm(Module):
-    """Normalizes each channel, the last axis: by the batch in training, by running statistics in
-    evaluation.
+    """Batch normalization of the last axis: by batch in training, by running statistics later.
 
     Ioffe and Szegedy, "Batch normalization", 2015. One class serves (batch, features) and images
     alike. Under data parallelism the statistics are those of the global batch, over all ranks:
@@ -157,8 +156,7 @@ def _check_features(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 class RMSNorm(Module):
-    """Divides each row by its root mean square (Zhang and Sennrich, 2019): (..., features) -> the
-    same.
+    """Root-mean-square normalization (Zhang and Sennrich, 2019) of rows (..., features).
 
     Args:
         normalized_shape: the length of the last axis.
@@ -179,8 +177,7 @@ class RMSNorm(Module):
 
 
 class GroupNorm(Module):
-    """Normalizes groups of channels of each sample (Wu and He, 2018): (batch, ..., num_channels) ->
-    the same.
+    """Group normalization (Wu and He, 2018): (batch, ..., num_channels), keeps the shape.
 
     Args:
         num_groups: how many; they divide the channels.

@@ -55,8 +55,7 @@ class Sharding(Enum):
 
 @dataclass(frozen=True)
 class Units:
-    """What the features of a layer are made of that are shared out: units that no rank gets a piece
-    of.
+    """The indivisible units of a layer's sharded features, such as the heads of attention.
 
         Units(3, repeats=2) of 12 features over 2 ranks        0 0 0 0 1 1  0 0 0 0 1 1
 

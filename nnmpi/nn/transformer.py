@@ -68,8 +68,7 @@ class CausalSelfAttention(Module):
 
 
 class MultiheadAttention(CausalSelfAttention):
-    """Each position attends to all of its sequence, as in an encoder: (batch, time, embed_dim) ->
-    the same.
+    """Self-attention without a mask, as in an encoder: (batch, time, embed_dim), keeps the shape.
 
     It has queries, keys and values of one sequence; for those of two there is
     `ops.scaled_dot_product_attention`.

@@ -1,5 +1,4 @@
-"""Updates that divide each gradient by a mean of its squares: Adam, AdamW, RMSprop, Adagrad and
-Adadelta.
+"""Adaptive optimizers: Adam, AdamW, RMSprop, Adagrad and Adadelta.
 
 All with the same numbers as torch.optim's; weight decay is added to the gradient, but for AdamW's.
 """
@@ -37,8 +36,7 @@ def _divide(block: BufferBlock, value: Array, squares: Array, eps: float, out: A
 
 
 class Adam(Optimizer):
-    """Adam (Kingma and Ba, "Adam: a method for stochastic optimization", 2015), as torch.optim.Adam
-    computes it.
+    """Adam (Kingma and Ba, 2015), with the numbers of torch.optim.Adam.
 
         g = gradient + weight_decay * w
         m = beta1 * m + (1 - beta1) * g                             the slots "m" and "v", zeros at
@@ -115,8 +113,7 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the same numbers as
-    torch.optim.AdamW.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as torch.optim.AdamW.
 
         w = w * (1 - lr * weight_decay)         then Adam's update, without decay in its gradient
 

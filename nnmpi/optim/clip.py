@@ -41,8 +41,7 @@ _TRUSTED = (1e-25, math.inf)
 
 
 def sum_of_squares(grads: Sequence[Array]) -> float:
-    """Return the sum of the squares of all elements, the blocks' sums added in float64; NaN and
-    infinity come through.
+    """Return the sum of all squared elements, accumulated over blocks in float64.
 
     A float32 block's own sum is a float32 dot product: relative error about 1e-8, a quarter of the
     time that widening takes. Where that overflows or underflows, everything is done again in
@@ -68,15 +67,12 @@ def _read(total: Array | float) -> float:
 
 
 def trusted(total: float) -> bool:
-    """Return whether a sum of squares that was added up in float32 blocks can have neither overflow
-    nor underflow.
-    """
+    """True if a sum of squares of float32 blocks can neither overflow nor underflow."""
     return _TRUSTED[0] < total < _TRUSTED[1]
 
 
 def global_norm(grads: Sequence[Array]) -> float:
-    """Return the Euclidean norm of all gradients taken as one vector; 0.0 for no gradients. See
-    `sum_of_squares`.
+    """Return the Euclidean norm of all gradients together; 0.0 for none.
 
     Of gradients that are shared out (the `storage.grads` of ZeRO) it is that of all ranks' parts,
     and collective.
@@ -86,8 +82,7 @@ def global_norm(grads: Sequence[Array]) -> float:
 
 
 def coefficient(norm: float, max_norm: float) -> float:
-    """Return what to multiply gradients of this norm by: max_norm / (norm + 1e-6), at most 1, and 1
-    if not finite.
+    """Return the clipping factor max_norm / (norm + 1e-6), at most 1; 1 if the norm is not finite.
 
     Raises:
         UsageError: for a max_norm that is not above 0; infinity is allowed and never clips.
@@ -111,8 +106,7 @@ def scale(grads: Sequence[Array], factor: float) -> None:
 
 
 def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
-    """Scale the gradients in place so that their global norm is at most max_norm; return the norm
-    before.
+    """Scale gradients in place to a global norm of at most max_norm; return the norm before.
 
     The same numbers as torch's clip_grad_norm_, with one difference: gradients with a NaN or
     infinity are left as they are (torch turns all of them into NaN or 0), so that the caller, who
@@ -177,9 +171,7 @@ class LossScale:
             self.value, self.good = min(2 * self.value, MOST), 0
 
     def shrink(self) -> bool:
-        """Hear of an overflow; return whether the step may be skipped: no smaller scale would help
-        where it is 1.
-        """
+        """Record an overflow; return True if the step may be skipped, False at scale 1."""
         if self.value <= LEAST:
             return False
         self.value, self.good = max(self.value / 2, LEAST), 0

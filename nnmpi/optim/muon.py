@@ -38,8 +38,7 @@ LEAST_NORM = 1e-7
 
 
 def orthogonalize(matrix: Array, steps: int = 5) -> Array:
-    """Return a matrix with the same singular vectors and singular values near 1, by Newton and
-    Schulz's iteration.
+    """Return the matrix with its singular values near 1, by a Newton-Schulz iteration.
 
     >>> import numpy as np
     >>> np.linalg.svd(orthogonalize(np.diag([3.0, 2.0, 1.0])))[1].round(1)

@@ -1,5 +1,4 @@
-"""What all optimizers share: what they work on, learning rate, steps, state arrays, weight decay by
-group, blocks.
+"""The base of all optimizers: storage, learning rate, steps, state, weight decay, blocks.
 
 The state is `steps` and the arrays of `slots()`. Whoever loads a state writes into those arrays and
 sets `steps`; the next update is then, bit for bit, the one that a run without a break would have
@@ -71,9 +70,7 @@ class Storage(Protocol):
         """Forget the gradients."""
 
     def finish_gradients(self) -> None:
-        """Let `grads` hold this step's gradients, also of buffers that none was computed for;
-        called before updates.
-        """
+        """Complete this step's `grads`, with zeros for parameters without one; before updates."""
 
     def finish_update(self) -> None:
         """Let everybody see what an update has written to `data`; called after updates."""
@@ -273,8 +270,7 @@ class Optimizer(ABC):
             )
 
     def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Part] = ()) -> None:
-        """Do one update of these blocks alone, with the gradients that are in them when their turn
-        comes.
+        """Update these blocks alone, by the gradients they hold when their turn comes.
 
         For strategies that share out the blocks among ranks, or add up a block's gradient just
         before it is used.
@@ -307,9 +303,7 @@ class Optimizer(ABC):
         return store.zeros(data.size, data.dtype).reshape(data.shape)
 
     def slots(self) -> dict[str, list[Array]]:
-        """Return the live state arrays by name: one per buffer, of its shape and dtype, in the
-        storage's order.
-        """
+        """Return the live state arrays by name: one per buffer, in the storage's order."""
         return {name: list(arrays) for name, arrays in (self._slots | self.kept).items()}
 
     @property
@@ -355,8 +349,7 @@ class Optimizer(ABC):
         self.storage.zero_grad()
 
     def over(self, storage: Storage) -> Self:
-        """Return one with the same settings, rate and steps for other arrays of the same shapes;
-        both share the state.
+        """Return an optimizer for other arrays of the same shapes that shares settings and state.
 
         Raises:
             ShapeError: when the arrays are others in number, shape or dtype.
@@ -427,9 +420,7 @@ class Optimizer(ABC):
 
 
 def decayed_gradient(block: BufferBlock, decay: float) -> Array:
-    """Return gradient + decay * data (L2 regularization), in the block's first scratch array if
-    there is a decay.
-    """
+    """Return gradient + decay * data (L2 regularization), in a scratch array if needed."""
     if not decay:
         return block.grad
     result = block.scratch[0]
@@ -540,9 +531,7 @@ def block_elements(array: Array) -> int:
 
 
 def pieces(arrays: Sequence[Array], limit: int) -> Iterator[tuple[Array, ...]]:
-    """Yield flat views of the same elements of each array, at most `limit` at a time; the arrays
-    are contiguous.
-    """
+    """Yield flat views of the arrays, `limit` elements at a time; arrays must be contiguous."""
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, flat[0].size, limit):
         yield tuple(array[start : start + limit] for array in flat)
@@ -566,9 +555,7 @@ class ScratchArrays:
                 )
 
     def like(self, block: Array) -> tuple[Array, Array]:
-        """Return two arrays of the block's length and dtype; they lie in the memory that every
-        block gets.
-        """
+        """Return two scratch arrays of the block's length and dtype, reused by every block."""
         first, second = self._pairs[_kind(block)]
         return first[: block.size], second[: block.size]
 

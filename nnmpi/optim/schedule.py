@@ -40,8 +40,7 @@ class ConstantRate:
 
 @dataclass(frozen=True)
 class StepDecay:
-    """The rate times `factor` after every `every` steps: lr, ..., lr * factor, ..., lr * factor^2,
-    ...
+    """Multiply the rate by `factor` after every `every` steps.
 
     Raises:
         UsageError: for lr < 0, every < 1, or a factor outside [0, 1].
@@ -88,8 +87,7 @@ class MultiStep:
 
 @dataclass(frozen=True)
 class OneCycle:
-    """Half a cosine up to lr over the first `rise` of `total` steps, then one down to nearly
-    nothing.
+    """Half a cosine up to lr over the first `rise` of `total` steps, then one down to near 0.
 
     Smith and Topin, "Super-convergence", 2019; the numbers of PyTorch's OneCycleLR: from lr / 25
     up, and down to that / 10,000 at the last step.
@@ -122,8 +120,7 @@ class OneCycle:
 
 
 class ReduceOnPlateau:
-    """A rate that falls when a loss has stopped to fall, for a loop of one's own; it remembers,
-    unlike schedules.
+    """Reduce the rate when a loss stops falling, in a loop of your own; it keeps state.
 
     Args:
         lr: the first rate.
@@ -192,8 +189,7 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Warmup:
-    """A straight line up to the first rate of another schedule, which then begins: it sees step -
-    steps.
+    """A linear rise to the first rate of another schedule, which then begins at step 0.
 
     Step s < steps has then(0) * (s + 1) / (steps + 1): the first update is not wasted on a rate of
     0, and the line meets then(0) exactly at step `steps`. Goyal et al., "Accurate, large minibatch
@@ -217,8 +213,7 @@ class Warmup:
 
 
 def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
-    """Return the rate for a global batch when `lr` is right for `base_batch`: lr * batch /
-    base_batch.
+    """Return the rate for a global batch by linear scaling: lr * batch / base_batch.
 
     The linear scaling rule of Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1
     hour" (2017), section 2.1: k times the batch makes k times fewer updates, each k times as long.

@@ -111,8 +111,7 @@ NAMES = tuple(_CLASSES)
 
 
 def build(name: str, storage: Storage, **options: Any) -> Optimizer:
-    """Return the optimizer of that name, one of `NAMES`; an option that is None keeps the
-    optimizer's own default.
+    """Return the optimizer of a name in `NAMES`; None keeps an option's default.
 
     Raises:
         UsageError: for an unknown name, an option that this optimizer has not (it would be ignored

@@ -1,5 +1,4 @@
-"""Ranks that hold the same parameters: do they have the same model, and are the values equal
-everywhere.
+"""Checks that ranks hold the same model, with equal values.
 
 Every strategy that keeps replicas begins here: the same model, the same first values. `check_equal`
 finds a drift, of data-parallel replicas, of what tensor parallelism repeats, of parameters that
@@ -22,8 +21,7 @@ from nnmpi.tensor.parameter import FlatStorage, Parameter
 
 
 def check_same_model(group: Group, storage: FlatStorage) -> None:
-    """Compare the names, shapes and dtypes of the parameters, and which are frozen, over all ranks;
-    collective.
+    """Compare names, shapes, dtypes and frozen parameters over all ranks. Collective.
 
     Strategies do this before anything else. MPI would not notice: flat arrays are padded, so that
     those of different models may have the same length.
@@ -46,8 +44,7 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
 
 
 def check_free(model: Module) -> None:
-    """Refuse a model that has a strategy already, or that has parameters whose gradients would not
-    be summed.
+    """Refuse a model that already has a strategy, or parameters whose gradients stay unsummed.
 
     Raises:
         UsageError: in both cases; the message says what to do.

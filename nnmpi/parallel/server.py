@@ -1,5 +1,4 @@
-"""A parameter server on rank 0: workers push gradients to it and pull the weights from it, point to
-point.
+"""A parameter server on rank 0: workers push gradients and pull weights, point to point.
 
     worker  compute | push ----.                   .---> pull | compute ...
     server                      `-> it waits ... one update -'        (BSP and SSP: when a worker may go on;
@@ -187,18 +186,14 @@ class ParameterServer:
             self.controller.close()
 
     def release(self) -> dict[int, Task | None]:
-        """Return all workers that may go on now; if there are any, all gradients that wait make one
-        update first.
-        """
+        """Return the workers that may continue; first apply all waiting gradients in one update."""
         released = self.controller.release()
         if released:
             self._take()
         return released
 
     def close(self) -> None:
-        """End a segment: put the weights into the storage, and the number of steps into the model's
-        optimizer.
-        """
+        """End a segment: write weights to the storage and the step count to the optimizer."""
         for mine, theirs in zip(self.master, self._storage.data, strict=True):
             theirs[...] = mine
         self._model_optimizer.steps = self.optimizer.steps
@@ -247,9 +242,7 @@ TAG = 0  # a push goes to rank 0 and a reply comes from there, so that one is en
 
 @dataclass(frozen=True)
 class Reply:
-    """What comes with the weights: the worker's next task, or -1 and -1 when the segment is over
-    for it.
-    """
+    """The header of pulled weights: the worker's next task, or -1, -1 at the segment's end."""
 
     batch: int
     part: int
@@ -290,9 +283,7 @@ class MessageBuffer(Generic[Kind]):
             value[...] = self._backend.to_host(array)
 
     def read(self) -> tuple[Kind, list[Array]]:
-        """Return the message, and its arrays where the backend has them: with NumPy they are the
-        buffer itself.
-        """
+        """Return the message and its arrays on the backend; with NumPy they are the buffer itself."""
         pairs: Any = zip(fields(cast(Any, self._kind)), self._header.tolist(), strict=True)
         numbers = {each.name: each.type(number) for each, number in pairs}
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
@@ -380,8 +371,7 @@ class PushPull:
             self._answer(self._server)
 
     def pull(self) -> Task | None:
-        """Return what to do next when the server has answered, None at the end; `storage.data` has
-        the weights then.
+        """Wait for the server's weights in `storage.data`; return the next task, None at the end.
 
         Raises:
             CommError: when nothing was pushed since the last call, or a reply is not what must come
@@ -398,8 +388,7 @@ class PushPull:
         return None if self._over else Task(reply.batch, reply.part)
 
     def push(self, push: Push) -> None:
-        """Send the gradient in `storage.grads`, which must stay there until the next `pull` has
-        returned.
+        """Send the gradient in `storage.grads`, unchanged until the next `pull` has returned.
 
         Args:
             push: what is known of the gradient. The values of a broken gradient mean nothing.
@@ -420,9 +409,7 @@ class PushPull:
             self._take(self._server, 0, push, self._storage.grads)
 
     def poll(self) -> bool:
-        """Take what has come, and at the server answer; never waits. Return whether anything had
-        come.
-        """
+        """Receive what has arrived, and answer on the server; never blocks. True if anything came."""
         moved = False
         for peer in sorted(self._coming):
             if self._coming[peer].poll():
@@ -441,8 +428,7 @@ class PushPull:
         self._wait_until(lambda: self.poll() and False, until_s)
 
     def finish(self) -> None:
-        """End the segment: serve until it is over, then give all ranks the server's weights.
-        Collective.
+        """End the segment: serve until it is over, then broadcast the weights. Collective.
 
         Raises:
             CommError: on a worker for which the segment is not over yet.

@@ -134,9 +134,7 @@ def place(layer: Module, context: LayerContext) -> Placed:
 
 
 def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = None) -> Placement:
-    """Return the placement of a layer's input in a custom module, whose forward is unknown, as its
-    sharding implies.
-    """
+    """Return a layer's input placement in a custom module, as its sharding implies."""
     if isinstance(layer, Linear | Conv2d) and sharding is Sharding.ROW:
         inputs = layer.weight.shape[PRODUCTS[type(layer)].inputs]
         return divided(inputs * getattr(layer, "groups", 1), units)
@@ -149,8 +147,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
-    """Return a sample's shape after a layer; None when it is not known, before it or after it, or
-    does not fit.
+    """Return a sample's shape after a layer; None if unknown or unfit.
 
     Layers that are not named here leave the shape as it is.
     """
@@ -187,8 +184,7 @@ def shard(
     sample: Shape | None = None,
     classes_apart: bool = False,
 ) -> Placement:
-    """Replace a model's layers by this rank's parts of them, and return the placement of the
-    model's result.
+    """Replace a model's layers by this rank's shards; return the placement of its output.
 
     Not collective; initialize the model afterwards. On a group of one rank the model stays as it
     is.
@@ -263,9 +259,7 @@ def _check_table(model: Module, table: Table) -> None:
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """How an activation between two modules is spread over the ranks, and the shape of a whole
-    sample of it.
-    """
+    """An activation's placement between two modules, and the full shape of a sample."""
 
     placement: Placement
     shape: Shape | None

@@ -1,5 +1,4 @@
-"""Pipeline schedules as values: generated, lowered, checked, simulated and drawn, with no MPI and
-no arrays.
+"""Pipeline schedules as values: generated, lowered, checked, simulated, drawn; no MPI.
 
     schedules.make  ->  lower.lower  ->  check.check   before a run
                                      ->  simulate.simulate_schedule, render.render

@@ -27,8 +27,7 @@ from nnmpi.units import format_seconds, parse_bytes, parse_seconds
 
 
 def main(words: Sequence[str]) -> str:
-    """Return the picture and the figures of the schedule that the words name, and write the files
-    that they ask for.
+    """Return the schedule's picture and figures, and write the requested files.
 
     Raises:
         UsageError: for words that make no schedule, or a file that cannot be written.

@@ -1,5 +1,4 @@
-"""From what is computed to what is executed: messages, reductions and updates are added by pure
-passes.
+"""Lowering: pure passes add messages, reductions and updates to a schedule's computation.
 
     generated           1F0                                    1B0
     add_transfers       1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1SEND_GRAD0
@@ -35,9 +34,7 @@ from nnmpi.schedule.simulate import ScheduleRun, even_costs
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Return a schedule that can be executed, from one that has only computation (and PipeDream's
-    updates).
-    """
+    """Return an executable schedule from one that only computes (and has PipeDream's updates)."""
     with_transfers = add_transfers(schedule)
     late = fuse(place_reductions(with_transfers))
     if _is_met(late):
@@ -55,9 +52,7 @@ _TRANSFERS_OF = MappingProxyType(
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Return the schedule with a receive before each use and a send after each result that crosses
-    ranks.
-    """
+    """Add a receive before each use and a send after each result that crosses ranks."""
 
     def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
         for one in own:
@@ -75,8 +70,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def receive_early(schedule: Schedule) -> Schedule:
-    """Return the schedule with each receive at the first place at which its message has been sent,
-    in unit time.
+    """Move each receive to the first place after its message was sent, in unit time.
 
         rank 0   |- 0F0 -|- 0F1 -|- 0F2 -|                    0F2 is over while rank 1 does 1F1, so rank 1
         rank 1           |- 1F0 -|-- 1F1 --|^|- 1B0 -|        receives it at ^, though it does 1F2 after 1B0
@@ -107,8 +101,7 @@ def receive_early(schedule: Schedule) -> Schedule:
 
 
 def place_reductions(schedule: Schedule) -> Schedule:
-    """Return the schedule with a reduction as soon as a stage's gradients are final, and the update
-    at the end.
+    """Add a reduction when a stage's gradients are final, and the update at the end.
 
     Where the generator has updates of its own (one per microbatch), each gets a reduction before
     it.
@@ -129,9 +122,7 @@ def place_reductions(schedule: Schedule) -> Schedule:
 
 
 def fuse(schedule: Schedule) -> Schedule:
-    """Return the schedule with neighbouring transfers posted together: there is nothing to do
-    between them.
-    """
+    """Post neighbouring transfers together, as nothing happens between them."""
 
     def change(own: tuple[Instruction, ...]) -> Iterator[Item]:
         for transfers, run in groupby(own, lambda one: one.kind in TRANSFERS):

@@ -1,5 +1,4 @@
-"""Where a sequence of layers is cut into stages: pure numbers, measured or estimated by somebody
-else.
+"""Cuts a sequence of layers into stages, from measured or estimated costs alone.
 
 A pipeline is as fast as its slowest stage, so that one is made as fast as it can be; of the cuts
 that do so the most even is taken. Both are found exactly, by dynamic programming over (stages,
@@ -33,8 +32,7 @@ def partition(
     bytes: Sequence[int] | None = None,
     limit_bytes: int | None = None,
 ) -> tuple[range, ...]:
-    """Return the layers of each stage: contiguous, none empty, the slowest stage as fast as
-    possible, then most even.
+    """Return each stage's layers: contiguous, none empty, the slowest stage as fast as possible.
 
     Most even is the least sum of squared times; of equals the later stages have fewer layers.
 

@@ -187,8 +187,7 @@ def compare(
     microbatches: int,
     costs: Callable[[Schedule], Costs],
 ) -> dict[str, Any]:
-    """Return what a page needs to show one schedule beside others, for several numbers of ranks and
-    microbatches.
+    """Return a page's data: a schedule beside others, for several ranks and microbatches.
 
     Args:
         schedules: by name, each with its stages per rank.

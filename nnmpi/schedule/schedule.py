@@ -93,9 +93,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Transfers that are posted and waited for together, such as a send to and a receive from one
-    neighbour.
-    """
+    """Transfers that are posted and awaited together."""
 
     parts: tuple[Instruction, ...]
 
@@ -156,9 +154,7 @@ def around(stage: int, ranks: int) -> int:
 
 
 def there_and_back(stage: int, ranks: int) -> int:
-    """Return the rank of a stage where stages turn at the last rank, and at the first: 0 1 2 2 1
-    0.
-    """
+    """Return the rank of a stage in V order: 0 1 2 2 1 0."""
     turns, place = divmod(stage, ranks)
     return ranks - 1 - place if turns % 2 else place
 
@@ -225,15 +221,11 @@ class Schedule:
         return self.rank_of(send.stage), self.rank_of(other_end(send).stage), send.kind
 
     def is_cut(self, stage: int) -> bool:
-        """Whether `stage` and `stage + 1` both exist and live on different ranks: only then there
-        are messages.
-        """
+        """True if stages `stage` and `stage + 1` exist on different ranks, and exchange messages."""
         return 0 <= stage < self.stages - 1 and self.rank_of(stage) != self.rank_of(stage + 1)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
-        """Yield a rank's instructions in order, those that are posted together one after the
-        other.
-        """
+        """Yield a rank's instructions in order, with joint transfers one after another."""
         for item in self.programs[rank]:
             yield from parts(item)
 
@@ -244,15 +236,12 @@ class Schedule:
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:
-    """Return how many activations a rank keeps at most: one for each stage and microbatch; see
-    `most_kept`.
-    """
+    """Return a rank's peak number of saved activations, one per stage and microbatch."""
     return most_kept(schedule, rank, dict.fromkeys(schedule.stages_of(rank), 1))
 
 
 def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, N]) -> N:
-    """Return the most that a rank keeps of activations, each from F to the end of B, by what a
-    stage keeps of one.
+    """Return a rank's peak of saved activations, weighted by what each stage saves.
 
     Where backwards are halved, an activation is kept until W. Without backwards none is kept after
     its forward.

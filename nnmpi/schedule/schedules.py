@@ -1,5 +1,4 @@
-"""The schedules: for each a function that says what a rank computes, in which order; messages and
-updates come later.
+"""The schedules: functions from a rank to what it computes, in order; `lower` adds the rest.
 
 S is the number of stages, M that of microbatches; the costs are for stages and microbatches of even
 cost. The pictures are those of `python -m nnmpi.schedule`. To add one: a generator here, its name
@@ -27,8 +26,7 @@ from nnmpi.shard import split
 
 
 def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """The naive pipeline: one microbatch at a time goes through all stages and back, and all ranks
-    but one are idle.
+    """Naive pipeline: one microbatch at a time, forward and back, all ranks but one idle.
 
         python -m nnmpi.schedule --pipeline naive --stages 3 --microbatches 2
 
@@ -43,8 +41,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """GPipe: fill the pipeline with all forwards, then drain it with all backwards, the last
-    microbatch first.
+    """GPipe: all forward passes fill the pipeline, then all backward passes drain it.
 
         python -m nnmpi.schedule --pipeline gpipe --stages 4 --microbatches 6
 
@@ -84,8 +81,7 @@ def inference(
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """1F1B: as soon as a backward can be done it is done, and every stage alternates between
-    forward and backward.
+    """1F1B: each backward pass as early as possible, alternating with forward passes.
 
         python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 6
 
@@ -114,8 +110,7 @@ def _in_turns(
 
 
 def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """PipeDream: 1F1B in which every stage updates its weights after each backward, and never waits
-    for the others.
+    """PipeDream: 1F1B without a flush; every stage updates after each backward pass.
 
         python -m nnmpi.schedule --pipeline pipedream --stages 4 --microbatches 6
 
@@ -140,8 +135,7 @@ def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ..
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple[Instruction, ...]:
-    """Interleaved 1F1B: each rank has several thin stages, so the pipeline fills and drains in thin
-    steps.
+    """Interleaved 1F1B: several thin stages per rank, so filling and draining take less.
 
     With R ranks and V virtual stages on each, microbatches go in rounds of R (or a few more: what
     does not divide is dealt to the rounds, so M >= R may be any number). In a round a rank does its
@@ -172,8 +166,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple
 
 
 def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """Zero bubble (ZB-H1): backwards are cut in two, and the half that nobody waits for fills the
-    bubble.
+    """Zero bubble (ZB-H1): the deferrable half of split backward passes fills the bubble.
 
     I gives the gradient of the input, which the stage before waits for; W gives the gradients of
     the weights, which can wait. Stage s runs as in 1F1B, and stays s microbatches behind with W: it
@@ -195,8 +188,7 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """ZB-V: stages there and back, and as many activations as 1F1B keeps are enough to be busy all
-    the time.
+    """ZB-V: stages in V order; busy throughout with 1F1B's activations.
 
         python -m nnmpi.schedule --pipeline zb-v --stages 3 --microbatches 4
 
@@ -284,8 +276,7 @@ def home_of(name: Generator) -> Home:
 def make(
     name: Generator, ranks: int, microbatches: int, virtual: int = 1, home: Home | None = None
 ) -> Schedule:
-    """Return the schedule of this name, computation only; `lower` adds messages, reductions and
-    updates.
+    """Return the schedule of this name, computation only; `lower` adds the rest.
 
     Args:
         name: one of `SCHEDULES`, or a function of one's own, for one stage on each rank.

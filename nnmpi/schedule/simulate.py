@@ -1,5 +1,4 @@
-"""Runs all ranks' programs against a clock, without MPI: what happens when, who waits for ever, how
-long it takes.
+"""Runs all ranks' programs against a clock, without MPI: times, stalls, deadlocks.
 
     rank 0   |-- F0 --|s|-- F1 --|s|....        s: a send; eager ones let the sender go on at once, and the message
     rank 1   .........\\--->|-- F0 --|          arrives after its transfer time; rendezvous ones hold the sender
@@ -86,9 +85,7 @@ def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) ->
 
 @dataclass(frozen=True, slots=True)
 class TimedInstruction:
-    """When a rank did something. A receive lasts from its posting, with the waiting for it; a send
-    until it arrives.
-    """
+    """When a rank did something; receives last from posting, sends until arrival."""
 
     rank: int
     instruction: Instruction

@@ -1,5 +1,4 @@
-"""Who may go on when: the rules of synchronous and asynchronous training, with no MPI and no
-arrays.
+"""The rules of synchronous and asynchronous training; no MPI and no arrays.
 
     sync.Sync        which of the modes, with its settings; a setting that the mode does not use is
                      refused here

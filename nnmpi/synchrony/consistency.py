@@ -1,5 +1,4 @@
-"""The consistency controller of a server: which worker waits, which one may go on, and with which
-part of which batch.
+"""The server's consistency controller: which worker waits, and which task is next.
 
     worker            controller                         worker            controller, bound 0
       | arrive ------->| may start, a task is left         A | arrive ------>| A leads by 1: it waits
@@ -69,16 +68,13 @@ class WorkQueue:
         return self.first + self.assigned // self.parts >= self.stop
 
     def close(self, at_once: bool = False) -> None:
-        """Assign nothing after the batch that was begun; or nothing at all, and then `stop` leaves
-        that batch out.
-        """
+        """Assign nothing after the current batch; or nothing at all, and `stop` excludes it."""
         whole, begun = divmod(self.assigned, self.parts)
         self.stop = min(self.stop, self.first + whole + (begun > 0 and not at_once))
 
 
 class WorkerClocks:
-    """How many steps each worker has done. A worker may begin a step if it is at most `bound` ahead
-    of the slowest.
+    """Each worker's step count. A step may begin at most `bound` ahead of the slowest.
 
     This is the stale synchronous parallel rule of Ho et al., "More effective distributed ML via a
     stale synchronous parallel parameter server" (2013).
@@ -118,8 +114,7 @@ class WorkerClocks:
 
 
 class ConsistencyController:
-    """Decides who may go on in a segment: the batches between two synchronization points of all
-    ranks.
+    """Decides which worker may continue in a segment between two synchronizations.
 
     Attributes:
         clocks: the workers' steps since the start of the run; see `WorkerClocks.limit_lag`.
@@ -146,9 +141,7 @@ class ConsistencyController:
         return self._finished and not any(self._waiting)
 
     def open(self, first: int, stop: int, bound: int | None) -> None:
-        """Begin a segment of the batches first..stop-1; all workers wait, and have sent nothing
-        yet.
-        """
+        """Begin a segment of batches first..stop-1; all workers wait and have sent nothing."""
         workers = len(self._waiting)
         self.queue, self.bound = WorkQueue(first, stop, workers), bound
         self.arrived = self.longest_lead = 0
@@ -171,8 +164,7 @@ class ConsistencyController:
         self.clocks.done(worker)
 
     def release(self) -> dict[int, Task | None]:
-        """Return all workers that may go on now, each with its next task; None ends the segment for
-        it.
+        """Return the workers that may continue, each with its next task; None ends its segment.
 
         When no task is left, workers wait until the gradients of all assigned tasks have arrived.
         Then all go on, whatever their lead.
@@ -215,9 +207,7 @@ class Staleness:
         self.histograms[worker][staleness] += 1
 
     def histogram(self, worker: int | None = None) -> dict[int, int]:
-        """Return how many gradients there were of each staleness, in rising order, of a worker or
-        of all.
-        """
+        """Return counts of gradients by staleness, ascending, for one worker or all."""
         chosen = self.histograms if worker is None else [self.histograms[worker]]
         total = sum(chosen, Counter[int]())
         return {staleness: total[staleness] for staleness in sorted(total)}
@@ -247,9 +237,7 @@ class Staleness:
         return total
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as numbers, lists and dicts; histograms are lists of (staleness,
-        count).
-        """
+        """Return everything as JSON values; histograms are lists of (staleness, count)."""
         workers = [
             {
                 "worker": worker,

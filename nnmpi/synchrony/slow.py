@@ -26,8 +26,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Slow:
-    """How long steps last at least, and who takes how many times as long. By default nobody is
-    slow.
+    """Stragglers: the least seconds of a step, and slowdown factors of ranks. Default: none.
 
     Attributes:
         minimum_s: the least seconds of a step.
@@ -90,8 +89,7 @@ class Slow:
         share: float = 1.0,
         waited_s: float = 0.0,
     ) -> float:
-        """Return when the step, or a share of it, has lasted long enough, with the seconds that
-        this took.
+        """Sleep until the step, or a share of it, has lasted long enough; return the seconds.
 
         Args:
             computed_s, rank, step, share: see `seconds`.

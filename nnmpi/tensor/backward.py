@@ -34,8 +34,7 @@ save.
 
 
 class Deferred:
-    """The second half of a backward pass: the parameters' gradients, computed when `finish` is
-    called.
+    """The deferred half of a backward pass: parameter gradients, computed by `finish`.
 
         backward    B | all gradients            halves    I | the inputs'      ...      W | the parameters'
 
@@ -51,9 +50,7 @@ class Deferred:
         self._waiting: list[tuple[Function, Array, tuple[bool, ...]]] = []
 
     def backward(self, node: Function, grad: Array) -> Grads:
-        """Return the gradients of those inputs of an operation that are no parameters; the others'
-        wait.
-        """
+        """Return the gradients of an operation's activations now, and defer its parameters'."""
         assert node.edges is not None  # used-up operations are taken off the tape
         kept = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
         if not any(kept):
@@ -62,9 +59,7 @@ class Deferred:
         return _backward_of(node, grad, tuple(not each for each in kept))
 
     def finish(self) -> None:
-        """Compute the gradients that wait, in the order of an ordinary pass, and drop what they
-        needed.
-        """
+        """Compute the deferred gradients in the order of an ordinary pass, and free their inputs."""
         waiting, self._waiting = self._waiting, []
         for node, grad, wanted in waiting:
             _pass_on(node, _backward_of(node, grad, wanted), namespace(grad))

@@ -17,9 +17,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class GradientError(GraphError):
-    """A derivative that backward and central differences do not agree on, or that does not
-    exist.
-    """
+    """A derivative that backward and central differences disagree on, or that does not exist."""
 
 
 def check_gradients(
@@ -30,8 +28,7 @@ def check_gradients(
     atol: float = 1e-7,
     seed: int = 0,
 ) -> None:
-    """Compare backward's gradients of `function` with central differences at `inputs`, element by
-    element.
+    """Compare backward's gradients of `function` at `inputs` with central differences.
 
     The result is projected on a fixed random direction, so that one backward pass checks every
     output.

@@ -17,9 +17,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class CutTensor(Tensor):
-    """This rank's part of a tensor; `cut` says which. Layers that are shared out make them, see
-    `mark`.
-    """
+    """This rank's shard of a tensor; `cut` is its placement. Sharded layers make them (`mark`)."""
 
     __slots__ = ()
 
@@ -41,8 +39,7 @@ class CutTensor(Tensor):
         return mark(Tensor(self.data), self.cut)
 
     def part(self) -> Tensor:
-        """Return this rank's part as a tensor of its own, in the same graph, for who knows what it
-        is.
+        """Return the local shard as a plain Tensor, for code that handles sharding itself.
 
         It may be cut itself, see `TensorCut.within`.
         """
@@ -51,8 +48,7 @@ class CutTensor(Tensor):
         return part
 
     def apply(self, function: Function, inputs: tuple[Any, ...]) -> Tensor:
-        """Apply an operation to inputs among which this part is, if the operation knows what to do
-        with parts.
+        """Apply an operation to inputs that include shards, if the operation supports them.
 
         Raises:
             LayoutError: if not.
@@ -128,8 +124,7 @@ def mark(x: Tensor, cut: TensorCut) -> CutTensor:
 
 
 def whole(x: Any, group: TensorGroup | None = None) -> Any:
-    """Return a tensor of which every rank has all: of a rank's part all parts together, anything
-    else as it is.
+    """Gather a shard into the full tensor on every rank; return other values unchanged.
 
     The exchange is an all-gather forward; backward keeps this rank's part of the gradient. In a
     list, tuple or dictionary each part is made whole.

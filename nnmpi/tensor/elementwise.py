@@ -81,9 +81,7 @@ class Pointwise(Elementwise):
 
 
 class Power(Elementwise):
-    """a ** b; the derivative in b is taken as 0 at a = 0, and is NaN at a < 0, where there is
-    none.
-    """
+    """a ** b. Its derivative in b is taken as 0 at a = 0, and is NaN at a < 0."""
 
     def forward(self, a: Any, b: Any) -> Array:
         result = a**b

@@ -1,5 +1,4 @@
-"""What a graph is made of: variables, the operations between them, and the tape on which these
-stand in order.
+"""The autograd graph: variables, the operations between them, and the tape.
 
 Any subclass of `Function` may enter the graph; collectives, recomputation and the ends of pipeline
 stages do so too:
@@ -137,8 +136,7 @@ class Variable:
     writes: Writes | None = None
 
     def add_grad(self, grad: Array, xp: Any) -> None:
-        """Add one operation's contribution to this leaf's gradient; the array may be written to its
-        buffer in place.
+        """Accumulate one operation's contribution to this leaf's gradient, maybe in place.
 
         `xp` is the arrays' module, or a recorder's stand-in for it.
         """
@@ -200,8 +198,7 @@ def join(one: Tape, other: Tape) -> Tape:
 
 
 class Function:
-    """One application of an operation. Subclasses define `forward` and `backward`; options go to
-    `__init__`.
+    """One application of an operation. Subclasses define `forward` and `backward`.
 
     Attributes:
         needs: per input, whether its gradient is wanted; set before `forward`. All False when
@@ -251,20 +248,15 @@ class Function:
     writes: Writes | None
 
     def forward(self, *inputs: Any) -> Array:
-        """Return the result for the inputs' arrays (or plain values, for inputs that are no
-        tensors).
-        """
+        """Return the output array for input arrays, or plain values for inputs that are no tensors."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def backward(self, grad: Array) -> Grads:
-        """Return one gradient per input, None where there is none. Do not write to `grad`, which
-        may be shared.
-        """
+        """Return one gradient per input, or None. `grad` may be shared: do not write to it."""
         raise NotImplementedError(f"{type(self).__name__} defines no backward")
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks, given inputs of which some are parts (see
-        `cut.CutTensor`).
+        """Return the output's placement, given inputs of which some are shards (`cut.CutTensor`).
 
         Called before `forward`, which then gets the parts' arrays. Options that speak of the whole
         tensor, such as a shape, are to be set to those of the part here. By default nothing is
@@ -277,8 +269,7 @@ class Function:
         raise part.cut.refuse(self, "works on whole tensors")
 
     def __call__(self, *inputs: Any) -> Any:
-        """Apply the operation to tensors, arrays and plain values; record it if a tensor needs a
-        gradient.
+        """Apply the operation, and record it if an input needs a gradient.
 
         Raises:
             GraphError: when no input is a tensor, or this object stands in a graph already.
@@ -355,8 +346,7 @@ class Function:
         return edge.buffer
 
     def sum_into(self, i: int) -> tuple[Array | None, bool]:
-        """Return the array where the gradient of input i may be computed, or None, and whether it
-        is added there.
+        """Return the buffer for input i's gradient, or None, and whether to add to it.
 
         A backward that can add a product to what an array holds returns that very array when it has
         done so.
@@ -372,9 +362,7 @@ class Function:
         return edge.buffer, True
 
     def add_grad(self, grad: Array, xp: Any) -> None:
-        """Add one use's contribution to the gradient of the output. Never writes to an array that
-        others may hold.
-        """
+        """Accumulate one use's contribution to the output's gradient, not in shared arrays."""
         if self.grad is None:
             self.grad, self.owns_grad = grad, False
         elif self.owns_grad:
@@ -449,9 +437,7 @@ class Function:
 
 
 class Elementwise(Function):
-    """An operation on each element alone, with broadcasting: of parts that lie alike it gives such
-    a part.
-    """
+    """Element-wise operation with broadcasting. Operands with one sharding give that sharding."""
 
     __slots__ = ()
 
@@ -463,8 +449,7 @@ class Elementwise(Function):
 
 
 def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:
-    """Return the gradient of an operand of that shape, given the gradient of the broadcast result:
-    a sum.
+    """Sum a broadcast result's gradient down to the shape of an operand.
 
     Args:
         xp: the module whose functions are called.
@@ -481,9 +466,7 @@ def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:
 
 
 class CommonRoot(Function):
-    """One root for a backward pass from several tensors, whose gradients are given. Its own value
-    means nothing.
-    """
+    """A common root for a backward pass from several tensors with given gradients."""
 
     __slots__ = ("grads",)
 
@@ -503,8 +486,7 @@ def record_whole(
     inputs: Sequence[Any],
     places: Sequence[Any] = (),
 ) -> Any:
-    """Return an array, or arrays and None in a tuple, after noting for the replay how they are
-    computed.
+    """Return arrays after recording, for replays, how they are computed.
 
     Args:
         recorder: of the step that is recorded.

@@ -1,6 +1,4 @@
-"""What may stand beside a tensor in an operation: the rules for dtypes, conversion, and computing
-in float32.
-"""
+"""Rules for operands: dtypes, conversion, and computing in float32."""
 
 from typing import Any
 
@@ -45,8 +43,7 @@ def converted(x: Any, dtype: Dtype) -> Any:
 
 
 def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation in float32 to tensors of float16 or bfloat16, and round its result to
-    their dtype once.
+    """Apply an operation to float16 or bfloat16 tensors in float32, and round the result once.
 
         float16, bfloat16   --AsType-->  float32  --operation-->  float32  --AsType-->  float16, bfloat16
         float32, float64    ---------------------- operation -------------------------->
@@ -136,8 +133,7 @@ def check_broadcast(name: str, *shapes: Shape) -> None:
 
 
 def refuse_parts(operation: object, *inputs: Any, why: str = "meets a whole tensor") -> None:
-    """Refuse a rank's part of a tensor (see `cut.CutTensor`), for an operation that its shape does
-    not fit.
+    """Refuse shards (`cut.CutTensor`) for an operation that does not support them.
 
     Args:
         operation: or its name.
@@ -196,8 +192,7 @@ def same_dtype(name: str, *inputs: Any) -> None:
 
 
 def may_meet(name: str, *inputs: Any) -> None:
-    """Refuse tensors and arrays of different dtypes, unless mixed precision lets them meet (see
-    `mixes`).
+    """Refuse operands of different dtypes unless mixed precision allows them (see `mixes`).
 
     Raises:
         DtypeError: naming the operation and the dtypes.
@@ -207,16 +202,13 @@ def may_meet(name: str, *inputs: Any) -> None:
 
 
 def mixes(*dtypes: Any) -> bool:
-    """Return whether these dtypes may meet in the mode of this context: float32 and the lower one
-    of its precision.
-    """
+    """True if mixed precision allows these dtypes together: float32 and its lower dtype."""
     low = low_dtype(precision())
     return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
 
 
 def read_as(name: str, *inputs: Any) -> Dtype:
-    """Return the dtype in which a product of matrices reads its inputs: theirs, or the lower one of
-    mixed precision.
+    """Return the input dtype of a matrix product: the operands', or mixed precision's lower one.
 
     Args:
         inputs: tensors and arrays; None stands for an input that is not there.

@@ -1,5 +1,4 @@
-"""Parameters, and the flat storage in which they lie: a few long arrays, and as many beside them
-for the gradients.
+"""Parameters and their flat storage: a few long arrays of values, and as many of gradients.
 
     data    [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     one array per dtype and group
     grads   [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     the same places
@@ -92,9 +91,7 @@ class Parameter(Tensor):
         ) = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: neither gradient nor place in a storage; its storage's copy lays
-        it anew.
-        """
+        """Return the state of a copy: without gradient and storage, which the copy gets anew."""
         if self.guard is not None:
             raise GraphError(
                 "a model that a Worker or a strategy works on is not copied or pickled; call its"
@@ -116,17 +113,13 @@ class Parameter(Tensor):
         return self.declared
 
     def draw(self, generator: np.random.Generator) -> Array:
-        """Return initial values, float64: of a part, those that the whole parameter would have
-        there.
-        """
+        """Return initial values in float64; a shard gets the full parameter's values there."""
         if self.region is None:
             return self.init(generator, self.declared)
         return self.region.take(self.init(generator, self.region.shape))
 
     def finish_gradient(self) -> None:
-        """Let `buffer` hold the gradient: zeros where there is none, and a copy of one that is
-        another array.
-        """
+        """Complete `buffer` with the gradient: zeros if there is none, or a copy."""
         if self.buffer is not None and self.grad is not self.buffer:
             self.buffer[...] = 0 if self.grad is None else self.grad
             self.grad = self.buffer
@@ -276,8 +269,7 @@ class FlatStorage:
     def move(
         self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None
     ) -> None:
-        """Let the parameters, or their gradients, lie in other arrays of the same lengths and
-        dtypes from now on.
+        """Move the parameters, or their gradients, to other arrays of the same lengths and dtypes.
 
         Nothing is copied: the values are those found there, and gradients are forgotten. Optimizers
         follow at their next step. A model that was initialized again stays in its new storage.
@@ -310,9 +302,7 @@ class FlatStorage:
         return True
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
-        """Yield each parameter, with what this rank trains of its values, and of its gradient if
-        there is one.
-        """
+        """Yield each parameter with this rank's trained values and gradient, if any."""
         for span in self.spans:
             yield span, span.parameter.data, span.parameter.grad
 
@@ -322,9 +312,7 @@ class FlatStorage:
         return sum(span.stop - span.start for span in self.spans)
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Return the bytes of parameters, gradients, and what else it takes to compute with them,
-        on this rank.
-        """
+        """Return this rank's bytes of parameters, gradients, and buffers to compute with them."""
         return (
             sum(array.nbytes for array in self.data),
             sum(array.nbytes for array in self.grads),
@@ -378,15 +366,11 @@ class FlatStorage:
                 )
 
     def finish_update(self) -> None:
-        """Do what is to be done when somebody has written to `data`: backward passes see that old
-        values are gone.
-        """
+        """Mark `data` as changed, so that backward passes detect stale values."""
         self.writes.count += 1
 
     def frozen(self) -> list[tuple[int, slice]]:
-        """Return where the parameters lie that need no gradient now, which an optimizer leaves as
-        they are.
-        """
+        """Return the spans of parameters that need no gradient, which optimizers skip."""
         return [
             (span.buffer, self.place(span))
             for span in self.spans
@@ -398,9 +382,7 @@ class FlatStorage:
         return slice(span.start, span.stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a model's copy, or pickle, makes a storage of its own for the copied
-        parameters.
-        """
+        """Return the recipe of a copy or pickle, whose storage is built for its own parameters."""
         groups = {span.parameter.name: self.groups[span.buffer] for span in self.spans}
         return _laid_again, ([span.parameter for span in self.spans], groups)
 

@@ -77,8 +77,7 @@ class Placement:
         return not self.is_replicated and self.axis == ROWS
 
     def region(self, shape: Sequence[int], axis: int, size: int, rank: int) -> Region:
-        """Return a rank's part of an array that is cut along with the activation, such as a layer's
-        weight.
+        """Return a rank's region of an array that is sharded along with the activation.
 
         Args:
             shape: of the whole array.
@@ -111,8 +110,7 @@ class Placement:
         return replace(self, repeats=repeats)
 
     def check_known(self, size: int) -> None:
-        """Refuse a placement of unknown repeats if some rank has no unit: it could not tell the
-        number of repeats.
+        """Refuse a placement of unknown repeats if some rank has no unit to count them by.
 
         Raises:
             LayoutError: for such a placement.
@@ -147,8 +145,7 @@ class Placement:
         return ours == theirs
 
     def reshaped(self, old: Sequence[int], new: Sequence[int], size: int) -> Placement | None:
-        """Return the placement after a reshape, None where no axis of the new shape is cut between
-        whole units.
+        """Return the placement after a reshape; None if no new axis is cut between whole units.
 
             old axes     before | repeats  units  unit | after
             new axes       left |        own           | right      left divides before * repeats, right unit * after
@@ -180,9 +177,7 @@ class Placement:
         return min(fitting, key=lambda each: each[0])[1] if fitting else None
 
     def sliced(self, start: int, stop: int) -> Placement | None:
-        """Return the placement of elements start..stop-1 of the axis; None unless they are whole
-        repeats.
-        """
+        """Return the placement of elements start..stop-1; None unless they are whole repeats."""
         if start >= stop or start % self.once or stop % self.once:
             return None
         return replace(self, repeats=(stop - start) // self.once)
@@ -190,9 +185,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PairPlacement(Placement):
-    """The placement of positions of which each rank has two chunks, one from each end (see
-    `shard.zigzag`).
-    """
+    """A zigzag placement: each rank has two chunks of positions, one from each end."""
 
     def ranges(self, size: int, rank: int) -> tuple[range, ...]:
         """See `Placement.ranges`."""
@@ -271,9 +264,7 @@ class TensorGroup(Protocol):
         """The number of this one."""
 
     def copy(self, x: Any) -> Any:
-        """Return a whole tensor for a computation that differs from rank to rank: its gradients are
-        summed.
-        """
+        """Return a full tensor for work that differs by rank: backward sums its gradients."""
 
     def gather(self, x: Any, placement: Placement) -> Any:
         """Return all ranks' parts together."""
@@ -282,8 +273,7 @@ class TensorGroup(Protocol):
         """Return this rank's part of a whole tensor or array."""
 
     def attention(self, kernels: Any, placement: Placement) -> Any:
-        """Return what has `attend` and `attend_grad` for positions that lie on several ranks; None
-        without such.
+        """Return the attention over positions of several ranks (`attend`, `attend_grad`), or None.
 
         Args:
             kernels: those for whole sequences.
@@ -354,9 +344,7 @@ class TensorCut:
 
 
 def is_cut(x: Any) -> bool:
-    """Return whether this is a rank's part of a tensor, and not a whole one, an array or a
-    number.
-    """
+    """True for a rank's shard of a tensor; False for full tensors, arrays and numbers."""
     return getattr(x, "cut", None) is not None
 
 
@@ -397,8 +385,7 @@ def moved(x: Any, axis: int) -> Placement:
 
 
 def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> Placement:
-    """Return the placement of an elementwise result: that of the parts among the inputs, which must
-    lie alike.
+    """Return the placement of an elementwise result: its shards', which must be equal.
 
     What is whole beside them must have length 1 along the axis that is cut, or not have the axis.
 
@@ -430,8 +417,7 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
 
 
 def beside(x: Any, ndim: int, placement: Placement) -> Placement | None:
-    """Return how a whole input of an elementwise operation is to lie beside parts; None where all
-    ranks need all of it.
+    """Return the placement of a full operand beside shards; None if all ranks need all of it.
 
     Args:
         x: a tensor or array.

@@ -1,6 +1,4 @@
-"""Operations that add up or pick along axes: sum, mean, variance, largest, smallest, and the matrix
-product.
-"""
+"""Reductions along axes: sum, mean, variance, maximum, minimum; and the matrix product."""
 
 from dataclasses import replace
 from math import prod
@@ -64,9 +62,7 @@ class Sum(_Reduction):
 
 
 class Variance(_Reduction):
-    """The variance over `axes`, which stay as axes of length 1 with `keepdims`; the denominator is
-    n - correction.
-    """
+    """Variance over `axes`, with denominator n - correction; `keepdims` keeps axes of length 1."""
 
     __slots__ = ("correction",)
 
@@ -97,9 +93,7 @@ class Variance(_Reduction):
 
 
 class Largest(_Reduction):
-    """The largest element over `axes`, or the smallest without `largest`; ties share the gradient
-    evenly.
-    """
+    """Maximum over `axes`, or minimum without `largest`; ties share the gradient evenly."""
 
     __slots__ = ("largest",)
 
@@ -137,8 +131,7 @@ class MatMul(Function):
     replayable = True
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as the stacks, the rows of a, or the columns of
-        b do.
+        """Return the result's placement: that of the stacks, the rows of a, or the columns of b.
 
         (..., n, k) @ (..., k, m) -> (..., n, m)       what is cut along k would have to be added up
         """

@@ -1,6 +1,4 @@
-"""Operations that move or pick elements without changing them: reshape, transpose, join, pad,
-index.
-"""
+"""Operations that move or pick elements: reshape, transpose, join, pad, index."""
 
 from dataclasses import replace
 from math import prod
@@ -24,9 +22,7 @@ class Reshape(Function):
         self.wanted = wanted
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks, where some axis of it is cut between whole
-        units.
-        """
+        """Return the result's placement, if one of its axes is cut between whole units."""
         (x,) = inputs
         cut, known = x.cut, prod(n for n in self.wanted if n != -1)
         new = tuple(x.size // known if n == -1 else n for n in self.wanted)
@@ -80,9 +76,7 @@ class Concatenate(Function):
         self.axis = axis
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as all of the inputs, joined along another
-        axis.
-        """
+        """Return the result's placement: that of all inputs, joined along another axis."""
         first = alike(self, inputs, "joins tensors that all lie on the ranks alike")
         return uncut(self, first, (self.axis,), "along that axis needs all of each")
 
@@ -144,9 +138,7 @@ class GetItem(Function):
             np.broadcast_to(False, shape)[self.key]
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: the key takes all of the cut axis, or some of
-        its repeats.
-        """
+        """Return the result's placement: the key takes all of the sharded axis, or whole repeats."""
         (x,) = inputs
         cut, key = x.cut, self._expanded(x.ndim)
         if key is None:

@@ -1,5 +1,4 @@
-"""Tensor: an array that remembers how it was computed, with the operations of its mathematics as
-methods.
+"""Tensor: an array that records how it was computed, with its operations as methods.
 
 A gradient in three lines:
 
@@ -116,8 +115,7 @@ class Tensor(Variable):
     def backward(
         self, grad: Any = None, retain_graph: bool = False, deferred: Deferred | None = None
     ) -> None:
-        """Compute the gradients of all leaves that this tensor depends on, adding to the `grad`
-        they have.
+        """Accumulate the gradients of all leaves that this tensor depends on into their `grad`.
 
         Args:
             grad: the gradient of this tensor, of its shape, converted to its dtype; by default 1,
@@ -333,9 +331,7 @@ class Tensor(Variable):
     __ge__ = partialmethod(_compare, ge)
 
     def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the sum over one axis or several, by default all; `keepdims` leaves them, with
-        length 1.
-        """
+        """Return the sum over axes, by default all; `keepdims` keeps them with length 1."""
         return in_float32(reduce.Sum(_axes(self, axis, keepdims), keepdims), self, narrow=_narrow())
 
     def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -361,23 +357,17 @@ class Tensor(Variable):
         return in_float32(function, require_floating("variance", self), narrow=_narrow())
 
     def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the largest element over axes; ties share the gradient evenly. Arguments are those
-        of `sum`.
-        """
+        """Return the maximum over axes; ties share the gradient evenly. Arguments as for `sum`."""
         return in_float32(reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=True), self)
 
     def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the smallest element over axes; ties share the gradient evenly. Arguments are
-        those of `sum`.
-        """
+        """Return the minimum over axes; ties share the gradient evenly. Arguments as for `sum`."""
         return in_float32(
             reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=False), self
         )
 
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
-        """Return the indices of the largest elements along an axis, or of all, as a plain array of
-        integers.
-        """
+        """Return the indices of the maxima along an axis, or of all, as an integer array."""
         refuse("argmax")
         # of bfloat16 not every library finds the largest
         values: Any = to_float32(namespace(self.data), self.data)
@@ -471,9 +461,7 @@ class Tensor(Variable):
     view = reshape  # PyTorch's name
 
     def flatten(self, start: int = 1) -> Tensor:
-        """Return the tensor with the axes from `start` on made into one, row by row; by default all
-        but the batch.
-        """
+        """Return the tensor with the axes from `start` on flattened into one."""
         return self.reshape(*self.shape[:start], prod(self.shape[start:]))
 
     def permute(self, *axes: int | Sequence[int]) -> Tensor:
@@ -492,9 +480,7 @@ class Tensor(Variable):
         return Transpose(tuple(i % ndim for i in order))(self)
 
     def transpose(self, *axes: int | Sequence[int]) -> Tensor:
-        """Return the tensor with its axes in another order, see `permute`; two numbers exchange
-        these two axes.
-        """
+        """Return the tensor with its axes permuted; two numbers exchange those axes."""
         match axes:
             case (int(first), int(second)):
                 order = list(range(self.data.ndim))

@@ -1,5 +1,4 @@
-"""The algorithms of the collectives, a file for each kind: pure functions from (rank, size) to
-steps.
+"""The algorithms of the collectives: pure functions from (rank, size) to steps.
 
 ring            all-reduce, reduce-scatter and all-gather for long messages; read it first
 tree            all-reduce for short messages, broadcast for long ones; all-reduce by way of one

@@ -1,5 +1,4 @@
-"""All-gather and reduce-scatter in ceil(log2 N) rounds for any number of ranks, each rank the root
-of a tree.
+"""All-gather and reduce-scatter in ceil(log2 N) rounds for any number of ranks (Bruck).
 
 In the all-gather, what a rank has doubles every round: it sends all of it (or as much as is still
 wanted) to the rank that lies 1, 2, 4 ... before it, and gets the next ones from the rank that lies
@@ -41,9 +40,7 @@ def bruck_all_gather(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def bruck_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the ceil(log2 size) steps after which each rank has the sum of the chunk of its own
-    number.
-    """
+    """Return the ceil(log2 size) steps after which each rank has the sum of its own chunk."""
     return tuple(
         Step(to=step.from_, send=step.recv, from_=step.to, recv=step.send, reduce=True)
         for step in reversed(bruck_all_gather(rank, size))

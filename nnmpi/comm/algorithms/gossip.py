@@ -1,5 +1,4 @@
-"""Neighbour averaging: each rank mixes its buffer with those of its two neighbours on a ring, and
-with nobody else.
+"""Neighbour averaging: each rank mixes its buffer with its two neighbours' on a ring.
 
 It is no all-reduce: the ranks end with different values, which come closer to one another with
 every call. Decentralized training does it once per update instead of an all-reduce.
@@ -29,9 +28,7 @@ from nnmpi.comm.collective import Step
 
 
 def gossip(rank: int, size: int) -> tuple[Step, ...]:
-    """Return this rank's steps: pass the buffer to the right, then the sum to the left, adding what
-    arrives.
-    """
+    """Return this rank's steps: pass the buffer right, then the sum left, adding arrivals."""
     everything = range(size)
     right, left = (rank + 1) % size, (rank - 1) % size
     to_right = Step(to=right, send=everything, from_=left, recv=everything, reduce=True)

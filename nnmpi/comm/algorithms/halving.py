@@ -72,9 +72,7 @@ def _butterfly(place: int, power: int, folded: int, size: int) -> tuple[Step, ..
 
 
 def halving_cost(N: int) -> tuple[float, float, float]:
-    """Return what it costs where N is a power of two, see `Collective.cost`; a bound from below
-    elsewhere.
-    """
+    """Return the cost for powers of two (see `Collective.cost`); a lower bound otherwise."""
     power = 1 << N.bit_length() - 1
     fold, moved = power < N, (power - 1) / power
     return 2 * (power.bit_length() - 1 + fold), 2 * (moved + fold), moved + fold

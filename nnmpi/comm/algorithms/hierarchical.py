@@ -1,5 +1,4 @@
-"""All-reduce in two levels: inside each node to its leader, around a ring of leaders, and back
-inside each node.
+"""Two-level all-reduce: to a leader in each node, around a ring of leaders, and back.
 
 The links between nodes are slower than memory, and a node has one for all its ranks. So only one
 rank of each node uses it, and what crosses it is what a ring over nodes needs. Three nodes with two

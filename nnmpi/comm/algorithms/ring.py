@@ -1,5 +1,4 @@
-"""All-reduce around a ring: every rank talks to its right neighbour only, and every link is busy
-all the time.
+"""Ring all-reduce: each rank sends only to its right neighbour, and all links stay busy.
 
 First half, reduce-scatter: partial sums travel to the right, one chunk at a time, and grow at every
 rank they pass, until chunk r is finished at rank r. Second half, all-gather: the finished chunks
@@ -27,9 +26,7 @@ from nnmpi.comm.collective import Step
 
 
 def ring(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the 2(size-1) steps of this rank; each sends one chunk to the right and takes one from
-    the left.
-    """
+    """Return this rank's 2(size-1) steps; each sends one chunk right and receives one from left."""
     return ring_reduce_scatter(rank, size) + ring_all_gather(rank, size)
 
 
@@ -39,9 +36,7 @@ def ring_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def ring_all_gather(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the size-1 steps after which every rank has this rank's chunk, and this rank
-    everybody's.
-    """
+    """Return the size-1 steps after which every rank has every rank's chunk."""
     return tuple(_pass_on(rank, size, chunk=rank - i, reduce=False) for i in range(size - 1))
 
 

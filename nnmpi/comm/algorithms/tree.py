@@ -47,16 +47,12 @@ from nnmpi.comm.collective import Step
 
 
 def tree(rank: int, size: int) -> tuple[Step, ...]:
-    """Return this rank's steps: take the children's sums, pass the sum up, take the result, pass it
-    down.
-    """
+    """Return this rank's steps: reduce the children's sums to the parent, then broadcast down."""
     return tree_reduce(rank, size) + tree_broadcast(rank, size)
 
 
 def tree_reduce(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the steps after which rank 0 has the sum: take the children's sums, then pass the sum
-    up.
-    """
+    """Return the steps that reduce to rank 0: take the children's sums, pass the sum up."""
     steps = tuple(
         Step(from_=child, recv=range(size), reduce=True) for child in _children(rank, size)
     )
@@ -64,17 +60,13 @@ def tree_reduce(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def tree_broadcast(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the steps after which every rank has what rank 0 has: take it from the parent, pass it
-    down.
-    """
+    """Return the steps that broadcast rank 0's buffer: receive from the parent, pass it down."""
     steps = tuple(Step(to=child, send=range(size)) for child in reversed(_children(rank, size)))
     return steps if rank == 0 else (Step(from_=_parent(rank), recv=range(size)), *steps)
 
 
 def tree_scatter(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the steps after which each rank has the chunk of its own number out of rank 0's
-    buffer.
-    """
+    """Return the steps that scatter rank 0's buffer, a chunk to each rank."""
     # it is served with chunks rank..rank+reach-1
     reach = 1 << (size - 1).bit_length() if rank == 0 else rank & -rank
     steps = (

@@ -1,5 +1,4 @@
-"""The world that is MPI: ranks are processes, messages go by mpi4py, which is imported in this
-folder alone.
+"""The MPI world: ranks are processes. Only this folder imports mpi4py.
 
 start       the MPI library: loading it, starting it once, refusing launches that cannot work
 mpi_world   MpiWorld and MpiComm: the calls of `comm.world` by those of mpi4py; memory that the

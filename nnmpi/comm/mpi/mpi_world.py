@@ -62,8 +62,7 @@ FAILED = -1
 
 
 class Window:
-    """Some bytes of every rank of a node, zeros at first: see `comm.world.SharedPages`. Making one
-    is collective.
+    """Zeroed bytes for each rank of a node; see `comm.world.SharedPages`. Collective.
 
     Args:
         node: a communicator of ranks that share memory.
@@ -115,24 +114,18 @@ class Window:
         return np.frombuffer(cast(memoryview, memory), np.uint8)
 
     def sync(self) -> None:
-        """Order this rank's reads and writes of the window before against those after; for weak
-        store order.
-        """
+        """Memory barrier: order this rank's accesses to the window before and after."""
         self._window.Sync()
 
     def free(self) -> None:
-        """Give the memory back. Collective over the node; touching the parts afterwards ends the
-        process.
-        """
+        """Free the memory, collectively over the node; later accesses crash the process."""
         self.parts = ()
         self._window.Unlock_all()
         self._window.Free()
 
 
 def free_bytes() -> int:
-    """Return what is free where MPI keeps its windows; no end of it where there is no such
-    folder.
-    """
+    """Return the free bytes where MPI keeps its windows; infinity if there is no such folder."""
     return shutil.disk_usage(SHM).free if SHM.is_dir() else ENDLESS
 
 

@@ -203,9 +203,7 @@ def describe_uncaught(
 
 @contextlib.contextmanager
 def exit_refused() -> Iterator[None]:
-    """Turn SystemExit, of a user's model say, into an error: it would be a good end, for which
-    other ranks wait.
-    """
+    """Turn SystemExit, say of a user's model, into an error: other ranks would wait for ever."""
     try:
         yield
     except SystemExit as left:

@@ -1,5 +1,4 @@
-"""Starting MPI: once, with the right number of threads, and so that one rank's failure ends the job
-for all.
+"""Starting MPI once, with the right thread level, so that one failed rank ends the job.
 
 After `start` MPI is up, exceptions and exits are watched, and BLAS has its threads.
 """
@@ -50,9 +49,7 @@ def read_limit(name: str, given: str | float) -> float:
 
 
 def wait_for_all_ranks_to_start(mpi: ModuleType, limit_s: float) -> None:
-    """Initialize MPI. Its name stands in the stack that is printed if that takes longer than the
-    limit.
-    """
+    """Initialize MPI. A stack printed at the time limit shows this function's name."""
     if limit_s != inf and sys.__stderr__ is not None:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
@@ -100,8 +97,7 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
 
 
 def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool:
-    """Return whether all processes of this job are surely on this node, and nobody has chosen how
-    they talk.
+    """True if all processes surely run on this node and the user chose no transport.
 
     Without a launcher that is known there must be no trace of another one, which may have started
     more elsewhere.
@@ -230,9 +226,7 @@ def _start() -> tuple[Group, Shutdown]:
 
 
 def watch_alone() -> None:
-    """Let an uncaught exception of this process, which has no others, end it with its sentence and
-    exit status.
-    """
+    """Let an uncaught exception of a lone process end it with its sentence and exit status."""
     sys.excepthook = _failed_alone
 
 

@@ -1,5 +1,4 @@
-"""A thread in each rank that names who is missing when ranks wait for long, and ends the job at a
-limit.
+"""A thread per rank that names the missing rank in a stall, and ends the job at a limit.
 
 Every wait for other ranks says in `MpiWorld.waiting` what it waits for, and since when. Each rank's
 thread sends that to ranks 0 and 1, over a communicator of its own; MPI was started for several
@@ -106,9 +105,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and take what was sent last. Collective, when all ranks have come to their
-        end.
-        """
+        """End the thread and receive pending reports. Collective, when all ranks are done."""
         self._stop(cancel=False)
         self._comm.Barrier()
         self._is_ending()
@@ -264,9 +261,7 @@ class Watchdog:
 
 
 def find_line(stacks: str, thread: int) -> str:
-    """Return a thread's innermost line outside `nnmpi.comm` and Python's library, of what
-    faulthandler has written.
-    """
+    """Return a thread's innermost user line in a faulthandler dump."""
     _, _, stack = stacks.partition(f"hread 0x{thread:016x}")
     lines = [line for line in stack.partition("\n\n")[0].splitlines() if line.startswith("  File ")]
     others = [
@@ -315,9 +310,7 @@ def describe(
 def is_over(
     statuses: Mapping[int, RankStatus], silent: Mapping[int, float], limit_s: float
 ) -> bool:
-    """Return whether the limit has passed; a rank that computes is given ten times as long. 0: no
-    limit.
-    """
+    """True if the limit has passed; ten times the limit for a busy rank. 0: no limit."""
     waited_s = max((status.waits_s for status in statuses.values()), default=0.0)
     if not limit_s or waited_s < limit_s:
         return False

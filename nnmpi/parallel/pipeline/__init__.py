@@ -1,5 +1,4 @@
-"""Pipeline parallelism: the stages of a model on the ranks of a group, fed microbatch after
-microbatch.
+"""Pipeline parallelism: a model's stages on a group's ranks, fed microbatch by microbatch.
 
     schedule (nnmpi.schedule)      what each rank does when: F0 F1 B0 F2 B1 ...
         |

@@ -1,5 +1,4 @@
-"""The boundary between two pipeline stages: some tensors cross it forward, the gradients of some of
-them back.
+"""The boundary of two pipeline stages: activations cross it forward, gradients backward.
 
     stage s    | x, kept values |  -- activation -->  | leaves |    stage s + 1
                | their gradients|  <-- gradient ----  | .grad  |
@@ -85,8 +84,7 @@ def decode(message: Array, key: InputKey) -> Look:
 
 
 def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
-    """Return the tensors at a stage's end in the order in which they travel, and whether x is a
-    single one.
+    """Return a stage's outputs in sending order, and whether x is a single tensor.
 
     Args:
         x: what the stage's last layer returned: a tensor, or a tuple of tensors.
@@ -178,8 +176,7 @@ class StageBoundary:
         return self._send(values.arrays, self._forward_tag, waits)
 
     def expect(self, key: InputKey, back: bool = False) -> Callable[[], BoundaryArrays]:
-        """Post the receive of a microbatch's activation as early as possible; calling the result
-        waits for it.
+        """Post the receive of a microbatch's activation early; calling the result waits for it.
 
         As long as no header has come for such an input, nothing can be posted before the wait.
 

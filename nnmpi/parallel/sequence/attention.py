@@ -207,9 +207,7 @@ class RingAttention:
     def visible(
         self, source: int, causal: bool, drop: AttentionDropout | None = None
     ) -> Iterator[tuple[slice, slice, KeyBlock]]:
-        """Yield where queries of this rank and keys of another one that meet stand among theirs,
-        and which they are.
-        """
+        """Yield the slices of this rank's queries and another rank's keys that may attend."""
         for queries, mine in _places(self._ranges[self._group.rank]):
             for keys, theirs in _places(self._ranges[source]):
                 if not causal or keys.start <= queries.start:

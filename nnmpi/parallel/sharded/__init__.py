@@ -1,5 +1,4 @@
-"""Layers of which each rank of a tensor group computes a part, and the exchanges between those
-parts.
+"""Sharded layers, whose ranks compute a part each, and the exchanges between them.
 
     parallel.tensor            RULES: a function for each type of layer; `shard` goes through the
                                model, layer by layer |

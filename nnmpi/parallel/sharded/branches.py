@@ -27,8 +27,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class FromRank(Function):
-    """One rank's tensor on every rank, where the same is then done with it; its gradient goes to
-    that rank.
+    """Broadcast one rank's tensor for replicated work; its gradient returns to that rank.
 
     Args:
         group: the ranks.
@@ -70,8 +69,7 @@ class FromRank(Function):
 
 
 class DealtBranches(Branches):
-    """Branches of which this rank computes its own. Those of others keep their names, and have
-    nothing of their values.
+    """Branches of which this rank computes its own; the others keep names without values.
 
     Args:
         whole: the model's.

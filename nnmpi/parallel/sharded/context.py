@@ -1,5 +1,4 @@
-"""What a layer's rule gets: where the layer stands (`LayerContext`), and what cuts its parameters
-(`ParameterSharder`).
+"""A layer rule's inputs: the layer's place (`LayerContext`) and its sharder (`ParameterSharder`).
 
 A rule decides how its layer needs the activation. If it comes otherwise, the rule puts an exchange
 before the layer:
@@ -27,8 +26,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class ParameterSharder:
-    """Cuts a model's parameters and buffers for one rank, each once, so that tied parameters stay
-    tied.
+    """Shards a model's parameters and buffers for one rank, each once: ties stay ties.
 
     Attributes:
         group: the ranks that share each layer.
@@ -58,8 +56,7 @@ class ParameterSharder:
         return self._part(whole, region)
 
     def deal(self, module: Module, mine: bool) -> None:
-        """Leave a module all of its parameters and buffers if it is this rank's, and nothing of
-        them if it is not.
+        """Keep a module's parameters and buffers if it is this rank's, else drop their values.
 
         Raises:
             LayoutError: when a module of another rank has one of them, too, or one has no axis.
@@ -161,8 +158,7 @@ class LayerContext:
         return self.sharder.group
 
     def on_replicated(self, module: Module, features: int | None = None) -> Placed:
-        """Return a layer that works as it is, on whole activations, with the exchange that makes
-        them whole.
+        """Return the layer unchanged, behind the exchange that gathers its activations.
 
         Args:
             features: the length of their last axis, where the layer knows it.
@@ -172,17 +168,13 @@ class LayerContext:
         return Redistributed(module, before=self.to_replicated(features)), REPLICATED
 
     def on_parts(self, module: Module) -> Placed:
-        """Return a layer whose operations know themselves what to do with a part (see
-        `tensor.placement`).
-        """
+        """Return a layer whose operations support shards themselves (see `tensor.placement`)."""
         exchange = PartExchange(self.group)
         as_part = partial(_mark, placement=self.placement, exchange=exchange, name=self.name)
         return Redistributed(module, as_part, CutTensor.part), self.placement
 
     def to_replicated(self, features: int | None = None, way: str = "gather") -> Redistribute:
-        """Return the exchange before work that is the same on every rank: whole; backward keeps
-        this rank's slice.
-        """
+        """Return the gather before replicated work; its backward keeps this rank's slice."""
         placement = self.placement
         if features is not None and placement.repeats is None:
             placement = placement.resolve(features)
@@ -190,9 +182,7 @@ class LayerContext:
         return partial(redistribute, way, group=self.group, placement=placement)
 
     def to_each(self, features: int | None = None) -> Redistribute:
-        """Return the exchange before work that differs from rank to rank: whole; backward sums over
-        the ranks.
-        """
+        """Return the all-gather before sharded work; its backward is a reduce-scatter."""
         return self.to_replicated(features, "gather_summing_grads")
 
     def to_parts(self, placement: Placement) -> Redistribute:
@@ -225,9 +215,7 @@ class LayerContext:
 
 
 def part_of(layer: Module, kind: type[Module] | None = None, **attributes: Any) -> Module:
-    """Return what takes a layer's place: one of its own class or another, with some other
-    attributes.
-    """
+    """Return a layer's replacement, of its class or another, with some attributes changed."""
     made = object.__new__(kind or type(layer))
     vars(made).update(vars(layer), **attributes)
     return made

@@ -1,5 +1,4 @@
-"""Convolutions and poolings of which each rank computes some image rows. See `linear` for those cut
-by channels.
+"""Convolution and pooling sharded by image rows; `linear` has those sharded by channels.
 
     rows     rank 0   | rows 0..3 |--> halo --> conv --> | rows 0..3 |    kernels are replicated; their gradients are
              rank 1   | rows 4..7 |--> halo --> conv --> | rows 4..7 |    summed over the ranks
@@ -66,8 +65,7 @@ class RowWindows:
         return part(self.height, size, rank)
 
     def needed(self, size: int, rank: int) -> range:
-        """Return the image rows that a rank's windows see; below 0 and from `height` on there is
-        border.
+        """Return the image rows a rank's windows read; padding is below 0 and from `height` on.
 
         A rank without windows gets border, one row too little for a window.
         """
@@ -122,8 +120,7 @@ class Halo(Function):
 
 
 def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Tensor:
-    """Return the image rows that this rank's windows see: (batch, own rows, w, c) -> (batch, needed
-    rows, w, c).
+    """Exchange halos: (batch, own rows, w, c) -> (batch, needed rows, w, c).
 
     Args:
         value: of the border.
@@ -153,9 +150,7 @@ def _rows(images: Array, rows: range, present: range) -> Array:
 
 
 class RowsConv2d(Conv2d):
-    """Some rows of a convolution: (batch, this rank's rows, w, inputs) -> (batch, this rank's rows,
-    out_w, outputs).
-    """
+    """A convolution's shard of rows: (batch, own rows, w, in) -> (batch, own rows, out_w, out)."""
 
     group: Group
     windows: RowWindows  # as they go over the rows of a whole image
@@ -212,9 +207,7 @@ def _windows(
 
 
 class RowsPool2d(Pool2d):
-    """Some rows of a pooling: (batch, this rank's rows, w, channels) -> (batch, this rank's rows,
-    out_w, channels).
-    """
+    """A pooling's shard of rows: (batch, own rows, w, c) -> (batch, own rows, out_w, c)."""
 
     group: Group
     windows: RowWindows  # as they go over the rows of a whole image
@@ -229,9 +222,7 @@ class RowsPool2d(Pool2d):
 
 
 class RowsGlobalAvgPool2d(GlobalAvgPool2d):
-    """The mean of each channel over images whose rows lie on several ranks: -> whole (batch,
-    channels).
-    """
+    """The mean of each channel over images sharded by rows, on every rank: (batch, channels)."""
 
     group: Group
     height: int  # of a whole image
@@ -243,9 +234,7 @@ class RowsGlobalAvgPool2d(GlobalAvgPool2d):
 
 
 def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
-    """Return the layer for what comes to it: as it is if channels are cut, with a halo exchange if
-    rows are.
-    """
+    """Return the pooling for its input: unchanged for sharded channels, with halos for rows."""
     if not (context.placement.has_rows or context.sharding is Sharding.ROWS):
         return layer, context.placement
     context.sample()
@@ -261,9 +250,7 @@ def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
 
 
 def place_global_pool(layer: GlobalAvgPool2d, context: LayerContext) -> Placed:
-    """Return the layer for what comes to it: as it is if channels are cut, with a sum over the
-    ranks if rows are.
-    """
+    """Return the pooling for its input: unchanged for sharded channels, a sum for rows."""
     if context.placement.has_rows:
         height, _, _ = context.sample()
         return part_of(layer, RowsGlobalAvgPool2d, group=context.group, height=height), REPLICATED

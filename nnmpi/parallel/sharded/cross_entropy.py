@@ -99,8 +99,7 @@ def cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the cross-entropy between softmax(logits) and the labels, the same on every rank;
-    collective.
+    """Return the cross-entropy of sharded logits and labels, the same everywhere. Collective.
 
     Args:
         logits: (..., this rank's classes): its part of `shard.split(classes, size)`; it may be
@@ -120,8 +119,7 @@ def cross_entropy(
 
 
 def best_classes(logits: Array, group: Group, classes: int) -> Array:
-    """Return the class of each row's largest logit, the first one of equal ones: (...) int64 on the
-    host; collective.
+    """Return each row's class with the largest logit, the first of ties, int64. Collective.
 
     Args:
         logits: (..., this rank's classes).

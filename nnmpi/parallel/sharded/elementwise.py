@@ -48,9 +48,7 @@ def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
 
 
 def place_dropout(layer: Dropout, context: LayerContext) -> Placed:
-    """Return the layer for this rank's part of what comes to it, of which it drops what the whole
-    layer would drop.
-    """
+    """Return the dropout of a shard, which drops the same elements as the full layer."""
     return context.on_parts(layer)
 
 
@@ -65,9 +63,7 @@ class PartBatchNorm(BatchNorm):
 
 
 class RowsBatchNorm(BatchNorm):
-    """A batch normalization of some rows of each image: (batch, this rank's rows, w, channels) ->
-    the same.
-    """
+    """Batch normalization of images sharded by rows: (batch, own rows, w, channels)."""
 
     group: Group
 
@@ -95,9 +91,7 @@ def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
 
 
 def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:
-    """Return the layer for what lies before it; over axes that are cut and others, it gets whole
-    activations.
-    """
+    """Return the layer norm for its input, gathered if it normalizes a sharded axis."""
     shape = layer.weight.shape
     if context.placement.has_rows and len(shape) < 3:
         return context.on_parts(layer)

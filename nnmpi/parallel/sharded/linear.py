@@ -1,5 +1,4 @@
-"""Linear layers, embeddings and convolutions of which each rank has some outputs, some inputs or
-some entries.
+"""Linear layers, embeddings and convolutions sharded by outputs, inputs or entries.
 
                   column                                   row
     x whole -> [ W0 | W1 ] -> y0 | y1   -> relu ->  y0 | y1 -> [ V0 ] -> add up -> z whole
@@ -43,9 +42,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class RowLinear(Linear):
-    """Some inputs of a linear layer: (..., this rank's inputs) -> whole (..., outputs). The bias is
-    whole.
-    """
+    """Row-parallel linear layer: (..., own inputs) -> full (..., outputs), with a full bias."""
 
     group: Group
 
@@ -57,9 +54,7 @@ class RowLinear(Linear):
 
 
 class RowConv2d(Conv2d):
-    """Some input channels of a convolution: (batch, h, w, this rank's inputs) -> whole images. The
-    bias is whole.
-    """
+    """A convolution sharded by input channels: (batch, h, w, own inputs) -> full images."""
 
     group: Group
 

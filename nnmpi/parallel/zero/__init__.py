@@ -1,5 +1,4 @@
-"""ZeRO: data parallelism whose ranks share out the optimizer's state, the gradients and the
-parameters.
+"""ZeRO: data parallelism that shards optimizer state, gradients and parameters.
 
     P parameters, N ranks, float32, Adam     parameters   gradients   state        and             sent per step
     data parallelism                         4P           4P          8P                           8P (N-1)/N

@@ -1,5 +1,4 @@
-"""Flat storage of which each rank keeps a part: what the stages of ZeRO have in memory, where, and
-how it is exchanged.
+"""Sharded flat storage: the memory of ZeRO's stages, its layout and its exchanges.
 
 A unit is a run of the model's layers, such as a block: what is gathered, computed with, and summed
 at once. Its parameters lie together in a flat array (one for each optimizer group), of which rank r
@@ -67,16 +66,13 @@ UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
 
 
 class OwnParts(list[Array]):
-    """Arrays of which the ranks of a group have others: a norm of them all is a sum over the
-    ranks.
-    """
+    """Arrays that differ between ranks: their norm is a sum over the ranks."""
 
     ranks: Group
 
 
 class ShardedStorage(FlatStorage):
-    """The parameters of a model, of which the ranks of a group keep parts. Give it to
-    `Module.initialize`:
+    """A model's parameters, sharded over a group's ranks. Give it to `Module.initialize`:
 
         model.initialize(seed=0, storage=sharded(model, group, stage=3))
 
@@ -299,9 +295,7 @@ class ShardedStorage(FlatStorage):
                 self.grads[i][...] = 0
 
     def reduce(self, number: int) -> None:
-        """Sum a unit's gradients over the ranks, and add this rank's part of the sum to what it
-        has. Collective.
-        """
+        """Reduce-scatter a unit's gradients, and accumulate this rank's part. Collective."""
         pieces = self._pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
         if any(self.spans[i].parameter.requires_grad for i in numbers):
@@ -346,17 +340,14 @@ class ShardedStorage(FlatStorage):
             place[...] = arrived
 
     def wait_for_others(self) -> None:
-        """With arrays in shared memory, wait for the others: nobody may read too early, or write
-        too early again.
-        """
+        """With shared memory, wait for the other ranks before the next read or write."""
         if self._node is not None:
             self._node.barrier.run()
 
     # ---- parameters ----
 
     def connect(self, group: Group, algorithm: str = AUTO) -> str:
-        """Make ready what gathers and sums; return why not in shared memory, where "auto" meant
-        that. Collective.
+        """Prepare gathers and sums; return why "auto" uses no shared memory. Collective.
 
         Args:
             group: the same ranks, for these messages alone.
@@ -420,9 +411,7 @@ class ShardedStorage(FlatStorage):
         self.grads = self._node.places
 
     def finish_update(self) -> None:
-        """Let every rank have all new parameters; in stage 3, forget what was gathered of the old
-        ones.
-        """
+        """Publish all new parameters; in stage 3, discard what was gathered of the old ones."""
         if self._group is None:
             raise UsageError(
                 "nothing puts the ranks' parts together; make a ShardedDataParallel of this model"
@@ -437,8 +426,7 @@ class ShardedStorage(FlatStorage):
                 pending.run()
 
     def enter(self, number: int, following: int | None = None) -> None:
-        """Let a unit's parameters be in their places, and begin to gather the one that comes next.
-        Collective.
+        """Wait until the unit's parameters are gathered, and prefetch the next unit's. Collective.
 
         Args:
             number: the unit's.
@@ -452,9 +440,7 @@ class ShardedStorage(FlatStorage):
         self._wait(number)
 
     def leave(self, number: int) -> None:
-        """Let another unit have a unit's slot. If it was asked for and nobody came, it is waited
-        for.
-        """
+        """Free the unit's slot; first complete its gather if one was started and never awaited."""
         if number in self._standing:
             self._wait(number)
             del self._standing[number]
@@ -489,9 +475,7 @@ class ShardedStorage(FlatStorage):
             self._traffic = self._traffic.plus(Traffic(0.0, int(whole.nbytes), 1, nan))
 
     def take_traffic(self) -> Traffic:
-        """Return what was exchanged since the last call: the bytes of whole arrays, of which (N -
-        1) / N are sent.
-        """
+        """Return the bytes exchanged since the last call, (N - 1) / N of the arrays' bytes."""
         traffic, self._traffic = self._traffic, Traffic()
         return traffic
 
@@ -541,9 +525,7 @@ def sharded(
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A run of layers, with the calls that compute them and the parameters that no other unit
-    has.
-    """
+    """A run of layers with its calls and the parameters of no other unit."""
 
     layers: tuple[ChainLayer, ...]
     joined: tuple[Run, ...]
@@ -634,8 +616,7 @@ def predict_bytes(
     stands_once: bool = False,
     away: str | None = None,
 ) -> StateBytes:
-    """Return what a rank will hold, to the byte, with one optimizer group. The model needs no
-    values.
+    """Return the exact bytes a rank will hold, for one parameter group; needs no values.
 
     Args:
         model: as for `cut_units`.

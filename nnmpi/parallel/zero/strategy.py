@@ -161,8 +161,7 @@ class ShardedDataParallel(DataParallel):
         self.storage.enter(number, number - 1 if number else None)
 
     def gather_for(self, module: Module) -> None:
-        """Let the weights of a part of the model be in their places, until others need these.
-        Collective.
+        """Gather the weights of a part of the model, until another part needs the slot. Collective.
 
         Raises:
             UsageError: for a part that lies in several units.
@@ -173,9 +172,7 @@ class ShardedDataParallel(DataParallel):
             self.storage.enter(number)
 
     def begin_backward(self, module: Module) -> None:
-        """Let the weights of a part of the model be there for its backward; the units above are
-        done. Collective.
-        """
+        """Gather a part's weights for its backward pass; the units above are done. Collective."""
         number = self._unit_of(module)
         self._check_pass()
         if number != SHARED:
@@ -274,9 +271,7 @@ class ShardedDataParallel(DataParallel):
 
 
 def shard_storage(model: Module, ranks: Group, stage: int, unit_bytes: int | None = None) -> None:
-    """Let an initialized model lie in storage that is shared out: each rank keeps its part of what
-    it has now.
-    """
+    """Shard an initialized model's storage: each rank keeps its part of the values."""
     old = model.storage
     values = {span.parameter.name: span.parameter.data for span in old.spans}
     model.storage = _again(old, values, sharded(model, ranks, stage, unit_bytes))
