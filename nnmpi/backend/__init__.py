@@ -1,5 +1,4 @@
-"""Array libraries and devices: NumPy on the host, CuPy on a GPU, and the kernels that operations
-compute with.
+"""Array libraries and devices: NumPy on the host, CuPy on a GPU, and compiled kernels.
 
 Read in this order:
 

@@ -1,6 +1,4 @@
-"""The array type that the engine works on, how to find the library behind an array, and arrays that
-are made once.
-"""
+"""The engine's array type, the library behind an array, and cached constant arrays."""
 
 import sys
 from collections.abc import Iterable
@@ -35,16 +33,12 @@ def namespace(array: Array) -> ModuleType:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether x is an array of any library, rather than a number, also one of NumPy's, or a
-    list.
-    """
+    """True for an array of any library, rather than a number (also NumPy's) or a list."""
     return isinstance(x, np.ndarray) or (is_result(x) and not isinstance(x, np.generic))
 
 
 def is_result(x: Any) -> bool:
-    """Return whether x is an array, or a number of NumPy's, which it makes in place of an array
-    without axes.
-    """
+    """True for an array, or a NumPy number, which NumPy returns in place of a 0-d array."""
     return (
         hasattr(x, "__array_namespace__")
         or hasattr(x, "__cuda_array_interface__")
@@ -53,8 +47,7 @@ def is_result(x: Any) -> bool:
 
 
 def mixed_error(values: Iterable[Any]) -> DeviceError | None:
-    """Return the error for an operation that was given arrays of the host and of a device; None if
-    it was not.
+    """Return the error for arrays of the host among those of a device; None if there are none.
 
     The libraries refuse such arrays themselves, but do not say which it is and what to do about it.
     """

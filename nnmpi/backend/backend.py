@@ -43,9 +43,7 @@ class Backend:
 
     @property
     def card(self) -> str:
-        """What tells the device from any other of the node: ranks with the same word share it.
-        Empty on the host.
-        """
+        """The device's identity, equal for ranks that share it. Empty on the host."""
         return ""
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
@@ -64,9 +62,7 @@ class Backend:
         """Give memory that no array uses back to the device."""
 
     def use(self) -> None:
-        """Let the calling thread's operations go to this device; the thread that chose the backend
-        need not.
-        """
+        """Make this device current in the calling thread, which need not have chosen the backend."""
 
     def share(self, ranks: int) -> None:
         """Leave room for the other ranks on this device: `ranks` have it, this one among them."""
@@ -75,9 +71,7 @@ class Backend:
         """Let arrays take so much of the device's memory at most; the host's is not limited."""
 
     def explain(self, error: BaseException) -> DeviceError | None:
-        """Return a library's error in a sentence that says what would help; None if it is no error
-        of the device.
-        """
+        """Return a sentence with a remedy for a device library's error; None for other errors."""
         return None
 
 

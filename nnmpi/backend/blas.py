@@ -44,9 +44,7 @@ _REAL = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
 
 
 def find_older(environ: Mapping[str, str] = os.environ, cpu: Path = _CPU_INFO) -> str | None:
-    """Return a sentence if the environment makes OpenBLAS run code for an older processor than this
-    one; else None.
-    """
+    """Return a sentence if the environment makes OpenBLAS run code for an older processor."""
     wanted, core = environ.get(VARIABLE), _core()
     processor = (read_cpu("vendor_id", cpu), read_cpu("cpu family", cpu))
     wide = set(read_cpu("flags", cpu).split()) >= AVX512 and processor != ZEN4
@@ -87,9 +85,7 @@ def _core() -> str:
 
 @cache
 def loaded_pools() -> ThreadpoolController:
-    """Return what sets the threads of the loaded libraries; looking for them takes 0.25 ms, so it
-    is kept.
-    """
+    """Return the thread-pool controller, cached: finding the libraries takes 0.25 ms."""
     return ThreadpoolController()
 
 
@@ -101,9 +97,7 @@ def one_blas_thread() -> AbstractContextManager[object]:
 
 
 def blas_pool(pools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return threadpoolctl's entry for the BLAS that NumPy loaded; the first one if there are
-    several, {} for none.
-    """
+    """Return threadpoolctl's entry for NumPy's BLAS, else the first BLAS, else {}."""
     found = [pool for pool in pools if pool.get("user_api") == "blas"]
     from_numpy = [pool for pool in found if "numpy" in str(pool.get("filepath", ""))]
     return next(iter(from_numpy or found), {})
@@ -118,9 +112,7 @@ def name_blas(pool: Mapping[str, Any]) -> str:
 
 
 def read_cpu(field: str, cpu: Path = _CPU_INFO) -> str:
-    """Return what Linux says of the first processor under a name such as "model name"; nothing
-    elsewhere.
-    """
+    """Return a field of /proc/cpuinfo for the first processor; "" on other systems."""
     try:
         lines = cpu.read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -164,9 +156,7 @@ class Mkl:
         return words[words.index("Version") + 1].split("-")[0] if "Version" in words else "unknown"
 
     def takes(self, a: Array, b: Array, out: Array | None) -> bool:
-        """Return whether MKL multiplies these: large enough, of one dtype, and each in rows or in
-        columns.
-        """
+        """True if MKL multiplies these: large, of one dtype, each row- or column-major."""
         if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
             return False
         if a.size * b.shape[1] <= self._least or a.dtype != b.dtype or a.dtype not in self._gemm:
@@ -213,17 +203,13 @@ def _form(x: Array) -> tuple[int, int] | None:
 
 @cache
 def installed_mkl() -> Mkl | None:
-    """Return MKL's products on Intel's processors, where it is installed: on others it was slower
-    than OpenBLAS.
-    """
+    """Return MKL on Intel's processors, if installed: on others it was slower than OpenBLAS."""
     return load_mkl() if read_cpu("vendor_id") == "GenuineIntel" else None
 
 
 @cache
 def load_mkl() -> Mkl | None:
-    """Return MKL's products, with as many threads as NumPy's BLAS has; None where MKL cannot be
-    loaded.
-    """
+    """Return MKL with as many threads as NumPy's BLAS; None if it cannot be loaded."""
     folders = [Path(sys.prefix, "lib"), Path(site.getuserbase(), "lib")]
     files = [file for folder in folders for file in sorted(folder.glob("libmkl_rt.so*"))]
     if not files:

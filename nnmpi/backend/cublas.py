@@ -1,5 +1,4 @@
-"""Products of matrices on a device: cuBLAS called by way of CuPy's bindings, which are no
-documented interface.
+"""Matrix products on a device: cuBLAS through CuPy's undocumented bindings.
 
 What is gained over cupy.matmul (14.2): float32 results of float16 and bfloat16, stacks of bfloat16
 (which it refuses), stacks of float16 without a detour by way of float32, transposed views without a
@@ -55,8 +54,7 @@ Product = Callable[[Any, Any, Any, bool], None]  # of arrays a and b, written or
 
 
 def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
-    """Return CuPy's bindings of cuBLAS, and what gives the handle for this thread and its current
-    device.
+    """Return CuPy's cuBLAS bindings, and the handle of this thread's current device.
 
     The bindings let the handle work on the current stream, at every call. They must be asked for as
     an attribute: it is then that CuPy looks for the library in the wheels that may bring it;
@@ -67,9 +65,7 @@ def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
 
 
 class Matrices(NamedTuple):
-    """Where the elements of an array of two or more axes lie: its shape, and its strides in
-    elements.
-    """
+    """The memory layout of an array of two or more axes: shape and strides in elements."""
 
     shape: Shape
     strides: Shape
@@ -91,9 +87,7 @@ class Matrices(NamedTuple):
 
     @property
     def form(self) -> tuple[int, int] | None:
-        """0 for matrices that lie in rows, 1 for those in columns, with their lead; None if they
-        lie otherwise.
-        """
+        """(0, lead) for row-major matrices, (1, lead) for column-major ones, else None."""
         (rows, columns), (down, right) = self.shape[-2:], self.strides[-2:]
         if min(self.strides) < 0:
             return None
@@ -112,9 +106,7 @@ class Matrices(NamedTuple):
         return (0,) * (len(leading) - len(own)) + tuple(own)
 
     def is_spread(self, leading: Shape) -> bool:
-        """Return whether a copy would be one stack and the array is none; not if the copy would
-        have to be larger.
-        """
+        """True if a copy, no larger than the array, would be one stack and the array is not."""
         strides = self.over(leading)
         repeated = any(
             length > 1 and stride == 0 for length, stride in zip(leading, strides, strict=True)

@@ -28,9 +28,7 @@ UUID_BYTES = 16  # CuPy reads it as text, and may go on behind it to the next by
 
 
 def device_problem() -> str | None:
-    """Return why no device can be used here, in words with what would help, or None when one
-    can.
-    """
+    """Return the reason why no device is usable, with a remedy; None if one is."""
     try:
         cupy = importlib.import_module("cupy")
     except Exception as error:
@@ -118,8 +116,7 @@ class DeviceBackend(Backend):
 
     @property
     def card(self) -> str:
-        """A device's address on its bus and its identity, by which ranks that see different numbers
-        for it know it.
+        """A device's bus address and identity, for ranks that number their devices differently.
 
         Parts of one card, which NVIDIA calls MIG, have the same address and memory of their own.
         """
@@ -148,8 +145,7 @@ class DeviceBackend(Backend):
         self.xp.cuda.Device(self.number).use()
 
     def share(self, ranks: int) -> None:
-        """Leave room for the other ranks on this device: limit the pool to a fair part, unless a
-        limit was set.
+        """Limit the memory pool to a fair share among this device's ranks, unless a limit is set.
 
         All of them should be on the device by then, and have no large arrays yet.
         """
@@ -166,18 +162,14 @@ class DeviceBackend(Backend):
         )
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Let the pool take so much of the device's memory at most, if it may not take less
-        already.
-        """
+        """Limit the pool to this many bytes, unless its limit is lower already."""
         pool = self.xp.get_default_memory_pool()
         if not pool.get_limit() or limit_bytes < pool.get_limit():
             pool.set_limit(size=limit_bytes)
             self.pool.note = "as memory_limit says"
 
     def explain(self, error: BaseException) -> DeviceError | None:
-        """Return a library's error in a sentence that says what would help; None if it is no error
-        of the device.
-        """
+        """Return a sentence with a remedy for a device library's error; None for other errors."""
         return explain_error(error, self)
 
 
@@ -185,8 +177,7 @@ NAMES = ("auto", "numpy", "cupy")
 
 
 def select(name: str = "auto", local_rank: int = 0) -> Backend:
-    """Return the backend of that name; `auto` is CuPy where a device can be used and NumPy
-    elsewhere, and says why.
+    """Return the backend of this name; `auto` is CuPy if a device is usable, with the reason.
 
     Ranks that share a device should then tell each other so, and call `share`: see `Backend.card`.
 
@@ -225,8 +216,7 @@ REMEDY = (
 
 
 def installed_wheels(paths: Sequence[str] = sys.path) -> list[str]:
-    """Return the names of the installed packages that bring cupy; more than one get in one
-    another's way.
+    """Return the installed packages that provide cupy; two of them conflict.
 
     (Python's own importlib.metadata would tell too, but takes a tenth of the time that nnmpi takes
     to start.)
@@ -239,9 +229,7 @@ def installed_wheels(paths: Sequence[str] = sys.path) -> list[str]:
 
 
 def expects_device() -> bool:
-    """Return whether a device could be meant to be used here: cupy is installed, or NVIDIA's driver
-    shows a card.
-    """
+    """True if a device may be expected: cupy is installed, or NVIDIA's driver shows a card."""
     # the latter: WSL
     return bool(installed_wheels()) or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
@@ -305,8 +293,7 @@ def explain_start(error: Exception | None, driver: int, runtime: int) -> str:
 
 
 def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError | None:
-    """Return a library's error in a sentence that says what would help; None if it is no error of
-    the device.
+    """Return a sentence with a remedy for a device library's error; None for other errors.
 
     Args:
         backend: the device, which may answer no more when it is asked what its memory looks like.

@@ -1,5 +1,4 @@
-"""Products of matrices, in the mode of `precision` and with the library that is there for the
-arrays.
+"""Matrix products, in the mode of `precision`, by the library of the arrays.
 
 arrays          float32, float64                  float16, bfloat16                     whole numbers
 NumPy           its BLAS; MKL, where it is        none: operations compute in float32   its own loops

@@ -1,5 +1,4 @@
-"""What is compiled, for operations whose arrays it computes with: the one place where that is
-decided.
+"""The one place that decides which operations run compiled kernels, for which arrays.
 
 arrays                                          kernels                                   switched by
 NumPy's                                         none: the operation's own arithmetic
@@ -38,9 +37,7 @@ _enabled: ContextVar[bool | None] = ContextVar("nnmpi_kernels", default=None)
 
 
 def kernels_for(array: Array, name: str) -> Any:
-    """Return the compiled kernels that have this function, for arrays like this one in this
-    context; None for none.
-    """
+    """Return the compiled kernels with this function for such an array here, or None."""
     found: Any = None
     if type(array) is np.ndarray:
         if not _enabled.get() or array.dtype != FLOAT32:
@@ -52,9 +49,7 @@ def kernels_for(array: Array, name: str) -> Any:
 
 
 def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
-    """Write the sum over the rows of the result's gradient (rows, n), in float32 where that is
-    lower.
-    """
+    """Write the sum over rows of a gradient (rows, n), in at least float32."""
     kernels = kernels_for(grad, "bias_grad")
     if kernels is not None:
         kernels.bias_grad(xp, xp.ascontiguousarray(grad), to_bias)  # that of a sum has gaps

@@ -1,5 +1,4 @@
-"""How much memory a backend uses and how much it may; and how the process keeps what it frees on
-the host.
+"""Memory: what a backend uses and may use, and how the host process reuses freed memory.
 
 A training step frees arrays of megabytes and asks for them again a moment later. glibc by default
 maps each such array afresh, and the kernel then zeroes it page by page: a quarter of a
@@ -22,8 +21,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory in bytes: a device's as this process's arrays use it; on the host, that of the whole
-    process.
+    """Memory in bytes: a device's use by this process's arrays, or the host process's.
 
     Attributes:
         used_bytes: in arrays that are alive.
@@ -57,8 +55,7 @@ def host_memory() -> MemoryUse:
 
 
 def keep_freed_memory() -> bool:
-    """Tell malloc to keep what is freed, for arrays of up to 32 MiB; return whether it listens
-    (glibc alone does).
+    """Make malloc keep freed blocks of up to 32 MiB; True where it can (glibc).
 
     The process then holds on to the most memory that it ever used.
     """
@@ -68,8 +65,7 @@ def keep_freed_memory() -> bool:
 
 
 def share_freed_memory() -> bool:
-    """Tell malloc to give all threads that begin from now on memory from one arena; return whether
-    it listens.
+    """Make all later threads share one malloc arena; True where it can (glibc).
 
     Else a thread keeps what it has freed for itself: some MiB for each, where only one of many
     computes at a time.

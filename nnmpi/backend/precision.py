@@ -1,5 +1,4 @@
-"""The precision in which products are computed: a mode of the context, float32 unless said
-otherwise.
+"""The precision of products: a mode of the context, float32 by default.
 
     mode       what a GEMM or a convolution reads     adds up in    what it gives     parameters, gradients, optimizer
     float32    float32                                float32       float32           float32
@@ -59,8 +58,7 @@ def use_precision(mode: str) -> Iterator[None]:
 
 
 def low_dtype(mode: str) -> Dtype | None:
-    """Return the dtype of what flows between layers in this mode, None where that is the
-    parameters' own.
+    """Return the dtype of activations in this mode; None for the parameters' own.
 
     Raises:
         UsageError: when bfloat16 is needed and ml_dtypes is not installed.
@@ -88,9 +86,7 @@ def bfloat16() -> Dtype:
 
 
 def is_floating(dtype: Dtype) -> bool:
-    """Return whether the dtype is floating point; bfloat16 is, though NumPy counts it among the
-    unknown.
-    """
+    """True for floating-point dtypes, including bfloat16, which NumPy does not know."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
@@ -100,8 +96,7 @@ def is_low(dtype: Dtype) -> bool:
 
 
 def dtype_named(name: str) -> Dtype:
-    """Return the dtype of that name, such as "float32"; NumPy knows "bfloat16" only once ml_dtypes
-    is there.
+    """Return the dtype of this name; NumPy knows "bfloat16" only with ml_dtypes.
 
     Raises:
         UsageError: when bfloat16 is meant and ml_dtypes is not installed.

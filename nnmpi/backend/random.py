@@ -1,5 +1,4 @@
-"""Random numbers that depend on what they are for alone: the same on every rank and under every
-layout.
+"""Random numbers by purpose alone: the same on every rank and under every layout.
 
 `stream` gives a generator, keyed by the seed and by names, never by how often somebody drew before:
 `stream(seed, "init", "2.weight")` gives a layer its initial weights whichever rank builds it.
@@ -56,9 +55,7 @@ def key_pair(*parts: str | int) -> tuple[int, int]:
 
 
 def least_kept(rate: float) -> int:
-    """Return from which of `random_bits` on an element is kept that is dropped with this
-    probability.
-    """
+    """Return the smallest `random_bits` that keep an element dropped with this probability."""
     return min(round(rate * 2**32), 2**32 - 1)
 
 

@@ -1,5 +1,4 @@
-"""Recording what a training step asks of its array library, as a flat list of calls that can be
-made again.
+"""Recording: a training step's calls to its array library as a flat, repeatable list.
 
     first time    y = xp.matmul(x, w)               computes, and notes  matmul(x, w, out=y)
                   xp.add(y, b, out=y)               computes, and notes  add(y, b, out=y)
@@ -66,17 +65,13 @@ def active() -> Recorder | None:
 
 
 def perform(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function, and let a recording call it again, as a whole, each time; return its result
-    of now.
-    """
+    """Call a function, and make a recording repeat the whole call; return its result now."""
     recorder = _active.get()
     return function(*args) if recorder is None else recorder.perform(function, *args)
 
 
 def feed(function: Callable[..., Array], *args: Any) -> Array:
-    """Return the array that a function gives; in a recording, its place, which each replay fills by
-    a call anew.
-    """
+    """Return a function's array; in a recording, a buffer that each replay fills by a call."""
     recorder = _active.get()
     if recorder is None:
         return function(*args)
@@ -90,8 +85,7 @@ def _fill(place: Array, function: Callable[[], Any]) -> None:
 
 
 def refuse(what: str) -> None:
-    """Refuse to hand out a number of Python's while a step is recorded, since it would be the first
-    step's for ever.
+    """Refuse to return a Python number while recording: it would stay the first step's.
 
     Raises:
         UsageError: when a step is being recorded.
@@ -194,9 +188,7 @@ class Recorder:
         return True
 
     def hand_out(self) -> None:
-        """Let leaves without a place for gradients have copies, which the next replay leaves
-        alone.
-        """
+        """Give leaves without gradient buffers copies, which the next replay leaves alone."""
         for leaf, place in self.loose:
             if type(leaf.grad) is type(place) and namespace(place).may_share_memory(
                 leaf.grad, place
@@ -204,16 +196,12 @@ class Recorder:
                 leaf.grad = leaf.grad.copy()
 
     def copy(self, array: Array) -> Array:
-        """Return a copy, in the recording's memory where that can be, in the order of the array's
-        elements there.
-        """
+        """Return a copy, in the recording's memory if possible, with the same element order."""
         place = self.place_like(array)
         return array.copy(order="K") if place is array else place
 
     def place_like(self, array: Array, copied: bool = True) -> Array:
-        """Return an array like this, of its values, over the recording's memory; itself if that is
-        not NumPy's.
-        """
+        """Return an array like this over the recording's memory; itself if it is not NumPy's."""
         if type(array) is not np.ndarray or not array.flags.c_contiguous:
             return array
         place = self.pool.allocate(array.shape, array.dtype)

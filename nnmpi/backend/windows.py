@@ -1,5 +1,4 @@
-"""Views of images for convolution and pooling: a zero-copy array of all windows, their corners,
-borders around images.
+"""Views for convolution and pooling: windows without copies, corners, padding.
 
 Images are (batch, height, width, channels). `windows` of a 3x3 kernel over one row of pixels a b c
 d e:
@@ -50,8 +49,7 @@ def pair(name: str, value: int | Pair, least: int) -> Pair:
 
 
 def bordered(x: Array, padding: Pair, value: float = 0.0, xp: Any = None) -> Array:
-    """Return x (n, h, w, c) with `padding` rows and columns of `value` on each side; x itself when
-    there are none.
+    """Return x (n, h, w, c) padded by rows and columns of `value`; x itself without padding.
 
     Args:
         x: (n, h, w, c).
@@ -105,8 +103,7 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
 
 
 def corners(x: Array, pool: Pair) -> Array:
-    """Return a view (pool_h, pool_w, n, h // pool_h, w // pool_w, ...) of x (n, h, w, ...): the
-    windows' places first.
+    """Return x (n, h, w, ...) as (pool_h, pool_w, n, h // pool_h, w // pool_w, ...), a view.
 
     Rows and columns that no window covers are left out.
     """

@@ -377,8 +377,7 @@ class Group(Communicator):
         name: str = "all-to-all",
         category: str = "collective",
     ) -> list[Buffer]:
-        """Send each rank its part; return what comes from each, of the shapes given. All are of one
-        dtype. Collective.
+        """Send each rank its array; return the received ones, of the given shapes. Collective.
 
         The messages are those of `algorithms.pairwise`, posted at once in the order of its rounds;
         none is empty.

@@ -143,9 +143,7 @@ class Machine:
 
     @classmethod
     def uniform(cls, alpha_s: float, beta_s: float, gamma_s: float = 0.0) -> "Machine":
-        """Return the textbooks' machine: alpha_s a message, beta_s a byte sent, gamma_s a byte
-        added.
-        """
+        """Return the textbook machine of prices per message, byte sent and byte added."""
         return cls(Link.line(alpha_s, beta_s), add=Curve.line(0.0, gamma_s))
 
     def places(self, size: int) -> tuple[int, ...]:

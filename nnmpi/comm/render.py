@@ -1,5 +1,4 @@
-"""Pictures of collectives: in text, rounds down and ranks across, in each cell what goes where and
-what comes.
+"""Pictures of collectives as text: rounds down, ranks across, messages in the cells.
 
 For a page, an animation, round by round: what travels, and what is in every chunk when it has come.
 
@@ -37,8 +36,7 @@ SHOWN_BYTES = 2**20  # of the buffer with which a page begins
 
 
 def render(algorithm: Collective | Algorithm, size: int) -> str:
-    """Return a picture of a collective that is right, on `size` ranks, when every message takes one
-    round.
+    """Return a picture of a proved collective on `size` ranks, one round per message.
 
         all-reduce by tree, 4 ranks
 
@@ -153,9 +151,7 @@ def picture(collective: Collective, size: int) -> Picture:
 
 
 def coefficients(collective: Collective, size: int) -> tuple[int, float]:
-    """Return (latencies, buffers): the seconds on a uniform link are latencies x alpha + buffers x
-    bytes x beta.
-    """
+    """Return (latencies, buffers): seconds = latencies x alpha + buffers x bytes x beta."""
     nbytes = 4 * _ITEMS * size
     latencies, buffers = (
         price(collective, size, nbytes, Machine.uniform(*cost))

@@ -1,5 +1,4 @@
-"""What nnmpi asks of the machinery that carries its messages: the one place at which it meets a
-world.
+"""The interface to a world: everything nnmpi needs from what carries its messages.
 
     everything else in nnmpi      groups, collectives as steps, pipelines, servers, shared memory,
                                   training
@@ -93,31 +92,27 @@ class World(Protocol):
     waiter: object
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
-        """Return True when `ready()` is true, leaving the core to others between looks. `ready` may
-        test requests.
+        """Poll `ready()` until it is true, yielding the core in between; return True.
 
         Args:
             until_s: return False at this time of `nnmpi.clock`.
         """
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make()` returns; for ranks that share a process, one object for all that
-        give the same key.
+        """Return `make()`, made once per key for ranks that share a process.
 
         Nobody may change it. `make` must not communicate; what it raises is raised by every rank.
         """
 
     def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
-        """Start some work that waits for a disk, say, and go on; one after the other is done, and
-        all before the end.
+        """Run work such as disk writes in the background, in order; it ends before the program.
 
         It must not communicate, nor touch what the rank itself changes meanwhile. A simulated
         world, in which one thread runs at a time, does it when somebody asks for its end.
         """
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
-        """Say for how long a wait for other ranks may last. A simulated world notices by itself
-        when nobody goes on.
+        """Set the time limit of waits for other ranks; a simulated world detects stalls itself.
 
         Args:
             warning_s: then it is told which rank is missing, and in what every other one waits.
@@ -160,9 +155,7 @@ class Comm(Protocol):
     # ---- what was started ----
 
     def test_all(self, requests: Sequence[Request], /) -> bool:
-        """Return whether all are complete, without waiting; messages move on meanwhile. Of none,
-        True.
-        """
+        """Return True if all requests are complete, without blocking; drives progress."""
 
     def wait_all(self, requests: Sequence[Request], /) -> Any:
         """Return when all are complete."""
@@ -220,21 +213,16 @@ class Comm(Protocol):
         """Return another one of the same ranks. Collective."""
 
     def split(self, color: int, key: int) -> Self:
-        """Return one of the ranks that gave the same color (0 or more), ordered by key, then by
-        rank. Collective.
-        """
+        """Return the communicator of ranks with one color (0 or more), by key, rank. Collective."""
 
     def split_by_node(self, key: int) -> Self:
-        """Return one of the ranks that share this one's memory, ordered by key, then by rank.
-        Collective.
-        """
+        """Return the communicator of ranks that share memory, by key, then rank. Collective."""
 
     def free(self) -> None:
         """Give it back. Collective."""
 
     def share_pages(self, own_bytes: int) -> SharedPages:
-        """Return memory that all ranks of this communicator see; they must be of one node.
-        Collective.
+        """Return memory that all ranks of this communicator, on one node, share. Collective.
 
         Args:
             own_bytes: the length of this rank's part; the ranks' lengths may differ, and be 0.

@@ -56,8 +56,7 @@ CHUNK_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Source:
-    """One file to download: its name, the folders of its mirrors in the order in which they are
-    tried, size and hash.
+    """A file to download: its name, mirrors in order, size and hash.
 
     Sizes and hashes are of the files as they are sent, as TensorFlow Datasets lists them
     (url_checksums).
@@ -213,8 +212,7 @@ def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
 def prepare(
     name: str, data_dir: str | Path | None = None, *, report: Callable[[str], None] | None = None
 ) -> Path | None:
-    """Return the folder (or archive) that `load` will read, after downloading what is missing
-    there.
+    """Download missing files of a data set; return the folder or archive for `load`.
 
     One rank per node calls this, before all of them load; several at once wait for one another.
     With data_dir, or for a bundled set or a path, nothing is downloaded and only the arguments are
@@ -262,8 +260,7 @@ class _Limit:
 
 
 def download(source: Source, folder: Path, report: Callable[[str], None] | None = None) -> Path:
-    """Return the file in the folder, downloaded by pooch and checked if it is not there yet: whole
-    or not at all.
+    """Return the file in the folder, downloaded by pooch and verified: whole or absent.
 
     Raises:
         DataError: when no mirror gave the file (the message says what each one did) or the folder

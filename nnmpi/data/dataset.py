@@ -53,8 +53,7 @@ def no_number(value: object, label: bool = False) -> str:
 
 
 def read_array(values: Any, name: str, label: bool = False) -> Array:
-    """Return numbers as an array: of any library as they are; of tables, tensors and lists as NumPy
-    reads them.
+    """Return an array: of any library unchanged; tables, tensors and lists as NumPy reads them.
 
     Args:
         values: what has `__array__`, or lists of numbers.
@@ -97,9 +96,7 @@ def as_float32(name: str, values: Array) -> Array:
 
 
 def count_targets(labels: Array) -> int:
-    """Return how many labels count: whole numbers that are not negative; of labels of another kind,
-    the samples.
-    """
+    """Return the number of targets: labels that are not negative; else the samples."""
     if labels.dtype.kind == "i":
         return int(
             np.count_nonzero(labels >= 0) if isinstance(labels, np.ndarray) else (labels >= 0).sum()
@@ -170,9 +167,7 @@ class Samples(ABC):
 
     @abstractmethod
     def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
-        """Return their labels, (rows,) or (rows, ...): int64, padded with `IGNORED`; or float32
-        quantities.
-        """
+        """Return labels (rows,) or (rows, ...): int64 padded with `IGNORED`, or float32 numbers."""
 
     def pair(
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
@@ -295,8 +290,7 @@ class Dataset(Samples):
 
     @cached_property
     def variance(self) -> float | None:
-        """The mean squared distance of quantities from their mean; each place in `target_shape` has
-        a mean of its own.
+        """The mean squared deviation of numbers from their mean, per place in `target_shape`.
 
         What R2 is measured by; None where classes are predicted.
         """
@@ -363,8 +357,7 @@ class Dataset(Samples):
 
 
 def as_yes_or_no(dataset: Dataset) -> Dataset:
-    """Return a data set of two classes whose labels are how sure it is that a sample is of class 1:
-    0.0 and 1.0.
+    """Return a two-class data set with labels 0.0 and 1.0, the probability of class 1.
 
     Raises:
         DataError: for other numbers of classes, and quantities that are not from 0 to 1.
@@ -385,8 +378,7 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
 
 
 def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
-    """Return a training and a test part: the test part is the first round(n * test_fraction) of a
-    permutation.
+    """Return training and test parts; the test part begins a seeded permutation.
 
     The permutation is keyed by the seed. The split is not stratified: class shares may differ
     between the parts. Both parts get at least one sample.

@@ -1,5 +1,4 @@
-"""Images in the files of MNIST and its followers (IDX), of CIFAR-10, and in folders: bytes, and a
-label for each.
+"""Images of MNIST's format (IDX), of CIFAR-10, and of folders: bytes with labels.
 
 IDX: unsigned bytes behind a header of sizes (http://yann.lecun.com/exdb/mnist/).
 
@@ -62,8 +61,7 @@ BATCH = re.compile(r"(data_batch_\d+|test_batch)\.bin(\.gz)?")
 
 
 def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
-    """Return the array of an IDX file, plain or .gz, as read-only uint8 with the sizes of its
-    header.
+    """Return the array of an IDX file, plain or .gz: read-only uint8.
 
     Args:
         dims: the number of dims the file must have (3 for images, 1 for labels).
@@ -84,9 +82,7 @@ def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """Return the file of this name, plain before .gz, or None; for IDX files also as
-    name.idx3-ubyte.
-    """
+    """Return the file of this name, plain before .gz, or None; IDX also as name.idx3-ubyte."""
     other = re.sub(r"-(?=idx\d)", ".", name)
     places = (folder / f"{each}{end}" for each in (name, other) for end in ("", ".gz"))
     return next((path for path in places if path.is_file()), None)
@@ -120,8 +116,7 @@ def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tupl
 
 
 def locate_cifar(folder: Path) -> Path | None:
-    """Return what to read in this folder: the folder itself, the official folder in it, the
-    archive, or None.
+    """Return the path to read: the folder, the official folder in it, the archive, or None.
 
     A subset of the training batches will do; at least one and the test batch must be there.
     """
@@ -192,8 +187,7 @@ def open_image(file: Path) -> Any:
 
 
 def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
-    """Return an image in this shape, (height, width, channels), with 1 channel or 3; of another
-    size it is resized.
+    """Return an image as (height, width, channels), resized, with 1 or 3 channels.
 
     Raises:
         UsageError: without Pillow.
@@ -215,8 +209,7 @@ def find_classes(folder: Path) -> dict[str, list[Path]]:
 
 
 def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
-    """Return the parts of a folder CLASS/*.png, or train/CLASS/*.png with test or val beside it: x
-    uint8, scale 1/255.
+    """Return the parts of a folder CLASS/*.png or train/CLASS/*.png: uint8, scale 1/255.
 
     None for a folder of other files. Images of several sizes are resized to the median height and
     width of the training images.

@@ -1,5 +1,4 @@
-"""Data sets of other libraries, as they are: anything with a length and items, and tables in
-memory.
+"""Data sets of other libraries: anything with a length and items, and tables in memory.
 
 data.Loader(torchvision.datasets.CIFAR10(...), 64)       items (x, y): PyTorch's map-style data
                                                          sets, lists of pairs

@@ -79,9 +79,7 @@ class Batch:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        """Count the targets of the global batch, if nobody has: all ranks' rows are then taken for
-        full ones.
-        """
+        """Count the global batch's targets if not given, taking all ranks' rows for full ones."""
         if not self.targets:
             each = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
             object.__setattr__(
@@ -203,9 +201,7 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the batches of the next epoch: of epoch 0 when this is asked first, then of 1, and
-        so on.
-        """
+        """Return the batches of the next epoch: first epoch 0, then 1, and so on."""
         self._asked += 1
         return self.epoch(self._asked - 1)
 
@@ -219,8 +215,7 @@ class Loader:
         return -(-len(self.dataset) // self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0, backend: Backend | None = None) -> Prefetch[Batch]:
-        """Return an iterator over this rank's part of each batch of an epoch, from batch number
-        `start` on.
+        """Return an iterator over this rank's part of an epoch's batches, from batch `start`.
 
         Closing it, leaving its `with` block, or dropping it stops its threads. An exception of the
         transform is raised at the batch that it belongs to.
@@ -267,8 +262,7 @@ class Loader:
         )
 
     def order(self, epoch: int) -> Integers:
-        """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come
-        together.
+        """Return the order of an epoch's samples, (n,). Sentences of similar length stay together.
 
         With a partition it depends on the ranks: each finds its own samples where it takes its
         rows.
@@ -358,8 +352,7 @@ T = TypeVar("T")
 
 
 class Prefetch(Iterator[T], Generic[T]):
-    """Iterates over make(i) for i in numbers, computed by `workers` threads at most `ahead` items
-    in advance.
+    """Iterates over make(i) for i in numbers, made by threads up to `ahead` items early.
 
     Items come in the order of `numbers`, whoever makes them. An exception in make reaches the
     consumer at that item. The threads end when the items are used up, at close(), when the `with`
@@ -405,9 +398,7 @@ class Prefetch(Iterator[T], Generic[T]):
             raise
 
     def close(self) -> None:
-        """Drop what was made, and let the threads end; an item that hangs is not waited for. May be
-        called again.
-        """
+        """Discard prefetched items and stop the threads, without waiting for hung ones."""
         self._numbers = iter(())
         self._coming.clear()
         if self._pool is not None:

@@ -1,5 +1,4 @@
-"""Who sees which sample when: pure functions of (seed, epoch, rank, world), so that every layout
-sees the same batches.
+"""Which rank sees which sample when: pure functions, so every layout sees the same batches.
 
     order     7 2 9 0 | 4 8 1 5 | 3 6      a permutation of the samples, cut into global batches (the last is short)
     rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
@@ -39,8 +38,7 @@ POOL = 50  # batches that are sorted together: more are more alike, and less ran
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Integers:
-    """Return the order of the samples in an epoch: (n,), a permutation of 0..n-1, or 0..n-1 without
-    shuffling.
+    """Return the order of an epoch's samples: (n,), a permutation if shuffled.
 
     Args:
         n: samples of the training set.
@@ -80,8 +78,7 @@ def by_length(
 
 @dataclass(frozen=True)
 class Cut:
-    """One microbatch: rows start..stop-1 of the rank's part; the first is row `first_row` of the
-    global batch.
+    """One microbatch: rows start..stop-1 of the rank's, from row `first_row` of the batch.
 
     Attributes:
         number: which of the global batch's microbatches it is.
@@ -97,8 +94,7 @@ class Cut:
 def cut_batch(
     global_rows: int, rank: int = 0, world: int = 1, microbatches: int = 1, whole: bool = False
 ) -> tuple[Cut, ...]:
-    """Return where each microbatch's rows stand among a rank's, and in a global batch of so many
-    rows.
+    """Return each microbatch's rows, among the rank's rows and in the global batch.
 
     The global batch is cut into microbatches first, each of which is shared out over the ranks, so
     that microbatches hold the same samples under every layout. A microbatch has at least one row,
@@ -158,8 +154,7 @@ def takers(global_rows: int, world: int, microbatches: int) -> Integers:
 
 
 def own_samples(labels: Integers, partition: str, seed: int, owners: Integers) -> list[Integers]:
-    """Return the places in the training set of the samples that each worker has; every sample is
-    one worker's.
+    """Return each worker's own samples, as indices into the training set; a partition.
 
     Args:
         labels: (n,), of the whole training set.
@@ -175,8 +170,7 @@ def own_samples(labels: Integers, partition: str, seed: int, owners: Integers) -
 
 
 def own_order(own: Sequence[Integers], owners: Integers, seed: int, epoch: int) -> Integers:
-    """Return an order in which each row of an epoch has a sample of the worker that takes it, in an
-    order of its own.
+    """Return an epoch's order in which each row holds a sample of its worker.
 
     Args:
         own, owners: see `own_samples`.

@@ -47,8 +47,7 @@ HINT = (
 
 @dataclass(frozen=True)
 class Table:
-    """A parsed file: features (rows, columns) float32, and the label cells as text, each with its
-    line.
+    """A parsed file: features (rows, columns) float32, and label cells as text, with lines.
 
     Attributes:
         columns: the features' names, where there is a header.
@@ -71,9 +70,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the line and the cells of each row of a table; blank lines separate
-    nothing.
-    """
+    """Yield each row's line number and cells; blank lines are skipped."""
     reader, width = csv.reader(read_lines(path), strict=True), 0
     try:
         for cells in reader:

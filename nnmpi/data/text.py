@@ -64,9 +64,7 @@ TOKENS, ENDS = "tokens.bin", "ends.npy"
 
 
 def is_text(path: Path, columns: Sequence[str]) -> bool:
-    """Return whether a file holds a text: by its ending, and a table if columns of it are asked
-    for.
-    """
+    """True if a file holds text, by its suffix, or by requested text columns of a table."""
     name = path.name.removesuffix(".gz")
     return name.endswith(ENDINGS) or (bool(columns) and name.endswith(".csv"))
 

@@ -1,5 +1,4 @@
-"""What happens to a batch between storage and model: Normalize, and augmentations, the random
-changes of images.
+"""Transforms between storage and model: Normalize, and random image augmentations.
 
 A transform is called with (x, indices, epoch, seed) and returns new rows. What it draws for a
 sample depends on (seed, epoch, index of the sample) alone, so the sample looks the same on
@@ -24,8 +23,7 @@ from nnmpi.errors import ShapeError, UsageError
 
 
 def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> Integers:
-    """Return a number in 0..high-1 for each sample index: (rows,) int64; high at most 2**31 (bias <
-    high / 2**32).
+    """Return a number in 0..high-1 per sample index, (rows,) int64; high at most 2**31.
 
     It does not depend on the other indices. A hash of 32 bits is multiplied by high, and the upper
     half of the product is kept (Lemire, 2019): no division. (Generators, as of
@@ -51,16 +49,12 @@ class Transform(Protocol):
     """Anything that can be called like the classes of this module."""
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
-        """Return the transformed rows of x (rows, *sample_shape), same dtype; x itself is not
-        changed.
-        """
+        """Return transformed rows of x (rows, *sample_shape), same dtype; x stays unchanged."""
         ...
 
 
 class Compose:
-    """Transforms one after the other: Compose([Shift(2), Flip(), Normalize.fit(train)]), with or
-    without the list.
-    """
+    """Transforms in order: Compose([Shift(2), Flip(), Normalize.fit(train)])."""
 
     def __init__(self, *transforms: Transform | Sequence[Transform]) -> None:
         self.transforms = [
@@ -157,15 +151,12 @@ class Augmentation(ABC):
 
     @abstractmethod
     def change(self, x: Array, draw: Draw) -> Array:
-        """Return the changed images; `draw` gives what `integers` gives of its last two
-        arguments.
-        """
+        """Return the changed images; `draw(what, high)` gives random integers per sample."""
 
 
 @dataclass(frozen=True)
 class Shift(Augmentation):
-    """Moves each image by up to `pixels` in both directions, filling with 0: a random crop with
-    padding.
+    """Shifts each image by up to `pixels`, padding with 0: a random crop.
 
     Attributes:
         pixels: the largest shift; every whole shift from -pixels to pixels is equally likely, down
@@ -206,9 +197,7 @@ class Flip(Augmentation):
 
 @dataclass(frozen=True)
 class Rotate(Augmentation):
-    """Turns each image about its middle by up to `degrees` either way, by bilinear interpolation,
-    filling with 0.
-    """
+    """Rotates each image about its centre by up to `degrees`, bilinear, filling with 0."""
 
     degrees: float = 10.0
 
@@ -232,8 +221,7 @@ class Rotate(Augmentation):
 
 @dataclass(frozen=True)
 class ColorJitter(Augmentation):
-    """Changes brightness, contrast and saturation of each image, from 0 to 1, by factors of 1 -
-    value to 1 + value.
+    """Scales brightness, contrast and saturation by factors of 1 - value to 1 + value.
 
     Contrast is around the image's mean, saturation around each pixel's mean over the channels.
     """
@@ -253,9 +241,7 @@ class ColorJitter(Augmentation):
 
 @dataclass(frozen=True)
 class Cutout(Augmentation):
-    """Blackens a square of each image, whose middle may be any pixel (DeVries and Taylor, "Cutout",
-    2017).
-    """
+    """Blackens a square at a random pixel of each image (DeVries and Taylor, 2017)."""
 
     pixels: int = 8
 

@@ -1,6 +1,4 @@
-"""Functional operations on tensors. The basic ones (arithmetic, shapes, indexing ...) are in
-`nnmpi.tensor`.
-"""
+"""Functional operations on tensors; arithmetic, shapes and indexing are in `nnmpi.tensor`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,4 @@
-"""Activation functions, each beside its derivative: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU and
-softmax.
+"""Activations with their derivatives: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, softmax.
 
 GELU is x times a distribution's cumulative function (Hendrycks and Gimpel, 2016), alone or on a
 linear layer's result. There are two forms: the exact one by the error function, and that of GPT-2
@@ -106,9 +105,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return x * sigmoid(x), elementwise: SiLU, also called swish (Elfwing, Uchibe and Doya,
-    2017).
-    """
+    """Return SiLU, x * sigmoid(x), elementwise (swish; Elfwing, Uchibe and Doya, 2017)."""
     return require_floating("silu", x) * sigmoid(x)
 
 
@@ -150,8 +147,7 @@ _ERFC_SERIES = (
 
 
 class Gelu(Elementwise):
-    """GELU, elementwise. The derivative is computed together with the value, while a block lies in
-    the cache.
+    """GELU, elementwise; value and derivative are computed while a block is in the cache.
 
     Args:
         tanh: whether GPT-2's form is meant.

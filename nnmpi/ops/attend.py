@@ -54,8 +54,7 @@ Piece: TypeAlias = tuple[Band, slice]  # a band, and where its powers stand amon
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Which probabilities are dropped: those of head h, query i and key j have column (h length +
-    i) length + j.
+    """Attention dropout, keyed by head, query and key.
 
     Attributes:
         rate: the probability with which one is, in [0, 1).
@@ -135,8 +134,7 @@ def attend_more(
     kept: Array | None = None,
     first: bool = False,
 ) -> None:
-    """Let queries attend to some more keys (Milakov and Gimelshein, "Online normalizer
-    calculation", 2018).
+    """Attend to more keys by an online softmax (Milakov and Gimelshein, 2018).
 
         top'   = max(top, scores of the new keys)
         total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
@@ -273,8 +271,7 @@ class KeyBlock:
         return self.causal and self.queries == self.keys
 
     def scores(self, xp: Any, k: Heads, q: Heads, first: int, out: Array) -> Array:
-        """Write (batch, heads, keys, queries) to `out`, for some of the queries from the first on;
-        return it.
+        """Write scores (batch, heads, keys, queries) of some queries to `out`; return it.
 
         Where a key is hidden, that is -inf.
         """
@@ -313,8 +310,7 @@ class KeyBlock:
         p[...] = xp.where(dropped, -p, p)
 
     def pieces(self, q: Heads) -> list[tuple[Block, list[Piece]]]:
-        """Return the sequences and heads whose scores are computed together, the most of them
-        first, and their bands.
+        """Return the sequences and heads computed together, the most first, and their bands.
 
         Without queries there are none.
         """

@@ -1,5 +1,4 @@
-"""Scaled dot-product attention with several heads (Vaswani et al., "Attention is all you need",
-2017).
+"""Multi-head scaled dot-product attention (Vaswani et al., 2017).
 
     P = softmax(Q K^T / sqrt(features))       Y = P V          all per sequence and head
 
@@ -27,15 +26,12 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def attention_for(array: Array) -> Any:
-    """Return what has `attend` and `attend_grad` for these arrays: a device's kernels, or the
-    module `attend`.
-    """
+    """Return the attention for these arrays: a device's kernels, or the module `attend`."""
     return kernels_for(array, "attend") or plain
 
 
 def over_ranks(function: Function, cut: TensorCut, kernels: Any) -> Any:
-    """Return the same for positions of which each rank has some: it exchanges what attention needs
-    of the others.
+    """Return the attention over positions of several ranks, with its exchange.
 
     Raises:
         LayoutError: where the ranks have no such way, or not whole positions.
@@ -62,9 +58,7 @@ class Attention(Function):
         self.causal, self.kernels = causal, kernels
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as queries, keys and values, where each rank has
-        whole heads.
-        """
+        """Return the result's placement: that of q, k and v, if ranks have whole heads."""
         first = alike(self, inputs, "needs queries, keys and values of the same heads")
         if first.cut.axis == 2:
             self.kernels = over_ranks(self, first.cut, self.kernels)
@@ -94,8 +88,7 @@ class Attention(Function):
 
 
 class KeyValues:
-    """The keys and values of the tokens that an attention has seen, of sequences that are written
-    token by token.
+    """The key-value cache of sequences that are generated token by token.
 
         | k0 k1 k2 | k3 |  room  |        the room is doubled when it is used up, so that nothing is copied each time
 
@@ -137,8 +130,7 @@ class KeyValues:
 
 
 class PackedAttention(Function):
-    """The same for (batch, time, 3 features): queries, keys and values side by side, each the heads
-    side by side.
+    """Attention of packed (batch, time, 3 features): queries, keys, values side by side.
 
     Args:
         heads: their number.
@@ -170,8 +162,7 @@ class PackedAttention(Function):
         self.first, self.length = 0, 0
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: by positions, or by heads, where q, k and v are
-        each cut by heads.
+        """Return the result's placement: by positions, or by heads if q, k and v are.
 
         q0 q1 q2 k0 k1 k2 v0 v1 v2   over 2 ranks:   rank 0  q0 q1 k0 k1 v0 v1      rank 1  q2 k2 v2
         """

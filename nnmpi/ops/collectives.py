@@ -47,9 +47,7 @@ CATEGORY = "tensor"  # of this package's events in a timeline
 
 
 def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
-    """Return the sum of the ranks' arrays, all of one shape; in `out` where that is given. `array`
-    stays as it is.
-    """
+    """Return the sum of the ranks' arrays, of one shape, in `out` if given."""
     if out is None:
         out = namespace(array).empty(array.shape, dtype=array.dtype)
     out[...] = array
@@ -181,9 +179,7 @@ class Redistribute(Function):
         self.way, self.group, self.placement = way, group, placement
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on ranks of another group: as before, where they share another
-        axis.
-        """
+        """Return the result's placement on another group, unchanged if that shares another axis."""
         return uncut(self, inputs[0], (self.placement.axis,), "exchanges parts of that axis")
 
     def forward(self, x: Array) -> Array:
@@ -197,9 +193,7 @@ class Redistribute(Function):
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Return x, replicated, for a computation that differs from rank to rank: its gradients are
-    summed.
-    """
+    """Return a replicated x for work that differs by rank: backward sums its gradients."""
     return x if group.size == 1 else RankSum(group, False, True)(x)
 
 
@@ -342,8 +336,7 @@ def _agreed(
 
 
 def all_reduce(x: Any, group: Group) -> Tensor:
-    """Return the sum of the ranks' tensors, on every rank; gradients are summed, too. Collective,
-    as its backward is.
+    """Return the ranks' sum on every rank; backward sums gradients, too. Collective.
 
     >>> import nnmpi
     >>> def program(group):
@@ -366,8 +359,7 @@ def all_reduce(x: Any, group: Group) -> Tensor:
 
 
 def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
-    """Return the ranks' tensors one behind the other, on every rank; its backward is a
-    `reduce_scatter`. Collective.
+    """Return the ranks' tensors joined, on every rank; backward reduce-scatters. Collective.
 
     Args:
         x: of any length along the axis, and otherwise like the others' tensors.
@@ -389,8 +381,7 @@ def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
 def reduce_scatter(
     x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0
 ) -> Tensor:
-    """Return this rank's part of the sum of the ranks' tensors; its backward is an `all_gather`.
-    Collective.
+    """Return this rank's part of the ranks' sum; backward all-gathers. Collective.
 
     Args:
         x: any shape, the same on all ranks.
@@ -409,8 +400,7 @@ def reduce_scatter(
 
 
 def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
-    """Return what every rank has for this one, in the order of ranks; gradients go back the same
-    way. Collective.
+    """Return what each rank sent to this one, in rank order; backward sends back. Collective.
 
     >>> import nnmpi, numpy as np
     >>> def program(group):
@@ -439,9 +429,7 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
 
 @dataclass(frozen=True)
 class PartExchange:
-    """What the ranks of a tensor group exchange of tensors that say which parts they are; a
-    `TensorGroup`.
-    """
+    """The exchanges of a tensor group between shards; a `TensorGroup`."""
 
     group: Group
     depth = 1  # sequences are shared out before layers

@@ -1,6 +1,4 @@
-"""Dropout whose mask is a function of a key and the sample's place in the global batch: the same
-under any layout.
-"""
+"""Dropout whose mask depends on a key and the sample's global place: equal in any layout."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -42,9 +40,7 @@ class DropoutFunction(Function):
         self.columns: Array | None = None
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before; elements have their places in the
-        whole row.
-        """
+        """Return the result's placement: unchanged, as masks follow places in the full row."""
         (x,) = inputs
         cut, row = x.cut, x.shape[1:]
         uncut(self, x, (0,), "needs whole rows")

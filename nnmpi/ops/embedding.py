@@ -63,8 +63,7 @@ def embedding(
     entries: int | None = None,
     make: Callable[..., Function] = EmbeddingFunction,
 ) -> Tensor:
-    """Return the rows of a table (entries, features) that integer indices (...) pick: (...,
-    features).
+    """Return rows of a table (entries, features) at integer indices (...): (..., features).
 
     Where the table is a rank's part of one with more `entries`, `make` says what picks its rows.
 

@@ -1,5 +1,4 @@
-"""Experts: multilayer perceptrons of which each row takes the few that a gate gives it, on one rank
-or on several.
+"""Mixture of experts: a gate sends each row to a few MLPs, on one rank or on several.
 
     rows of this rank        a b c d e            the gate has chosen     a 0, b 2, c 1, d 2, e 0
     by expert                a e | c | b d        and how many each expert gets: 2 1 2

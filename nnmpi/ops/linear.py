@@ -93,9 +93,7 @@ class LinearFunction(Function):
         return to_x, to_weight, to_bias
 
     def activate(self, y: Array, bias: Array | None) -> Array | None:
-        """Turn x W, (rows, out), into the result, in place; return what `before_activation` needs
-        of it.
-        """
+        """Apply the activation to x W (rows, out) in place; return what its gradient needs."""
         if bias is not None:
             self.xp.add(y, bias, out=y)
         return None
@@ -164,9 +162,7 @@ class LinearReluFunction(LinearFunction):
 
 
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
-    """Return where the gradient of a parameter, input i, is computed: its own place, if it has one
-    without gaps.
-    """
+    """Return the buffer for input i's gradient: the parameter's own, if contiguous."""
     place = function.into(i)
     return (
         place if place is not None and place.flags.c_contiguous else function.xp.empty(shape, dtype)
@@ -174,8 +170,7 @@ def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
 
 
 def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation: `in_float32`, unless a device's kernels of this name read lower precision
-    themselves.
+    """Apply an operation `in_float32`, unless device kernels of this name read lower precision.
 
     Args:
         name: of the kernel that the operation asks for.
@@ -230,8 +225,7 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W, of which the sum with others is wanted: float32 where a product of half precision
-    would be rounded.
+    """Return x W as a partial sum over ranks: float32 if half precision would round it.
 
     Arguments and errors are those of `linear`.
     """
@@ -241,8 +235,7 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return max(x W + b, 0), bit for bit what `relu(linear(...))` gives, in one operation and one
-    array.
+    """Return max(x W + b, 0) in one operation, with the bits of `relu(linear(...))`.
 
     Arguments and errors are those of `linear`. (By compiled kernels the bias's gradient differs in
     the last bits.)
@@ -280,8 +273,7 @@ def multiply(
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Dtype:
-    """Refuse what `linear` cannot multiply, in the name of an operation; return the dtype that the
-    product reads.
+    """Refuse operands that `linear` cannot multiply; return the dtype the product reads.
 
     Raises:
         ShapeError, DtypeError, UsageError: see `linear`.

@@ -308,8 +308,7 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 
 
 def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
-    """Return the absolute error |x - target|: its mean over all elements, its sum, or each one
-    (PyTorch's l1_loss).
+    """Return the absolute error |x - target|: mean, sum, or each (PyTorch's l1_loss).
 
     Args and errors are those of `mse`.
     """
@@ -317,8 +316,7 @@ def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 
 
 def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -> Tensor:
-    """Return Huber's error: half the square where |x - target| <= delta, else a straight line of
-    slope delta.
+    """Return Huber's loss: quadratic for |x - target| <= delta, then linear with slope delta.
 
     Huber, "Robust estimation of a location parameter", 1964.
 
@@ -335,8 +333,7 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
 
 
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
-    """Return the cross-entropy between sigmoid(logits) and targets in [0, 1], computed from the
-    logits.
+    """Return the cross-entropy of sigmoid(logits) and targets in [0, 1], from the logits.
 
     Args:
         logits: any shape, floating point.

@@ -1,5 +1,4 @@
-"""Long short-term memory over sequences, backward through time included, as one operation for each
-layer.
+"""LSTM layers over sequences, with backpropagation through time, one operation per layer.
 
     x (batch, time, in) --rows of a time together, running ones alone--> packed (rows, in)
         gates = packed W + b                  one product for all steps
@@ -108,8 +107,7 @@ class Packing:
 
 
 class LSTMFunction(Function):
-    """One layer in one direction: (batch, time + 2, features), h of each time, then the last h and
-    the last c.
+    """One layer and direction: (batch, time + 2, features), h over time, then last h and c.
 
     Args:
         reverse: whether time runs backwards.
@@ -262,8 +260,7 @@ def _step_grad(
 
 
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:
-    """Yield the steps in the order in which they are computed: their rows, how many, and those of
-    the step before.
+    """Yield the time steps in order: their rows, how many, and the previous step's rows.
 
     Of the sequences that run, the ones that the step before had come first; the others begin here.
     """
@@ -309,8 +306,7 @@ def lstm(
     reverse: bool = False,
     ends: bool = False,
 ) -> Tensor:
-    """Return h of each time of a layer of long short-term memory (Hochreiter and Schmidhuber,
-    1997).
+    """Return h over time of an LSTM layer (Hochreiter and Schmidhuber, 1997).
 
     What lies behind a sequence's length is not read, and h is 0 there: with or without padding,
     alone or in a batch, a sequence has the same result. In mixed precision it is computed in

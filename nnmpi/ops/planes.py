@@ -16,8 +16,7 @@ from nnmpi.backend.array import Array
 
 
 class Planes:
-    """Finds the largest places, and sends gradients back to them, in memory that every block uses
-    again.
+    """Max-pooling by planes: finds maxima, routes gradients back, and reuses its memory.
 
     Args:
         xp: the library that computes.
@@ -103,9 +102,7 @@ class Planes:
 
 
 def repeated(xp: Any, values: Array, pixels: int) -> Array:
-    """Return values (c,) once per pixel, (pixels * c,): adding these at once is faster than values
-    to each pixel.
-    """
+    """Return values (c,) repeated per pixel, (pixels * c,): adding these at once is faster."""
     result: Array = xp.empty((pixels, values.size), values.dtype)
     xp.copyto(result, values)
     return result.reshape(result.size)

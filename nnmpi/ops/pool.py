@@ -35,9 +35,7 @@ class PoolWindows(NamedTuple):
     padding: Pair
 
     def out(self, h: int, w: int) -> Pair:
-        """Return the rows and columns of the result for images of h x w; 0 where there are too few
-        pixels.
-        """
+        """Return the result's rows and columns for images of h x w; 0 if too small."""
         rows, columns = (max(0, out_size(*axis)) for axis in zip((h, w), *self, strict=True))
         return rows, columns
 
@@ -51,9 +49,7 @@ class PoolWindows(NamedTuple):
         return windows(x, self.kernel, self.stride).transpose(3, 4, 0, 1, 2, 5)
 
     def taps(self, x: Array) -> list[Array]:
-        """Return, per place in the window, the view (n, out_h, out_w, c) of images with their
-        border that it sees.
-        """
+        """Return, per window place, the view (n, out_h, out_w, c) of the padded images."""
         seen = self.places(x)
         return [seen[place] for place in np.ndindex(*self.kernel)]
 
@@ -72,9 +68,7 @@ class Pool2dFunction(Function):
         self.over = over
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where each rank has whole images of
-        its channels.
-        """
+        """Return the result's placement: unchanged, if ranks have whole images of their channels."""
         return uncut(self, inputs[0], (1, 2), "looks at neighbouring pixels")
 
 
@@ -176,8 +170,7 @@ def max_pool2d(
 def avg_pool2d(
     x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
 ) -> Tensor:
-    """Return the mean of each window, (batch, out_height, out_width, channels); the border counts
-    as zeros.
+    """Return each window's mean, (batch, out_height, out_width, channels); padding is 0.
 
     Arguments and errors are those of `max_pool2d`.
     """

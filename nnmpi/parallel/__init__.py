@@ -1,5 +1,4 @@
-"""Parallel strategies: what ranks share of a training, and what they exchange for it, each in a
-group of its own.
+"""Parallel strategies: what ranks share in training and exchange, each in its own group.
 
     strategy                       where                what the ranks share, and what they exchange
     data parallelism               data                 a batch; gradients are summed in buckets, maybe under backward

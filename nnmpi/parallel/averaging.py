@@ -1,5 +1,4 @@
-"""Model averaging: each rank updates weights of its own, and the ranks average their weights now
-and then.
+"""Model averaging: each rank updates its own weights, which are averaged now and then.
 
     local SGD, every 3 steps        rank 0   step step step |mean| step step step |mean|
                                     rank 1   step step step |mean| step step step |mean|      one all-reduce in 3 steps
@@ -90,8 +89,7 @@ class Averaging(ABC):
         self._done = self._rows = 0
 
     def steps_since_average(self, step: int) -> int:
-        """Return how many steps this rank has done since its weights were the same as on all other
-        ranks.
+        """Return the steps since this rank's weights were equal to all others'.
 
         With gossip they are the same only at synchronizations, whatever the step.
         """
@@ -99,8 +97,7 @@ class Averaging(ABC):
 
     @abstractmethod
     def after_step(self, step: int, rows: int) -> None:
-        """Average if and as this step asks for it, after this rank's own update. All ranks call it,
-        after each step.
+        """Average if this step is due, after the local update. All ranks call it each step.
 
         Args:
             step: the number of the step in the run, from 0, the same on all ranks.
@@ -108,8 +105,7 @@ class Averaging(ABC):
         """
 
     def synchronize(self) -> float:
-        """Give all ranks the same weights and the same state of the optimizer, bit for bit.
-        Collective.
+        """Make weights and optimizer state equal on all ranks, bit for bit. Collective.
 
         The weights become their mean, weighted by rows with local SGD. The state becomes the plain
         mean, and its number of steps the largest.
@@ -145,8 +141,7 @@ class Averaging(ABC):
 
 
 class LocalSGD(Averaging):
-    """Averages the weights over all ranks every few steps, each rank's weighted by the rows that it
-    has seen since.
+    """Local SGD: averages the weights every few steps, weighted by each rank's rows since.
 
     Args:
         every: an average is taken after step s if s + 1 is a multiple of it.
@@ -179,9 +174,7 @@ class LocalSGD(Averaging):
             optimizer.kept["outer_momentum"] = [each * 0 for each in storage.data]
 
     def steps_since_average(self, step: int) -> int:
-        """Return the steps since the last average or synchronization; see
-        `Averaging.steps_since_average`.
-        """
+        """Return the steps since the last average or synchronization."""
         return min(step % self.every, self._done)
 
     def after_step(self, step: int, rows: int) -> None:
@@ -250,9 +243,7 @@ class Gossip(Averaging):
 
 @contextmanager
 def keep_frozen(storage: FlatStorage) -> Iterator[None]:
-    """Keep parameters that need no gradient as they are, bit for bit: a mean of equal numbers may
-    be rounded.
-    """
+    """Keep frozen parameters bit for bit: the mean of equal numbers may round."""
     parts = [storage.data[buffer][part] for buffer, part in storage.frozen()]
     kept = [part.copy() for part in parts]
     yield

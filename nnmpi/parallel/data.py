@@ -196,8 +196,7 @@ class DataParallel:
             perform(self.finish)
 
     def reduce(self, numbers: Sequence[int]) -> None:
-        """Begin the sum of gradients that are final in this step, by their parameters' numbers in
-        the storage.
+        """Start the sum of final gradients, by their parameters' numbers in the storage.
 
         Raises:
             UsageError: after `release`.
@@ -246,9 +245,7 @@ class DataParallel:
         self._last = None
 
     def describe(self) -> str:
-        """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the
-        first of each).
-        """
+        """Return the buckets with their all-reduce algorithms and the reasons."""
         words = [counted(len(self.exchange.buckets), "bucket")]
         first = {choice.algorithm: choice for choice in reversed(self.exchange.choices)}
         words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
@@ -275,8 +272,7 @@ class DataParallel:
             check_equal(self.group, weights, "the weights of {} differ between the ranks")
 
     def release(self) -> None:
-        """Detach from the model: take off the hooks and the statistics over ranks, free the
-        communicator. Collective.
+        """Detach from the model: remove hooks and statistics, free the communicator. Collective.
 
         A second call does nothing.
         """

@@ -54,8 +54,7 @@ def _told(places: Sequence[str | None], step: int, value: float) -> DivergenceEr
 
 
 def locate_nonfinite(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
-    """Return where the first value that is not finite comes from, in words, or None if all are
-    finite.
+    """Return the origin of the first non-finite value as text; None if all are finite.
 
     Not collective, for asynchronous ranks. Afterwards the model's gradients are those of this
     computation.

@@ -18,8 +18,7 @@ from nnmpi.shard import Region, split
 
 
 def share_experts(model: Module, group: Group) -> None:
-    """Let each rank have some experts of each mixture in a model that is not initialized yet; not
-    collective.
+    """Shard the experts of each mixture over the ranks, before initialization; not collective.
 
     Raises:
         LayoutError: for a model without a mixture.

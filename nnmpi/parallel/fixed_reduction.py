@@ -78,9 +78,7 @@ class FixedReduction(DataParallel):
             span.parameter.grad = None
 
     def finish(self) -> None:
-        """Write the sums into the storage's gradients, and update running statistics.
-        Collective.
-        """
+        """Write the sums into the storage's gradients; update running statistics. Collective."""
         grads = self.storage.grads
         with self.group.meeting("gradients"):
             for tree, grad in zip(self._trees, grads, strict=True):
@@ -95,9 +93,7 @@ class FixedReduction(DataParallel):
         self.traffic = Traffic(0.0, sent_bytes, len(grads), nan)
 
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
-        """Return the sum of one number per microbatch, which one rank each has, in the same tree;
-        collective.
-        """
+        """Sum one number per microbatch in the same tree. Collective."""
         tree, total = SumTree(self._count), np.zeros(1)
         for microbatch, value in values.items():
             tree.push(microbatch, np.array([value]))

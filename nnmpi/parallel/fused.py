@@ -1,5 +1,4 @@
-"""The update fused into the sum of gradients: parameters stand once per node, each rank updates its
-slice of them.
+"""The update fused into the all-reduce: each rank updates its slice of the node's parameters.
 
                   slice 0     slice 1     slice 2
     gradients   | a0        | a1        | a2        |  rank 0's own      barrier: all gradients are final
@@ -42,8 +41,7 @@ NUMBERS = 8  # a sum of squares, and up to 7 numbers of the caller's
 
 
 class FusedUpdate:
-    """Sums gradients over the ranks and updates parameters in one go. Making one, and all it does,
-    is collective.
+    """Sums gradients and updates parameters in one pass. Collective throughout.
 
     The parameters, which become those of the node's first rank, and the optimizer's state move to
     arrays that the node has once, and each rank's gradients to arrays that the others see.
@@ -171,9 +169,7 @@ class FusedUpdate:
         ]
 
     def release(self) -> None:
-        """Give the model and the optimizer memory of their own, and the shared memory back.
-        Collective.
-        """
+        """Give model and optimizer private memory again, and free the shared memory. Collective."""
         storage, memory = self.storage, self.memory
         data, grads = (
             [array.copy() for array in storage.data],

@@ -1,5 +1,4 @@
-"""The state of a model that is spread over ranks: its arrays pass through rank 0, whole and one at
-a time.
+"""A distributed model's state: its full arrays pass through rank 0, one at a time.
 
     gather    rank 1  [a0]--.                                         scatter  file -> rank 0 [a0 a1]
               rank 2  [a1]--+--> rank 0 [a0 a1] -> file, then the next                 |--[a0]--> rank 1 --> rank 3
@@ -77,8 +76,7 @@ class ArraySlice:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Where one array of the full model is: a parameter, a buffer, or an optimizer's state of a
-    parameter.
+    """The location of a full array: a parameter, a buffer, or optimizer state of a parameter.
 
     Attributes:
         spec: of the whole array.
@@ -194,8 +192,7 @@ def _check_cover(name: str, shards: ShardMap) -> None:
 
 @dataclass(frozen=True)
 class ShardedArray:
-    """An array of which each rank of a group has some elements, those of one range after the
-    other's. See `zero`.
+    """An array whose consecutive ranges belong to a group's ranks. See `zero`.
 
     It stands for the whole array in a `StateEntry`, is put together when its turn comes, and is
     gone afterwards.
@@ -314,8 +311,7 @@ class ModelState:
     def check(
         self, found: Mapping[str, ArraySpec] | None, source: object = "the checkpoint"
     ) -> None:
-        """Check that what rank 0 has found has the names, shapes and dtypes that the ranks' arrays
-        have. Collective.
+        """Compare names, shapes and dtypes on rank 0 with those of the ranks' arrays. Collective.
 
         Raises:
             CheckpointError: on all ranks, with the first difference.
@@ -332,8 +328,7 @@ class ModelState:
         found: Mapping[str, ArraySpec] | None = None,
         source: object = "the checkpoint",
     ) -> None:
-        """Give every rank its part of what rank 0's `read(name)` returns for each name, in order.
-        Collective.
+        """Scatter what rank 0's `read(name)` returns for each name, in order. Collective.
 
         Args:
             read: name -> the whole array; called on rank 0 alone.
@@ -371,8 +366,7 @@ class ModelState:
         phase.agree(speaker=0)
 
     def to_dict(self, everywhere: bool = False) -> dict[str, Array]:
-        """Return copies of all whole arrays by name, in host memory, on rank 0 or `everywhere`;
-        else nothing.
+        """Return copies of all full arrays by name, on rank 0 or `everywhere`. Collective.
 
         For models that fit into one rank's memory, as in tests. Collective.
 

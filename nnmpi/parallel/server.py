@@ -165,8 +165,7 @@ class ParameterServer:
         self.controller.open(first, stop, bound)
 
     def push(self, worker: int, push: Push, grads: Sequence[Array]) -> None:
-        """Take a worker's gradient. After a signal no further batch is begun; after a broken
-        gradient no further task.
+        """Take a worker's gradient. A signal stops new batches, a broken gradient new tasks.
 
         Args:
             worker: whose it is.

@@ -22,8 +22,7 @@ def works_on(dtype: Dtype) -> bool:
 
 
 class DeviceKernels(KernelLauncher):
-    """Kernels of one library (CuPy), queued on its current stream. Nothing is compiled before it is
-    first used.
+    """CuPy's kernels, queued on the current stream, each compiled at its first use.
 
     They read and write arrays without gaps. `xp` is the library, or a recorder's stand-in for it.
     """
@@ -81,8 +80,7 @@ class DeviceKernels(KernelLauncher):
         keep: bool,
         drop: Any = None,
     ) -> Residuals:
-        """Multiply all heads at once, as they lie, with a softmax kernel over all scores in place
-        between the products.
+        """Attention of all heads at once: two products, and a softmax kernel in place between.
 
         scores (batch, heads, queries, keys) = Q K^T    --softmax-->  P, which is kept in the dtype of the heads
         dP = dY V^T  --softmax's gradient-->  dS      dQ = dS K      dK = dS^T Q      dV = P^T dY
@@ -182,9 +180,7 @@ class DeviceKernels(KernelLauncher):
     def layer_norm(
         self, xp: Any, x: Array, scale: Array, shift: Array, eps: float
     ) -> tuple[Array, Residuals]:
-        """Normalize rows in one pass; x is kept, and not what it is normalized to, which need not
-        be written then.
-        """
+        """Normalize rows in one pass; x is saved instead of the normalized rows."""
         x, scale, shift = (
             xp.ascontiguousarray(x),
             xp.ascontiguousarray(scale),
@@ -218,9 +214,7 @@ class DeviceKernels(KernelLauncher):
     # ---- tables
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
-        """Copy and convert rows; nobody waits for a look at the indices, and one out of range gives
-        a row of NaN.
-        """
+        """Copy and convert rows without a check of indices: one out of range gives NaN."""
         rows: Array = xp.empty((*indices.shape, table.shape[1]), dtype)
         table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
         args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
@@ -237,9 +231,7 @@ class DeviceKernels(KernelLauncher):
         into: Array | None,
         add: bool,
     ) -> Array:
-        """Add up rows in the order in which they stand, in the place itself; indices out of range
-        are left out.
-        """
+        """Add rows in order, in place; indices out of range are skipped."""
         spread: Array = xp.empty(shape, dtype) if into is None else into
         grad, indices, count = (
             xp.ascontiguousarray(grad),
@@ -265,8 +257,7 @@ class DeviceKernels(KernelLauncher):
         first_row: int,
         columns: Array | None,
     ) -> Array:
-        """Draw and use the mask in one pass; of a gradient too, for which nothing is kept but the
-        key.
+        """Draw and apply the mask in one pass; the backward pass needs only the key.
 
         y = x where the bits of `random_bits` say so, divided by 1 - rate, and 0 times x elsewhere.
         """
@@ -287,8 +278,7 @@ class DeviceKernels(KernelLauncher):
     # ---- images
 
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
-        """Return the largest of each window, the first of equal ones, and which place in the window
-        it has.
+        """Return each window's maximum and its position, the first of ties.
 
         A NaN wins over numbers, and the border over nothing.
         """

@@ -80,9 +80,7 @@ def source(family: str) -> str:
 
 
 def options(t: str, p: str) -> tuple[str, ...]:
-    """Return the compiler's options for activations of dtype t and parameters of dtype p, given by
-    their names.
-    """
+    """Return compiler options for activations of dtype t and parameters of dtype p."""
     a = "float64" if "float64" in (t, p) else "float32"
     return ("-std=c++17", f"-DNNMPI_T={NAMES[t]}", f"-DNNMPI_P={NAMES[p]}", f"-DNNMPI_A={NAMES[a]}")
 
@@ -100,9 +98,7 @@ class KernelLauncher:
         self._found: dict[Any, Launch] = {}
 
     def flat(self, name: str, n: int, itemsize: int, *args: Any) -> None:
-        """Launch a kernel over n elements, 16 bytes per thread at a time; other arguments are those
-        of `run`.
-        """
+        """Launch a kernel over n elements, 16 bytes per thread; other arguments as for `run`."""
         if n:
             self.run(
                 name, (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,), *args
@@ -115,9 +111,7 @@ class KernelLauncher:
             self.run(name, grid, block, y, *args, y.size // n, n)
 
     def over_rows(self, name: str, rows: int, n: int, *args: Any) -> None:
-        """Launch the form of a kernel that works on rows of this length, a warp or a block to
-        each.
-        """
+        """Launch the variant for rows of this length, a warp or a block per row."""
         if rows * n and n <= ROW_OF_WARP:
             self.run(name, (min(1 + (rows - 1) // 8, 2**31 - 1),), (32, 8), *args, form="_warps")
         elif rows * n:
@@ -127,8 +121,7 @@ class KernelLauncher:
     def sums(
         self, name: str, total: str, arrays: tuple[Any, ...], places: tuple[Array | None, ...]
     ) -> None:
-        """Launch a kernel that adds up columns, and the one that adds the sums of its blocks up, if
-        it has several.
+        """Launch a kernel that sums columns, and a second one over its blocks if there are several.
 
         Args:
             name, total: the two.
@@ -201,9 +194,7 @@ class KernelLauncher:
         perform(launch, grid, block, tuple([NOTHING if x is None else x for x in args]))
 
     def module(self, family: str, t: str, p: str) -> Any:
-        """Return a family's kernels, compiled for activations of dtype t and parameters of dtype
-        p.
-        """
+        """Return a family's kernels, compiled for dtypes t (activations) and p (parameters)."""
         key = (family, t, p)
         if key not in self._modules:
             self._modules[key] = self.xp.RawModule(code=source(family), options=options(t, p))

@@ -1,5 +1,4 @@
-"""Kernels that numba compiles for the CPU (extra `jit`), in float32: used inside `with
-nnmpi.jit():`.
+"""Numba's kernels for float32 on the CPU (extra `jit`), used inside `with nnmpi.jit():`.
 
 Read in this order:
 

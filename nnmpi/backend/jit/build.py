@@ -1,5 +1,4 @@
-"""Compiling: the flags, the types of arguments, the cache on disk, and who compiles while others
-wait.
+"""Compilation: flags, argument types, the cache on disk, and one compiler per node.
 
 Numba keeps machine code per function, argument types, sizes and processor, and notices when the
 function's own file changes. Here it also notices when a helper in another file of this folder does.
@@ -33,9 +32,7 @@ WAIT_S = 120.0
 
 
 def read(ndim: int, dtype: Any = types.float32) -> Any:
-    """Return the type of a C-contiguous array that a kernel only reads (NumPy may have it marked as
-    read-only).
-    """
+    """Return the type of a C-contiguous array that a kernel reads, maybe marked read-only."""
     return types.Array(dtype, ndim, "C", readonly=True)
 
 
@@ -45,9 +42,7 @@ def write(ndim: int, dtype: Any = types.float32) -> Any:
 
 
 def build(function: F, *arguments: Any) -> F:
-    """Return the function compiled for arguments of these types, from the cache on disk if it is
-    there.
-    """
+    """Return the function compiled for these argument types, from the cache on disk if there."""
     compiled = numba.njit(**OPTIONS)(function)
     with suppress(RuntimeError, UsageError):
         # where no folder can be written to, each process compiles for itself
@@ -59,9 +54,7 @@ def build(function: F, *arguments: Any) -> F:
 
 
 def inlined(function: F) -> F:
-    """Return a helper whose text is put into each kernel that calls it, so that sizes known there
-    are known in it.
-    """
+    """Return a helper inlined into each calling kernel, whose constant sizes it then sees."""
     return numba.njit(inline="always", **OPTIONS)(function)
 
 

@@ -1,5 +1,4 @@
-"""Convolution by kernels of 3 x 3, compiled: Winograd's F(2x2, 3x3), and a direct one for images
-with few channels.
+"""Compiled 3 x 3 convolutions: Winograd's F(2x2, 3x3), and a direct one for few channels.
 
 Winograd's: 16 products per four outputs of a 3 x 3 kernel instead of 36.
 
@@ -82,9 +81,7 @@ sgemm: Any = types.ExternalFunction(
 
 @cache
 def has_products() -> bool:
-    """Return whether compiled code can call sgemm here; must be called before any such code is
-    loaded.
-    """
+    """True if compiled code can call sgemm; call this before loading any such code."""
     for library in threadpool_info():
         path = library["filepath"]
         if library["internal_api"] == "openblas" and hasattr(ctypes.CDLL(path), NAME):
@@ -143,8 +140,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(h: int, w: int, c: int, o: int) -> Sizes:
-    """Return the sizes for these images and kernels: as many tile rows at a time as the cache
-    holds.
+    """Return the sizes for these images and kernels, with as many tile rows as fit the cache.
 
     Args:
         h, w: the images' height and width, even.
@@ -425,8 +421,7 @@ def _products(
 def winograd(
     z: Sizes, pooled: bool, least: float
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the kernels of the convolution and of its gradients; their arguments are in
-    `kernels.winograd`.
+    """Return the kernels of a convolution and its gradients; see `kernels.winograd`.
 
     Args:
         z: the sizes that they are made for.
@@ -557,8 +552,7 @@ def _add_products(patch, below, c, above, place, s, o, to_weight):
 
 
 def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the kernels of the pooled convolution, and of the gradients of its weight and bias,
-    see `kernels.direct`.
+    """Return the kernels of the pooled convolution and its gradients; see `kernels.direct`.
 
     Args:
         h, w: the images' height and width, even.

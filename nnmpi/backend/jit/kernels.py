@@ -68,8 +68,7 @@ def loop(name: str) -> Kernel:
 
 @cache
 def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
-    """Return the convolution with a 3 x 3 kernel, and its gradients, for images and channels of
-    these sizes.
+    """Return the 3 x 3 convolution and its gradients for images and channels of these sizes.
 
     forward: (x, weight, bias, y: out, corner: out, u: out, scratch: tuple). `corner` is like y if
     pooled, and empty otherwise; u, of 16 c o elements, is for backward. backward: (grad, x, y,
@@ -85,8 +84,7 @@ def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
 
 @cache
 def direct(h: int, w: int, c: int, o: int) -> Pair:
-    """Return the pooled convolution, and the gradients of its weight and bias, for images (h, w,
-    c), c small.
+    """Return the pooled convolution and its gradients for images (h, w, c) with small c.
 
     Arguments are those of `winograd`; u and the images' gradient have no elements, and there are
     two scratch arrays, of 9 c o + o elements and for one image with its border.

@@ -59,8 +59,7 @@ _as_int = _reinterpret(types.float32, types.int32)
 
 @inlined
 def exp(x):
-    """Return e^x for a float32, within 2 units of the last place; NaN stays NaN, and e^-inf is
-    1e-38.
+    """Return e^x in float32, within 2 units of the last place; NaN stays, e^-inf is 1e-38.
 
     Above 88.37 it is infinity, as 2^128 written so is: 1 / e^x is then exactly 0, whatever that is
     multiplied by.
@@ -94,9 +93,7 @@ def tanh(x):
 
 @inlined
 def order(x):
-    """Return an int32 for a float32, larger for a larger one: loops for the largest int are
-    vectorized.
-    """
+    """Return an int32 that orders as the float32: loops for integer maxima are vectorized."""
     bits = _as_int(x)
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
@@ -239,9 +236,7 @@ def depthwise_products(x, y, weight, border, sizes):
 
 
 def softmax_loss(logits, labels, losses, gradient):
-    """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] = softmax(logits[r]), less 1 at
-    the label.
-    """
+    """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] is its derivative."""
     for r in range(logits.shape[0]):
         row, result, label = logits[r], gradient[r], labels[r]
         # before the gradient takes the logits' place
@@ -261,9 +256,7 @@ def softmax_loss(logits, labels, losses, gradient):
 
 
 def lstm_step(g, product, c, new_c, new_h):
-    """g = tanh(g + product), of which a sigmoid is half of 1 + g; new_c = f c + i g; new_h = o
-    tanh(new_c).
-    """
+    """g = tanh(g + product); a sigmoid is half of 1 + g; new_c = f c + i g; new_h = o tanh(new_c)."""
     n = c.shape[1]
     for r in range(c.shape[0]):
         gates, more = g[r], product[r]
@@ -278,9 +271,7 @@ def lstm_step(g, product, c, new_c, new_h):
 
 
 def lstm_step_grad(g, slopes, h, grad, cell, last_c, to_c):
-    """slopes = the gradient of what goes into the gates, given those of h, h + grad, and of c; to_c
-    then goes on.
-    """
+    """slopes = the gradient of the gates' inputs, from h + grad and to_c, which moves a step back."""
     n = cell.shape[1]
     for r in range(cell.shape[0]):
         gates, steep = g[r], slopes[r]

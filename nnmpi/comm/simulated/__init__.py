@@ -1,5 +1,4 @@
-"""The simulated world: every rank is a thread of this process, one of which runs at a time, on
-clocks of their own.
+"""The simulated world: ranks are threads that run one at a time, each with its own clock.
 
     scheduler         whose turn it is, the ranks' clocks, faults on purpose; what is said when
                       nobody can go on

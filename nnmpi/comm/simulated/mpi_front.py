@@ -1,5 +1,4 @@
-"""mpi4py's calls on simulated ranks: what a program that `nnmpi.simrun` runs gets for `from mpi4py
-import MPI`.
+"""mpi4py's calls on simulated ranks: `MPI` for programs that `nnmpi.simrun` runs.
 
     Send([x, MPI.DOUBLE], 1)             a buffer is read as views of its elements, one for each rank    `read_parts`
     send({"a": 1}, 1)                    an object travels as its pickle, which never leaves this
@@ -89,8 +88,7 @@ class Status:
 
 
 def read_parts(spec, ranks):
-    """Return the elements of a buffer for each of so many ranks, as views; [None] where there is no
-    buffer.
+    """Return a buffer's elements for each rank, as views; [None] without a buffer.
 
     Args:
         spec: an array or other buffer, or a list of it with a datatype, a count, or counts and
@@ -198,9 +196,7 @@ def _fold(combine, values):
 
 
 class Request:
-    """Something that was started: a list of it, empty where there was nothing to do, or what was
-    waited for.
-    """
+    """A started operation: a list of its requests, empty if there was nothing to do."""
 
     __getattr__ = refuse
     __hash__ = object.__hash__
@@ -424,9 +420,7 @@ class Intracomm:
             np.copyto(_read(recvbuf)[: total.size], total, "equiv")
 
     def Reduce_scatter(self, sendbuf, recvbuf, recvcounts=None, op="SUM"):
-        """Combine all arrays, each rank a part of so many elements; without counts, of the same
-        length.
-        """
+        """Reduce all arrays and scatter the result, by counts or in equal parts."""
         self._reduce("Reduce_scatter", sendbuf, recvbuf, op, 0, recvcounts)
 
     # ---- other communicators ----

@@ -74,9 +74,7 @@ class Faults:
     late: float = 0.0
 
     def delay(self, rank: int | None, random: Random) -> float:
-        """Return how many usual delays something is put off: a rank's turn, or with None a
-        message.
-        """
+        """Return the delay factor of a rank's turn, or with None of a message."""
         if rank is not None:
             return self.slow.get(rank, 1.0) - 1.0
         return LATE if self.late and random.random() < self.late else 0.0
@@ -105,9 +103,7 @@ def _closed_gate() -> threading.Lock:
 
 
 class Abandoned(BaseException):
-    """Raised on a rank that cannot go on because another one has failed; nobody but the scheduler
-    catches it.
-    """
+    """Raised on ranks that stop because another failed; only the scheduler catches it."""
 
 
 @dataclass(eq=False)
@@ -278,9 +274,7 @@ class Scheduler:
         self._pass_on(rank)
 
     def tell(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
-        """Let a rank know that one of its requests has become complete, and go on if it has waited
-        for that.
-        """
+        """Notify a rank that a request is complete; it continues if it waited for that."""
         rank.news += 1
         rank._looks = 0
         if rank._awaits is None:
@@ -439,9 +433,7 @@ def describe_lines(lines: Lines) -> str:
 
 
 def find_lines() -> Lines:
-    """Return where in the program this call was made: nnmpi's line next to it, and the caller's of
-    nnmpi.
-    """
+    """Return the call's place in the program: nnmpi's line next to it, and its caller's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _lies_in(OWN_FOLDER, frame.f_code.co_filename):
         frame = frame.f_back

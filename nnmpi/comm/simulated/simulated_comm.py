@@ -118,9 +118,7 @@ class SimulatedRequest:
 
 
 def checksum(memory: Bytes | None) -> int:
-    """Return a number that changes when the bytes do, nearly always: the sum of their 8-byte
-    words.
-    """
+    """Return the sum of the 8-byte words, to detect changed bytes (with near certainty)."""
     if memory is None:
         return 0
     whole = memory.size - memory.size % 8
@@ -130,9 +128,7 @@ def checksum(memory: Bytes | None) -> int:
 
 
 class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
-    """What one rank has started and not yet waited for, with the addresses between which it reads
-    or writes.
-    """
+    """A rank's unfinished requests, with the address ranges they read or write."""
 
     def add(self, request: SimulatedRequest) -> None:
         """Note a request.
@@ -195,8 +191,7 @@ class SimulatedMessage:
 
 @dataclass(eq=False)
 class MessageQueue:
-    """The messages with one tag from one rank to another: sends that no receive has met, and the
-    other way round.
+    """Unmatched sends or receives with one tag, from one rank to another.
 
     Whose messages may be taken in another order, derives from it.
 
@@ -245,8 +240,7 @@ class CollectiveCall:
 
 
 class MessageBoard:
-    """What simulated ranks share: messages under way, collectives that are not complete, who has
-    started what.
+    """State shared by simulated ranks: messages, incomplete collectives, open requests.
 
     Args:
         scheduler: lets the ranks take turns.
@@ -298,8 +292,7 @@ class MessageBoard:
         return self._links.carry(source, target, ready_s, *costs)
 
     def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
-        """Return what a collective of MPI's own takes from the last rank's arrival, by the formulas
-        of the algorithms.
+        """Return the seconds of a library collective after its last rank's arrival, by formula.
 
         What each rank sends and receives is counted.
 
@@ -328,9 +321,7 @@ class MessageBoard:
         self.scheduler.tell(request.owner, request, at_s)
 
     def find_leftovers(self) -> list[str]:
-        """Return what was started and never waited for, and what nobody received, a sentence
-        each.
-        """
+        """Return a sentence for each request never awaited and each message never received."""
         waited = [
             f"rank {request.owner.number} never waited for its {request.what}"
             f" ({describe_lines(request.lines)})"
@@ -723,9 +714,7 @@ class SimulatedComm:
         """Give it back: there is nothing to give."""
 
     def share_pages(self, own_bytes: int) -> SharedPages:
-        """Return memory of this process, which all ranks see anyway; it goes with the last rank
-        that holds it.
-        """
+        """Return process memory, visible to all ranks, freed with its last holder."""
 
         def make(lengths: list[int]) -> list[tuple[Bytes, ...]]:
             parts = tuple(

@@ -38,9 +38,7 @@ COMPUTING = ("nnmpi_kernels", "nnmpi_precision")
 
 
 class SimulatedWorld:
-    """The world as one of its ranks sees it; see `comm.world.World`. It is this rank's clock,
-    too.
-    """
+    """One rank's view of the simulated world (see `comm.world.World`), and its clock."""
 
     library = "simulated"
     simulated = True
@@ -106,9 +104,7 @@ class SimulatedWorld:
         self._scheduler.sleep(self._own, seconds)
 
     def reproducible(self, seconds: float) -> float:
-        """Return the seconds if they are exact, and 0.0 if they hang on what computing takes
-        here.
-        """
+        """Return seconds if they are exact, else 0.0: decisions must not depend on measured time."""
         return seconds if self._scheduler.by_time else 0.0
 
 

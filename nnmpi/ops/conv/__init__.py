@@ -1,5 +1,4 @@
-"""Two-dimensional convolution of channels-last images, alone or with the bias, ReLU and max-pooling
-that follow it.
+"""2-D convolution of channels-last images, alone or fused with bias, ReLU and max-pooling.
 
     conv2d, conv_relu, conv_relu_pool  -->  choose(...)  -->  Conv2d (the Function)  --forward, backward-->  Algorithm
          check shapes and dtypes            one of these        allocates, saves            computes

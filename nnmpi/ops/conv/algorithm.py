@@ -36,9 +36,7 @@ class ConvSpec(NamedTuple):
     pool: Pair = NO_POOL
 
     def pooled_size(self, h: int, w: int) -> Pair:
-        """Return the rows and columns of the result for images of h x w: what the pooling leaves,
-        if there is one.
-        """
+        """Return the result's rows and columns for images of h x w, after pooling if any."""
         axes = zip((h, w), *self[:4], strict=True)
         rows, columns = (
             out_size(n, kernel, stride, border, apart) for n, kernel, stride, border, apart in axes
@@ -47,14 +45,11 @@ class ConvSpec(NamedTuple):
 
     @property
     def reversible(self) -> bool:
-        """Whether the input's gradient is a convolution too: for stride 1, and no wider a border
-        than kernels reach.
-        """
+        """True if the input gradient is a convolution, too: stride 1, padding within the kernel."""
         return self.stride == (1, 1) and min(self.backwards().padding) >= 0
 
     def backwards(self) -> ConvSpec:
-        """Return the convolution of the result's gradient with the flipped kernel, which gives the
-        input's gradient.
+        """Return the convolution with the flipped kernel that gives the input gradient.
 
         It is that only where `reversible`; it has no pooling and no ReLU.
         """
@@ -94,8 +89,7 @@ class Algorithm:
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> Any:
-        """Write the result to y, and return what `backward` needs besides x and weight (None for
-        nothing).
+        """Write the result to y; return what `backward` needs besides x and weight, or None.
 
         Args:
             xp: the array library.

@@ -1,5 +1,4 @@
-"""Convolution with 3 x 3 kernels and a border of 1 by numba's kernels: float32 on the CPU (see
-`nnmpi.jit`).
+"""3 x 3 convolution with padding 1 by numba's kernels: float32 on the CPU (`nnmpi.jit`).
 
     CompiledWinograd    patches (16, tiles, c)  @  kernels (16, c, o)        alone, with ReLU, with 2 x 2 max-pooling
     CompiledDirect      4 x 4 pixels per window, times 9 kernel elements,    with ReLU and pooling; few channels,
@@ -22,8 +21,7 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
 
 
 class Compiled3x3(Algorithm):
-    """conv2d(x, weight, bias, padding=1), then ReLU and pooling over 2 x 2 pixels, or ReLU, or
-    nothing.
+    """conv2d(x, weight, bias, padding=1), then ReLU and 2 x 2 pooling, or ReLU, or nothing.
 
     Kept are the result, from which the ReLU's gradient is seen, the pooling's winners, and the
     kernels' 16 places.

@@ -1,5 +1,4 @@
-"""Convolution as an operation: the Function, its shapes and dtypes, and what is kept for the
-backward pass.
+"""Convolution as an operation: its Function, shapes and dtypes, and what it saves.
 
     images (n, h, w, c)  +  kernels (kh, kw, c / groups, o)  +  bias (o,)
                                    |
@@ -60,8 +59,7 @@ FEWEST_OUTPUTS = 9
 
 
 class Conv2dFunction(Function):
-    """The convolution (in the sense of neural networks: kernels are not flipped) of images, and
-    what follows it.
+    """Convolution without flipped kernels, and the fused bias, ReLU and pooling.
 
     Args:
         algorithm: computes it; what, stands in its `spec`.
@@ -225,8 +223,7 @@ def conv_relu_pool(
     groups: int = 1,
     pool: int | Pair = 2,
 ) -> Tensor:
-    """Return max_pool2d(relu(conv2d(x, weight, bias, stride, padding, dilation, groups)), pool) as
-    one operation.
+    """Return max_pool2d(relu(conv2d(...)), pool) as one operation.
 
     Args:
         x, weight, bias, stride, padding, dilation, groups: those of `conv2d`.

@@ -22,9 +22,7 @@ from nnmpi.ops.conv.algorithm import Algorithm, Gradients
 
 
 class Depthwise(Algorithm):
-    """A convolution in as many groups as there are channels, before it and after it; no ReLU, no
-    pooling.
-    """
+    """A depthwise convolution, with one group per channel; no ReLU, no pooling."""
 
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool

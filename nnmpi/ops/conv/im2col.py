@@ -1,5 +1,4 @@
-"""Convolution by im2col: the pixels that each window sees become a row of a matrix, and the
-convolution a product.
+"""Convolution by im2col: each window's pixels are a row of a matrix, and a product follows.
 
     images (n, h, w, c)                          kernels (kh, kw, c, o)
        |  a few images at a time                     |  seen as a matrix
@@ -116,8 +115,7 @@ class Columns:
             yield slice(start, min(start + self.count, len(self._x)))
 
     def strips(self, block: slice, fill: bool = True) -> Iterator[tuple[slice, Array]]:
-        """Yield some rows of what the pooling leaves of a block's images, and their columns, after
-        one another.
+        """Yield some pooled rows of a block's images, and their columns.
 
         The columns, (pool_h pool_w images rows columns, kh kw c), overwrite those before, or are
         the images themselves. They are of any values unless they are to be filled.

@@ -1,5 +1,4 @@
-"""Winograd's convolution by NumPy, F(2x2, 3x3) and F(4x4, 3x3): 16 products instead of 36, or 36
-instead of 144.
+"""Winograd's convolution by NumPy: F(2x2, 3x3) saves 2.25 times, F(4x4, 3x3) 4 times the products.
 
     images (n, h, w, c)                                kernels (3, 3, c, o)
        |  4 x 4 or 6 x 6 pixels for each tile              |
@@ -75,9 +74,7 @@ class Transforms(NamedTuple):
 
 @cache
 def transforms(side: int) -> Transforms:
-    """Return the matrices for tiles of 2 x 2 or 4 x 4 results, by Toom's and Cook's values of
-    polynomials at points.
-    """
+    """Return the Toom-Cook matrices for tiles of 2 x 2 or 4 x 4 results."""
     points = POINTS[: side + 1]
     b, g = np.zeros((side + 2, side + 2)), np.zeros((side + 2, 3))
     for i, point in enumerate(points):
@@ -92,8 +89,7 @@ def transforms(side: int) -> Transforms:
 
 
 class WinogradNumpy(Algorithm):
-    """A convolution of images (n, h, w, c), to be cut into tiles, with kernels (3, 3, c, o) and a
-    border of 1.
+    """A tiled convolution of images (n, h, w, c) with kernels (3, 3, c, o) and padding 1.
 
     Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. What is kept for backward
     is, per image and in the order of the tiles, with ReLU where it passed (bool), with pooling the
@@ -255,9 +251,7 @@ class Tiles:
         self.planes = Planes(xp, side * side, self.pooled.size)
 
     def pixels(self, images: Array) -> Array:
-        """Return images (count, h, w, ...) as a view like `results`, (side, side, h / side, w /
-        side, count, ...).
-        """
+        """Return images as a view (side, side, h / side, w / side, count, ...), like `results`."""
         parts = corners(images, (self._side, self._side))
         return parts.transpose(0, 1, 3, 4, 2, *range(5, parts.ndim))
 
@@ -277,9 +271,7 @@ class Tiles:
         self._both_ways(self._matrices[1], self._places, self.results)
 
     def spread(self) -> Array:
-        """Transform the results' gradient: A dy A^T. Return its sum over each tile, (h / 2 w / 2
-        count, o).
-        """
+        """Transform the output gradient, A dy A^T; return each tile's sum (h / 2 w / 2 count, o)."""
         self._both_ways(self._matrices[2], self.results, self._places)
         # place (1, 1), where all of a tile are added up
         return _stacked(self._places)[self._side + 3]
@@ -305,8 +297,7 @@ class Tiles:
         xp.multiply(_in_rows(x), wide, out=pixels)
 
     def kernel_gradient(self, alone: bool) -> tuple[Array, Array]:
-        """Return two arrays whose product is the loaded images' part of the gradient of the
-        kernel's places.
+        """Return two arrays whose product is the loaded images' part of the kernel gradient.
 
         Where channels do not mix, the images are lost.
 
@@ -366,8 +357,7 @@ def _in_rows(places: Array) -> Array:
 
 
 def whole_pixels(images: Array) -> Array:
-    """Return a view (...) of images (..., c), C-contiguous in the last axis, of one element for all
-    channels.
+    """Return a view of images (..., c) with one element for all channels of a pixel.
 
     NumPy copies few channels half again as fast so.
     """
