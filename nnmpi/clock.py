@@ -1,5 +1,4 @@
-"""What time it is, and sleeping: by the computer's clock, or by the simulated one of a simulated
-rank.
+"""The time, and sleeping: by the computer's clock, or by a simulated rank's own.
 
 Whoever measures how long something takes, or waits for a while, does so by these two; then the same
 program reports the seconds of the world that it is in. Not meant: time limits for files and other
@@ -23,9 +22,7 @@ class TimeSource(Protocol):
         """Return when so much time has passed."""
 
     def reproducible(self, seconds: float) -> float:
-        """Return the part of a measured time that would be the same in another run; see
-        `reproducible` below.
-        """
+        """Return the reproducible part of a measured time; see `reproducible` below."""
 
 
 _clock: ContextVar[TimeSource | None] = ContextVar("nnmpi_clock", default=None)
@@ -38,9 +35,7 @@ def now() -> float:
 
 
 def calendar() -> float:
-    """Return the seconds since the beginning of 1970; by a simulated clock, since the beginning of
-    its run.
-    """
+    """Return the seconds since 1970; by a simulated clock, since the start of its run."""
     clock = _clock.get()
     return time.time() if clock is None else clock.now()
 
@@ -55,8 +50,7 @@ def sleep(seconds: float) -> None:
 
 
 def reproducible(seconds: float) -> float:
-    """Return a measured time for a decision about what is computed or sent: 0.0 where such must not
-    hang on it.
+    """Return `seconds`, or 0.0 in reproducible mode: no decision may depend on timing there.
 
     A simulated run can be repeated by its seed, so there nothing may be decided by a time that is
     measured for real.

@@ -1,5 +1,4 @@
-"""What the package's commands have in common: how options are read, how help is asked for, and who
-of a job speaks.
+"""What commands share: reading options, help, and which rank speaks.
 
 The options of a large command are the fields of dataclasses, one dataclass for each group in the
 help:
@@ -129,9 +128,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, wrong) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse names that another option has now, before anything is missed; else do what
-        argparse does.
-        """
+        """Refuse renamed options first; otherwise argparse's own."""
         known, others = (
             self._option_string_actions,
             any(each.nargs == argparse.REMAINDER for each in self._actions),
@@ -152,9 +149,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def folded(text: str) -> str:
-    """Return a text with its paragraphs wrapped to the width of the help; lines that are examples
-    stay as they are.
-    """
+    """Return a text with paragraphs wrapped to the help's width; example lines stay."""
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
         lines = paragraph.split("\n")
@@ -226,9 +221,7 @@ class Option:
 
     @property
     def negation(self) -> str | None:
-        """The word that switches the option off, such as `--no-normalize`; None for an option that
-        takes values.
-        """
+        """The flag that switches the option off, such as `--no-normalize`; None if it takes values."""
         return f"--no-{self.flag[2:]}" if self.type is bool or is_switch(self.type) else None
 
 
@@ -250,8 +243,7 @@ def read_words(
     description: str,
     first: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the values of those options that stand on the command line, by name. The last of
-    several counts.
+    """Return the values of the options on a command line, by name; the last one counts.
 
     Args:
         words: of the command line, without the program.
@@ -330,9 +322,7 @@ def is_switch(kind: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """Return a type in words, such as "a whole number or "full"", for a sentence about a wrong
-    value.
-    """
+    """Return a type as text, such as "a whole number or "full"", for error sentences."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe(kind) for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is Literal:
@@ -345,8 +335,7 @@ def describe(hint: Any) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the known names nearest to this one, or nothing when none
-    is near.
+    """Return "; did you mean ...?" with the nearest known names, or "" if none is near.
 
     Dashes and underscores are alike.
     """
@@ -362,8 +351,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that would steer a terminal, as names of files and answers
-    of servers may.
+    """Return a text without terminal control characters, which file names may hold.
 
     Spaces of other widths and what joins letters steer nothing: texts in many languages have them.
     """
@@ -377,8 +365,7 @@ def printable(text: str) -> str:
 
 
 def say(main: Callable[[Sequence[str]], str]) -> int:
-    """Print what a command has to say of the words behind its name, or one sentence that says what
-    is wrong.
+    """Print a command's result, or one sentence that says what is wrong.
 
     Of the ranks of a job the first one speaks, of help too.
 
@@ -407,8 +394,7 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
 
 
 def program_words(description: str, *more: tuple[str, Mapping[str, Any]]) -> argparse.Namespace:
-    """Return what stands behind a small program's name: `simulate`, a number of ranks or None, and
-    more of its own.
+    """Return a small program's arguments: `simulate`, a number of ranks or None, and its own.
 
     Help and a sentence on a wrong word end the program.
 
@@ -595,9 +581,7 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
 
 
 def entry(form: str, text: str) -> list[str]:
-    """Return an option's form with the explanation beside it, or below it where the form is
-    long.
-    """
+    """Return an option's help: its form, and the explanation beside or below it."""
     texts = wrap(text, HELP_WIDTH - HELP_INDENT, break_on_hyphens=False)
     first = f"  {form}"
     beside = [f"{first:<{HELP_INDENT}}{texts.pop(0)}"] if len(first) < HELP_INDENT - 1 else [first]

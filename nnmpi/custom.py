@@ -1,5 +1,4 @@
-"""What users write themselves, by its name on the command line: FILE.py:NAME or
-package.module:NAME.
+"""User code by name on the command line: FILE.py:NAME or package.module:NAME.
 
 Wherever a command takes the name of an algorithm, schedule, optimizer, loss, data set or model, it
 takes such a name, too; in the library the function itself stands in its place.
@@ -55,16 +54,13 @@ def short_name(name: str) -> str:
 
 
 def custom_file(name: object) -> Path | None:
-    """Return the file that the name is in; None for other names, and for one in an installed
-    module.
-    """
+    """Return the file of the name; None for other names and installed modules."""
     source = Path(str(name).rpartition(":")[0])
     return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
 
 
 def load_custom(name: str, option: str, wanted: str) -> Any:
-    """Return the function (or class) of this name; of the name of something of nnmpi's the name
-    itself.
+    """Return the function or class of this name; nnmpi's own names are returned unchanged.
 
     Args:
         name: FILE.py:NAME or package.module:NAME, or another.
@@ -110,8 +106,7 @@ def call_custom(name: str, option: str, wanted: str, *values: Any) -> Any:
 
 
 def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tuple[Any, ...]:
-    """Return what a function that anybody may have written gives for these values: steps, or
-    instructions.
+    """Call a user's function and return its result, such as steps or instructions.
 
     Args:
         function: gives some of them.
@@ -138,9 +133,7 @@ def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tup
 
 
 def name_of(named: Any) -> str:
-    """Return the name of what is chosen by name: the name itself; of a function that a user wrote
-    that one's.
-    """
+    """Return the name of a choice: the name itself, or a user's function's name."""
     return named if isinstance(named, str) else getattr(named, "__name__", type(named).__name__)
 
 
@@ -150,9 +143,7 @@ def called(function: Callable[..., Any], shown: Iterable[Any]) -> str:
 
 
 def fault(function: Callable[..., Any], shown: Iterable[Any], error: BaseException) -> str:
-    """Return in a sentence which exception a function raised, for which values and in which of its
-    lines.
-    """
+    """Return a sentence with a function's exception, its arguments and its line."""
     return raised(
         called(function, shown),
         getattr(getattr(function, "__code__", None), "co_filename", None),

@@ -1,5 +1,4 @@
-"""The errors that nnmpi raises: each message is one sentence with the values and what would work
-instead.
+"""nnmpi's errors: each message is one sentence, with the values and a remedy.
 
 `exit_status` is what the command line ends with: 2 for wrong use (the user changes the command), 1
 for a failure, 65 (EX_DATAERR) for one that the same command meets again.
@@ -58,9 +57,7 @@ class NnmpiError(Exception):
 
 
 class HelpAsked(NnmpiError):
-    """The user asked for help, or which nnmpi this is: no error, but the end of the command; the
-    text is printed.
-    """
+    """The user asked for help or the version; the text is printed and the status is 0."""
 
     exit_status = 0
 
@@ -96,8 +93,7 @@ def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[N
 
 
 def told(error: BaseException) -> BaseException:
-    """Return an error; in the place of the system's refusal to say what a path is, one with a
-    sentence.
+    """Return an error; for the system's errors about paths, one with a sentence.
 
     Whoever asks whether a file is there meets it where a folder may not be entered or a name is too
     long. It comes from what the user has written, wherever it is raised.
@@ -134,9 +130,7 @@ class GraphError(NnmpiError, RuntimeError):
 
 
 class UninitializedError(GraphError, AttributeError):
-    """Values asked of a model that has none yet; an AttributeError, so that `hasattr` and
-    `copy.deepcopy` work.
-    """
+    """Values requested of an uninitialized model; an AttributeError, for `hasattr` and `deepcopy`."""
 
 
 class DataError(NnmpiError):

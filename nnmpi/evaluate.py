@@ -34,9 +34,9 @@ LOGITS_BYTES = 2**26  # of one pass, on each rank
 
 
 def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integers | None]:
-    """Return what a run's model makes of samples: sums of losses and scores, and of samples with a
-    class each how many of each class (rows) were taken for each class (columns). Collective; the
-    replicas share the samples.
+    """Return a run's loss and score sums on samples, and the confusion matrix. Collective.
+
+    The matrix has true classes in rows and predicted ones in columns. Replicas share the samples.
 
     Args:
         run: opened on these ranks.
@@ -88,8 +88,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
 
 
 def matched(signature: ModelSignature, samples: Samples) -> Samples:
-    """Return samples with the numbers that a model has for their classes, and bytes scaled as its
-    own.
+    """Return samples with the model's class numbers, and bytes scaled as the model's.
 
     Raises:
         DataError: for samples of another shape or kind, and labels that the model does not know.

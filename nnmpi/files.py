@@ -1,5 +1,4 @@
-"""Files that a kill leaves whole: one atomic write, one lock of a folder, one folder for what nnmpi
-keeps.
+"""Files that survive a kill: atomic writes, folder locks, one cache folder.
 
 $NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi)
   mnist/ ...                          downloads
@@ -73,8 +72,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(folder: Path, patience_s: float = 3600.0) -> Iterator[None]:
-    """Make the folder and hold its lock, which ends with the process that holds it, however that
-    ends.
+    """Make the folder and hold its lock, which ends with its process in any case.
 
     Raises:
         UsageError: when the folder cannot be written, or another process keeps the lock for longer
@@ -143,9 +141,7 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 @contextmanager
 def folder_atomically(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to be filled; when the body ends its files are brought to disk and it
-    gets its name.
-    """
+    """Yield an empty folder to fill; it is synced and renamed when the body ends."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -191,8 +187,7 @@ def check_ordinary(file: Path) -> None:
 def foreign(
     file: Path, kind: type[NnmpiError] = DataError, what: str = "cannot be read"
 ) -> Iterator[None]:
-    """Turn whatever a library makes of a file, which anybody may have written, into "FILE: WHAT
-    (its reason)".
+    """Turn any error of a library about a user's file into "FILE: WHAT (its reason)".
 
     That is any exception, also what Rust's libraries raise when they panic, which is no Exception.
     """

@@ -1,5 +1,4 @@
-"""What the launcher (mpirun, srun) says about this process, read from its environment variables
-alone.
+"""The launcher's (mpirun's, srun's) facts about this process, from environment variables.
 
 Nothing here needs MPI: it is read before MPI is loaded, and to notice an MPI that does not know of
 its launcher.
@@ -56,9 +55,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return what the launcher says, or None when no launcher that is known here started this
-    process.
-    """
+    """Return the launcher's facts; None if no known launcher started this process."""
     for name, *others, here, node in LAUNCHERS:
         size, rank = (_number(environ, each) for each in others)
         if size is not None and rank is not None:
@@ -69,9 +66,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def launch_of(process: int) -> Launch | None:
-    """Return what the launcher says of another process of this node; None also where that one has
-    ended.
-    """
+    """Return the launcher's facts about another process of this node; None if it has ended."""
     with suppress(OSError):
         entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         return read_launch(
@@ -112,9 +107,7 @@ def user_chose_threads(environ: Mapping[str, str] = os.environ) -> bool:
 def limit_threads(
     environ: MutableMapping[str, str] = os.environ, loaded: Container[str] = sys.modules
 ) -> None:
-    """Set the BLAS thread variables to 1 for a rank under a launcher, unless NumPy is loaded
-    already.
-    """
+    """Set BLAS threads to 1 for a launched rank, unless NumPy is loaded already."""
     if "numpy" not in loaded and read_launch(environ) and not user_chose_threads(environ):
         environ.update(dict.fromkeys(VARIABLES, "1"))
 

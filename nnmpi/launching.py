@@ -1,6 +1,4 @@
-"""Starting a job by mpirun or srun, asking which hosts answer, and finding the processes that
-belong to it here.
-"""
+"""Starting jobs by mpirun or srun, probing hosts, and finding a job's processes."""
 
 import os
 import platform
@@ -87,8 +85,7 @@ class Launcher:
 
 
 def find_mpirun() -> str:
-    """Return the mpirun that NNMPI_MPIRUN names, or else the one beside this Python, or else the
-    PATH's.
+    """Return the mpirun of NNMPI_MPIRUN, else the one beside this Python, else PATH's.
 
     Raises:
         LaunchError: when there is none.
@@ -105,8 +102,7 @@ def find_mpirun() -> str:
 
 
 def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
-    """Return what starts a job here: srun inside a job of Slurm's, else mpirun; nothing for one
-    rank on this host.
+    """Return the launcher: srun inside a Slurm job, else mpirun; none for one local rank.
 
     Raises:
         LaunchError: when there is no mpirun, or its kind is not known.
@@ -136,9 +132,7 @@ def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
 
 
 def given_hosts() -> list[str]:
-    """Return the hosts of a job of Slurm's; none where there is no such job, or Slurm does not
-    say.
-    """
+    """Return the hosts of a Slurm job; empty without one."""
     listed, scontrol = os.environ.get("SLURM_JOB_NODELIST"), shutil.which("scontrol")
     if not listed or scontrol is None:
         return []
@@ -180,8 +174,7 @@ def ranks_of(session: int) -> list[int]:
 
 
 def kill(session: int) -> None:
-    """End all processes of a session at once, and remove the folder that Open MPI's launcher leaves
-    if it is killed.
+    """Kill all processes of a session, and remove Open MPI's session folder.
 
     A later launcher that gets the same number cannot start where that folder is.
     """
@@ -196,8 +189,7 @@ SEGMENTS = ("mpich_shm_", "sm_segment.")  # MPICH's and Open MPI's, between rank
 
 
 def remove_segments() -> None:
-    """Remove the shared memory that killed ranks have left on this node: this user's files that no
-    process maps.
+    """Remove shared memory of killed ranks here: this user's files that nobody maps.
 
     Each kill leaves some megabytes, and containers often have 64: after some twenty no job could
     start.

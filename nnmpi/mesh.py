@@ -1,5 +1,4 @@
-"""The mesh of ranks: which one is which replica (d), pipeline stage (p), tensor shard (t) and part
-of sequences (s).
+"""The mesh of ranks: replica (d), pipeline stage (p), tensor shard (t), sequence part (s).
 
 It is arithmetic, without messages.
 
@@ -77,9 +76,7 @@ class Coordinates(NamedTuple):
     s: int = 0
 
     def __str__(self) -> str:
-        """Return them in short: "d1 p0 t3", and behind that "s2" for another part than the
-        first.
-        """
+        """Return the coordinates as "d1 p0 t3", with "s2" for sequence parts after the first."""
         return f"d{self.d} p{self.p} t{self.t}" + (f" s{self.s}" if self.s else "")
 
 
@@ -123,8 +120,7 @@ class Mesh:
         nodes: Sequence[int] | None = None,
         sp: int = 1,
     ) -> Mesh:
-        """Return the mesh of a world. A single axis that is None is derived; of several, pp and tp
-        are 1.
+        """Return a world's mesh. One axis may be None and is derived; of several, pp and tp are 1.
 
             of(8) -> 8 x 1 x 1      of(8, pp=2) -> 4 x 2 x 1      of(8, dp=2, tp=2) -> 2 x 2 x 2
 
@@ -190,8 +186,7 @@ class Mesh:
         return self._ranks[((d * self.pp + p) * self.sp + s) * self.tp + t]
 
     def bind(self, group: Group) -> BoundMesh:
-        """Return the mesh with a group of each axis that this rank is in. Collective over the
-        group.
+        """Return the mesh with this rank's group of each axis. Collective.
 
         An axis of all ranks, in their order, is the group itself; axes of one rank have one group
         together.
@@ -238,8 +233,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class BoundMesh:
-    """A mesh with the groups that this rank works in; a rank's number in a group is its coordinate
-    on that axis.
+    """A mesh with this rank's groups; its rank in a group is its coordinate on that axis.
 
     Attributes:
         mesh: the arithmetic.
@@ -266,9 +260,7 @@ class BoundMesh:
     own: list[Group]
 
     def free(self) -> None:
-        """Give the groups back to MPI, but not the world. Collective; a second call does
-        nothing.
-        """
+        """Free the groups, except the world. Collective; repeated calls do nothing."""
         while self.own:
             self.own.pop().free()
 

@@ -1,5 +1,4 @@
-"""`python -m nnmpi.run -n 4 -- --dataset mnist`: a training, started again after each fault, until
-it is finished.
+"""`python -m nnmpi.run -n 4 -- --dataset mnist`: training that restarts after faults.
 
     start 1   ---- checkpoint ---- checkpoint --x          rank 2 is killed
     start 2                        checkpoint ---- x       at once: there was progress

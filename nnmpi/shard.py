@@ -38,8 +38,7 @@ def split(n: int, parts: int) -> tuple[range, ...]:
 
 
 def buckets(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
-    """Group consecutive items so that no group's sizes add up to more than `limit`; a larger item
-    stands alone.
+    """Group consecutive items up to a total size of `limit`; a larger item stands alone.
 
         buckets([3, 4, 2, 9, 1], 7)  ->  (0, 1), (2), (3), (4)
 
@@ -148,8 +147,7 @@ class Region:
 
 
 def zigzag(n: int, parts: int, index: int) -> tuple[range, range]:
-    """Return the indices of `range(n)` that belong to part `index` where parts are pairs of chunks,
-    one from each end.
+    """Return the indices of `range(n)` in part `index`, a pair of chunks from both ends.
 
         zigzag(12, 3, ...)     0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11        chunks of split(12, 6)
                                 0     1     2     2     1      0          the part that each belongs to

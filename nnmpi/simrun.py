@@ -36,9 +36,7 @@ from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 
 class Place:
-    """What one rank has for itself though all are in one process: modules, random numbers, what it
-    prints.
-    """
+    """One simulated rank's own state: modules, random numbers, output."""
 
     def __init__(self, rank: int) -> None:
         spec: Any = random.__spec__
@@ -51,8 +49,7 @@ class Place:
 
 
 class Interpreter(io.TextIOBase):
-    """Gives the rank that has the turn what is its own, and passes on what it prints in whole
-    lines.
+    """Switches between ranks' own states, and passes their output on in whole lines.
 
     Args:
         folder: of the program, whose modules each rank imports for itself.

@@ -1,5 +1,4 @@
-"""What a rank did when: events that are cheap to record, and Chrome's trace format, which Perfetto
-opens.
+"""A rank's timeline: cheap events, and Chrome's trace format, which Perfetto opens.
 
 Who computes, sends or waits records into the current timeline; if there is none, nearly nothing
 happens:
@@ -70,8 +69,7 @@ class TraceEvent(NamedTuple):
 
 
 class Timeline:
-    """One rank's events, in the order in which they were added. To add one takes some hundred
-    nanoseconds.
+    """One rank's events in order; adding one takes some hundred nanoseconds.
 
     Args:
         clock: returns seconds; it must not go backwards.
@@ -94,9 +92,7 @@ _NOTHING = nullcontext()
 
 
 def current() -> Timeline | None:
-    """Return the timeline that records now; None where nothing is recorded. Threads begin without
-    one.
-    """
+    """Return the recording timeline, or None; new threads have none."""
     return _timeline.get()
 
 

@@ -1,5 +1,4 @@
-"""Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is
-counted; and times.
+"""Bytes as text: "64k", "1MB", "1.5 MiB", in powers of 1024; and times.
 
 `Bytes` and `Every` are types of options: made of a word, or a ValueError says that it is none.
 """
@@ -15,8 +14,7 @@ _WORD = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a text names: "4", "64k", "1MB", "1.5 GiB"; k, KB and KiB are
-    all 1024.
+    """Return the bytes of a text such as "4", "64k", "1MB", "1.5 GiB"; k, KB, KiB are 1024.
 
     What a unit's decimals leave of a byte is dropped: "13.3MiB" is 13946060 bytes.
 
@@ -75,9 +73,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def parse_settings(text: str) -> dict[str, float]:
-    """Return the numbers in a text such as "alpha_us=50, gbit=10", by name; none for what is not of
-    this form.
-    """
+    """Return the numbers of a text such as "alpha_us=50, gbit=10", by name; {} if malformed."""
     pairs = [entry.partition("=")[::2] for entry in text.split(",")]
     try:
         values = {name.strip(): float(number) for name, number in pairs}

@@ -146,8 +146,7 @@ def dropout_of(config: ModelConfig) -> float:
 
 
 def check_samples(model: str, samples: Samples) -> None:
-    """Refuse quantities for a model of tokens, the other way round, and labels that its outputs are
-    too few for.
+    """Refuse samples that do not fit the model: numbers for tokens, too large labels.
 
     Raises:
         UsageError: naming both.
@@ -203,9 +202,7 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
 
 
 def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
-    """Return over how many steps the learning rate rises: by default over an epoch, at most a tenth
-    of all of them.
-    """
+    """Return the steps of linear warm-up: by default an epoch, at most a tenth of the run."""
     if config.warmup_epochs is None:
         return min(extent.train_batches, extent.steps // 10)
     return round(config.warmup_epochs * extent.train_batches)
@@ -240,9 +237,7 @@ def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
 def build_optimizer(
     config: OptimizationConfig, storage: FlatStorage, eps: float | None = None
 ) -> Optimizer:
-    """Return the optimizer over a model's storage; eps is Adam's, where another than its own is
-    wanted.
-    """
+    """Return the optimizer over a model's storage; eps replaces Adam's default."""
     if is_custom(config.optimizer):
         made = call_custom(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
         if not isinstance(made, Optimizer):
@@ -275,9 +270,7 @@ def build_layout(config: ParallelConfig, rule: OptimizationConfig, model: ModelC
 
 
 def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
-    """Return the layout with ring attention where ranks that share sequences are more than the
-    model's heads.
-    """
+    """Return the layout, with ring attention if sequences have more ranks than heads."""
     if layout.sp == 1 or model.model != "gpt":
         return layout
     heads = model.sizes[2] if model.pretrained is None else read_size(model.pretrained).heads
@@ -309,8 +302,7 @@ def build_trainer(
     layout: Layout | None = None,
     verified: bool = False,
 ) -> Trainer:
-    """Return what trains: an initialized model and its optimizer, on ranks that go on as the
-    options say. Collective.
+    """Return the trainer: an initialized model and optimizer under the options. Collective.
 
     Args:
         config: every option.
@@ -380,8 +372,7 @@ def trial_run(
     backend: Backend,
     verified: bool = False,
 ) -> Iterator[tuple[Worker, Inputs, Iterator[Batch]]]:
-    """Make what trains samples in a layout, and give it with its inputs and batches without an end.
-    Collective.
+    """Yield a trainer for a layout with inputs and endless batches. Collective.
 
     What is trained is thrown away.
 

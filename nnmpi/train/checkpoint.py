@@ -1,5 +1,4 @@
-"""Where a run stands, and its checkpoints: folders of safetensors and JSON that are whole or
-absent.
+"""A run's state and its checkpoints: folders of safetensors and JSON, whole or absent.
 
     checkpoints/
       step-00000120/  model.safetensors  optimizer.safetensors  state.json
@@ -108,8 +107,7 @@ class Extent:
 
 @dataclass
 class RunState:
-    """A run between two steps. (Making a frozen one takes longer, and an epoch has several.) Nobody
-    writes to one.
+    """A run's state between two steps. Never changed; not frozen, since that is slower to make.
 
     Attributes:
         step: updates done.
@@ -135,9 +133,7 @@ class RunState:
     data: str = ""
 
     def after(self, totals: Totals, window: Totals) -> RunState:
-        """Return the state after the steps that have these sums, with those since the last line of
-        metrics.
-        """
+        """Return the state after steps with these sums, including those since the last record."""
         step, batch = self.step + totals.steps, self.batch + totals.steps
         return replace(
             self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals), window=window
@@ -192,9 +188,7 @@ class Checkpoint:
         return rebuilt(Mesh, self.values["layout"])
 
     def cuts(self, mesh: Mesh, virtual_stages: int) -> list[int] | None:
-        """Return how many layers of the model's chain each stage had; None with another number of
-        stages.
-        """
+        """Return each stage's number of layers; None for another number of stages."""
         cuts: list[int] = self.values["cuts"]
         return cuts if len(cuts) == mesh.pp * virtual_stages and mesh.pp > 1 else None
 
@@ -289,8 +283,7 @@ class Saver(AbstractContextManager["Saver"]):
         on_root(self._group, self._end_last)
 
     def is_affordable(self, limit_s: float) -> bool:
-        """Return whether with one more like the last one all take at most so many seconds; call it
-        on rank 0.
+        """True if one more checkpoint keeps their total within these seconds; on rank 0.
 
         Raises:
             CheckpointError: when the last one could not be written.
@@ -301,9 +294,7 @@ class Saver(AbstractContextManager["Saver"]):
         return self.spent_s + self.last_s <= limit_s
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for the last checkpoint, which a run that ends with an error leaves too. Not
-        collective.
-        """
+        """Wait for the last checkpoint, also after an error. Not collective."""
         with nullcontext() if error is None else suppress(CheckpointError):
             self._end_last()
 
@@ -463,8 +454,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
 
 
 def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
-    """Put back the last good checkpoint that `save` wrote, and return its place; {} where there is
-    none. Collective.
+    """Restore the last good checkpoint of `save`, and return its place; {} if none. Collective.
 
     The loop then goes on to the bits of one without a break: dropout depends on the optimizer's
     steps, and the order of the data on seed and epoch.
@@ -519,9 +509,7 @@ def _training(loop: Loop) -> Iterator[Training]:
 def source_of(
     file: TensorFile | None,
 ) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
-    """Return what `ModelState.scatter` takes: on rank 0 how to read the file, what is in it, and
-    its name.
-    """
+    """Return the source for `ModelState.scatter`: on rank 0 a reader, contents and name."""
     if file is None:
         return dict[str, Array]().__getitem__, None, None
     return file.__getitem__, file.specs, file.file
@@ -558,8 +546,7 @@ def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
 
 
 def check_folder(folder: Path, writes: bool = True) -> None:
-    """Check that a run can go on from what is here and write more, before it does work that could
-    not be kept.
+    """Check that a run can resume here and save more, before any work that could be lost.
 
     A folder that is not there yet is fine.
 
@@ -658,9 +645,7 @@ def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def steps(folder: Path) -> list[Path]:
-    """Return the checkpoints' folders, newest first; temporary ones begin with a dot and are not
-    among them.
-    """
+    """Return the checkpoints' folders, newest first, without temporary ones."""
     return sorted((each for each in folder.glob(f"{PREFIX}*") if each.is_dir()), reverse=True)
 
 
@@ -680,8 +665,7 @@ def _named(folder: Path, file: str) -> Path | None:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint that nobody sees until it is whole: a folder under a temporary name,
-    which `finish` renames.
+    """Writes a checkpoint under a temporary name, which `finish` renames once it is whole.
 
         writer = CheckpointWriter(folder, step=120)
         try:
@@ -728,8 +712,7 @@ class CheckpointWriter:
         self._writers[next(reversed(self._writers))].write(name, array)
 
     def finish(self, state: Mapping[str, Any], keep: int, best: bool = False) -> str:
-        """Write state.json, wait until the disk has everything, give the checkpoint its name, and
-        return that.
+        """Write state.json, sync to disk, and rename the checkpoint; return its folder.
 
         Keeps the `keep` newest ones, and the best. Checkpoints of later steps are removed too: they
         belong to a future that a resumed run has left.

@@ -107,8 +107,7 @@ def run_on_ranks(
     simulation: Callable[[], dict[str, Any]] = lambda: {"ranks": 0},
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
-    """Call the program on the ranks that MPI has started, or with --simulate on simulated ones;
-    return what it does.
+    """Call the program on MPI's ranks, or with --simulate on simulated ones; return its result.
 
     Help that was asked for is printed, by one rank.
 
@@ -326,8 +325,7 @@ def launch_use(
     parse: Callable[[Sequence[str]], tuple[Any, ...]],
     main: Callable[[Sequence[str], Group], None],
 ) -> None:
-    """Do a command that uses a run on the ranks that MPI has started, or with --simulate on
-    simulated ones.
+    """Run a command that uses a run, on MPI's ranks or with --simulate on simulated ones.
 
     Args:
         words: of the command line.
@@ -382,8 +380,7 @@ def read_shared(
     description: str,
     different: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[Any, ...]:
-    """Return a command's own sections of options, the configuration of those that it shares with
-    the train command, and which values of these it was given, as JSON.
+    """Return a command's own sections, the options shared with training, and those given.
 
     Args:
         words: of the command line.

@@ -1,5 +1,4 @@
-"""What computes: the backend of a run, shared by the ranks of a device, and its errors in
-sentences; BLAS and numba.
+"""A run's backend, shared by a device's ranks, its errors as sentences; BLAS and numba.
 
 On the host each rank has one BLAS thread unless the environment says otherwise, and numba computes
 in long runs. Nothing is timed, so a repeated command has the same bits.
@@ -33,9 +32,7 @@ PAYS = 3e11
 
 @contextmanager
 def computing(config: Config) -> Iterator[None]:
-    """Compute on the host as was chosen, each rank with one BLAS thread unless the environment sets
-    another number.
-    """
+    """Compute on the host as chosen, with one BLAS thread per rank by default."""
     with one_blas_thread(), jit() if config.run.jit == "on" else nullcontext():
         yield
 
@@ -43,8 +40,7 @@ def computing(config: Config) -> Iterator[None]:
 def choose_computing(
     config: Config, model: Module, train: Samples, backend: Backend, group: Group
 ) -> tuple[Config, str]:
-    """Return the configuration with --jit on or off, the same on all ranks, and a line that says
-    why. Collective.
+    """Return the configuration with --jit on or off, and the reason; equal on all ranks.
 
     The choice depends on the options and on the installed numba, so the same command on other ranks
     has the same bits. A run that resumes finds "on" or "off" in its config.json.
@@ -92,8 +88,7 @@ def _loads() -> bool:
 
 
 def multiplications(options: OptimizationConfig, model: Module, train: Samples) -> float:
-    """Return about how many multiplications all ways forward of a run have: its samples by the
-    weights that each meets.
+    """Estimate a run's multiplications in forward passes: samples times weights they meet.
 
     A convolution's weights count for each pixel of a sample, as if nothing were pooled; of a
     language model all weights count for each token.
@@ -151,8 +146,7 @@ def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Bac
 
 
 def check_backend(options: RunConfig, backend: Backend) -> None:
-    """Refuse kernels that are compiled for the CPU where there is a device, and products that only
-    a device rounds.
+    """Refuse CPU kernels on a device, and a device's precisions on the CPU.
 
     Raises:
         UsageError: saying so; also where there is no numba, and --jit on.

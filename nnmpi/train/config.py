@@ -42,8 +42,7 @@ def require(holds: bool, sentence: str) -> None:
 def check_numbers(
     section: Any, names: str, least: float, below: float = math.inf, above: bool = False
 ) -> None:
-    """Refuse numbers below `least`, or not below `below`, among these options of a section; words
-    and None pass.
+    """Refuse options below `least`, or not below `below`; text and None pass.
 
     Args:
         section: has the options.
@@ -284,9 +283,7 @@ class SyncConfig:
 
     @property
     def machine(self) -> Machine | None:
-        """What messages cost between simulated ranks, each a node of its own unless it says else;
-        None for no time.
-        """
+        """The machine of simulated links, one rank per node by default; None for free messages."""
         return parse_network(self.network, self.simulate) if self.network else None
 
     def slowness(self, seed: int) -> Slow:
@@ -391,16 +388,12 @@ class ModelConfig:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Layers, features and heads, as given or by default; those of a pretrained model are in
-        its own files.
-        """
+        """Layers, features and heads, given or default; a pretrained model's are in its files."""
         return self.layers or 2, self.features or 128, self.heads or 4
 
 
 def check_positions(given: ModelConfig, sp: int) -> None:
-    """Refuse to share out the positions of a model that has none, or does not take each by
-    itself.
-    """
+    """Refuse --sp for models without positions, or with layers that mix them."""
     model = given.model
     mixes = sp > 1 and (given.experts or model in MODELS and model != "gpt")
     why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
@@ -552,9 +545,7 @@ class OptimizationConfig:
 
     @property
     def drops(self) -> tuple[float, float] | None:
-        """Of --lr-schedule step:EPOCHS,FACTOR: the epochs between two drops, and what each
-        multiplies the rate by.
-        """
+        """Of --lr-schedule step:EPOCHS,FACTOR: epochs between drops, and the factor."""
         name, _, values = self.lr_schedule.partition(":")
         if name != "step":
             known = self.lr_schedule in ("constant", "cosine") or is_custom(self.lr_schedule)
@@ -737,9 +728,7 @@ def all_options() -> Mapping[str, Option]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return the options by name as JSON values (paths as text, tuples as lists), in the order of
-    the sections.
-    """
+    """Return options by name as JSON values, in the order of the sections."""
     flat: dict[str, Any] = {}
     for section in fields(config):
         flat |= to_json(getattr(config, section.name))
@@ -768,9 +757,7 @@ def shown(value: Any) -> str:
 
 
 def made(section: type[T], values: Mapping[str, Any]) -> T:
-    """Return a section with those of the values that are options of it, and defaults for the
-    rest.
-    """
+    """Return a section with its options among the values, and defaults for the rest."""
     return section(
         **{each.name: values[each.name] for each in options_of(section) if each.name in values}
     )

@@ -1,5 +1,4 @@
-"""The folder of a run: what lies where, who may write into it, and how files are written so that a
-kill costs nothing.
+"""A run's folder: its files, its lock, and writes that survive a kill.
 
 runs/latest           a link to the newest run there
 runs/digits-cnn-20260101-120000/
@@ -94,8 +93,7 @@ class RunFolder:
             sync_folder(self.path.parent)
 
     def keep_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Save the tokenizer of a text, or check that a run which goes on has the one that it began
-        with.
+        """Save a text's tokenizer, or check that a resumed run has the same one.
 
         Raises:
             UsageError: when it has another one, whose tokens its weights know nothing of; when it
@@ -131,8 +129,7 @@ class RunFolder:
         library: str,
         facts: Sequence[tuple[str, str]],
     ) -> None:
-        """Write down how the run was started, and link runs/latest to it. A disk that takes neither
-        costs only that.
+        """Record how the run was started, and link runs/latest; disk errors cost only that.
 
         Args:
             words: of the command line.
@@ -158,9 +155,7 @@ class RunFolder:
                 temporary.replace(RUNS / LATEST_RUN)
 
     def withdraw(self) -> None:
-        """Remove what a new run has written that is refused in its first step, so that a better one
-        can begin here.
-        """
+        """Remove a new run's files after its first step was refused, so another can start."""
         for file in (self.config, self.metrics, self.console, self.starts, self.path / LOCK_FILE):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.tokenizer, ignore_errors=True)
@@ -213,8 +208,7 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
 def check_trust(
     folder: Path, options: Mapping[str, Any], given: Mapping[str, Any], trust: bool | None
 ) -> None:
-    """Refuse a run that names code outside of nnmpi, which would be executed, unless the user has
-    said so.
+    """Refuse a run that names code outside nnmpi unless the user trusts it.
 
     A folder of a run is data: whoever gets one from somebody else need not look into its
     config.json first.
@@ -239,8 +233,7 @@ def check_trust(
 
 
 def find_model(pretrained: Path) -> Path:
-    """Return the folder with Hugging Face's files: the one that is given, or the one that a run has
-    left in it.
+    """Return the folder of Hugging Face files: the given one, or a run's.
 
     Raises:
         UsageError: when there is none, or the folder is of a run that has left none.
@@ -262,8 +255,7 @@ def find_model(pretrained: Path) -> Path:
 
 
 def default_folder(config: Config, runs: Path = RUNS) -> Path:
-    """Make an empty folder for the run, and return it: runs/DATASET-MODEL-TIME, with a number if
-    that is taken.
+    """Make and return an empty folder runs/DATASET-MODEL-TIME, numbered if taken.
 
     Made at once, so that jobs which begin in the same second get one each.
 

@@ -84,9 +84,7 @@ def _samples(samples: Samples) -> str:
 
 
 def blas() -> str:
-    """Return the BLAS that NumPy uses: its name, version, the processor it is for, and its
-    threads.
-    """
+    """Return NumPy's BLAS: name, version, processor and threads."""
     pool, mkl = blas_pool(threadpoolctl.threadpool_info()), installed_mkl()
     large = "" if mkl is None else f", mkl {mkl.version} for large products"
     return f"{name_blas(pool)}{large}, {counted(pool.get('num_threads', 1), 'thread')} per rank"

@@ -63,9 +63,7 @@ class Inputs:
 
     @property
     def best_by_loss(self) -> bool:
-        """Whether the best evaluation is the one of the lowest loss, and not of the highest
-        accuracy.
-        """
+        """True if the best evaluation has the lowest loss, not the highest accuracy."""
         return self.train.is_tokens or self.signature.predicts == "quantities"
 
     @property
@@ -82,8 +80,7 @@ class Inputs:
 def load_samples(
     config: Config, group: Group, say: Callable[[str], None]
 ) -> tuple[Samples, Samples]:
-    """Return the training and the test set, after the first rank of each node has made or
-    downloaded what is missing.
+    """Return training and test set; the first rank of each node downloads what is missing.
 
     Collective.
 
@@ -191,9 +188,7 @@ def load_inputs(
 
 
 def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:
-    """Return whether samples can stand in memory as a model takes them: few quantities, of a data
-    set's own dtype.
-    """
+    """True if samples fit in memory as model inputs: few, and of the data set's own dtype."""
     if not isinstance(samples, Dataset) or samples.is_tokens or dtype != "float32":
         return False
     return samples.x.size * np.dtype(dtype).itemsize <= SMALL_BYTES
@@ -276,8 +271,7 @@ def match_loss(loss: str, samples: Samples) -> Samples:
 def check_same_start(
     config: Config, group: Group, train: Samples, test: Samples, where: str
 ) -> None:
-    """Refuse ranks that would compute with different data or programs: nothing else would ever
-    tell. Collective.
+    """Refuse ranks with different data or programs, which nothing else would show. Collective.
 
     Args:
         config: every option, which rank 0 has told the others.

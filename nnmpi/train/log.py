@@ -37,9 +37,7 @@ def describe_measures(measures: Mapping[str, float]) -> str:
 
 
 def measures_of(found: Totals, variance: float | None) -> dict[str, float]:
-    """Return how good outputs are besides their loss: the accuracy; of quantities of this variance
-    RMSE and R2.
-    """
+    """Return the quality of outputs besides the loss: accuracy, or RMSE and R2 of numbers."""
     if variance is None:
         return {"accuracy": found.accuracy}
     return {"rmse": found.rmse, "r2": r2(found.score, variance)}
@@ -52,8 +50,7 @@ def describe_result(found: Totals, measures: Mapping[str, float], tokens: bool) 
 
 
 def compare_hosts(window: Totals, hosts: int) -> str:
-    """Return what several hosts gain over one, by the model of the links, or as measured where
-    there is none.
+    """Return the gain of several hosts over one, by the cost model, else as measured.
 
     One host would have the rows of all, and sum gradients in its memory, for which nothing is
     counted.
@@ -151,9 +148,7 @@ class Reporter:
         )
 
     def measures(self, found: Totals) -> dict[str, float]:
-        """Return how good outputs are besides their loss: the accuracy, or of quantities RMSE and
-        R2.
-        """
+        """Return the quality of outputs besides the loss: accuracy, or RMSE and R2 of numbers."""
         # an evaluation does no step
         samples = self._inputs.train if found.steps else self._inputs.test
         return measures_of(found, samples.variance)
@@ -174,8 +169,7 @@ class Reporter:
         more: Sequence[str] = (),
         of: str = "",
     ) -> None:
-        """Print an epoch, or what a run has done of its last one, in a line that fits into 100
-        columns.
+        """Print an epoch, or part of the last one, in a line of at most 100 columns.
 
         Args:
             number: of the epoch, from 1.
@@ -207,9 +201,7 @@ class Reporter:
         )
 
     def best(self, state: RunState, report: Totals) -> str:
-        """Return the best evaluation in words, of those in the run and the last one; nothing if
-        there was but one.
-        """
+        """Return the best evaluation and the last one as text; "" if there was only one."""
         if not state.best_step:
             return ""
         state = state.after_evaluation(report, self._inputs.best_by_loss)
@@ -250,9 +242,7 @@ class Reporter:
         )
 
     def whole_run(self, state: RunState) -> None:
-        """Record and print how stale the gradients of the whole run were, its parts before a resume
-        as well.
-        """
+        """Record and print the staleness of the whole run, including parts before a resume."""
         total = sum_staleness(self._recorder.read())
         if total.count():
             self._write(RUN_STALENESS, state, total.to_json())

@@ -114,9 +114,7 @@ class StopSignals:
             StopSignals._main = None
 
     def noted(self) -> int:
-        """Return the signal that this rank got, 0 for none, `WOKEN` for SIGCONT (not
-        collective).
-        """
+        """Return this rank's signal, 0 for none, `WOKEN` for SIGCONT (not collective)."""
         return self._caught_by._noted
 
     def forget_waking(self) -> None:
@@ -142,17 +140,13 @@ def catch(note: Callable[[int, FrameType | None], None], *more: int) -> Handlers
 
 
 def give_back(before: Handlers) -> None:
-    """Give the signals back to those who had them; a handler of C, as Open MPI's for SIGHUP, cannot
-    be set again.
-    """
+    """Restore signal handlers; one in C, such as Open MPI's for SIGHUP, cannot be restored."""
     for number, handler in before.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Stopped(NnmpiError):
-    """A run that ended early, by a signal; its status is 128 plus the signal's number, as shells
-    have it.
-    """
+    """A run that a signal ended early; its status is 128 plus the signal's number."""
 
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
@@ -428,9 +422,7 @@ class Loop:
 
 
 def is_due(count: int, every: int) -> bool:
-    """Return whether something that is done every so many times is due at this count; `every` 0
-    means never.
-    """
+    """True if something done every `every` counts is due at this count; 0 means never."""
     return every > 0 and count % every == 0
 
 
@@ -441,8 +433,7 @@ PATIENCE_S = 5.0  # for a job in the same folder that is just being killed
 def begin(
     config: Config, group: Group, console: Console, words: Sequence[str] = ()
 ) -> Iterator[Loop]:
-    """Give the loop that trains with this configuration, in the folder `config.run.out`, and end
-    its run. Collective.
+    """Yield the training loop of a configuration, in `config.run.out`; end its run. Collective.
 
         with begin(config, group, console) as loop:
             loop.run()

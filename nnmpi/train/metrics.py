@@ -1,5 +1,4 @@
-"""metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole
-lines.
+"""metrics.jsonl: a JSON object per line, flushed at once, so a killed run has whole lines.
 
     {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
      "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "step_s": ..., "compute_s": ..., "wait_s": ...,
@@ -125,8 +124,7 @@ def cut_metrics(file: Path, step: int) -> int:
 
 
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
-    """Writes records on the rank that has a folder, and nothing on the others: whole lines or
-    nothing.
+    """Writes records on the rank that has a folder; whole lines or nothing.
 
     What a full disk does not take waits in memory for the next record: a run ends at a checkpoint
     that cannot be written, and not before.
@@ -182,8 +180,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             raise NnmpiError(f"{self._folder.metrics} cannot be read again: {error}") from None
 
     def sync(self) -> None:
-        """Wait until the disk has what `flush` brought to the file: a checkpoint must not be newer
-        than its metrics.
+        """Wait until flushed records are on disk: no checkpoint may be newer than its metrics.
 
         A thread may do so while lines are written.
 
@@ -251,8 +248,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
 
 def sum_staleness(records: Sequence[Mapping[str, Any]]) -> Staleness:
-    """Return the counts of a whole run, of all its records of kind "staleness"; without workers if
-    there are none.
+    """Return a whole run's counts, from its "staleness" records.
 
     Workers are counted together by their number also where a run was resumed with more or fewer of
     them.

@@ -130,8 +130,7 @@ class Run:
         return shifted / shifted.sum(axis=-1, keepdims=True)
 
     def outputs(self, x: Array, rows: int = 256) -> Array:
-        """Return the model's outputs for model input, (n, ...). Collective over the ranks of a
-        replica.
+        """Return the model's outputs for inputs (n, ...). Collective over a replica's ranks.
 
         Args:
             x: (n, *sample_shape).
@@ -174,8 +173,7 @@ class TrainingRun(Run):
     kernels: str
 
     def settled(self) -> Config:
-        """Return the options with what was derived from others: the layout of a replica,
-        microbatches, the tokenizer.
+        """Return the options with derived values: the layout, microbatches, the tokenizer.
 
         They go into config.json, since a run that goes on with other ranks must cut model and
         batches as before.

@@ -1,5 +1,4 @@
-"""What a trained model takes and gives: saved with its weights, so that they can be used without
-the data.
+"""A trained model's signature: inputs and outputs, saved with its weights.
 
 A checkpoint's model.safetensors has it in its metadata, as JSON:
 
@@ -107,8 +106,7 @@ class ModelSignature:
         return Normalize(np.array(self.mean), np.array(self.std)) if self.mean else None
 
     def in_order(self, x: Array, columns: Sequence[str], source: object) -> Array:
-        """Return a table's features in the order of the run's, by their names; names that the run
-        has not say nothing.
+        """Return a table's features in the run's order, by name; unknown names are ignored.
 
         Raises:
             DataError: for a table that has a name of the run's at another place, and not all of its

@@ -73,8 +73,7 @@ TRACED = 20  # steps
 
 
 class Tracer:
-    """Records the first steps of this start of a run if `--trace` asks for it; else it does
-    nothing.
+    """Records the first steps of a run's start under `--trace`; otherwise does nothing.
 
     Args:
         run: whose options say whether.
@@ -93,9 +92,7 @@ class Tracer:
 
     @contextmanager
     def steps(self, count: int) -> Iterator[None]:
-        """Record so many steps, and write the file when they were the last that are wanted.
-        Collective.
-        """
+        """Record these steps, and write the file after the last requested one. Collective."""
         if self._timeline is None:
             yield
             return

@@ -65,8 +65,9 @@ def conv_transpose2d(
     dilation: int | Pair = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolve backwards: images (n, h, w, c) become (n, H, W, o), with H = (h - 1) stride - 2
-    padding + reach + extra.
+    """Transposed convolution: (n, h, w, c) -> (n, H, W, o).
+
+    H = (h - 1) stride - 2 padding + reach + extra.
 
     Args:
         x: (n, h, w, c).

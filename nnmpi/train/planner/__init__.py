@@ -1,5 +1,4 @@
-"""The planner: which layout of a model on a machine takes the least time for a step, by measured
-parts and a race.
+"""The planner: the fastest layout of a model on a machine, by measured parts and a race.
 
     profile        what a model's parts take on this machine, kept: steps of one replica, layers,
                    updates, bytes

@@ -44,9 +44,7 @@ class ChosenLayout:
     predicted_s: float | None = None
 
     def compare(self, batch_size: int, records: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a line with the step as it was predicted and as it was measured, the median of the
-        metrics.
-        """
+        """Return a line with the predicted step and the measured one, the metrics' median."""
         if self.predicted_s is None:
             return []
         rates = [each["samples_per_second"] for each in records if each.get("kind") == "train"]
@@ -60,8 +58,7 @@ class ChosenLayout:
 
 
 def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLayout:
-    """Return the configuration with the layout that takes least time; the same on all ranks.
-    Collective.
+    """Return the configuration with the fastest layout, equal on all ranks. Collective.
 
     A run that multiplies little takes less time than a search: it has replicas.
 

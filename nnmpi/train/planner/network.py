@@ -101,9 +101,7 @@ class PlannedNetwork:
         return min(found)
 
     def shared(self, nbytes: int) -> float:
-        """Return the seconds of an all-reduce of all ranks through shared memory, where
-        `has_shared`.
-        """
+        """Return an all-reduce's seconds through shared memory, if `has_shared`."""
         return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
 
     def _part(self, ranks: Sequence[int], sharing: int) -> Machine:

@@ -117,9 +117,7 @@ class Candidate:
         return [-(-len(part) // self.dp) for part in split(batch_size, self.microbatches)]
 
     def options(self) -> dict[str, Any]:
-        """Return the train command's options that mean this layout, but for the split; defaults are
-        left out.
-        """
+        """Return the train command's options for this layout, without the split and defaults."""
         found: dict[str, Any] = dict(zip(AXES, self.axes, strict=True))
         if self.zero:
             found["zero"] = self.zero
@@ -218,9 +216,7 @@ Share = tuple[int, int]
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step of one replica for so many rows: seconds without the update, those of the update,
-    bytes of activations.
-    """
+    """A replica's step for some rows: seconds, the update's seconds, activation bytes."""
 
     seconds: float
     update_s: float
@@ -259,9 +255,7 @@ class Profile:
     raced: Mapping[str, float] = field(default_factory=dict)
 
     def step(self, rows: int, name: str) -> float:
-        """Return one of the fields of `StepCost` for any number of rows: on the straight lines
-        through those known.
-        """
+        """Return a field of `StepCost` for any number of rows, interpolated linearly."""
         known = {each: float(getattr(cost, name)) for each, cost in sorted(self.steps.items())}
         if len(known) == 1:
             ((only, value),) = known.items()
@@ -303,8 +297,7 @@ class LayoutPrice:
 
 
 class ModelShapes:
-    """A model's shapes on the ranks of a layout, without values: where its chain is cut, and what
-    each rank holds.
+    """A model's shapes under a layout, without values: chain cuts, and each rank's holdings.
 
     Args:
         build: makes the model, uninitialized.
@@ -643,9 +636,7 @@ class Pricer:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout, what it takes, the bytes of the rank that has most, and the layers of each stage of
-    its pipeline.
-    """
+    """A layout with its cost, the largest rank's bytes, and each pipeline stage's layers."""
 
     candidate: Candidate
     price: LayoutPrice
@@ -664,9 +655,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """The layouts of the least times, the least first; how many fall out for which reason; and how
-    many there were.
-    """
+    """The fastest layouts in order, counts of rejections by reason, and the total."""
 
     best: tuple[PlannedLayout, ...]
     refused: Refusals

@@ -144,8 +144,7 @@ class Workload:
 def take_profile(
     workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
 ) -> tuple[Profile, Callable[[Profile], None]]:
-    """Return the profile that is kept for a workload, or measure and keep one; and what keeps
-    another. Collective.
+    """Return a workload's saved profile, or measure and save one. Collective.
 
     Args:
         workload: what is to be trained.
@@ -158,9 +157,7 @@ def take_profile(
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def load() -> Any:
-        """Return the profile as JSON values; None if there is none of this key, or it is
-        damaged.
-        """
+        """Return the profile as JSON values; None if absent or damaged."""
         with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
             found = read_json(cache_folder() / f"profile-{digest}.json")
             if found.pop("key") == key and rebuilt(Profile, found):
@@ -277,8 +274,7 @@ def _measure_share(
 def ready(
     workload: Workload, options: Mapping[str, Any], rows: int | None, group: Group, backend: Backend
 ) -> Iterator[tuple[Worker, Iterator[Batch]]]:
-    """Make what trains a workload in a layout, after some steps, and give its batches: see
-    `train.build.trial_run`.
+    """Yield a warmed-up trainer of a workload in a layout, with batches (`trial_run`).
 
     Args:
         workload: what is trained.
