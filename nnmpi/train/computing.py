@@ -26,7 +26,7 @@ from nnmpi.units import format_bytes
 
 # Multiplications of a whole run's ways forward from which on numba's kernels compute: training then
 # takes some seconds, beside which the 0.2 s that loading numba takes are little. A CNN on digits
-# gains as much at 4e10, on MNIST a third of its time at 9e11 (docs/speed.md: AMD EPYC, Zen 4).
+# gains as much at 4e10, on MNIST a third of its time at 9e11 (benchmarks/training: AMD EPYC, Zen 4).
 PAYS = 3e11
 
 
