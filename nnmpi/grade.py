@@ -40,18 +40,17 @@ An assignment is a file in TOML:
 
     [machines.cluster]
     ranks = 16
-    network = "alpha_us=50,gbit=1"    # between nodes
-    inside = "alpha_us=1,gbit=100"    # within a node; nothing costs nothing
-    per_node = 1
+    network = "alpha_us=50,gbit=1"    # as --network of other commands; for nodes of several ranks
+                                      # also per_node=8,inside_gbit=100; empty: messages are free
     bytes = "64MiB"                   # of a collective's buffer
     microbatches = 8                  # of a pipeline
     forward_s = 1                     # of a rank's stages for one; a backward takes twice as long
     message_s = 0                     # from stage to stage
 
-A submission is a file, or a folder of files. In a folder of submissions each one is graded by a
-process of its own, and its solutions run in further ones. A criterion has passed or failed, or it
-is blocked (its file is not there, or what it needs has not passed), or it took too long (timeout).
-Seconds are those of simulated clocks: they are the same on every computer.
+A submission is a file, or a folder of files. Each submission of a class is graded in a process of
+its own, and its solutions run in further processes. A criterion is passed, failed, blocked (its
+file is missing, or a criterion it needs has not passed), or timeout (over its limit). Seconds are
+those of simulated clocks: the same on every computer.
 """
 
 import json
@@ -78,8 +77,8 @@ from nnmpi.files import parse_json, read_text, rebuilt, write_atomically
 from nnmpi.units import Bytes
 
 PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
-MOST_TEXT = 2000  # characters of a sentence, in which a solution's exception may have a part
-MOST_RANKS, LEAST_BYTES = 128, 128 << 20  # of a machine; of a process, in which NumPy is
+MOST_TEXT = 2000  # characters of a sentence, which may quote a solution's exception
+MOST_RANKS, LEAST_BYTES = 128, 128 << 20  # of a machine; of a process, which imports NumPy
 ONE, CLASS = "one", "class"
 CHILD = """
 import pathlib, sys
@@ -92,7 +91,7 @@ print(as_json(assignment, [grade(assignment, submission)]))
 
 @dataclass(frozen=True)
 class Criterion:
-    """What points are given for."""
+    """One row of an assignment that earns points."""
 
     exercise: str = ""
     name: str = ""
@@ -110,7 +109,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What is asked for."""
+    """An assignment: its criteria, limits and machines."""
 
     title: str = "assignment"
     limit_s: float = 20.0
@@ -121,15 +120,15 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a criterion.
+    """The result of a criterion.
 
     Attributes:
         name, hidden: of the criterion.
         status: passed, failed, blocked or timeout.
-        points, of: given, and to be had.
-        text: why.
-        drawing: of the solution's own rounds or schedule.
-        value: what was measured.
+        points, of: earned and possible.
+        text: the reason.
+        drawing: of the solution's rounds or schedule.
+        value: the measured number.
     """
 
     name: str
@@ -143,28 +142,26 @@ class Outcome:
 
     @property
     def told(self) -> str:
-        """Why, and the drawing below it."""
+        """The reason, and the drawing below it."""
         return f"{self.text}\n\n{self.drawing}".rstrip()
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What has become of a submission."""
+    """The results of a submission."""
 
     submission: str
     outcomes: tuple[Outcome, ...]
 
     @property
     def total(self) -> str:
-        """The points given and to be had: "7.5 of 10"."""
-        return (
-            f"{sum(each.points for each in self.outcomes):.4g} of"
-            f" {sum(each.of for each in self.outcomes):.4g}"
-        )
+        """The points earned and possible: "7.5 of 10"."""
+        points, of = (sum(getattr(o, name) for o in self.outcomes) for name in ("points", "of"))
+        return f"{points:.4g} of {of:.4g}"
 
     @property
     def public(self) -> list[Outcome]:
-        """The outcomes as students may see them."""
+        """The outcomes that students may see, hidden ones without name and reason."""
         return [
             replace(each, name=f"hidden {number}", text="", drawing="") if each.hidden else each
             for number, each in enumerate(self.outcomes, 1)
@@ -175,93 +172,104 @@ class Grade:
 
 
 def read_assignment(file: Path) -> Assignment:
-    """Return the assignment in a file.
+    """Read and check an assignment.
 
     Raises:
-        UsageError: naming what in it means nothing.
+        UsageError: naming the invalid entry.
     """
     with raised_as(UsageError, f"{file} cannot be read"):
         try:
-            found: Assignment = rebuilt(Assignment, tomllib.loads(read_text(file)))
+            assignment: Assignment = rebuilt(Assignment, tomllib.loads(read_text(file)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{file} is no assignment: {error}") from None
-    if not (0 < found.limit_s < inf and found.memory >= LEAST_BYTES and found.criteria):
+    if not (
+        0 < assignment.limit_s < inf and assignment.memory >= LEAST_BYTES and assignment.criteria
+    ):
         raise UsageError(
             f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and criteria"
             " some"
         )
-    for name, place in found.machines.items():
+    for name, setting in assignment.machines.items():
         try:
-            _check_machine(place)
+            _check_machine(setting)
         except (NnmpiError, ValueError) as error:
             raise UsageError(f"{file}, machine {name}: {error}") from None
     criteria: list[Criterion] = []
-    for number, one in enumerate(found.criteria, 1):
-        one = replace(
-            one,
-            name=one.name or one.exercise,
-            file=one.file or f"{one.exercise.replace('-', '_')}.py",
+    for number, criterion in enumerate(assignment.criteria, 1):
+        criterion = replace(
+            criterion,
+            name=criterion.name or criterion.exercise,
+            file=criterion.file or f"{criterion.exercise.replace('-', '_')}.py",
         )
-        wrong = _find_wrong(one, {other.name for other in criteria}, found.machines)
+        wrong = _find_wrong(criterion, {other.name for other in criteria}, assignment.machines)
         if wrong:
             raise UsageError(f"{file}, criterion {number}: {wrong}")
-        criteria.append(one)
-    return replace(found, criteria=tuple(criteria))
+        criteria.append(criterion)
+    return replace(assignment, criteria=tuple(criteria))
 
 
-def _check_machine(place: Setting) -> None:
-    if not (
-        1 <= place.ranks <= MOST_RANKS
-        and 1 <= place.microbatches <= MOST_RANKS
-        and place.per_node >= 1
-    ):
-        raise UsageError(f"ranks, microbatches and per_node must be from 1 to {MOST_RANKS}")
-    if not (0 <= place.forward_s < inf and 0 <= place.message_s < inf and place.bytes > 0):
+def _check_machine(setting: Setting) -> None:
+    if not (1 <= setting.ranks <= MOST_RANKS and 1 <= setting.microbatches <= MOST_RANKS):
+        raise UsageError(f"ranks and microbatches must be from 1 to {MOST_RANKS}")
+    if not (0 <= setting.forward_s < inf and 0 <= setting.message_s < inf and setting.bytes > 0):
         raise UsageError("forward_s and message_s must not be below 0, and bytes must be above 0")
-    _ = place.machine  # its networks mean something
+    _ = setting.machine  # raises for an invalid network
 
 
-def _find_wrong(one: Criterion, before: set[str], places: Mapping[str, Setting]) -> str:
-    """Return why a criterion cannot be judged."""
-    exercise = EXERCISES.get(one.exercise)
+def _find_wrong(criterion: Criterion, before: set[str], machines: Mapping[str, Setting]) -> str:
+    """Return why a criterion is invalid, or ""."""
+    exercise = EXERCISES.get(criterion.exercise)
     if exercise is None:
-        return f"there is no exercise {one.exercise!r}{suggest(one.exercise, EXERCISES)}"
-    if one.name in before or not before.issuperset(one.needs):
-        return f"{one.name!r} must be a new name, and need only names above it"
-    if not (0 <= one.points < inf and 0 <= one.at_most < inf and 0 <= one.none_at < inf):
+        return (
+            f"there is no exercise {criterion.exercise!r}{suggest(criterion.exercise, EXERCISES)}"
+        )
+    if criterion.name in before or not before.issuperset(criterion.needs):
+        return f"{criterion.name!r} must be a new name, and need only names above it"
+    if not (
+        0 <= criterion.points < inf
+        and 0 <= criterion.at_most < inf
+        and 0 <= criterion.none_at < inf
+    ):
         return "points, at_most and none_at must be numbers that are not below 0"
-    if 0 < one.none_at <= one.at_most:
+    if 0 < criterion.none_at <= criterion.at_most:
         return "none_at must be above at_most"
-    if Path(one.file).name != one.file or not one.file.endswith(".py"):
-        return f"file must be a name that ends in .py, in no other folder, and is {one.file!r}"
-    if wrong := _find_wrong_size(exercise, one.sizes):
+    if Path(criterion.file).name != criterion.file or not criterion.file.endswith(".py"):
+        return (
+            f"file must be a name that ends in .py, in no other folder, and is {criterion.file!r}"
+        )
+    if wrong := _find_wrong_size(exercise, criterion.sizes):
         return wrong
-    if not one.measure:
+    if not criterion.measure:
         return (
-            "say what to measure, such as seconds" if one.at_most or one.machine or one.of else ""
+            "say what to measure, such as seconds"
+            if criterion.at_most or criterion.machine or criterion.of
+            else ""
         )
-    if exercise.measure is None or one.machine not in places or not one.at_most > 0:
+    if exercise.measure is None or criterion.machine not in machines or not criterion.at_most > 0:
         return (
-            f"to measure takes at_most, a machine ({', '.join(places)}), and an exercise on ranks,"
-            " which is no formula"
+            f"to measure takes at_most, a machine ({', '.join(machines)}), and an exercise on"
+            " ranks, which is no formula"
         )
-    if one.of and one.of not in exercise.own:
+    if criterion.of and criterion.of not in exercise.own:
         return f"of must be one of {', '.join(exercise.own)}"
-    place = places[one.machine]
+    setting = machines[criterion.machine]
     if wrong := _find_wrong_size(
-        exercise, [[place.ranks, place.microbatches][: 1 + (exercise.sizes[0] in SHAPES)]]
+        exercise, [[setting.ranks, setting.microbatches][: 1 + (exercise.sizes[0] in SHAPES)]]
     ):
         return wrong
-    numbers = _measure_own(exercise, one.of, place)
-    if one.measure not in numbers:
-        return f"of {one.exercise} one can measure {', '.join(numbers)}, not {one.measure}"
-    if one.of and not max(numbers[one.measure]) > 0:
-        return f"{one.of} takes no {one.measure} on {one.machine}, of which nothing is a multiple"
+    numbers = _measure_own(exercise, criterion.of, setting)
+    if criterion.measure not in numbers:
+        return (
+            f"of {criterion.exercise} one can measure {', '.join(numbers)}, not {criterion.measure}"
+        )
+    if criterion.of and not max(numbers[criterion.measure]) > 0:
+        own = f"{criterion.of} takes no {criterion.measure} on {criterion.machine}"
+        return f"{own}, of which nothing is a multiple"
     return ""
 
 
 def _measure_own(exercise: Exercise, name: str, setting: Setting) -> Mapping[str, Sequence[float]]:
-    """Return what nnmpi's own takes; where it has none, the names of what can be measured."""
+    """Return the measures of nnmpi's own solution; without one, their names alone."""
     own = exercise.own[name] if name else next(iter(exercise.own.values()), None)
     if own is None or exercise.measure is None:
         return {"bytes": [], "seconds": []}
@@ -271,46 +279,43 @@ def _measure_own(exercise: Exercise, name: str, setting: Setting) -> Mapping[str
 def _find_wrong_size(exercise: Exercise, sizes: Sequence[Any]) -> str:
     pair = exercise.sizes[0] in SHAPES
     for size in sizes if len(exercise.sizes) > 1 else ():
-        each = size if isinstance(size, list) else [size]
-        if len(each) != 1 + pair or not all(
-            type(one) is int and 1 <= one <= MOST_RANKS for one in each
+        numbers = size if isinstance(size, list) else [size]
+        if len(numbers) != 1 + pair or not all(
+            type(n) is int and 1 <= n <= MOST_RANKS for n in numbers
         ):
             what = "[ranks, microbatches]" if pair else "a number of ranks"
             return f"a size of {exercise.name} is {what}, from 1 to {MOST_RANKS}, and not {size!r}"
-        if exercise.sizes == POWERS and each[0] & (each[0] - 1):
+        if exercise.sizes == POWERS and numbers[0] & (numbers[0] - 1):
             return f"a size of {exercise.name} is a power of two, and not {size}"
-        if exercise.sizes == SHAPES and each[1] % each[0]:
+        if exercise.sizes == SHAPES and numbers[1] % numbers[0]:
             return f"of {exercise.name} microbatches are a multiple of ranks, and not {size}"
-    return (
-        f"{exercise.name} has no sizes: it is judged by drawn cases"
-        if sizes and len(exercise.sizes) == 1
-        else ""
-    )
+    if sizes and len(exercise.sizes) == 1:
+        return f"{exercise.name} has no sizes: it is judged by drawn cases"
+    return ""
 
 
 # ---- judging ----
 
 
 def printable(text: str) -> str:
-    """Return a text as any terminal, XML and JSON can have it: all that is not to be seen is
-    written out.
-    """
+    """Escape unprintable characters but newlines, for terminals, XML and JSON."""
     return "".join(
-        each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
+        char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text
     )
 
 
 def grade(assignment: Assignment, submission: Path) -> Grade:
-    """Return what a submission is worth."""
+    """Grade a submission."""
     outcomes: list[Outcome] = []
-    for one in assignment.criteria:
-        missing = {*one.needs} - {each.name for each in outcomes if each.status == PASSED}
-        outcomes.append(_judge(assignment, one, submission, missing))
+    for criterion in assignment.criteria:
+        passed = {outcome.name for outcome in outcomes if outcome.status == PASSED}
+        missing = {*criterion.needs} - passed
+        outcomes.append(_judge(assignment, criterion, submission, missing))
     return Grade(printable(submission.name), tuple(outcomes))
 
 
 def _find_file(submission: Path, name: str) -> Path | None:
-    """Return the file that is to be judged; no link, which may lead to another's."""
+    """Return the file to judge; never a link, which may lead to another student's file."""
     if not submission.is_dir():
         return submission
     alone = sorted(submission.glob("*.py"))
@@ -318,95 +323,100 @@ def _find_file(submission: Path, name: str) -> Path | None:
     return file if file.is_file() and file.resolve() == submission.resolve() / file.name else None
 
 
-def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: set[str]) -> Outcome:
-    exercise, file = EXERCISES[one.exercise], _find_file(submission, one.file)
-    setting, folder = (
-        assignment.machines.get(one.machine),
-        submission if submission.is_dir() else None,
-    )
+def _judge(
+    assignment: Assignment, criterion: Criterion, submission: Path, missing: set[str]
+) -> Outcome:
+    exercise, file = EXERCISES[criterion.exercise], _find_file(submission, criterion.file)
+    setting = assignment.machines.get(criterion.machine)
+    folder = submission if submission.is_dir() else None
 
     def outcome(
         status: str, text: str, share: float = 0.0, drawing: str = "", value: float | None = None
     ) -> Outcome:
-        points, told = round(share, 6) * one.points, printable(shortened(text, MOST_TEXT))
-        return Outcome(
-            one.name, one.hidden, status, points, one.points, told, printable(drawing), value
-        )
+        points, sentence = round(share, 6) * criterion.points, printable(shortened(text, MOST_TEXT))
+        name, hidden, of = criterion.name, criterion.hidden, criterion.points
+        return Outcome(name, hidden, status, points, of, sentence, printable(drawing), value)
 
     if missing:
         return outcome(BLOCKED, f"it needs {min(missing)}, which has not passed")
     if file is None:
-        return outcome(BLOCKED, f"there is no {one.file}")
+        return outcome(BLOCKED, f"there is no {criterion.file}")
     try:
         with Solution(
             file, exercise.function, folder, assignment.limit_s, assignment.memory
         ) as function:
             if setting is None or exercise.measure is None:
-                return outcome(PASSED, exercise.check(function, one.sizes), 1.0)
+                return outcome(PASSED, exercise.check(function, criterion.sizes), 1.0)
             _, numbers, drawing = exercise.measure(function, setting)
     except NnmpiError as error:
         status = TIMEOUT if isinstance(error, TimedOut) else FAILED
         return outcome(status, str(error), 0.0, getattr(error, "drawing", ""))
     except Exception as error:
-        # what the checks had not foreseen is no success, and no fault of the solution's
+        # an error of the checker: no success, and not the student's failure either
         return outcome(BLOCKED, f"the checker cannot judge it: {type(error).__name__}: {error}")
-    value = max(numbers[one.measure])
-    found = value / (max(_measure_own(exercise, one.of, setting)[one.measure]) if one.of else 1.0)
-    times = f" times what {one.of} takes" if one.of else ""
-    told = (
-        f"{value:.6g} {one.measure} on {one.machine}, {found:.4g}{times}; at most"
-        f" {one.at_most:g}{times} is asked for"
+    value = max(numbers[criterion.measure])
+    score = value / (
+        max(_measure_own(exercise, criterion.of, setting)[criterion.measure])
+        if criterion.of
+        else 1.0
     )
-    if found <= one.at_most * (1 + 1e-9):
-        return outcome(PASSED, told, 1.0, "", value)
-    share = (one.none_at - found) / (one.none_at - one.at_most) if one.none_at else 0.0
-    return outcome(FAILED, told, max(0.0, share), drawing, value)
+    times = f" times what {criterion.of} takes" if criterion.of else ""
+    sentence = (
+        f"{value:.6g} {criterion.measure} on {criterion.machine}, {score:.4g}{times}; at most"
+        f" {criterion.at_most:g}{times} is asked for"
+    )
+    if score <= criterion.at_most * (1 + 1e-9):
+        return outcome(PASSED, sentence, 1.0, "", value)
+    share = (
+        (criterion.none_at - score) / (criterion.none_at - criterion.at_most)
+        if criterion.none_at
+        else 0.0
+    )
+    return outcome(FAILED, sentence, max(0.0, share), drawing, value)
 
 
 def grade_class(
     assignment: Assignment, file: Path, submissions: Sequence[Path], jobs: int
 ) -> list[Grade]:
-    """Return what each submission is worth, each graded by a process of its own, so many at a time.
+    """Grade a class: each submission in a process of its own, `jobs` at a time.
 
-    One that cannot be graded, or whose grading ends or takes too long, has a row that says so.
+    A submission whose grading crashes or takes too long has a row that says so.
     """
     limit_s = 60 + 2 * assignment.limit_s * len(assignment.criteria)
 
     def one(submission: Path) -> Grade:
-        name, told = (
-            printable(submission.name),
-            "it is neither a folder nor a file whose name ends in .py",
-        )
+        name = printable(submission.name)
+        problem = "it is neither a folder nor a file whose name ends in .py"
         if not submission.is_symlink() and (submission.is_dir() or submission.suffix == ".py"):
             try:
                 command = [sys.executable, "-c", CHILD, str(file), str(submission)]
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=limit_s, check=True
                 )
-                (found,) = rebuilt(tuple[Grade, ...], parse_json(done.stdout))
-                return found
+                (result,) = rebuilt(tuple[Grade, ...], parse_json(done.stdout))
+                return result
             except (subprocess.SubprocessError, TypeError, ValueError) as error:
-                told = f"its grading took too long, or ended by itself ({type(error).__name__})"
-        ended = (
-            Outcome(each.name, each.hidden, BLOCKED, 0.0, each.points, told)
-            for each in assignment.criteria
+                problem = f"its grading took too long, or ended by itself ({type(error).__name__})"
+        outcomes = (
+            Outcome(criterion.name, criterion.hidden, BLOCKED, 0.0, criterion.points, problem)
+            for criterion in assignment.criteria
         )
-        return Grade(name, tuple(ended))
+        return Grade(name, tuple(outcomes))
 
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(one, submissions))
 
 
 def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list[Path]:
-    """Return the path, if it is a submission, or what a class's folder has, whatever that is.
+    """Return the submissions of a path: itself, or all entries of a class's folder.
 
     Args:
-        assignment: whose files a submission has.
+        assignment: its criteria name the files of a submission.
         path: a file or a folder.
-        kind: "one" or "class"; "" for whichever it can be alone.
+        kind: "one" or "class"; "" if the folder itself tells.
 
     Raises:
-        UsageError: for a path that there is not, and a folder that can be both.
+        UsageError: for a missing path, and for a folder that could be both.
     """
     if not path.exists():
         raise UsageError(f"there is no {path}; give a file, a folder, or a folder of these")
@@ -428,10 +438,10 @@ def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list
 
 
 def write_starter(assignment: Assignment, folder: Path) -> list[str]:
-    """Write the files that an assignment begins with, and return which; what is there stays.
+    """Write the starter files of an assignment; return their names. Existing files stay.
 
     Raises:
-        UsageError: where one cannot be written.
+        UsageError: if a file cannot be written.
     """
     written = []
     with raised_as(UsageError, f"{folder} cannot be written"):
@@ -445,7 +455,7 @@ def write_starter(assignment: Assignment, folder: Path) -> list[str]:
     return written or [f"nothing is missing in {folder}"]
 
 
-# ---- what is said of it ----
+# ---- formats ----
 
 
 def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
@@ -468,9 +478,7 @@ def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 
 def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
-    """Return one submission's result.json for Classroom 50, where points are whole; parts of one
-    are dropped.
-    """
+    """Return one submission's result.json for Classroom 50, points rounded down to integers."""
     tests: list[dict[str, Any]] = [
         {
             "test-name": each.name,
@@ -499,7 +507,7 @@ def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 
 def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
-    """Return JUnit's XML, a suite for each submission."""
+    """Return JUnit XML, a suite per submission."""
     suites = Element("testsuites", name=assignment.title)
     for each in grades:
         suite = SubElement(suites, "testsuite", name=each.submission)
@@ -513,9 +521,7 @@ def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 
 def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
-    """Return a submission's criteria, each with why; of a class a line for each submission, and who
-    is ahead.
-    """
+    """Return a submission's criteria with reasons; for a class, a line each and a leaderboard."""
     if len(grades) == 1:
         lines = [f"{assignment.title}, {grades[0].submission}: {grades[0].total}", ""]
         for each in grades[0].outcomes:
@@ -537,14 +543,13 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
     for number, name in enumerate(names):
         board = [(found.outcomes[number].value, found.submission) for found in grades]
         ranked = sorted((value, who) for value, who in board if value is not None)
-        lines += (
-            ["", f"{name}:", *(f"{value:12.6g}  {who}" for value, who in ranked)] if ranked else []
-        )
+        if ranked:
+            lines += ["", f"{name}:", *(f"{value:12.6g}  {who}" for value, who in ranked)]
     return "\n".join([assignment.title, "", *lines])
 
 
 def as_json(assignment: Assignment, grades: Sequence[Grade]) -> str:
-    """Return all of it, sentences and drawings."""
+    """Return all results as JSON, with sentences and drawings."""
     return json.dumps([asdict(each) for each in grades], indent=2)
 
 
@@ -566,10 +571,10 @@ FORMATS: Mapping[str, Callable[[Assignment, Sequence[Grade]], str]] = MappingPro
 
 
 def main(words: Sequence[str]) -> str:
-    """Return the grades.
+    """Return the grades as text.
 
     Raises:
-        UsageError: for an assignment or a submission that is none.
+        UsageError: for an invalid assignment or submission.
     """
     parser = Parser(
         "python -m nnmpi.grade", description=(__doc__ or "").split("An assignment is")[0]

@@ -385,7 +385,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         (
             "ranks = 5",
             "ranks = 0",
-            "machine cluster: ranks, microbatches and per_node must be from 1",
+            "machine cluster: ranks and microbatches must be from 1",
         ),
         (
             "ranks = 5",

@@ -17,11 +17,11 @@ from nnmpi.exercise.wire import WrongAnswer
 
 
 def main(words: Sequence[str]) -> str:
-    """Return the list, an exercise to begin with, or that a solution is right.
+    """Return the list of exercises, a starter file, or a sentence on a right solution.
 
     Raises:
-        UsageError: for an exercise or a file that there is not.
-        WrongAnswer: what is wrong with the solution.
+        UsageError: for an unknown exercise or a missing file.
+        WrongAnswer: naming the mistake in the solution.
     """
     parser = Parser("python -m nnmpi.exercise", description=__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the exercise")
@@ -29,12 +29,9 @@ def main(words: Sequence[str]) -> str:
     given = parser.parse_args(words)
     if given.name is None:
         lines = []
-        for kind, found in KINDS.items():
-            lines += [
-                f"{kind}:",
-                *(line for one in found for line in entry(one.name, one.title)),
-                "",
-            ]
+        for kind, exercises in KINDS.items():
+            entries = (line for item in exercises for line in entry(item.name, item.title))
+            lines += [f"{kind}:", *entries, ""]
         return "\n".join([*lines, folded(__doc__ or "")])
     exercise = find(given.name)
     if given.file is None:

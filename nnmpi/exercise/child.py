@@ -1,9 +1,9 @@
-"""What runs in a solution's process: it imports the file, and calls the function.
+"""The program of a solution's process: it imports the file and calls the function.
 
-Of nnmpi there is what a solution is written with, no more: when a solution comes, nothing further
-can be imported but files of its own, as source. An audit hook refuses what no solution needs: other
-files, other processes, the network, ctypes, machine code. That is no sandbox: docs/grading.md says
-what is left.
+The process has only those parts of nnmpi that solutions are written with. Before it loads the
+solution, it closes imports to all but the solution's own source files. An audit hook refuses what
+no solution needs: other files, processes, the network, ctypes, machine code. That is no sandbox:
+docs/grading.md names the gaps.
 """
 
 import os
@@ -23,44 +23,16 @@ from nnmpi.exercise.wire import Frames, WireError
 
 try:
     import resource
-except ImportError:  # Windows: the judge's own time limit is left
+except ImportError:  # Windows: only the judge's time limit applies
     resource = None  # type: ignore[assignment]
 
 LONG = 60  # characters
-REFUSED = (
-    *(
-        "os.",
-        "subprocess.",
-        "socket.",
-        "ctypes.",
-        "shutil.",
-        "pty.",
-        "winreg.",
-        "_posixsubprocess.",
-        "_winapi.",
-    ),
-    *(
-        "signal.",
-        "resource.",
-        "fcntl.",
-        "syslog.",
-        "sqlite3.",
-        "mmap.",
-        "gc.",
-        "marshal.",
-        "code.",
-        "cpython.PyInt",
-    ),
+REFUSED = (  # prefixes of audit events
+    "os. subprocess. socket. ctypes. shutil. pty. winreg. _posixsubprocess. _winapi. signal."
+    " resource. fcntl. syslog. sqlite3. mmap. gc. marshal. code. cpython.PyInt"
 )
-# no events
-UNHEARD = (
-    "mkfifo",
-    "mknod",
-    "setpriority",
-    "sched_setaffinity",
-    "sched_setscheduler",
-    "pidfd_open",
-)
+# functions of os that raise no audit event, so they are deleted
+SILENT = "mkfifo mknod setpriority sched_setaffinity sched_setscheduler pidfd_open"
 MAY = (
     "__future__ abc array bisect cmath collections contextlib copy dataclasses decimal enum"
     " fractions functools heapq itertools json math numbers numpy numpy.fft numpy.linalg"
@@ -77,32 +49,33 @@ def main() -> None:
         return function(*values)
 
     wire = Frames(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), do, borrows=True)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # what a solution prints is nobody's verdict
-        os.dup2(nowhere, stream)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # output of a solution must not pass for a verdict
+        os.dup2(null, stream)
     wire.word, file, name, seconds, nbytes, path, roots, hidden = wire.receive()
     _limit(seconds, nbytes)
-    for module in MAY.split():  # which import others, and so before the hook
+    for module in MAY.split():  # before the hook, which would refuse the modules that these import
         import_module(module)
-    for each in UNHEARD:
+    for silent in SILENT.split():
         for system in (os, sys.modules[os.name]):
-            vars(system).pop(each, None)
-    own = [each.partition(".")[0] for folder in path for each in os.listdir(folder)]
-    sys.implementation.cache_tag = None  # type: ignore[assignment]  # no compiled files: helpers are source, too
+            vars(system).pop(silent, None)
+    local = [entry.partition(".")[0] for folder in path for entry in os.listdir(folder)]
+    # a .pyc file could differ from the source that the judge has read
+    sys.implementation.cache_tag = None  # type: ignore[assignment]
     roots += sys.path
     sys.path.extend(path)
-    sys.addaudithook(_guard(roots, hidden, own))
-    function, told = _load(Path(file), name)
-    if told:
-        wire.send("raised", told, [])
+    sys.addaudithook(_guard(roots, hidden, local))
+    function, problem = _load(Path(file), name)
+    if problem:
+        wire.send("raised", problem, [])
     while True:
         try:
             _, *call = wire.receive()
         except WireError:
-            os._exit(0)  # nothing that a solution registered is called
+            os._exit(0)  # skips the solution's atexit functions
         try:
             wire.answer(*call)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt are the solution's, too
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt
             more = f"; {nbytes:,} bytes are the limit" if isinstance(error, MemoryError) else ""
             wire.send("raised", fault(function, map(show, call[2]), error) + more, [])
 
@@ -114,16 +87,17 @@ def _limit(seconds: int, nbytes: int) -> None:
 
 
 def _guard(
-    roots: Sequence[str], hidden: str, own: Sequence[str]
+    roots: Sequence[str], hidden: str, local: Sequence[str]
 ) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return the hook: what a solution may look at lies in `roots` and not in `hidden`.
+    """Return the audit hook: a solution may read files in `roots` but not in `hidden`.
 
-    What it needs stands in cells, and it calls nothing that is written in Python: all else could be
-    replaced.
+    The hook reads only its closure and calls only C functions, because a solution could replace
+    globals and Python functions.
     """
     sep, up, kind, text, number, forbidden = os.sep, os.pardir, type, str, int, PermissionError
-    may = frozenset({*own} - sys.stdlib_module_names | {"encodings", "nnmpi", "numpy"})
-    absent, refused, looks, writing = ModuleNotFoundError, REFUSED, LOOKS, WRITES
+    may = frozenset({*local} - sys.stdlib_module_names | {"encodings", "nnmpi", "numpy"})
+    absent, looks, writing = ModuleNotFoundError, LOOKS, WRITES
+    refused = tuple(REFUSED.split())
     inside, hides, ends = (
         tuple(f"{root}{sep}" for root in roots),
         f"{hidden}{sep}",
@@ -160,7 +134,7 @@ def _guard(
 
 
 def _load(file: Path, name: str) -> tuple[Any, str]:
-    """Return the function, and what is wrong with the file."""
+    """Return the function, and a sentence if the file has none."""
     try:
         function = getattr(load_file(file, file.name), name, None)
         return function, "" if callable(function) else f"{file.name} has no function {name!r}"
@@ -171,7 +145,7 @@ def _load(file: Path, name: str) -> tuple[Any, str]:
 
 
 def show(value: Any) -> str:
-    """Return an argument as a sentence has it."""
+    """Return an argument as text for an error sentence."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape}"
     if isinstance(value, list | tuple | dict) and len(repr(value)) > LONG:

@@ -1,6 +1,4 @@
-"""What an exercise is: a few lines that say what is wanted, a file to begin with, and a check of
-what was written.
-"""
+"""An exercise: its statement, a starter file, and a check of a solution."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from textwrap import indent
 from typing import Any, TypeAlias
 
 from nnmpi.comm.fit import parse_network
-from nnmpi.comm.machine import Machine, blocks
+from nnmpi.comm.machine import Machine
 from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError, ScheduleError
 from nnmpi.exercise.child import show
@@ -21,11 +19,9 @@ from nnmpi.units import Bytes
 Function: TypeAlias = Callable[..., Any]
 
 Measures: TypeAlias = tuple[str, Mapping[str, Sequence[float]], str]
-"""Where, such as "on 2 ranks"; what a solution takes there by name, each rank or all of them; a
-drawing of it.
-"""
+"""The setting, such as "on 2 ranks"; measures by name, per rank or of all ranks; a drawing."""
 
-SAID = {
+VERBS = {
     "chunks": "sends {:.10g} chunks",
     "bytes": "sends or receives {:.10g} bytes",
     "rounds": "takes {:.10g} rounds",
@@ -36,34 +32,29 @@ SAID = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a solution is measured, as an assignment has it; nothing of it depends on the computer.
+    """A simulated machine and workload that a solution is measured on, the same on every computer.
 
     Attributes:
-        ranks, per_node: how many, and how many of them share a node.
-        network, inside: links between nodes and within one, such as "alpha_us=50,gbit=1"; empty
-            ones cost nothing.
-        bytes: of a collective's whole buffer.
+        ranks: number of ranks.
         microbatches: of a pipeline.
-        forward_s: of a rank's stages for one microbatch; a backward takes twice as long.
-        message_s: of a message between two stages.
+        network: as `comm.fit.parse_network` reads it, such as "alpha_us=50,gbit=1" or
+            "gbit=25,per_node=4,inside_gbit=400"; messages on an empty one cost nothing.
+        bytes: of a collective's full buffer.
+        forward_s: seconds of a rank's stages for one microbatch; a backward takes twice as long.
+        message_s: seconds of a message between two stages.
     """
 
     ranks: int = 8
     microbatches: int = 8
-    per_node: int = 1
     network: str = ""
-    inside: str = ""
     bytes: Bytes = Bytes("1MiB")
     forward_s: float = 1.0
     message_s: float = 0.0
 
     @property
     def machine(self) -> Machine:
-        """What messages cost, and where the ranks are."""
-        across, inside = (
-            parse_network(text or "alpha_us=0", 1).inside for text in (self.network, self.inside)
-        )
-        return Machine(inside, across, blocks(self.ranks, self.per_node))
+        """The cost of messages, and the node of each rank."""
+        return parse_network(self.network or "alpha_us=0", self.ranks)
 
 
 @dataclass(frozen=True)
@@ -71,17 +62,17 @@ class Exercise:
     """One exercise.
 
     Attributes:
-        name: as it is written on the command line.
-        statement: what is wanted, in a few lines.
+        name: as on the command line.
+        statement: the task, in a few lines.
         arguments: of the function, such as "rank, size".
-        judge: (function, size) -> what it was found to do; it raises `WrongAnswer`. The function
-            may run in processes of its own: see `exercise.solution` for what may be handed over.
+        judge: (function, size) -> a sentence on a right solution; it raises `WrongAnswer`. The
+            function may run in another process, which passes values alone: see `exercise.solution`.
         sizes: numbers of ranks (of pipelines: ranks and microbatches).
-        imports: what the file begins with.
-        measure: (function, setting) -> what a right solution takes there: "seconds" and "bytes" on
-            simulated clocks, "chunks", "rounds", "activations". It raises `WrongAnswer` for one
-            that is not right. None where there is nothing to measure.
-        own: the package's own solutions by name, to which measures can be compared.
+        imports: import lines of the starter file.
+        measure: (function, setting) -> the measures of a right solution: "seconds" and "bytes" on
+            simulated clocks, "chunks", "rounds", "activations". It raises `WrongAnswer` for a wrong
+            one. None if there is nothing to measure.
+        own: the package's solutions by name, as references for measures.
     """
 
     name: str
@@ -95,7 +86,7 @@ class Exercise:
 
     @property
     def function(self) -> str:
-        """The name of the function that is to be written."""
+        """The name of the function to write."""
         return self.name.replace("-", "_")
 
     @property
@@ -104,16 +95,24 @@ class Exercise:
         return self.statement.partition("\n")[0]
 
     def check(self, function: Function, sizes: Sequence[Any] = ()) -> str:
-        """Return what a right function does, for these sizes or its own.
+        """Return a sentence on a right function, judged on these sizes or the exercise's.
 
         Raises:
-            WrongAnswer: saying what is wrong, and for which size.
+            WrongAnswer: naming the mistake and the size.
+
+        Example:
+            >>> from nnmpi.exercise.notebook import find
+            >>> def data_split(rows, rank, size):
+            ...     start = rank * (rows // size) + min(rank, rows % size)
+            ...     return start, start + rows // size + (rank < rows % size)
+            >>> find("data-split").check(data_split)
+            'right in 95 cases'
         """
-        *_, told = [self.judge(function, size) for size in sizes or self.sizes]
-        return f"right {told}"
+        *_, sentence = [self.judge(function, size) for size in sizes or self.sizes]
+        return f"right {sentence}"
 
     def starter(self) -> str:
-        """Return the file to begin with: the statement, and a function that is not written yet."""
+        """Return the starter file: the statement, and a function without a body."""
         file = f"{self.function}.py"
         text = f"{self.statement}\n\nCheck it with: python -m nnmpi.exercise {self.name} {file}"
         imports = f"{self.imports}\n\n\n" if self.imports else "\n"
@@ -127,40 +126,37 @@ def judge_measures(
     function: Function,
     size: Any,
 ) -> str:
-    """Return what a right solution takes, which is no more than is enough.
+    """Return a sentence on the measures of a right solution, which exceed no limit.
 
     Args:
         measure: of the exercise.
-        best: setting -> what is enough there; of activations for each rank, of all else for any.
-        function: what was written.
+        best: setting -> the limits: of activations for each rank, of all else for any rank.
+        function: the solution.
         size: the number of ranks, or the numbers of ranks and microbatches.
 
     Raises:
-        WrongAnswer: saying what is wrong, or which rank takes too much of what.
+        WrongAnswer: naming the mistake, or the rank and the measure over its limit.
     """
     setting = Setting(*size) if isinstance(size, Sequence) else Setting(size)
     _, limits, drawn = best(setting)
     with judged("", str, lambda: drawn):
         where, numbers, drawing = measure(function, setting)
-        for what, enough in limits.items():
-            for rank, found in enumerate(numbers[what]):
-                most = enough[rank] if what == "activations" else max(enough)
-                if found > most * (1 + 1e-9):
-                    who = f"rank {rank}" if len(numbers[what]) > 1 else "it"
-                    told = f"{who} {SAID[what].format(found)}, and {most:.10g} are enough"
-                    raise WrongAnswer(f"{where}: the result is right, but {told}", drawing)
-    return (
-        f"{where}: it"
-        f" {', '.join(SAID[what].format(max(each)) for what, each in numbers.items() if any(each))}"
-    )
+        for name, limit in limits.items():
+            for rank, number in enumerate(numbers[name]):
+                most = limit[rank] if name == "activations" else max(limit)
+                if number > most * (1 + 1e-9):
+                    who = f"rank {rank}" if len(numbers[name]) > 1 else "it"
+                    excess = f"{who} {VERBS[name].format(number)}, and {most:.10g} are enough"
+                    raise WrongAnswer(f"{where}: the result is right, but {excess}", drawing)
+    verbs = (VERBS[name].format(max(ranks)) for name, ranks in numbers.items() if any(ranks))
+    return f"{where}: it {', '.join(verbs)}"
 
 
 def call(function: Function, *values: Any) -> Any:
-    """Return what a solution makes of these values.
+    """Call a solution.
 
     Raises:
-        WrongAnswer: for any exception in it that is not the package's own: what it was, where, and
-            for which values.
+        WrongAnswer: for any exception but the package's own: its type, its line and the arguments.
     """
     try:
         return function(*values)
@@ -172,13 +168,12 @@ def call(function: Function, *values: Any) -> Any:
 
 @contextmanager
 def judged(where: str, draw: Callable[[], str], best: Callable[[], str] = str) -> Iterator[None]:
-    """Within this, what is wrong with steps or a schedule is a `WrongAnswer` that says where, with
-    a drawing.
+    """Turn a ScheduleError in the body into a `WrongAnswer` with the setting and drawings.
 
     Args:
-        where: such as "on 2 ranks".
-        draw: called when something is wrong.
-        best: the same, for the drawing of what would be right.
+        where: the setting, such as "on 2 ranks".
+        draw: returns the drawing of the solution; called on errors alone.
+        best: returns the drawing of a right one.
     """
     try:
         yield

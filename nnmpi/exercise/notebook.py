@@ -10,7 +10,12 @@ def find(name: str) -> Exercise:
     """Return the exercise of this name.
 
     Raises:
-        UsageError: where there is none.
+        UsageError: for an unknown name.
+
+    Example:
+        >>> from nnmpi.exercise.notebook import find
+        >>> find("ring-all-reduce").title
+        'Everybody gets the sum of all buffers, around a ring.'
     """
     if name not in EXERCISES:
         near = suggest(name, EXERCISES)
@@ -21,13 +26,16 @@ def find(name: str) -> Exercise:
 
 
 def check(name: str, function: Function) -> str:
-    """Return what a right solution was found to do.
+    """Check a solution of an exercise; return a sentence if it is right.
 
     Raises:
-        UsageError: for an exercise that there is not.
-        WrongAnswer: what is wrong with it.
+        UsageError: for an unknown exercise.
+        WrongAnswer: naming the mistake.
 
-    >>> check("ring-cost", lambda N, M, alpha, beta: 2 * (N - 1) * (alpha + M / N * beta))
-    'right in 32 cases'
+    Example:
+        >>> def ring_cost(N, M, alpha, beta):
+        ...     return 2 * (N - 1) * (alpha + M / N * beta)
+        >>> nnmpi.exercise.check("ring-cost", ring_cost)
+        'right in 32 cases'
     """
     return find(name).check(function)

@@ -1,4 +1,4 @@
-"""A solution as the judge sees it: a function in processes of its own, which hands over values.
+"""A solution: a function of an untrusted file that runs in other processes and passes values.
 
     judge                                                     a process of each rank
     function(group, x, w)   ------ x, w ------>   row_linear(group, x, w)
@@ -9,26 +9,22 @@
     with Solution(file, "ring_all_reduce") as function:
         EXERCISES["ring-all-reduce"].check(function)
 
-So a check is written as for any function: it calls it, and judges what it gives. What a check may
-rely on:
+A check calls it like any function and judges the result. It may rely on these rules:
 
-- Arguments and results are values: numbers, texts, lists, tuples, dicts, arrays, ranges, slices,
-  steps, instructions (`exercise.wire`). An iterator's values come as a tuple. What else is handed
-  over has a type with its name, no more.
-- An array among the arguments has, when the call returns, what the function made of it.
-- An object whose class has `lent`, the names of methods and attributes, is lent. Its methods are
-  carried out here: who waits for whom, what is sent and which seconds it takes are what the
-  simulated world counted (`exercise.shared.Ranks`).
-- A rank's calls go to that rank's process, by the first lent object with a `rank`; all other calls
-  go to one process. No process sees another's values.
-- Inputs are drawn anew for each check: numbers that stand in the package can be
-  written down beforehand.
-- What goes wrong in a process is a `WrongAnswer` with a sentence; `TimedOut` when it takes too
-  long.
+- Arguments and results are values: numbers, strings, lists, tuples, dicts, arrays, ranges, slices,
+  steps, instructions (`exercise.wire`). An iterator's values arrive as a tuple. Of any other object
+  only the type's name arrives.
+- Changes that the function makes to an array argument are visible after the call.
+- An object whose class has `lent`, a list of methods and attributes, is lent. Its methods run in
+  the judge's process, so the simulated world itself counts waits, bytes and seconds
+  (`exercise.shared.Ranks`).
+- A rank's calls go to that rank's process, chosen by the first lent object with a `rank`; all other
+  calls go to one process. No process sees another's values.
+- Inputs are drawn for each check: a solution could contain the answers to fixed ones.
+- An error in a process is a `WrongAnswer` with a sentence, or `TimedOut`.
 
-A solution is held to seconds by the clock for the whole check (by a timer, everywhere), and where
-there is `resource`, to processor time, memory, no further processes and no files. What is not
-defended against stands in docs/grading.md.
+Limits: wall-clock seconds for the full check (by a timer), and with `resource` also CPU time,
+memory, no new processes and no files. docs/grading.md names the gaps.
 """
 
 import ast
@@ -56,11 +52,11 @@ from nnmpi.exercise.wire import Frames, WireError, WrongAnswer
 LIMIT_S = 60.0  # for a whole check, which takes a few seconds at most
 LIMIT_BYTES = 2 << 30
 PACKAGE, SITE, LIBRARY = (
-    Path(each).resolve().parent for each in (__file__, np.__file__, os.__file__)
+    Path(file).resolve().parent for file in (__file__, np.__file__, os.__file__)
 )
 PACKAGE, SITE = PACKAGE.parent, SITE.parent
-# What a process begins with: nnmpi's packages stand there empty, and can be imported from until the
-# child is there.
+# The first lines of a process: nnmpi's packages are empty modules, so that their __init__ files do
+# not run; submodules can be imported until the child is loaded.
 BEGIN = """
 import sys, types
 sys.path.append({site!r})
@@ -75,33 +71,25 @@ sys.path.pop()
 sys.path_importer_cache.clear()
 main()
 """
-ANSWERS = (
-    "comm/algorithms",
-    "schedule",
-    "synchrony",
-    "parallel",
-    "exercise",
-    "comm/group.py",
-    "shard.py",
-)
+ANSWERS = "comm/algorithms schedule synchrony parallel exercise comm/group.py shard.py"
 NAMES = re.compile(r"\b(id|arg|name)='\w*'")  # in a dumped tree
-LEAST = 60  # nodes of a function's body: what is shorter, as GPipe is, anybody may write so
+LEAST = 60  # nodes of a body: students write shorter ones, such as GPipe, alike by themselves
 MOST_BYTES, MOST_FILES = 1 << 20, 200
 
 
 class TimedOut(WrongAnswer):
-    """A solution that takes longer than it may."""
+    """A solution over its time limit."""
 
 
 @dataclass(eq=False)
 class Solution:
-    """A function of a file that anybody may have written. It is called as if it were here.
+    """A function of an untrusted file, called like a local one; a context manager.
 
     Args:
-        file: where it is defined.
+        file: the source file.
         name: of the function.
-        folder: whose files it may import and read; None: no other than its own.
-        limit_s: seconds by the clock, from the first call on.
+        folder: files in it may be imported and read; None: only `file`.
+        limit_s: wall-clock seconds from the first call on.
         limit_bytes: of memory for each process.
     """
 
@@ -123,8 +111,8 @@ class Solution:
 
         Raises:
             UsageError: for a file that cannot be read.
-            WrongAnswer: for links, and where a function is one of nnmpi's own but for names,
-                comments and types.
+            WrongAnswer: for links, and for a copy of one of nnmpi's functions, whatever its
+                names, comments and types.
         """
         if self.file.suffix != ".py":
             raise WrongAnswer(f"{self.file.name} must be a file whose name ends in .py")
@@ -174,31 +162,23 @@ class Solution:
             raise self._ended(process, error) from None
 
     def _process(self, rank: int | None) -> tuple[Popen[bytes], Frames]:
-        """Return the process of a rank, in which the file is loaded when it is first asked."""
+        """Return the process of a rank; start it and load the file on the first call."""
         if not self._processes:
             self._timer.start()
         if rank not in self._processes:
-            packages = {
-                f"nnmpi.{each.name}": f"{each}" for each in PACKAGE.iterdir() if each.is_dir()
+            folders = {
+                f"nnmpi.{path.name}": f"{path}" for path in PACKAGE.iterdir() if path.is_dir()
             }
-            begin = BEGIN.format(site=f"{SITE}", packages={"nnmpi": f"{PACKAGE}", **packages})
-            system = {
-                name: os.environ[name]
-                for name in ("SYSTEMROOT", "LD_LIBRARY_PATH")
-                if name in os.environ
-            }
+            begin = BEGIN.format(site=f"{SITE}", packages={"nnmpi": f"{PACKAGE}", **folders})
+            names = os.environ.keys() & {"SYSTEMROOT", "LD_LIBRARY_PATH"}
+            threads = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
             process = Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", begin],
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=DEVNULL,
                 cwd=LIBRARY,
-                env={
-                    **system,
-                    **dict.fromkeys(
-                        ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-                    ),
-                },
+                env={name: os.environ[name] for name in names} | dict.fromkeys(threads, "1"),
                 start_new_session=True,
             )
             assert process.stdout is not None and process.stdin is not None
@@ -211,7 +191,7 @@ class Solution:
             ]
             word = secrets.token_hex(16)
             limits = int(self.limit_s) + 1, int(self.limit_bytes)
-            with suppress(OSError):  # it has ended, as the first answer tells
+            with suppress(OSError):  # a process that has ended: the first call reports it
                 wire.send(word, str(self.file), self.__name__, *limits, folder, roots, str(PACKAGE))
             wire.word = word
         return self._processes[rank]
@@ -219,12 +199,10 @@ class Solution:
     def _do(
         self, lent: Any, name: str, values: Sequence[Any], named: dict[str, Any], line: int
     ) -> Any:
-        """Return what a method gives; it seems to be called by the solution's own line, which
-        sentences name.
-        """
-        # as of algorithms in files
-        texts = any(isinstance(each, str) for each in (*values, *named.values()))
-        if texts or name not in getattr(type(lent), "lent", ()):
+        """Call a lent method from a code object with the solution's file and line, for errors."""
+        # a string could name an algorithm in a file, which would run in the judge's process
+        strings = any(isinstance(value, str) for value in (*values, *named.values()))
+        if strings or name not in getattr(type(lent), "lent", ()):
             raise WireError(f"{name} is not among what it may call")
         method = getattr(lent, name)
         scope: dict[str, Any] = {"call": lambda: method(*values, **named)}
@@ -249,14 +227,13 @@ class Solution:
                 os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
 
     def _ended(self, process: Popen[bytes], error: Exception) -> WrongAnswer:
-        """Return what is to be said of a process that hands over no value."""
         if self._expired:
             return TimedOut(f"{self.__name__} takes longer than {self.limit_s:g} s, and is ended")
         if not isinstance(error, OSError) and "ended" not in str(error):
             return WrongAnswer(f"{self.__name__} hands over what is no value: {error}")
         with suppress(TimeoutExpired):
             process.wait(5)
-        self._kill()  # it may have closed its streams, and live
+        self._kill()  # it may have closed its streams and still run
         return WrongAnswer(
             f"{self.__name__} ends its process (status {process.wait()}) and hands over no value"
         )
@@ -270,7 +247,7 @@ def _refuse_own_text(file: Path) -> None:
         text = stream.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
         raise WrongAnswer(f"{file.name} has more than {MOST_BYTES:,} bytes; hand in what you wrote")
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # as its import will say
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # its import reports these
         for shape, name in _functions(text):
             if shape in _own():
                 raise WrongAnswer(
@@ -282,7 +259,7 @@ def _refuse_own_text(file: Path) -> None:
 def _own() -> dict[str, str]:
     files = [
         file
-        for name in ANSWERS
+        for name in ANSWERS.split()
         for file in (PACKAGE / name, *sorted((PACKAGE / name).rglob("*.py")))
     ]
     return {
@@ -294,7 +271,7 @@ def _own() -> dict[str, str]:
 
 
 def _functions(text: bytes) -> Iterator[tuple[str, str]]:
-    """Yield the body, without names, and the name of each function that is long enough."""
+    """Yield body (without names) and name of each function of at least LEAST nodes."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             body = node.body[ast.get_docstring(node) is not None :]

@@ -1,5 +1,6 @@
-"""Calls between a solution's process and the one that judges it: a line of JSON for each message,
-and no pickle.
+"""Calls between a solution's process and the judge: one line of JSON per message, no pickle.
+
+Unpickling runs code, so a solution could have attacked the judge with it.
 
     judge                                                       a rank's process
     function(group, x)    -- "ask", None, "", [lent, x] ---->   row_linear(group, x)
@@ -7,16 +8,15 @@ and no pickle.
                           -- "result", None, [y] ----------->
                           <- "result", y, [x] ---------------
 
-A result, or with "raised" why there is none, comes with the arrays among the values of the call, as
-it has left them. Before each message stands the word of its check. What JSON has stands for itself.
-All else is an object with one key that names it:
+A "result", or "raised" with the reason, also returns the call's array arguments as the call left
+them. Each message starts with the secret word of its check. JSON's types stand for themselves; any
+other value is an object with one key, its type:
 
-    tuple, range, slice, dict       their parts
-    array                           dtype, shape, bytes in base64, whether there are gaps between
-                                    its elements
+    tuple, range, slice, dict       their items
+    array                           dtype, shape, bytes in base64, True if it is not contiguous
     Step, Instruction, Kind         their fields
     lent                            number, methods and attributes of an object that stays there
-    other                           the type of what cannot be handed over
+    other                           the type name of a value that cannot be passed
 """
 
 import json
@@ -35,28 +35,28 @@ from nnmpi.errors import NnmpiError
 from nnmpi.schedule.schedule import Instruction, Kind
 
 MOST_BYTES = 16 << 20  # of a message
-MOST_NUMBERS = 1 << 20  # of all ranges in a message, which take no bytes
+MOST_NUMBERS = 1 << 20  # of all ranges in a message, which are long in few bytes
 
 
 class WireError(ValueError):
-    """What came is no message: the process has ended, or somebody else wrote."""
+    """The input is no message: the process has ended, or wrote something else."""
 
 
 class WrongAnswer(NnmpiError):
-    """What is wrong with a solution, in a sentence for the one who wrote it.
+    """A mistake in a solution, in a sentence for its author.
 
     Attributes:
-        drawing: of the solution's own rounds or schedule; empty where there is none.
-        best: of the package's, which is an answer: for those who work alone, in a notebook.
+        drawing: of the solution's rounds or schedule; may be empty.
+        best: of the package's, shown only in notebooks, because it is the answer.
     """
 
     def __init__(self, sentence: str, drawing: str = "", best: str = "") -> None:
         super().__init__(sentence)
         self.drawing, self.best = drawing, best
 
-    def _render_traceback_(self) -> list[str]:  # what IPython shows in place of a traceback
+    def _render_traceback_(self) -> list[str]:  # IPython shows this instead of a traceback
         pictures = {"Yours:": self.drawing, "As few and as short as they can be:": self.best}
-        return [str(self), *(f"\n{title}\n\n{each}" for title, each in pictures.items() if each)]
+        return [str(self), *(f"\n{title}\n\n{text}" for title, text in pictures.items() if text)]
 
 
 def _array(dtype: str, shape: list[int], text: str, gaps: bool) -> Any:
@@ -64,7 +64,7 @@ def _array(dtype: str, shape: list[int], text: str, gaps: bool) -> Any:
     return np.repeat(array, 2, axis=-1)[..., ::2] if gaps and shape else array
 
 
-# What has parts: how they are taken out of a value, and how it is made of them.
+# Types with items: how to take a value apart, and how to make it again.
 PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = MappingProxyType(
     {
         Kind: lambda kind: [kind.value],
@@ -75,7 +75,7 @@ PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = MappingProxyType(
     }
 )
 MADE: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {each.__name__: each for each in (Kind, slice, Step, Instruction)}
+    {kind.__name__: kind for kind in (Kind, slice, Step, Instruction)}
     | {
         "tuple": lambda *values: values,
         "dict": lambda *pairs: dict(pairs),
@@ -87,16 +87,15 @@ MADE: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 class Frames:
-    """One end of two streams between two processes.
+    """One end of the two streams between two processes.
 
     Args:
         reader, writer: the streams.
-        do: (object that was lent, name of its method, values, values by name, line of the caller)
-            -> what it gives.
-        borrows: whether this end calls methods of objects that the other one has lent.
+        do: (lent object, method name, arguments, keyword arguments, caller's line) -> result.
+        borrows: True if this end calls methods of objects that the other end lends.
 
     Attributes:
-        word: with which each message begins: who does not know it is not heard.
+        word: the secret prefix of each message: input without it is refused.
     """
 
     def __init__(
@@ -105,13 +104,13 @@ class Frames:
         self._reader, self._writer, self._do, self._borrows = reader, writer, do, borrows
         self.word = "begin"
         self._lent: list[Any] = [None]
-        self._came: list[Any] = []  # arrays in the last message
+        self._received: list[Any] = []  # arrays in the last message
 
     def send(self, *message: Any) -> list[Any]:
-        """Send a message of values, and return the arrays in it.
+        """Send a message; return the arrays in it.
 
         Raises:
-            WireError: for one that is too long.
+            WireError: for a message above MOST_BYTES.
         """
         arrays: list[Any] = []
         text = json.dumps(self._pack([*message], arrays)).encode()
@@ -125,11 +124,11 @@ class Frames:
         """Return the next message.
 
         Raises:
-            WireError: for what is none, and at the end.
-            NnmpiError: for a step that means nothing.
+            WireError: for other input, and at the end of the stream.
+            NnmpiError: for an invalid step.
         """
         word, _, text = self._reader.readline(MOST_BYTES + 100).partition(b" ")
-        self._came, self._numbers = [], 0
+        self._received, self._numbers = [], 0
         if word != self.word.encode():
             raise WireError("what it wrote is no message" if word else "the process has ended")
         try:
@@ -141,13 +140,13 @@ class Frames:
         raise WireError("what it wrote is no message")
 
     def ask(self, *call: Any) -> Any:
-        """Return what the other end makes of a call, and do what it asks for until then.
+        """Call the other end, and serve its calls until the result arrives.
 
         Args:
-            call: number of an object that it has lent, name, values, values by name, line.
+            call: number of a lent object, method name, arguments, keyword arguments, line.
 
         Raises:
-            WrongAnswer: where there is no result.
+            WrongAnswer: if the call raised.
             WireError: see `receive`.
         """
         del self._lent[1:]
@@ -157,23 +156,21 @@ class Frames:
         kind, result, after = answer
         if kind == "raised":
             raise WrongAnswer(str(result))
-        for own, new in zip(arrays, after, strict=False):
-            if isinstance(own, np.ndarray) and own.flags.writeable:
-                own[...] = new
+        for array, new in zip(arrays, after, strict=False):
+            if isinstance(array, np.ndarray) and array.flags.writeable:
+                array[...] = new
         return result
 
     def answer(self, number: int, *call: Any) -> None:
-        """Do what the other end asks for."""
-        came = self._came
-        self.send("result", self._do(self._lent[number], *call), came)
+        """Serve a call of the other end."""
+        arrays = self._received
+        self.send("result", self._do(self._lent[number], *call), arrays)
 
     def _pack(self, value: Any, arrays: list[Any]) -> Any:
-        """Return a value as JSON has it, iterators as tuples; `arrays` gets the arrays in it, in
-        order.
-        """
+        """Return a value for JSON, iterators as tuples; append its arrays to `arrays`, in order."""
 
-        def parts(some: Iterable[Any]) -> list[Any]:
-            return [self._pack(each, arrays) for each in some]
+        def parts(items: Iterable[Any]) -> list[Any]:
+            return [self._pack(item, arrays) for item in items]
 
         kind: Any = tuple if isinstance(value, Iterator) else type(value)
         if value is None or kind in (bool, int, float, str):
@@ -189,33 +186,24 @@ class Frames:
         if not hasattr(kind, "lent"):
             return {"other": [kind.__name__]}
         self._lent.append(value)
-        found = {name: getattr(value, name) for name in kind.lent}
-        methods = [name for name, each in found.items() if callable(each)]
-        return {
-            "lent": parts(
-                [
-                    len(self._lent) - 1,
-                    methods,
-                    {name: found[name] for name in {*found} - {*methods}},
-                ]
-            )
-        }
+        members = {name: getattr(value, name) for name in kind.lent}
+        methods = [name for name, member in members.items() if callable(member)]
+        attributes = {name: members[name] for name in {*members} - {*methods}}
+        return {"lent": parts([len(self._lent) - 1, methods, attributes])}
 
     def _unpack(self, value: dict[str, Any]) -> Any:
-        """Return what an object of JSON stands for."""
         ((name, given),) = value.items()
         if name == "lent" and self._borrows:
             number, methods, attributes = given
-            return SimpleNamespace(
-                **attributes, **{each: self._method(number, each) for each in methods}
-            )
+            calls = {method: self._method(number, method) for method in methods}
+            return SimpleNamespace(**attributes, **calls)
         made = MADE[name](*given)
         self._numbers += len(made) if name == "range" else 0
         if self._numbers > MOST_NUMBERS:
             raise WireError(f"{made} has more than {MOST_NUMBERS} numbers")
         if name != "array":
             return made
-        self._came.append(made)
+        self._received.append(made)
         return made if made.shape else made[()]
 
     def _method(self, number: int, name: str) -> Callable[..., Any]:
