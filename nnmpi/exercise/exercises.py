@@ -1,12 +1,11 @@
-"""The exercises: collectives as steps, what they cost, what ranks share out; pipeline schedules,
-and who may go on.
+"""The exercises: collectives, their costs, group operations, pipeline schedules, staleness rules.
 
 A collective is a function of (rank, size) that returns that rank's steps. It is proved on several
-numbers of ranks; then its rounds, what a rank sends and with whom it talks are held against what is
-asked for. What is written against a group runs on simulated ranks, and is compared with the serial
-result. Schedules are checked, then timed and counted beside the package's. Costs, for N ranks, M
-bytes, alpha seconds for a message and beta for a byte, are held against the collectives' own closed
-forms, and rules against `synchrony`, on drawn cases.
+numbers of ranks; then its rounds, bytes and partners are compared with the exercise's limits. Group
+operations run on simulated ranks and are compared with the serial result. Schedules are checked,
+then timed and counted beside the package's. Costs, for N ranks, M bytes, alpha seconds per message
+and beta per byte, are compared with the collectives' closed forms, and rules with `synchrony`, on
+drawn cases.
 """
 
 from __future__ import annotations
@@ -74,39 +73,36 @@ _REDUCES = (Collective("line", _REDUCE, (_line,)), Collective("tree", _REDUCE, (
 OWN = {**COLLECTIVES, **{("reduce", each.name): each for each in _REDUCES}}
 
 
-def few(found: Any, most: int) -> Any:
-    """Return it, unless it is so long that to judge it would take long.
+def few(answer: Any, most: int) -> Any:
+    """Return an answer that is short enough to judge quickly.
 
     Raises:
-        WrongAnswer: for more than a few times what any right answer has.
+        WrongAnswer: for more than `most` items, a few times as many as any right answer has.
     """
-    if len(found) > most:
-        raise WrongAnswer(f"it gives {len(found):,} of them, which are more than any answer needs")
-    return found
+    if len(answer) > most:
+        raise WrongAnswer(f"it gives {len(answer):,} of them, which are more than any answer needs")
+    return answer
 
 
 def _drawing(steps: Sequence[Sequence[Step]]) -> str:
-    return (
-        render_steps([own[: 2 * MOST_DRAWN] for own in steps])
-        if 0 < len(steps) <= MOST_DRAWN
-        else ""
-    )
+    if 0 < len(steps) <= MOST_DRAWN:
+        return render_steps([rank[: 2 * MOST_DRAWN] for rank in steps])
+    return ""
 
 
 def measure_collective(
     right: Collective, near: bool, function: Function, setting: Setting
 ) -> Measures:
-    """Return the chunks that each rank sends, rounds, bytes of the busiest rank, and seconds on
-    simulated clocks.
+    """Prove a collective; return chunks per rank, rounds, bytes of the busiest rank, and seconds.
 
     Args:
-        right: does it.
-        near: whether only those ranks may talk to one another that do so there.
-        function: what was written.
-        setting: where.
+        right: a right collective.
+        near: True if ranks may talk only to their partners in `right`.
+        function: the solution.
+        setting: the simulated machine.
 
     Raises:
-        WrongAnswer: naming the number of ranks, and rank, step and chunk of the fault.
+        WrongAnswer: naming the number of ranks, and rank, step and chunk of the mistake.
     """
     size, steps, contract = setting.ranks, list[tuple[Step, ...]](), right.contract
     where = f"on {counted(size, 'rank')}"
@@ -120,11 +116,8 @@ def measure_collective(
             friends = {partner for step in right(rank, size) for partner in (step.to, step.from_)}
             for at, step in enumerate(own):
                 for partner in {step.to, step.from_} - friends - {None}:
-                    told = (
-                        f"the result is right, but rank {rank}, step {at} talks to rank {partner},"
-                        " which it may not"
-                    )
-                    raise ScheduleError(told)
+                    who = f"rank {rank}, step {at} talks to rank {partner}"
+                    raise ScheduleError(f"the result is right, but {who}, which it may not")
     sent, received = (
         [sum(len(getattr(step, way)) for step in own) for own in steps] for way in ("send", "recv")
     )
@@ -142,8 +135,8 @@ def measure_collective(
 
 _FORM = """The buffer is cut into as many chunks as there are ranks. Return a list of steps, such as
     Step(to=1, send=[0], from_=3, recv=[2], reduce=True)
-chunk 0 goes to rank 1, while chunk 2 comes from rank 3 and is added; without reduce it takes the place of the old one.
-A step may also only send, or only receive."""
+chunk 0 goes to rank 1, while chunk 2 comes from rank 3 and is added; without reduce it replaces the
+old one. A step may also only send, or only receive."""
 
 
 def _collective(
@@ -155,14 +148,10 @@ def _collective(
     sizes: tuple[int, ...] = ANY,
     form: str = _FORM,
 ) -> Exercise:
-    right, own = (
-        OWN[what, how],
-        {each.name: each for (operation, _), each in OWN.items() if operation == what},
-    )
-    measure, imports = (
-        partial(measure_collective, right, near),
-        "from nnmpi.comm.collective import Step",
-    )
+    right = OWN[what, how]
+    own = {item.name: item for (operation, _), item in OWN.items() if operation == what}
+    measure = partial(measure_collective, right, near)
+    imports = "from nnmpi.comm.collective import Step"
     judge = partial(judge_measures, measure, partial(measure, right))
     return Exercise(
         name, f"{cleandoc(statement)}\n\n{form}", "rank, size", judge, sizes, imports, measure, own
@@ -194,7 +183,8 @@ _COLLECTIVES = (
         "ring",
         """Around a ring: rank r ends with the sum of chunk r.
 
-        Rank r talks to its two neighbours only: size - 1 rounds, and a rank sends size - 1 chunks.""",
+        Rank r talks to its two neighbours only: size - 1 rounds, and a rank sends size - 1
+        chunks.""",
         near=True,
     ),
     _collective(
@@ -203,7 +193,8 @@ _COLLECTIVES = (
         "ring",
         """Around a ring: rank r's chunk r gets to everybody.
 
-        Rank r talks to its two neighbours only: size - 1 rounds, and a rank sends size - 1 chunks.""",
+        Rank r talks to its two neighbours only: size - 1 rounds, and a rank sends size - 1
+        chunks.""",
         near=True,
     ),
     _collective(
@@ -212,7 +203,8 @@ _COLLECTIVES = (
         "ring",
         """Everybody gets the sum of all buffers, around a ring.
 
-        A reduce-scatter, then an all-gather: 2 (size - 1) rounds, and a rank sends 2 (size - 1) chunks.""",
+        A reduce-scatter, then an all-gather: 2 (size - 1) rounds, and a rank sends 2 (size - 1)
+        chunks.""",
         near=True,
     ),
     _collective(
@@ -272,7 +264,7 @@ _COLLECTIVES = (
         "tree",
         """Rank r's chunk r gets to everybody; log2 of size rounds for any size, rounded up.
 
-        In round k rank r gets from rank r + 2^k what that rank has, as far as it is still missing.""",
+        In round k rank r gets from rank r + 2^k the chunks that it still lacks.""",
     ),
     _collective(
         "neighbour-average",
@@ -280,7 +272,8 @@ _COLLECTIVES = (
         "gossip",
         """Gossip: each rank ends with twice its own buffer and once each neighbour's.
 
-        The neighbours are r - 1 and r + 1 on a ring. With two ranks each ends with the sum of both.""",
+        The neighbours are r - 1 and r + 1 on a ring. With two ranks each ends with the sum of
+        both.""",
         near=True,
     ),
     _collective(
@@ -289,7 +282,8 @@ _COLLECTIVES = (
         "ps",
         """Everybody gets the sum of all buffers, in any way.
 
-        No slower than a parameter server: 2 (size - 1) rounds, and no rank sends more than the server.""",
+        No slower than a parameter server: 2 (size - 1) rounds, and no rank sends more than the
+        server.""",
     ),
     _collective(
         "all-to-all",
@@ -309,33 +303,35 @@ _COLLECTIVES = (
 # ---- rules: what collectives cost, which rows a rank has, who may go on ----
 
 Case: TypeAlias = tuple[str, tuple[Any, ...], Any]
-"""In words; the values that are given, what must come out."""
+"""A description, the arguments, and the expected result."""
 
 Cases: TypeAlias = Callable[[Random], Iterator[Case]]
 
 
 def judge_rule(cases: Cases, function: Function, *_: object) -> str:
-    """Return in how many cases the rule is right.
+    """Check a rule on drawn cases; return their number in a sentence.
 
     Raises:
-        WrongAnswer: showing the first case in which it is not.
+        WrongAnswer: showing the first case with a wrong result.
     """
     tried = 0
-    for case, values, wanted in cases(Random(secrets.randbits(64))):
+    for case, values, expected in cases(Random(secrets.randbits(64))):
         tried += 1
-        found = call(function, *values)
-        if isinstance(wanted, float):
-            if not isinstance(found, int | float) or abs(found) > float_info.max:
-                raise WrongAnswer(f"it gives {found!r}, and must give a number of seconds or bytes")
-            if not isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9):
-                raise WrongAnswer(f"{case} it gives {found:g}, and must give {wanted:g}")
-        elif type(found) is not type(wanted) or found != wanted:
-            raise WrongAnswer(f"{case}: it gives {found!r}, and must give {wanted!r}")
+        result = call(function, *values)
+        if isinstance(expected, float):
+            if not isinstance(result, int | float) or abs(result) > float_info.max:
+                raise WrongAnswer(
+                    f"it gives {result!r}, and must give a number of seconds or bytes"
+                )
+            if not isclose(result, expected, rel_tol=1e-9, abs_tol=1e-9):
+                raise WrongAnswer(f"{case} it gives {result:g}, and must give {expected:g}")
+        elif type(result) is not type(expected) or result != expected:
+            raise WrongAnswer(f"{case}: it gives {result!r}, and must give {expected!r}")
     return f"in {tried} cases"
 
 
 def _seconds(collective: Collective, counts: Sequence[int], draw: Random) -> Iterator[Case]:
-    """Yield cases of a cost; where `counts` has any, also of so many buckets."""
+    """Yield cases of a cost, also for each number of buckets in `counts`."""
     for N, buckets in product((1, 2, 3, 4, 5, 8, 16, draw.randint(17, 64)), counts or [1]):
         for M, alpha, beta in (
             (4000 * N, 1.0, 0.0),
@@ -347,8 +343,8 @@ def _seconds(collective: Collective, counts: Sequence[int], draw: Random) -> Ite
             given += f" and {buckets} buckets" * bool(
                 counts
             ) + " (bytes are divided by /, not by //)" * (M == 1)
-            wanted = buckets * collective.seconds(N, M / buckets, alpha, beta)
-            yield given, (N, M, alpha, beta, *[buckets] * bool(counts)), float(wanted)
+            expected = buckets * collective.seconds(N, M / buckets, alpha, beta)
+            yield given, (N, M, alpha, beta, *[buckets] * bool(counts)), float(expected)
 
 
 def _crossover(draw: Random) -> Iterator[Case]:
@@ -357,8 +353,8 @@ def _crossover(draw: Random) -> Iterator[Case]:
         (rounds, sent, _), (levels, whole, _) = (
             ALGORITHMS[name].cost(N) for name in ("ring", "tree")
         )
-        wanted = alpha * (rounds - levels) / (beta * (whole - sent))
-        yield f"with N = {N}, alpha = {alpha}, beta = {beta}", (N, alpha, beta), wanted
+        expected = alpha * (rounds - levels) / (beta * (whole - sent))
+        yield f"with N = {N}, alpha = {alpha}, beta = {beta}", (N, alpha, beta), expected
 
 
 def _rows(draw: Random) -> Iterator[Case]:
@@ -392,14 +388,14 @@ def _gradients(draw: Random) -> Iterator[Case]:
     for length in range(1, 40):
         events: list[tuple[str, int]] = []
         read: dict[int, int] = {}
-        wanted: list[int] = []
+        expected: list[int] = []
         for worker in draw.choices(range(3), k=length):
             events.append(("push" if worker in read else "read", worker))
             if worker in read:
-                wanted.append(len(wanted) - read.pop(worker))
+                expected.append(len(expected) - read.pop(worker))
             else:
-                read[worker] = len(wanted)
-        yield f"events {events}", (events,), wanted
+                read[worker] = len(expected)
+        yield f"events {events}", (events,), expected
 
 
 def _rule(name: str, arguments: str, cases: Cases, statement: str) -> Exercise:
@@ -419,7 +415,7 @@ _COSTS = (
         "server-cost",
         "all-reduce",
         "ps",
-        """The parameter server's all-reduce: rank 0 takes from one after another, then sends to each.
+        """The parameter server's all-reduce: rank 0 receives from each rank, then sends to each.
 
         Return its seconds for M bytes on N ranks; adding takes no time.""",
     ),
@@ -472,8 +468,8 @@ _SPLIT = _rule(
     _rows,
     """Which rows of a batch a rank takes.
 
-    Return (start, stop). The ranks have all rows, each once, in their order; where rows do not divide, the first ranks
-    have one more than the others.""",
+    Return (start, stop). The ranks have all rows, each once, in their order; where rows do not
+    divide, the first ranks have one more than the others.""",
 )
 
 _RULES = (
@@ -483,7 +479,8 @@ _RULES = (
         _ssp,
         """Stale synchronous: may a worker begin a step?
 
-        steps[w] is how many steps worker w has done. It may, if it leads the slowest by at most bound.
+        steps[w] is how many steps worker w has done. It may, if it leads the slowest by at most
+        bound.
         Return True or False.""",
     ),
     _rule(
@@ -492,8 +489,9 @@ _RULES = (
         _gradients,
         """How stale is each gradient?
 
-        events are in order: ("read", worker) takes the weights, ("push", worker) gives the gradient made with them,
-        which is one update. Return a list: for each push, how many updates there were between the worker's read and it.
+        events are in order: ("read", worker) reads the weights, ("push", worker) pushes the
+        gradient computed with them, which is one update. Return a list: for each push, the number
+        of updates between the worker's read and its push.
         """,
     ),
 )
@@ -507,22 +505,21 @@ FEW = (*SHAPES[:-1], (3, 1), (4, 2), SHAPES[-1])  # also with fewer microbatches
 
 
 def measure_order(name: str, virtual: int, function: Function, setting: Setting) -> Measures:
-    """Return the most activations that each rank keeps, and the seconds of a schedule on simulated
-    clocks.
+    """Check a schedule; return the peak activations of each rank and the simulated seconds.
 
     Args:
-        name: of the package's schedule that is wanted; another one that is as good passes, too.
+        name: of the package's schedule; any other that is as good also passes.
         virtual: stages on each rank.
-        function: what was written.
-        setting: where.
+        function: the solution.
+        setting: the simulated machine.
 
     Raises:
-        WrongAnswer: showing the programs with the fault marked.
+        WrongAnswer: showing the programs with the mistake marked.
     """
     ranks, stages, microbatches = setting.ranks, setting.ranks * virtual, setting.microbatches
     where = f"with {ranks} ranks and {microbatches} microbatches"
     with judged(where, str):  # the sentence shows the programs
-        most = 8 * virtual * (microbatches + 1)  # with the messages, if they are written down
+        most = 8 * virtual * (microbatches + 1)  # a solution may also list its messages
         programs = tuple(
             few(ask(function, Instruction, rank, ranks, microbatches), most)
             for rank in range(ranks)
@@ -536,19 +533,16 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
         schedule = lower(Schedule(name, ranks, stages, microbatches, programs))
         check(schedule)
     costs = even_costs(stages, setting.forward_s / virtual, message_s=setting.message_s)
-    found = simulate_schedule(schedule, costs)
-    return (
-        where,
-        {"activations": found.peak_activations, "seconds": [found.makespan_s]},
-        render(schedule),
-    )
+    run = simulate_schedule(schedule, costs)
+    numbers = {"activations": run.peak_activations, "seconds": [run.makespan_s]}
+    return where, numbers, render(schedule)
 
 
 def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
-    """Return in how many clock cycles the forwards are done.
+    """Check GPipe's clock cycles; return their number in a sentence.
 
     Args:
-        function: what was written.
+        function: the solution.
         shape: numbers of stages and microbatches.
 
     Raises:
@@ -592,10 +586,8 @@ def _order(name: str, schedule: str, statement: str, virtual: int = 1) -> Exerci
         return make(schedule, ranks, microbatches, virtual).programs[rank]
 
     measure = partial(measure_order, schedule, virtual)
-    judge, sizes = (
-        partial(judge_measures, measure, partial(measure, own)),
-        FEW if virtual == 1 else SHAPES,
-    )
+    judge = partial(judge_measures, measure, partial(measure, own))
+    sizes = FEW if virtual == 1 else SHAPES
     arguments, imports = "rank, ranks, microbatches", "from nnmpi.schedule.schedule import Kind"
     return Exercise(
         name, cleandoc(statement), arguments, judge, sizes, imports, measure, {schedule: own}
@@ -608,28 +600,32 @@ _SCHEDULES = (
         "naive",
         """One microbatch after another: forward through all ranks, and back.
 
-        Return what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch).""",
+        Return the passes of the rank, in order: Kind.F.at(stage, microbatch) and
+        Kind.B.at(stage, microbatch).""",
     ),
     _order(
         "gpipe",
         "gpipe",
         """GPipe: all forwards, then all backwards.
 
-        Return what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch).""",
+        Return the passes of the rank, in order: Kind.F.at(stage, microbatch) and
+        Kind.B.at(stage, microbatch).""",
     ),
     _order(
         "one-f-one-b",
         "1f1b",
-        """1F1B: as soon as a backward can be done it is done; rank r keeps at most ranks - r activations.
+        """1F1B: a backward runs as soon as it can; rank r keeps at most ranks - r activations.
 
-        Return what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch).""",
+        Return the passes of the rank, in order: Kind.F.at(stage, microbatch) and
+        Kind.B.at(stage, microbatch).""",
     ),
     _order(
         "interleaved",
         "interleaved",
         """Interleaved 1F1B: rank r has the stages r and r + ranks.
 
-        Return what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch).
+        Return the passes of the rank, in order: Kind.F.at(stage, microbatch) and
+        Kind.B.at(stage, microbatch).
         Microbatches are a multiple of ranks; a round is as many of them as there are ranks.""",
         VIRTUAL,
     ),
@@ -638,8 +634,9 @@ _SCHEDULES = (
         "zero-bubble",
         """Zero bubble (ZB-H1): a backward in two halves, the second when there is time.
 
-        Return what the rank computes, in order: Kind.F.at(rank, m), then Kind.I.at(rank, m) for the gradient of the
-        input, which the rank before waits for, and Kind.W.at(rank, m) for those of the weights, which nobody waits for.
+        Return the passes of the rank, in order: Kind.F.at(rank, m), then Kind.I.at(rank, m) for the
+        gradient of the input, which the rank before waits for, and Kind.W.at(rank, m) for those of
+        the weights, which no rank waits for.
         """,
     ),
     _order(
@@ -647,15 +644,16 @@ _SCHEDULES = (
         "inference",
         """Forwards only: rank r has the stages r and r + ranks.
 
-        Return what the rank computes, in order: Kind.F.at(stage, microbatch). Microbatches are a multiple of ranks.""",
+        Return the passes of the rank, in order: Kind.F.at(stage, microbatch). Microbatches are a
+        multiple of ranks.""",
         VIRTUAL,
     ),
     Exercise(
         "gpipe-clock",
         """GPipe's forwards, clock cycle by clock cycle.
 
-Return a list of cycles, each a list of (microbatch, stage): what is done at once. Stage s may begin a microbatch
-in the cycle after stage s - 1 has done it. In as few cycles as can be.""",
+Return a list of cycles, each a list of (microbatch, stage) that run at once. Stage s may begin a
+microbatch in the cycle after stage s - 1 has done it. Use the fewest cycles.""",
         "stages, microbatches",
         judge_cycles,
         FEW,

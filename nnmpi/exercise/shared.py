@@ -217,16 +217,18 @@ _GROUP = (
     " arrays, in place."
 )
 _PARTS = """
-group has rank, size, and on flat arrays: all_reduce(array), reduce_scatter(array), all_gather(array), in place;
-all_gather_v(own, counts), which returns the parts of all ranks, of so many numbers each."""
+group has rank, size, and on flat arrays: all_reduce(array), reduce_scatter(array),
+all_gather(array), in place; all_gather_v(own, counts), which returns the parts of all ranks, with
+counts[r] numbers from rank r."""
 _SMALLER = f"""{_GROUP}
-group.split(color, key) returns the group of the ranks that give the same color, in the order of their keys."""
+group.split(color, key) returns the group of the ranks with the same color, ordered by key."""
 _ALL_TO_ALL = """
-group has rank, size, all_to_all(parts): parts[r], an array, goes to rank r; returns the list of what came from
-each rank."""
+group has rank, size, all_to_all(parts): parts[r], an array, goes to rank r; returns the list of
+arrays received, by rank."""
 _BACKWARD = """
-backward has rank, size, layers; gradient(layer), which takes that layer's time; start(array), which begins its sum over
-the ranks and returns at once; finish(), which waits and returns the list of sums that were started, in that order."""
+backward has rank, size, layers; gradient(layer), which takes that layer's time; start(array), which
+starts its sum over the ranks and returns at once; finish(), which waits and returns the list of
+started sums, in order."""
 
 
 def _shared(
