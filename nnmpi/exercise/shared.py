@@ -1,10 +1,9 @@
-"""Exercises on what ranks share out: batches, layers, gradients, optimizers' states, experts.
+"""Exercises on group operations: sharded batches, layers, gradients, optimizer states, experts.
 
-Each is a function with the statement for its docstring: it says what one rank gives to a solution,
-and what must come out. A solution gets a group (`Ranks`) and this rank's part of drawn arrays; it
-runs on simulated ranks, and each rank's result is compared with the serial one. Where the bytes of
-the busiest rank or simulated seconds are limited, they are counted as the simulated world counts
-them.
+Each is a function that returns one rank's arguments and expected result; its docstring is the
+statement. A solution gets a group (`Ranks`) and this rank's shard of drawn arrays. It runs on
+simulated ranks, and each rank's result is compared with the serial one. Some exercises limit the
+bytes of the busiest rank or the simulated seconds, as the simulated world counts them.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ TOKENS, EXPERTS, WIDTH = 20, 5, 16
 ITEM_BYTES = 8
 UNITS = [(23, 17), (17, 9)]  # layers of ZeRO-3
 UNIT = [i * o for i, o in UNITS]
-# of layers that go back
+# of overlap's layers: numbers of a gradient, seconds of a backward pass
 NUMBERS, SECONDS = (6_000, 20_000, 12_000, 30_000), (0.002, 0.004, 0.003, 0.005)
 LINK = 50e-6, 8e-9  # alpha_us=50,gbit=1
 
 
 class Ranks(Group):
-    """A group as exercises have it."""
+    """The group of an exercise."""
 
     lent = (
         *("rank", "size", "split", "all_reduce", "reduce_scatter"),
@@ -50,10 +49,10 @@ class Ranks(Group):
     )
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
-        """Return what each rank has for this one.
+        """Return the parts that the ranks send to this one.
 
         Args:
-            parts: for each rank, of any length; further axes are the same for all.
+            parts: one per rank, of any length; all have the same further axes.
 
         Raises:
             WrongAnswer: for another number of parts.
@@ -69,29 +68,24 @@ class Ranks(Group):
 
 
 class Backward:
-    """A backward pass on simulated clocks: layer by layer a gradient, and sums that are under way
-    meanwhile.
+    """A backward pass on simulated clocks, layer by layer, with sums in flight.
 
     Args:
         group: the ranks.
-        gradients: this rank's, of the layers.
-        seconds: that each layer takes.
+        gradients: this rank's gradient of each layer.
+        seconds: of each layer.
     """
 
     lent = ("rank", "size", "layers", "gradient", "start", "finish")
 
     def __init__(self, group: Ranks, gradients: Sequence[Array], seconds: Sequence[float]) -> None:
         self.rank, self.size, self.layers = group.rank, group.size, len(gradients)
-        self._group, self._gradients, self._seconds, self._next = (
-            group,
-            gradients,
-            seconds,
-            len(gradients) - 1,
-        )
+        self._group, self._gradients, self._seconds = group, gradients, seconds
+        self._next = len(gradients) - 1
         self._flying: list[tuple[Array, Any]] = []
 
     def gradient(self, layer: int) -> Array:
-        """Return the gradient of a layer when its seconds are over.
+        """Return the gradient of a layer, after its seconds.
 
         Raises:
             WrongAnswer: for another layer than the one before the last.
@@ -105,13 +99,13 @@ class Backward:
         return self._gradients[layer].copy()
 
     def start(self, array: Array) -> None:
-        """Begin its sum over the ranks, and return at once."""
+        """Start the sum of an array over the ranks, and return at once."""
         pending = self._group.bind(array)
         pending.start()
         self._flying.append((array, pending))
 
     def finish(self) -> list[Array]:
-        """Return the sums that were started, in that order, when all are there."""
+        """Wait for all started sums; return them in order."""
         flying, self._flying = self._flying, []
         for _, pending in flying:
             pending.wait()
@@ -119,95 +113,85 @@ class Backward:
 
 
 Arrays: TypeAlias = Callable[..., list[Array]]
-"""Shapes -> arrays of those shapes; for every rank of a check the same."""
+"""Shapes -> arrays of those shapes, the same on every rank of a check."""
 
 Part: TypeAlias = tuple[Any, ...]
-"""One rank's: the values that the function gets, what must come out, and which of the values it
-changes to that.
-"""
+"""One rank's arguments, expected result, and the indices of arguments that are changed in place."""
 
 Trial: TypeAlias = Callable[[Ranks, Arrays], Part]
 
 Most: TypeAlias = Callable[[int], float]
-"""Number of ranks -> bytes that one rank may send or receive; on a network seconds that all may
-take.
-"""
+"""Number of ranks -> the limit: bytes of the busiest rank, or seconds if there is a network."""
 
 
 def measure_shared(trial: Trial, network: str, function: Function, setting: Setting) -> Measures:
-    """Return the bytes that the busiest rank sends or receives, and the simulated seconds of
-    messages.
+    """Run a solution; return the bytes of the busiest rank, and the simulated seconds.
 
     Args:
-        trial: what one rank does.
-        network: on which it is where the setting has none.
-        function: what was written.
-        setting: where.
+        trial: the exercise.
+        network: the default if the setting has none.
+        function: the solution.
+        setting: the simulated machine.
 
     Raises:
         WrongAnswer: naming rank and element, or who waits for whom.
     """
-    where, machine = (
-        f"on {counted(setting.ranks, 'rank')}",
-        replace(setting, network=setting.network or network).machine,
-    )
-    # numbers that stand in the package could be written down beforehand
-    seed = secrets.randbits(64)
+    where = f"on {counted(setting.ranks, 'rank')}"
+    machine = replace(setting, network=setting.network or network).machine
+    seed = secrets.randbits(64)  # a solution could contain the answers to fixed inputs
 
     def arrays(*shapes: tuple[int, ...]) -> list[Array]:
         draw = np.random.default_rng(seed)
         return [draw.normal(size=shape) for shape in shapes]
 
-    def own(value: Any) -> Any:
-        """Return it with arrays of its own, without gaps."""
+    def copied(value: Any) -> Any:
+        """Copy the arrays in a value, contiguous."""
         if isinstance(value, list):
-            return [*map(own, value)]
+            return [*map(copied, value)]
         return np.array(value, order="C") if isinstance(value, np.ndarray) else value
 
     def main(group: Group) -> tuple[Any, Any]:
-        given, wanted, *changed = trial(Ranks(group.comm, True), arrays)
-        values = [*map(own, given)]
-        found = call(function, *values)
-        return tuple(values[each] for each in changed) or found, wanted
+        given, expected, *changed = trial(Ranks(group.comm, True), arrays)
+        values = [*map(copied, given)]
+        result = call(function, *values)
+        return tuple(values[index] for index in changed) or result, expected
 
     try:
         run = simulate(main, setting.ranks, machine, cpu_factor=0)
     except CommError as error:
         raise WrongAnswer(f"{where}: {error}") from None
-    for rank, (found, wanted) in enumerate(run):
+    for rank, (result, expected) in enumerate(run):
         of = f"{where}, the result of rank {rank}"
-        if not isinstance(wanted, tuple):
-            _compare(of, found, wanted)
+        if not isinstance(expected, tuple):
+            _compare(of, result, expected)
             continue
-        if not isinstance(found, tuple | list) or len(found) != len(wanted):
-            raise WrongAnswer(f"{of} must be {len(wanted)} arrays, and is a {type(found).__name__}")
-        for number, pair in enumerate(zip(found, wanted, strict=True)):
+        if not isinstance(result, tuple | list) or len(result) != len(expected):
+            raise WrongAnswer(
+                f"{of} must be {len(expected)} arrays, and is a {type(result).__name__}"
+            )
+        for number, pair in enumerate(zip(result, expected, strict=True)):
             _compare(f"{of}, array {number}", *pair)
     busiest, nbytes = run.busiest
-    return (
-        where,
-        {
-            "bytes": [nbytes * (rank == busiest) for rank in range(len(run))],
-            "seconds": [run.seconds],
-        },
-        "",
-    )
+    bytes_by_rank = [nbytes * (rank == busiest) for rank in range(len(run))]
+    return where, {"bytes": bytes_by_rank, "seconds": [run.seconds]}, ""
 
 
-def _compare(what: str, found: Any, wanted: Any) -> None:
-    """Refuse what is no numbers, or has another shape; else name the first element that differs."""
-    wanted = np.asarray(wanted)
+def _compare(what: str, result: Any, expected: Any) -> None:
+    """Refuse a result of another type or shape; else name the first element that differs."""
+    expected = np.asarray(expected)
     try:
-        given = np.asarray(found)
+        given = np.asarray(result)
     except ValueError:  # rows of several lengths
         given = np.asarray(None)
     if given.dtype.kind not in "fiu":
-        raise WrongAnswer(f"{what} is {found!r}, and must be numbers of shape {wanted.shape}")
-    if given.shape != wanted.shape:
-        raise WrongAnswer(f"{what} has shape {given.shape}, and must have {wanted.shape}")
-    for place in np.argwhere(~np.isclose(given, wanted, rtol=1e-9, atol=1e-12)).tolist()[:1]:
+        raise WrongAnswer(f"{what} is {result!r}, and must be numbers of shape {expected.shape}")
+    if given.shape != expected.shape:
+        raise WrongAnswer(f"{what} has shape {given.shape}, and must have {expected.shape}")
+    for place in np.argwhere(~np.isclose(given, expected, rtol=1e-9, atol=1e-12)).tolist()[:1]:
         at = f": element {tuple(place) if len(place) > 1 else place[0]}" if place else ""
-        raise WrongAnswer(f"{what}{at} is {given[*place]:.12g}, and must be {wanted[*place]:.12g}")
+        raise WrongAnswer(
+            f"{what}{at} is {given[*place]:.12g}, and must be {expected[*place]:.12g}"
+        )
 
 
 # ---- the exercises ----
@@ -243,19 +227,15 @@ def _shared(
 
     def make(trial: Trial) -> Exercise:
         measure, name = partial(measure_shared, trial, network), trial.__name__.replace("_", "-")
-        statement, judge = (
-            f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}",
-            partial(judge_measures, measure, best),
-        )
+        statement = f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}"
+        judge = partial(judge_measures, measure, best)
         return Exercise(name, statement, arguments, judge, sizes, "import numpy as np", measure)
 
     return make
 
 
 def _moved(times: float, *numbers: int) -> Most:
-    """Return the bytes of so many rounds around a ring, with each rank's part of so many numbers;
-    parts are padded.
-    """
+    """Return the bytes of `times` turns around a ring, each rank with a padded part."""
     return lambda size: times * ITEM_BYTES * (size - 1) * sum(-(-each // size) for each in numbers)
 
 
@@ -266,9 +246,7 @@ def _gridded(size: int) -> float:
 
 
 def _routed(size: int) -> float:
-    """Return what the busiest rank's tokens take there and back, and a third more for numbers of
-    experts.
-    """
+    """Return the busiest rank's bytes of tokens, both ways; a third more for expert numbers."""
     own = -(-EXPERTS // size)
     return 4 / 3 * ITEM_BYTES * WIDTH * TOKENS // EXPERTS * (EXPERTS - own + own * (size - 1))
 
@@ -283,9 +261,7 @@ def _mine(n: int, group: Ranks) -> slice:
 
 
 def _part(array: Array, group: Ranks) -> Array:
-    """Return this rank's part of a flat array with zeros at its end, so that all parts are of one
-    length.
-    """
+    """Return this rank's part of the flat array, zero-padded so that all parts are equally long."""
     flat = array.ravel()
     return np.pad(flat, (0, -flat.size % group.size)).reshape(group.size, -1)[group.rank]
 
