@@ -163,7 +163,7 @@ def folded(text: str) -> str:
 
 
 def positive_count(text: str) -> int:
-    """Return the number that an option's word is, for argparse; at least 1."""
+    """Parse an integer of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"{text!r} is not a whole number of at least 1")
     if len(text) > MOST_DIGITS:
@@ -534,7 +534,7 @@ def _read_as(kind: Any, words: Sequence[str]) -> Any:
 def _help_on(
     topic: str, options: Sequence[Option], program: str, description: str, first: Collection[str]
 ) -> str:
-    """Return the help on what the word behind --help says, if it says anything."""
+    """Return the help on the topic after --help, or the overview."""
     by_name = {option.name: option for option in options}
     name = topic.replace("-", "_")
     if name in by_name:
@@ -606,9 +606,7 @@ def _form(option: Option) -> str:
 
 
 def _show_default(option: Option, text: str) -> str:
-    """Return the default in brackets; nothing where the explanation itself says what happens
-    without the option.
-    """
+    """Return the default in brackets, or "" if the explanation states it."""
     value = option.default
     if value is None or value == "":
         return "" if "default" in text or "without" in text.lower() else " (default: none)"
@@ -618,9 +616,7 @@ def _show_default(option: Option, text: str) -> str:
 
 
 def _field_docstrings(section: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass. Python drops them, so they are read in
-    its source.
-    """
+    """Return the docstring of each field of a dataclass, from the source: Python drops them."""
     (body,) = ast.parse(dedent(inspect.getsource(section))).body
     assert isinstance(body, ast.ClassDef)
     return {
