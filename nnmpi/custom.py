@@ -77,12 +77,12 @@ def load_custom(name: str, option: str, wanted: str) -> Any:
     module = (
         load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
     )
-    found = getattr(module, function, None)
-    if not callable(found):
+    result = getattr(module, function, None)
+    if not callable(result):
         raise UsageError(
             f"{given}: {source} has no function {function!r}; define {function}{wanted}"
         )
-    return found
+    return result
 
 
 def call_custom(name: str, option: str, wanted: str, *values: Any) -> Any:
@@ -117,16 +117,16 @@ def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tup
         ScheduleError: for an exception in it, with its line, and for what is not of this kind.
     """
     try:
-        found = function(*values)
-        given = tuple(found) if isinstance(found, Iterable) else (found,)
+        result = function(*values)
+        given = tuple(result) if isinstance(result, Iterable) else (result,)
     except NnmpiError:
         raise
     except (Exception, SystemExit) as error:  # a function that ends the program must not seem right
         raise ScheduleError(fault(function, values, error)) from error
-    for each in given:
-        if not isinstance(each, kind):
+    for item in given:
+        if not isinstance(item, kind):
             raise ScheduleError(
-                f"{called(function, values)} gives a {type(each).__name__}; give a tuple of"
+                f"{called(function, values)} gives a {type(item).__name__}; give a tuple of"
                 f" {kind.__name__}"
             )
     return given
@@ -184,10 +184,10 @@ def load_file(file: Path, given: str) -> Any:
 
 def _load_module(source: str, given: str) -> Any:
     try:
-        found = importlib.util.find_spec(source)
+        result = importlib.util.find_spec(source)
     except (ImportError, ValueError):
-        found = None
-    if found is None:
+        result = None
+    if result is None:
         raise UsageError(
             f"{given}: there is no module {source}; give FILE.py:NAME, or set PYTHONPATH"
         )

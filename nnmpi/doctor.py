@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> str:
         " nnmpi.verify"
     )
     return "\n".join(
-        [*describe(everyones), *(f"slow or wrong: {each}" for each in faults), f"{end}; {tried}"]
+        [*describe(everyones), *(f"slow or wrong: {fault}" for fault in faults), f"{end}; {tried}"]
     )
 
 
@@ -95,7 +95,7 @@ class Diagnosis:
     def __str__(self) -> str:
         """Return it as it is printed."""
         return "\n".join(
-            [self.happened, f"what to do: {self.advice}", "", *(f"  {each}" for each in self.facts)]
+            [self.happened, f"what to do: {self.advice}", "", *(f"  {fact}" for fact in self.facts)]
         )
 
 
@@ -116,8 +116,8 @@ def diagnose(path: Path) -> Diagnosis:
         notices, known = list(checkpoint.notices), checkpoint.values.get("step")
         step = known if isinstance(known, int) else 0
     starts, faults = _lines(folder.starts), _lines(folder.faults)
-    records = [each for each in _lines(folder.metrics) if isinstance(each.get("global_step"), int)]
-    reached = max((each["global_step"] for each in records), default=0)
+    records = [item for item in _lines(folder.metrics) if isinstance(item.get("global_step"), int)]
+    reached = max((item["global_step"] for item in records), default=0)
     last = starts[-1] if starts else {}
     where = (
         f"last at {last.get('time')}: {counted(last.get('ranks', 0), 'rank')} on {last.get('host')}"
@@ -131,7 +131,7 @@ def diagnose(path: Path) -> Diagnosis:
             else "no checkpoint that is whole"
         ),
         *notices,
-        *(f"start {each.get('start')}: {each.get('fault')}" for each in faults[-5:]),
+        *(f"start {fault.get('start')}: {fault.get('fault')}" for fault in faults[-5:]),
     )
 
     def judge() -> tuple[str, str]:
@@ -166,7 +166,7 @@ def diagnose(path: Path) -> Diagnosis:
                 f"The run stood still and was ended: {happened}",
                 f"read the stacks in {record}, then {resume}{loses}",
             )
-        trained = [each for each in records if each.get("kind") == "train"]
+        trained = [item for item in records if item.get("kind") == "train"]
         if trained and trained[-1].get("loss", 0.0) is None:
             return (
                 f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
@@ -197,12 +197,12 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
     resume = f"python -m nnmpi.train --resume {quote(str(folder.path))}"
     try:
         end = read_json(folder.finished)
-        step, ranks, wanted = (end[key] for key in ("step", "ranks", "weights_sha256"))
+        step, ranks, expected = (end[key] for key in ("step", "ranks", "weights_sha256"))
     except (OSError, ValueError, KeyError, TypeError):
         return f"{folder.finished} is damaged.", f"prove the end again: {resume}"
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         files = read_json(checkpoint.folder / STATE_FILE)["files"] if checkpoint is not None else {}
-        if files[MODEL_FILE]["sha256"] == wanted:
+        if files[MODEL_FILE]["sha256"] == expected:
             # neither after a text
             names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")
             known = {name: nan if end[name] is None else end[name] for name in names if name in end}
@@ -250,12 +250,12 @@ def _written(file: Path) -> float:
 
 def _lines(file: Path) -> list[Any]:
     """Return the JSON objects of a file with one in each line, as far as they can be read."""
-    found = []
+    result = []
     with suppress(OSError, ValueError):
         for line in read_text(file).splitlines():
             with suppress(ValueError):
-                found.append(parse_json(line))
-    return [each for each in found if isinstance(each, dict)]
+                result.append(parse_json(line))
+    return [item for item in result if isinstance(item, dict)]
 
 
 # ---- machines ----
@@ -267,12 +267,12 @@ Facts = Mapping[str, Any]
 def look(group: Group) -> list[Facts]:
     """Return what each rank says of its place, by rank. Collective."""
     pool = blas_pool(threadpoolctl.threadpool_info())
-    own, node = usable_cores()
+    local, node = usable_cores()
     launch = read_launch(os.environ)
     facts = {
         "host": platform.node(),
         "processor": read_cpu("model name") or platform.processor() or platform.machine(),
-        "cores": [own, node],
+        "cores": [local, node],
         "bound": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         "load": os.getloadavg()[0],
         "versions": ", ".join(map(" ".join, versions().items())),
@@ -313,57 +313,57 @@ def describe(everyones: Sequence[Facts]) -> list[str]:
 
 def find_faults(everyones: Sequence[Facts]) -> list[str]:
     """Return what is slow or wrong, a sentence each, with what helps."""
-    found = []
+    result = []
     for key, what in (("versions", "versions"), ("mpi", "MPI libraries")):
         if len({facts[key] for facts in everyones}) > 1:
-            found.append(f"ranks have different {what}; install the same on all nodes")
+            result.append(f"ranks have different {what}; install the same on all nodes")
     for host, ranks in _by_host(everyones).items():
-        found += [
+        result += [
             f"{host}: {sentence}" for sentence in _faults_of([everyones[rank] for rank in ranks])
         ]
-    return found
+    return result
 
 
 def _faults_of(node: Sequence[Facts]) -> list[str]:
     """Return what is slow or wrong on one node."""
-    first, ranks, cores, found = node[0], len(node), node[0]["cores"][1], []
+    first, ranks, cores, result = node[0], len(node), node[0]["cores"][1], []
     if ranks > cores:
-        found.append(
+        result.append(
             f"{ranks} ranks share {cores} cores and wait for one another; start at most {cores}"
             " there"
         )
     sharing = Counter(tuple(facts["bound"]) for facts in node)
     bound, most = max(sharing.items(), key=lambda item: item[1], default=((), 0))
     if bound and len(bound) < most <= cores:
-        found.append(
+        result.append(
             f"{most} ranks are bound to the cores {_spans(bound)}, others are idle; give --bind-to"
             " none"
         )
     if ranks * first["threads"] > max(cores, ranks):
-        found.append(
+        result.append(
             f"{ranks} ranks with {first['threads']} BLAS threads each want more than {cores} cores;"
             " leave OMP_NUM_THREADS out, or set it to 1"
         )
     if first["load"] > 1.5 * cores:
-        found.append(
+        result.append(
             f"its load is {first['load']:.1f} on {cores} cores: others compute there, too; times"
             " mean little"
         )
     if first["older"]:
-        found.append(first["older"])
+        result.append(first["older"])
     if ranks > 1 and first["shm"] is not None and first["shm"] < LITTLE_SHM_BYTES:
-        found.append(
+        result.append(
             f"{SHM} has {format_bytes(first['shm'])} free; large models will exchange gradients by"
             " messages, which is slower (docker run --shm-size)"
         )
-    return found
+    return result
 
 
 def _by_host(everyones: Sequence[Facts]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for rank, facts in enumerate(everyones):
-        found.setdefault(facts["host"], []).append(rank)
-    return found
+        result.setdefault(facts["host"], []).append(rank)
+    return result
 
 
 def _spans(cores: Sequence[int]) -> str:

@@ -270,7 +270,7 @@ def rebuilt(kind: Any, value: Any) -> Any:
         hints = get_type_hints(kind)
         for name in value.keys() - hints.keys():
             raise TypeError(f"{name} is none of {', '.join(hints)}")
-        return kind(**{name: rebuilt(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+        return kind(**{name: rebuilt(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
     if kind is not bool and int in getattr(kind, "__bases__", ()):
         # Bytes, which may be written as text
         return kind(str(value))
@@ -278,7 +278,7 @@ def rebuilt(kind: Any, value: Any) -> Any:
         return tuple(map(rebuilt, repeat(of[0]) if of[-1] is ... else of, value))
     if origin is Mapping:  # one of other keys than text is a list of pairs
         pairs = value.items() if isinstance(value, dict) else value
-        return {rebuilt(of[0], key): rebuilt(of[1], each) for key, each in pairs}
+        return {rebuilt(of[0], key): rebuilt(of[1], item) for key, item in pairs}
     fits = (
         value in of
         if origin is Literal

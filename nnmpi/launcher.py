@@ -57,7 +57,7 @@ class Launch:
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """Return the launcher's facts; None if no known launcher started this process."""
     for name, *others, here, node in LAUNCHERS:
-        size, rank = (_number(environ, each) for each in others)
+        size, rank = (_number(environ, other) for other in others)
         if size is not None and rank is not None:
             return Launch(
                 name, size, rank, _tasks_here(environ.get(here, ""), _number(environ, node) or 0)
@@ -89,10 +89,10 @@ def _tasks_here(text: str, node: int) -> int | None:
     """
     counts: list[int] = []
     for word in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
-        if found is None:
+        result = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if result is None:
             return None
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(result[1])] * int(result[2] or 1)
     return counts[node] if node < len(counts) else None
 
 
@@ -120,13 +120,13 @@ def usable_cores() -> tuple[int, int]:
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS: no binding to look at
         return (count := os.cpu_count() or 1), count
-    own = len(os.sched_getaffinity(0))
+    local = len(os.sched_getaffinity(0))
     try:
-        node = max(own, len(os.sched_getaffinity(os.getppid())))
+        node = max(local, len(os.sched_getaffinity(os.getppid())))
     except OSError:  # the parent has ended, or is another user's
-        node = own
+        node = local
     limit = _quota()
-    return min(own, limit), min(node, limit)
+    return min(local, limit), min(node, limit)
 
 
 def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -130,13 +130,13 @@ class Mesh:
         asked = {DP: dp, PP: pp, TP: tp, SP: sp}
         _check_axes(asked | {"world": world})
         several = [dp, pp, tp].count(None) > 1
-        wanted = asked | {PP: pp or 1, TP: tp or 1} if several else asked
-        nearest = fitting(world, wanted)[0]
+        expected = asked | {PP: pp or 1, TP: tp or 1} if several else asked
+        nearest = fitting(world, expected)[0]
         if any(
-            size not in (None, own)
-            for size, own in zip(wanted.values(), nearest.shape, strict=True)
+            size not in (None, local)
+            for size, local in zip(expected.values(), nearest.shape, strict=True)
         ):
-            raise LayoutError(_misfit(world, wanted, asked))
+            raise LayoutError(_misfit(world, expected, asked))
         return replace(nearest, nodes=None if nodes is None else tuple(nodes))
 
     def __str__(self) -> str:
@@ -199,14 +199,14 @@ class Mesh:
         d, p, t, s = place = self.coordinates(group.rank)
         # which part of the model, and which replica of it
         part, replica = p * self.tp + t, d * self.sp + s
-        own = [] if self.size == 1 else [group.split(group.rank)]
+        local = [] if self.size == 1 else [group.split(group.rank)]
 
         def along(size: int, color: int, key: int) -> Group:
             if size == self.size and self._ranks == tuple(range(size)):
                 return group
             if size > 1:
-                own.append(group.split(color, key))
-            return own[0 if size == 1 else -1]
+                local.append(group.split(color, key))
+            return local[0 if size == 1 else -1]
 
         dp = along(self.dp, part * self.sp + s, d)
         return BoundMesh(
@@ -219,7 +219,7 @@ class Mesh:
             sp=along(self.sp, part * self.dp + d, s),
             model=along(self.pp * self.tp, replica, part),
             replicas=dp if self.sp == 1 else along(self.dp * self.sp, part, replica),
-            own=own,
+            own=local,
         )
 
     @cached_property
@@ -283,7 +283,8 @@ def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
 
     def distance(mesh: Mesh) -> tuple[int, int, int]:
         differ = sum(
-            asked.get(axis) not in (None, own) for axis, own in zip(AXES, mesh.shape, strict=True)
+            asked.get(axis) not in (None, local)
+            for axis, local in zip(AXES, mesh.shape, strict=True)
         )
         return differ, -mesh.dp, -mesh.pp
 

@@ -144,10 +144,10 @@ def main(words: Sequence[str], group: Group) -> None:
         profile, _ = take_profile(workload, group, ranks, backend, console.say)
 
         def look() -> list[str]:
-            found = plan(workload.pricer(profile, network, backend), machine.memory, machine.kept)
-            command = train_command(asked, ranks, found.best[0].options())
+            result = plan(workload.pricer(profile, network, backend), machine.memory, machine.kept)
+            command = train_command(asked, ranks, result.best[0].options())
             step_s = profile.step(workload.batch_size, "seconds")
-            return [*_header(asked, ranks, network, step_s), *describe(found), "", command]
+            return [*_header(asked, ranks, network, step_s), *describe(result), "", command]
 
         console.say(*on_root(group, look))
     with agreed(group):
@@ -176,19 +176,19 @@ def describe(found: LayoutSearch) -> Iterator[str]:
     yield counted(found.looked_at, "layout")
     yield ""
     yield f"{'':>3}{'step':>10}" + "".join(f"{name:>10}" for name in TIMES) + "  layout"
-    for number, one in enumerate(found.best, 1):
+    for number, element in enumerate(found.best, 1):
         times = "".join(
-            f"{format_seconds(each, 3):>10}"
-            for each in (one.price.seconds, *vars(one.price).values())
+            f"{format_seconds(item, 3):>10}"
+            for item in (element.price.seconds, *vars(element.price).values())
         )
-        first, *rest = wrap(str(one.candidate), WIDTH - 55)
+        first, *rest = wrap(str(element.candidate), WIDTH - 55)
         yield f"{number:>3}{times}  {first}"
         yield from (f"{'':>55}{line}" for line in rest)
     yield ""
     yield f"{'':>3}{'bytes':>12}" + "".join(f"{name:>13}" for name in SHORT)
-    for number, one in enumerate(found.best, 1):
-        sizes = "".join(f"{format_bytes(one.memory.get(kind, 0)):>13}" for kind in KINDS)
-        yield f"{number:>3}{format_bytes(one.bytes):>12}{sizes}"
+    for number, element in enumerate(found.best, 1):
+        sizes = "".join(f"{format_bytes(element.memory.get(kind, 0)):>13}" for kind in KINDS)
+        yield f"{number:>3}{format_bytes(element.bytes):>12}{sizes}"
     if found.refused:
         yield ""
         yield "fall out:"
@@ -209,8 +209,8 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
             words += [
                 flag,
                 *(
-                    quote(str(each))
-                    for each in (value if isinstance(value, list | tuple) else [value])
+                    quote(str(item))
+                    for item in (value if isinstance(value, list | tuple) else [value])
                 ),
             ]
     if asked.samples.shape is not None:

@@ -159,7 +159,7 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
     header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
     first = [[names[number]] for number in best] if is_classes else [[]] * len(rows)
     lines = (
-        [*head, *(f"{each:.6g}" for each in row)] for head, row in zip(first, rows, strict=True)
+        [*head, *(f"{item:.6g}" for item in row)] for head, row in zip(first, rows, strict=True)
     )
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(

@@ -129,12 +129,12 @@ class Region:
 
     @property
     def _index(self) -> tuple[Any, ...]:
-        own = (
+        local = (
             [*range(self.start, self.stop), *self.second]
             if self.second
             else slice(self.start, self.stop)
         )
-        return (slice(None), slice(None), own)
+        return (slice(None), slice(None), local)
 
     def _seen(self, whole: Any) -> Any:
         """Return the array as (axes before, repeats, range, axes after)."""

@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> str:
         LaunchError: when a run fails.
     """
     place = [*words, "--"].index("--")
-    own, theirs = words[:place], words[place + 1 :]
+    local, theirs = words[:place], words[place + 1 :]
     parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
         "--ranks",
@@ -99,7 +99,7 @@ def main(words: Sequence[str]) -> str:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .svg, .png, .pdf")
     parser.add_argument("--network", help=f"links of simulated ranks: {NETWORK_HELP}")
-    options = parser.parse_args(own)
+    options = parser.parse_args(local)
     theirs = [*theirs, *(["--network", options.network] if options.network else [])]
     figure = None if options.plot is None else new_figure(5, 4)  # before anything is measured
     given: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def main(words: Sequence[str]) -> str:
 
 
 def _counts(text: str) -> list[int]:
-    counts = [positive_count(each) for each in text.split(",")]
+    counts = [positive_count(item) for item in text.split(",")]
     if counts != sorted(set(counts)):
         raise UsageError(f"{text} does not rise; give each number once, such as 1,2,4")
     return counts
@@ -170,11 +170,11 @@ def _measure(
         command += [*words, *more, "--out", str(run)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
-            said = [line for line in ran.stderr.splitlines() if line.strip()] or ["it says nothing"]
+            text = [line for line in ran.stderr.splitlines() if line.strip()] or ["it says nothing"]
             raise LaunchError(
-                f"the run on {counted(ranks, 'rank')} ended with status {ran.returncode}: {said[0]}"
+                f"the run on {counted(ranks, 'rank')} ended with status {ran.returncode}: {text[0]}"
             )
-        records = [each for each in read_metrics(RunFolder(run).metrics) if each["kind"] == "train"]
+        records = [item for item in read_metrics(RunFolder(run).metrics) if item["kind"] == "train"]
     if len(records) < 2:
         raise UsageError(
             "a run of fewer than 10 steps says nothing of their time; give more by --max-steps"
@@ -184,9 +184,10 @@ def _measure(
         for before, after in pairwise(records)
     ]
     sums = [
-        nan if each["predicted_sync_s"] is None else each["predicted_sync_s"] for each in records
+        nan if record["predicted_sync_s"] is None else record["predicted_sync_s"]
+        for record in records
     ]
-    rate = median(each["samples_per_second"] for each in records[1:])
+    rate = median(record["samples_per_second"] for record in records[1:])
     sum_s = _price(ranks, given, records[0]["memory_gradients"])
     return Scaled(ranks, rate, median(steps), median(sums) if isnan(sum_s) else sum_s)
 
@@ -205,14 +206,14 @@ def _compared(found: Scaled, before: Sequence[Scaled], weak: bool) -> Scaled:
     """Return a run with what the first one makes of it."""
     first = before[0] if before else found
     times = found.ranks / first.ranks
-    each = times if weak else 1  # samples of a step, in those of the first run's
-    predicted_s = first.step_s * each / times + (found.sum_s if before else 0)
-    speedup = each * first.step_s / found.step_s
+    item = times if weak else 1  # samples of a step, in those of the first run's
+    predicted_s = first.step_s * item / times + (found.sum_s if before else 0)
+    speedup = item * first.step_s / found.step_s
     return replace(
         found,
         speedup=speedup,
         efficiency=speedup / times,
-        predicted=each * first.step_s / predicted_s,
+        predicted=item * first.step_s / predicted_s,
     )
 
 

@@ -221,7 +221,7 @@ def to_chrome(
     """
     first_s = min((event.begin_s for events in processes.values() for event in events), default=0.0)
     sent, taken = (
-        {name for each in processes.values() for event in each if (name := end(event))}
+        {name for process in processes.values() for event in process if (name := end(event))}
         for end in _ENDS
     )
     # the others get no arrow
@@ -234,12 +234,12 @@ def to_chrome(
             _about("process_sort_index", rank, 0, sort_index=rank),
         ]
         places = [_place(event, first_s) for event in processes[rank]]
-        rows += [_amounts(each, rank) for each in places if each.event.category == COUNTER]
-        spans = [each for each in places if each.event.category != COUNTER]
+        rows += [_amounts(place, rank) for place in places if place.event.category == COUNTER]
+        spans = [place for place in places if place.event.category != COUNTER]
         for thread, (track, lane) in enumerate(_lanes(spans)):
             rows += [_about("thread_name", rank, thread, name=track)]
             rows += [_about("thread_sort_index", rank, thread, sort_index=thread)]
-            rows += [row for each in lane for row in _rows(each, rank, thread, messages)]
+            rows += [row for item in lane for row in _rows(item, rank, thread, messages)]
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 
@@ -274,23 +274,23 @@ def _lanes(spans: Sequence[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
     """Yield the rows of a rank with their names; in each, any two events are apart or one lies
     within the other.
     """
-    tracks = dict.fromkeys(TRACKS) | dict.fromkeys(each.event.track for each in spans)
+    tracks = dict.fromkeys(TRACKS) | dict.fromkeys(item.event.track for item in spans)
     for track in tracks:
         # the ends of the events in which the next one would lie
         lanes: list[tuple[list[int], list[_Placed]]] = []
-        own = (each for each in spans if each.event.track == track)
-        for each in sorted(own, key=lambda each: (each.begin_ns, -each.end_ns)):
+        local = (item for item in spans if item.event.track == track)
+        for entry in sorted(local, key=lambda entry: (entry.begin_ns, -entry.end_ns)):
             for lane in lanes:
                 ends = lane[0]
-                while ends and ends[-1] <= each.begin_ns:
+                while ends and ends[-1] <= entry.begin_ns:
                     ends.pop()
-                if not ends or each.end_ns <= ends[-1]:
+                if not ends or entry.end_ns <= ends[-1]:
                     break
             else:
                 lane = [], []
                 lanes.append(lane)
-            lane[0].append(each.end_ns)
-            lane[1].append(each)
+            lane[0].append(entry.end_ns)
+            lane[1].append(entry)
         for number, (_, lane_events) in enumerate(lanes, start=1):
             yield track if number == 1 else f"{track} {number}", lane_events
 

@@ -21,16 +21,16 @@ def parse_bytes(text: str) -> int:
     Raises:
         UsageError: for a text that names no number of bytes, or a part of one byte.
     """
-    found = _WORD.fullmatch(text.strip())
-    if found is None or ("." in found[1] and not found[2] and float(found[1]) % 1):
+    result = _WORD.fullmatch(text.strip())
+    if result is None or ("." in result[1] and not result[2] and float(result[1]) % 1):
         raise UsageError(
             f"{text!r} is not a number of bytes; write it like 4, 64k, 1MB or 1.5GiB (k is 1024)"
         )
-    if len(found[1]) > _DIGITS:
+    if len(result[1]) > _DIGITS:
         raise UsageError(
             f"{text[:_DIGITS]}... has too many digits; give a number of bytes such as 512MiB"
         )
-    return int(Decimal(found[1]) * _UNITS[found[2].upper()])
+    return int(Decimal(result[1]) * _UNITS[result[2].upper()])
 
 
 class Bytes(int):
@@ -53,11 +53,11 @@ class Every(str):
 
     def __new__(cls, text: str) -> "Every":
         """Read the text."""
-        found = re.fullmatch(r"(\d{1,9}) ?(?:(steps?)|epochs?)?", text)
-        if found is None:
+        result = re.fullmatch(r"(\d{1,9}) ?(?:(steps?)|epochs?)?", text)
+        if result is None:
             raise ValueError(text)
         self = super().__new__(cls, text)
-        self.steps, self.epochs = (int(found[1]), 0) if found[2] else (0, int(found[1]))
+        self.steps, self.epochs = (int(result[1]), 0) if result[2] else (0, int(result[1]))
         return self
 
 

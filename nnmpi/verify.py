@@ -259,18 +259,18 @@ def run(
         arrays = worker.state()[0].to_dict()
         lines = _header(config, dataset, layout, where)
     weights = {name: arrays[name] for name in where.parameters if name in arrays}
-    found: Trial = {
+    result: Trial = {
         "loss of step 1": {"": np.array(losses[:1])},
         "gradients of step 1": gradients,
         f"losses of {steps} steps": {"": np.array(losses)},
         "lengths of the gradients": {"": np.array(norms)},
         f"weights after step {steps}": weights,
         f"statistics after step {steps}": {
-            name: each for name, each in arrays.items() if name not in weights
+            name: array for name, array in arrays.items() if name not in weights
         },
         EVALUATION: {"": np.array([evaluated.loss, evaluated.accuracy])},
     }
-    return found, lines
+    return result, lines
 
 
 def _header(config: Config, dataset: Dataset, layout: Layout, where: Arrangement) -> list[str]:
@@ -350,14 +350,14 @@ def compare(
         exact: whether the bits must be equal. The evaluation's sums have no fixed order, and are
             excepted.
     """
-    found = []
+    result = []
     for what, theirs in serial.items():
         limit = tolerance(dtype, samples, 0 if exact or what.endswith(" of step 1") else steps)
         if theirs:
-            found.append(
+            result.append(
                 _compare(what, ours[what], theirs, 0.0 if exact and what != EVALUATION else limit)
             )
-    return found
+    return result
 
 
 def _compare(
@@ -380,15 +380,15 @@ def _size(array: Array) -> float:
 def table(findings: Sequence[Finding]) -> list[str]:
     """Return the findings as a table, a line each."""
     rows = [("compared with one rank", "largest error", "tolerance", "")]
-    for each in findings:
-        result = "bitwise" if each.bitwise else "equal" if each.holds else "DIFFERS"
-        if not each.bitwise and each.where:
-            result += f"   (most: {each.where})"
+    for finding in findings:
+        result = "bitwise" if finding.bitwise else "equal" if finding.holds else "DIFFERS"
+        if not finding.bitwise and finding.where:
+            result += f"   (most: {finding.where})"
         rows.append(
             (
-                each.what,
-                f"{each.error:.2g}",
-                f"{each.tolerance:.2g}" if each.tolerance else "none",
+                finding.what,
+                f"{finding.error:.2g}",
+                f"{finding.tolerance:.2g}" if finding.tolerance else "none",
                 result,
             )
         )
@@ -401,11 +401,11 @@ def table(findings: Sequence[Finding]) -> list[str]:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """Return what it comes to."""
-    wrong = [each for each in findings if not each.holds]
+    wrong = [finding for finding in findings if not finding.holds]
     if not wrong:
-        exact = all(each.bitwise for each in findings[:-1])
+        exact = all(finding.bitwise for finding in findings[:-1])
         return "equal to the last bit" if exact else "equal within the tolerance"
-    return f"NOT EQUAL: {', '.join(each.what for each in wrong)}"
+    return f"NOT EQUAL: {', '.join(item.what for item in wrong)}"
 
 
 if __name__ == "__main__":

@@ -45,14 +45,14 @@ _REAL = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
 
 def find_older(environ: Mapping[str, str] = os.environ, cpu: Path = _CPU_INFO) -> str | None:
     """Return a sentence if the environment makes OpenBLAS run code for an older processor."""
-    wanted, core = environ.get(VARIABLE), _core()
+    expected, core = environ.get(VARIABLE), _core()
     processor = (read_cpu("vendor_id", cpu), read_cpu("cpu family", cpu))
     wide = set(read_cpu("flags", cpu).split()) >= AVX512 and processor != ZEN4
-    if not wanted or not core or not wide or core.lower() in AVX512_CORES:
+    if not expected or not core or not wide or core.lower() in AVX512_CORES:
         return None
     return (
         f"OpenBLAS runs code for {core}, but the processor has AVX-512, which makes dense layers"
-        f" 1.3 to 2 times as fast; {VARIABLE}={wanted} in the environment does that; unset it"
+        f" 1.3 to 2 times as fast; {VARIABLE}={expected} in the environment does that; unset it"
         " (before Python starts)"
     )
 
@@ -75,9 +75,9 @@ def _core() -> str:
     """Return OpenBLAS's name for the code that it runs; empty where there is no OpenBLAS."""
     return next(
         (
-            str(each["architecture"])
-            for each in threadpool_info()
-            if each.get("internal_api") == "openblas"
+            str(item["architecture"])
+            for item in threadpool_info()
+            if item.get("internal_api") == "openblas"
         ),
         "",
     )
@@ -98,9 +98,9 @@ def one_blas_thread() -> AbstractContextManager[object]:
 
 def blas_pool(pools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return threadpoolctl's entry for NumPy's BLAS, else the first BLAS, else {}."""
-    found = [pool for pool in pools if pool.get("user_api") == "blas"]
-    from_numpy = [pool for pool in found if "numpy" in str(pool.get("filepath", ""))]
-    return next(iter(from_numpy or found), {})
+    result = [pool for pool in pools if pool.get("user_api") == "blas"]
+    from_numpy = [pool for pool in result if "numpy" in str(pool.get("filepath", ""))]
+    return next(iter(from_numpy or result), {})
 
 
 def name_blas(pool: Mapping[str, Any]) -> str:
@@ -215,7 +215,7 @@ def load_mkl() -> Mkl | None:
     if not files:
         return None
     threads = max(
-        (each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"), default=1
+        (item["num_threads"] for item in threadpool_info() if item["user_api"] == "blas"), default=1
     )
     try:
         return Mkl(ctypes.CDLL(str(files[-1])), threads)

@@ -99,11 +99,11 @@ class Matrices(NamedTuple):
 
     def over(self, leading: Shape) -> Shape:
         """Return the strides of the leading axes when the array is broadcast to these."""
-        own = [
+        local = [
             0 if length == 1 else stride
             for length, stride in zip(self.shape[:-2], self.strides[:-2], strict=True)
         ]
-        return (0,) * (len(leading) - len(own)) + tuple(own)
+        return (0,) * (len(leading) - len(local)) + tuple(local)
 
     def is_spread(self, leading: Shape) -> bool:
         """True if a copy, no larger than the array, would be one stack and the array is not."""
@@ -212,9 +212,9 @@ class Products:
             else COMPUTE_32F
         )
         factors = self._factors[_DOUBLE if wide else _SINGLE]
-        zero, one = factors.ctypes.data, factors.ctypes.data + factors.itemsize
+        zero, item = factors.ctypes.data, factors.ctypes.data + factors.itemsize
         dtypes = given, given, wanted
-        head = (forms[0][0], forms[1][0], m, n, k, one)
+        head = (forms[0][0], forms[1][0], m, n, k, item)
         # what stands behind the address of each of the three
         first, second, result = (
             (REAL[dtype.name], lead, *((apart,) if stacked else ()))
@@ -236,7 +236,7 @@ class Products:
                 at_b, at_a, at_out = b.data.ptr, a.data.ptr, out.data.ptr
             except AttributeError as error:
                 raise mixed_error((a, b)) or mixed_error((a, b, out)) or error from None
-            handle, beta = self._handle(), one if add else zero
+            handle, beta = self._handle(), item if add else zero
             if narrow:
                 bindings.setMathMode(handle, WIDE_SUMS)  # each time: others use this handle too
             for x, y, z in starts:

@@ -221,8 +221,8 @@ def installed_wheels(paths: Sequence[str] = sys.path) -> list[str]:
     (Python's own importlib.metadata would tell too, but takes a tenth of the time that nnmpi takes
     to start.)
     """
-    found = {folder.name for path in paths for folder in Path(path or ".").glob("cupy*.dist-info")}
-    names = {name.partition("-")[0].lower().replace("_", "-") for name in found}
+    result = {folder.name for path in paths for folder in Path(path or ".").glob("cupy*.dist-info")}
+    names = {name.partition("-")[0].lower().replace("_", "-") for name in result}
     return sorted(
         name for name in names if name == "cupy" or name.startswith(("cupy-cuda", "cupy-rocm"))
     )
@@ -318,11 +318,13 @@ def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError |
 
 
 def _out_of_memory(asked: int | None, error: BaseException, backend: DeviceBackend) -> DeviceError:
-    wanted = "some memory" if asked is None else format_bytes(asked)
+    expected = "some memory" if asked is None else format_bytes(asked)
     try:
         use, (free, total) = backend.memory(), backend.xp.cuda.runtime.memGetInfo()
     except Exception:  # CUDA may answer to nothing any more
-        return DeviceError(f"the device has no room for {wanted} more ({_short(error)}); {REMEDY}")
+        return DeviceError(
+            f"the device has no room for {expected} more ({_short(error)}); {REMEDY}"
+        )
     others = max(total - free - use.pool_bytes, 0)
     limit = (
         ""
@@ -330,7 +332,7 @@ def _out_of_memory(asked: int | None, error: BaseException, backend: DeviceBacke
         else f" of the {format_bytes(use.limit_bytes)} that it may ({use.note})"
     )
     return DeviceError(
-        f"{backend.device} has no room for {wanted} more: arrays of this process use"
+        f"{backend.device} has no room for {expected} more: arrays of this process use"
         f" {format_bytes(use.used_bytes)}, its pool holds {format_bytes(use.pool_bytes)}{limit},"
         f" other processes and CUDA itself use {format_bytes(others)} and {format_bytes(free)} of"
         f" {format_bytes(total)} are free; {REMEDY}"

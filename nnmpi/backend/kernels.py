@@ -38,14 +38,14 @@ _enabled: ContextVar[bool | None] = ContextVar("nnmpi_kernels", default=None)
 
 def kernels_for(array: Array, name: str) -> Any:
     """Return the compiled kernels with this function for such an array here, or None."""
-    found: Any = None
+    result: Any = None
     if type(array) is np.ndarray:
         if not _enabled.get() or array.dtype != FLOAT32:
             return None
-        found = load()
+        result = load()
     elif _enabled.get() is not False and works_on(array.dtype):
-        found = device_kernels(namespace(array))
-    return found if hasattr(found, name) else None
+        result = device_kernels(namespace(array))
+    return result if hasattr(result, name) else None
 
 
 def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:

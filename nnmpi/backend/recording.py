@@ -288,7 +288,7 @@ class _Noting:
                 " by one"
             )
         place: Array = self._xp.asarray(result)
-        if any(is_array(each) and self._xp.may_share_memory(each, place) for each in args):
+        if any(is_array(arg) and self._xp.may_share_memory(arg, place) for arg in args):
             return place
         place = self._recorder.place_like(place)
         if _writes_out(self._xp, self._name, self._function):
@@ -424,15 +424,17 @@ class MemoryPool:
             self._chunks.append(_aligned(count_bytes))
             self.size_bytes += count_bytes
             return ChunkPart(len(self._chunks) - 1, 0, count_bytes)
-        chunk, start, stop = found = min(reversed(fitting), key=lambda span: span.stop - span.start)
-        self._free.remove(found)
+        chunk, start, stop = result = min(
+            reversed(fitting), key=lambda span: span.stop - span.start
+        )
+        self._free.remove(result)
         if stop - start > count_bytes:
             self._free.append(ChunkPart(chunk, start + count_bytes, stop))
         return ChunkPart(chunk, start, start + count_bytes)
 
     def _join(self, span: ChunkPart) -> None:
         """Let a part be free, as one with those beside it."""
-        for other in [each for each in self._free if each.chunk == span.chunk]:
+        for other in [item for item in self._free if item.chunk == span.chunk]:
             if other.stop == span.start or other.start == span.stop:
                 self._free.remove(other)
                 span = ChunkPart(
@@ -450,7 +452,7 @@ def alias(x: Any) -> Any:
     if type(x) is np.ndarray:
         return _bare(x)
     if isinstance(x, partial):
-        words = {name: alias(each) for name, each in x.keywords.items()}
+        words = {name: alias(keyword) for name, keyword in x.keywords.items()}
         return partial(alias(x.func), *map(alias, x.args), **words)
     if type(x) is tuple:
         return tuple(map(alias, x))
@@ -484,6 +486,6 @@ def _aligned(count_bytes: int) -> Array:
         return np.frombuffer(
             mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
         )
-    whole = np.empty(count_bytes + LINE_BYTES, np.uint8)
-    skip = -whole.ctypes.data % LINE_BYTES
-    return whole[skip : skip + count_bytes]
+    full = np.empty(count_bytes + LINE_BYTES, np.uint8)
+    skip = -full.ctypes.data % LINE_BYTES
+    return full[skip : skip + count_bytes]

@@ -42,11 +42,11 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
     if count <= ROWS or not rows.flags.c_contiguous:
         xp.dot(ones(xp, count, rows.dtype), rows, out=sums)  # twice as fast as adding up rows
         return sums
-    whole = count // ROWS
-    parts = xp.empty((whole + 1, n), rows.dtype)
-    blocks = rows[: whole * ROWS].reshape(whole, ROWS, n)
-    xp.matmul(ones(xp, ROWS, rows.dtype)[None], blocks, out=parts[:whole].reshape(whole, 1, n))
-    xp.dot(ones(xp, count - whole * ROWS, rows.dtype), rows[whole * ROWS :], out=parts[whole])
+    full = count // ROWS
+    parts = xp.empty((full + 1, n), rows.dtype)
+    blocks = rows[: full * ROWS].reshape(full, ROWS, n)
+    xp.matmul(ones(xp, ROWS, rows.dtype)[None], blocks, out=parts[:full].reshape(full, 1, n))
+    xp.dot(ones(xp, count - full * ROWS, rows.dtype), rows[full * ROWS :], out=parts[full])
     xp.add.reduce(parts, axis=0, dtype=np.float64, out=sums)
     return sums
 
@@ -61,7 +61,7 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
         keepdims: whether they stay, with length 1.
     """
     axes = tuple(axes)
-    leading, kept = len(axes), x.shape[len(axes) :]
+    leading, saved = len(axes), x.shape[len(axes) :]
     over_rows = axes == tuple(range(leading)) and 0 < leading < x.ndim and x.size > 0
     wide = (
         type(x) is np.ndarray
@@ -70,8 +70,8 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
     )
     if wide and over_rows and x.flags.c_contiguous:
         # NumPy adds up rows one by one, what lies side by side pairwise
-        total = row_sum(xp, x.reshape(-1, prod(kept)))
-        return total.reshape((1,) * leading + kept if keepdims else kept)
+        total = row_sum(xp, x.reshape(-1, prod(saved)))
+        return total.reshape((1,) * leading + saved if keepdims else saved)
     return xp.add.reduce(
         x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims
     )

@@ -69,8 +69,8 @@ def _list(arguments: argparse.Namespace) -> str:
     ]
     for (operation, name), collective in COLLECTIVES.items():
         latencies, buffers = coefficients(collective, ranks)
-        found = find_collective(operation, name, machine.nodes)
-        seconds = format_seconds(price(found, ranks, arguments.bytes, machine))
+        result = find_collective(operation, name, machine.nodes)
+        seconds = format_seconds(price(result, ranks, arguments.bytes, machine))
         lines.append(
             f"{operation:18} {name:17} {latencies:5} alpha + {buffers:8.3f} M beta {seconds:>12}"
         )
@@ -95,8 +95,8 @@ def _render(arguments: argparse.Namespace) -> str:
     if arguments.html is None:
         return drawn
     beside = {
-        name: found
-        for (operation, name), found in COLLECTIVES.items()
+        name: result
+        for (operation, name), result in COLLECTIVES.items()
         if operation == arguments.operation
     }
     machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
@@ -112,17 +112,17 @@ def _render(arguments: argparse.Namespace) -> str:
 def _simulate(arguments: argparse.Namespace) -> str:
     """Simulate a collective's time on a machine, for up to thousands of ranks."""
     machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
-    found = simulate_collective(
+    result = simulate_collective(
         _collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine
     )
     title = (
         f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks,"
         f" {format_bytes(arguments.bytes)}"
     )
-    first = min(range(len(found)), key=found.__getitem__)
-    first_to_finish = f"the first to finish is rank {first} after {format_seconds(found[first])}"
+    first = min(range(len(result)), key=result.__getitem__)
+    first_to_finish = f"the first to finish is rank {first} after {format_seconds(result[first])}"
     return (
-        f"{title}: {format_seconds(max(found))}, messages by"
+        f"{title}: {format_seconds(max(result))}, messages by"
         f" {describe_network(arguments.network)}\n{first_to_finish}"
     )
 
@@ -161,36 +161,36 @@ def _parser() -> Parser:
     )
     operations = ", ".join(dict.fromkeys(operation for operation, _ in COLLECTIVES))
     for name, command in _COMMANDS.items():
-        one = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
+        item = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         if name in _OF_ONE:
-            one.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
-            one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
+            item.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
+            item.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
         if name == "render":
-            one.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page")
-            one.add_argument(
+            item.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page")
+            item.add_argument(
                 "--svg",
                 type=Path,
                 metavar="FILE",
                 help="write a picture for slides: .svg, .png, .pdf",
             )
         if name == "fit":
-            one.add_argument(
+            item.add_argument(
                 "--out", type=Path, help="file (default: one for these ranks in the user's cache)"
             )
             continue
-        one.add_argument(
+        item.add_argument(
             "--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})"
         )
-        one.set_defaults(network=NETWORK)
+        item.set_defaults(network=NETWORK)
         if name in _ON_MACHINE:
             if name != "render":
-                one.add_argument(
+                item.add_argument(
                     "--bytes",
                     type=parse_bytes,
                     default=2**20,
                     help="such as 4, 64k, 1MB (default 1MB)",
                 )
-            one.add_argument(
+            item.add_argument(
                 "--network", default=NETWORK, help=f"{NETWORK_HELP} (default {NETWORK})"
             )
     return parser

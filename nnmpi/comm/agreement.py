@@ -117,9 +117,9 @@ class Communicator:
         self.comm.allgather(np.array([text.size], np.int64), lengths)
         texts = np.empty(int(lengths.sum()), np.uint8)
         self.comm.allgatherv(text, texts, lengths.tolist())
-        whole, ends = texts.tobytes(), np.cumsum(lengths).tolist()
+        full, ends = texts.tobytes(), np.cumsum(lengths).tolist()
         return [
-            decode_json(whole[begin:end], rank)
+            decode_json(full[begin:end], rank)
             for rank, (begin, end) in enumerate(pairwise([0, *ends]))
         ]
 
@@ -152,13 +152,13 @@ class Communicator:
         return list(self._gather_floats(values).max(axis=0).tolist())
 
     def _gather_floats(self, values: Sequence[float], asleep: bool = False) -> NDArray[np.float64]:
-        own = np.array(values, np.float64)
-        everyones = np.empty((self.size, own.size))
+        local = np.array(values, np.float64)
+        everyones = np.empty((self.size, local.size))
         if asleep:
-            requests = [self.comm.iallgatherv(own, everyones, [own.size] * self.size)]
+            requests = [self.comm.iallgatherv(local, everyones, [local.size] * self.size)]
             self.comm.world.wait_until(lambda: self.comm.test_all(requests))
         else:
-            self.comm.allgather(own, everyones)
+            self.comm.allgather(local, everyones)
         return everyones
 
 
@@ -237,7 +237,7 @@ def agree(group: Communicator, error: Exception | None, speaker: int | None = No
     everyones: list[dict[str, Any] | None] = group.gather(
         None if error is None else _describe(error)
     )
-    failed = {rank: found for rank, found in enumerate(everyones) if found is not None}
+    failed = {rank: result for rank, result in enumerate(everyones) if result is not None}
     if failed:
         raise _rebuild(failed, len(everyones), speaker) from error
 
@@ -331,8 +331,8 @@ def _rebuild(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | 
     """Return the error that stands for all that failed, from their descriptions by rank."""
     first = failed[min(failed)]
     texts: dict[str, list[int]] = {}
-    for rank, found in failed.items():
-        texts.setdefault(found["text"], []).append(rank)
+    for rank, result in failed.items():
+        texts.setdefault(result["text"], []).append(rank)
     if len(texts) == 1 and (len(failed) == size or list(failed) == [speaker]):
         text = first["text"]
     else:
@@ -397,7 +397,7 @@ def refuse_different(
         if any(item != of_ranks[0] for item in of_ranks):
             if show is None:
                 others = [rank for rank, item in enumerate(of_ranks) if item != of_ranks[0]]
-                found = (
+                result = (
                     f"{name_ranks(others)} of {len(of_ranks)} {_have(others)} not what rank 0 has"
                 )
             else:
@@ -406,11 +406,11 @@ def refuse_different(
                     holders.setdefault("nothing" if item is missing else show(item), []).append(
                         rank
                     )
-                found = "; ".join(
+                result = "; ".join(
                     f"{name_ranks(ranks)} {_have(ranks)} {text}" for text, ranks in holders.items()
                 )
             what = problem if isinstance(problem, str) else problem(number)
-            raise kind(f"{what}: {found}" + (f"; {remedy}" if remedy else ""))
+            raise kind(f"{what}: {result}" + (f"; {remedy}" if remedy else ""))
 
 
 def _have(ranks: Sequence[int]) -> str:

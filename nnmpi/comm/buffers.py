@@ -52,10 +52,10 @@ def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
         dtype: of them.
     """
     kind = np.dtype(dtype)
-    found: Array = np.frombuffer(
+    result: Array = np.frombuffer(
         cuda.alloc_pinned_memory(elements * kind.itemsize), np.uint8, elements * kind.itemsize
     )
-    return found.view(kind)
+    return result.view(kind)
 
 
 def is_device(array: object) -> bool:
@@ -80,15 +80,19 @@ def check_buffer(array: object, low: bool = False) -> Buffer:
             f"a collective works on NumPy or device arrays, not {type(array).__name__}; pass one of"
             " these"
         )
-    found = cast(Buffer, array)
-    if not (found.dtype in DTYPES and found.dtype.isnative) and not (low and is_low(found.dtype)):
+    result = cast(Buffer, array)
+    if not (result.dtype in DTYPES and result.dtype.isnative) and not (
+        low and is_low(result.dtype)
+    ):
         names = ", ".join(sorted([*(dtype.name for dtype in DTYPES), *(LOW if low else ())]))
-        raise DtypeError(f"a collective cannot add {found.dtype} arrays; convert to one of {names}")
-    if found.ndim != 1:
-        raise ShapeError(
-            f"a collective works on 1-D arrays, not shape {found.shape}; pass array.reshape(-1)"
+        raise DtypeError(
+            f"a collective cannot add {result.dtype} arrays; convert to one of {names}"
         )
-    return check_contiguous(found)
+    if result.ndim != 1:
+        raise ShapeError(
+            f"a collective works on 1-D arrays, not shape {result.shape}; pass array.reshape(-1)"
+        )
+    return check_contiguous(result)
 
 
 def check_contiguous(array: Buffer) -> Buffer:

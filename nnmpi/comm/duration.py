@@ -103,8 +103,8 @@ def _steps_of_all(phase: Algorithm, size: int) -> Sequence[Step] | None:
     if any(step.to is None or step.from_ is None for step in steps):
         return None
     for rank in {1 % size, size // 2, size - 1}:
-        own = ask(phase, Step, rank, size)
-        if [_seen_from(rank, step, size) for step in own] != [
+        local = ask(phase, Step, rank, size)
+        if [_seen_from(rank, step, size) for step in local] != [
             _seen_from(0, step, size) for step in steps
         ]:
             return None

@@ -98,7 +98,7 @@ class Fit:
         """
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']}, not {FORMAT}")
-        fit: Fit = rebuilt(cls, {name: each for name, each in value.items() if name != "format"})
+        fit: Fit = rebuilt(cls, {name: item for name, item in value.items() if name != "format"})
         if fit.ranks < 1 or len(fit.facts["nodes"]) != fit.ranks:
             raise ValueError(f"it is of {fit.ranks} ranks on the nodes {fit.facts['nodes']}")
         return fit
@@ -194,19 +194,19 @@ def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
         0 <= x < math.inf for x in values.values()
     )
     if not wrong and 0 not in (values.get(name) for name in ("gbit", "inside_gbit", "per_node")):
-        each, gamma_s = values.pop("per_node", per_node), values.pop("gamma", 0.0)
+        item, gamma_s = values.pop("per_node", per_node), values.pop("gamma", 0.0)
         across = _take_link(values, "")
         inside = (
             _take_link(values, "inside_")
             if any(name.startswith("inside_") for name in values)
             else across
         )
-        if not values and each % 1 == 0:
+        if not values and item % 1 == 0:
             machine = Machine(inside, add=Curve.line(0.0, gamma_s))
             return (
                 machine
-                if each >= ranks
-                else replace(machine, across=across, nodes=blocks(ranks, int(each)))
+                if item >= ranks
+                else replace(machine, across=across, nodes=blocks(ranks, int(item)))
             )
     raise UsageError(f"network {text!r} is not understood; give {' '.join(NETWORK_HELP.split())}")
 
@@ -255,7 +255,7 @@ def describe_fit(fit: Fit) -> Iterator[str]:
     yield f"{'predicted':17}" + "".join(f"{format_bytes(nbytes):>11}" for nbytes in EXAMPLES)
     for how in (NATIVE, *([SHARED] if fit.shared is not None else []), *ALGORITHMS):
         seconds = [format_seconds(fit.predict(how, nbytes), digits=3) for nbytes in EXAMPLES]
-        yield f"{how:17}" + "".join(f"{each:>11}" for each in seconds)
+        yield f"{how:17}" + "".join(f"{item:>11}" for item in seconds)
 
 
 # Which all-reduce "auto" means: the one that the fitted model predicts to be the fastest, or a rule
@@ -320,11 +320,11 @@ def choose(
         return _by_rule(nbytes, size, shared)
     seconds = {name: fit.predict(name, nbytes, started) for name in _candidates(fit, shared)}
     order = sorted(seconds, key=lambda name: seconds[name])[:3]
-    told = {name: format_seconds(seconds[name], DIGITS) for name in order}
+    text = {name: format_seconds(seconds[name], DIGITS) for name in order}
     best, *others = order
-    against = ", against " * bool(others) + ", ".join(f"{name} {told[name]}" for name in others)
+    against = ", against " * bool(others) + ", ".join(f"{name} {text[name]}" for name in others)
     return Choice(
-        best, f"predicted {told[best]} for {format_bytes(nbytes)}{against}", seconds[best]
+        best, f"predicted {text[best]} for {format_bytes(nbytes)}{against}", seconds[best]
     )
 
 

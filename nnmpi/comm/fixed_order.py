@@ -126,13 +126,13 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
     most = max(len(blocks) for blocks in everyones)
     length = max(ROUND_BYTES // (most * out.itemsize), group.size)
     for start in range(0, out.size, length):
-        whole = slice(start, min(start + length, out.size))
+        full = slice(start, min(start + length, out.size))
         _sum_round(
             group,
-            {block: array[whole] for block, array in mine.items()},
+            {block: array[full] for block, array in mine.items()},
             everyones,
             tree.leaves,
-            out[whole],
+            out[full],
         )
 
 
@@ -145,10 +145,10 @@ def _sum_round(
 ) -> None:
     """Sum one piece of the arrays, short enough for one message."""
     chunks = split(out.size, group.size)
-    own = chunks[group.rank]
-    came = [np.empty((len(blocks), len(own)), out.dtype) for blocks in everyones]
+    local = chunks[group.rank]
+    came = [np.empty((len(blocks), len(local)), out.dtype) for blocks in everyones]
     for array, place in zip(mine.values(), came[group.rank], strict=True):
-        place[...] = array[own.start : own.stop]
+        place[...] = array[local.start : local.stop]
     others = [(rank, chunk) for rank, chunk in enumerate(chunks) if rank != group.rank]
     sent = [
         (r, np.stack([array[chunk.start : chunk.stop] for array in mine.values()]))
@@ -157,7 +157,7 @@ def _sum_round(
     ]
     send_and_receive(
         group,
-        [each for each in sent if each[1].size],
+        [item for item in sent if item[1].size],
         [(r, came[r]) for r, _ in others if came[r].size],
     )
     sums: dict[TreeBlock, Buffer] = {}

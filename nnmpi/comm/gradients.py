@@ -158,9 +158,9 @@ class BucketExchange:
                 [algorithm] if isinstance(algorithm, str) or callable(algorithm) else [*algorithm]
             )
             for name in {*given} - {AUTO, NATIVE, SHARED}:
-                found = find_collective(ALL_REDUCE.name, name)
+                result = find_collective(ALL_REDUCE.name, name)
                 if not isinstance(name, str):
-                    proved_steps(found, group.size)
+                    proved_steps(result, group.size)
             count = len(self.buckets)
             names = given * count if len(given) == 1 else given
             if len(names) != count:
@@ -254,11 +254,11 @@ class BucketExchange:
     def _move_on(self, begin: float) -> None:
         """Poll all launched buckets, let go of those that are finished, and go to compute."""
         for _ in range(len(self._flying)):
-            one = self._flying.popleft()
-            if one[2].poll():
-                self._show(*one[:2])
+            item = self._flying.popleft()
+            if item[2].poll():
+                self._show(*item[:2])
             else:
-                self._flying.append(one)
+                self._flying.append(item)
         now = clock.now()
         if now > begin and (trace := timeline.current()):
             trace.add("messages", "collective", timeline.REDUCE, begin, now)
@@ -373,9 +373,9 @@ def plan_buckets(
     if limit_bytes < 1:
         raise UsageError(f"a bucket of {limit_bytes} bytes holds nothing; give at least 1 byte")
     ranges = [
-        found
+        result
         for buffer, item in enumerate(itemsizes)
-        for found in _ranges(spans, buffer, item, limit_bytes)
+        for result in _ranges(spans, buffer, item, limit_bytes)
     ]
     ranges.sort(key=lambda members: -members[0])
     return tuple(

@@ -317,9 +317,9 @@ class Group(Communicator):
             check_buffer(array, low=True)
         except (ShapeError, DtypeError) as error:
             wrong = str(error)
-        own = np.array([-1, -1] if wrong else [array.size, array.dtype.num], np.int64)
+        local = np.array([-1, -1] if wrong else [array.size, array.dtype.num], np.int64)
         everyones = np.empty((self.size, 2), np.int64)
-        self.comm.allgather(own, everyones)  # 16 bytes are all that is exchanged if all is well
+        self.comm.allgather(local, everyones)  # 16 bytes are all that is exchanged if all is well
         if (everyones == everyones[0]).all() and everyones[0, 0] >= 0:
             return
         problem = "a collective needs the same array on every rank, but these differ"
@@ -349,8 +349,8 @@ class Group(Communicator):
         sizes = [count * own.itemsize for count in counts]
         self.comm.allgatherv(as_bytes(to_host(own)), as_bytes(everything), sizes)
         stops = list(accumulate(counts))
-        whole = from_host(everything, namespace(own))
-        return [whole[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+        full = from_host(everything, namespace(own))
+        return [full[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
     def reduce_scatter_v(self, parts: Buffer, counts: Sequence[int]) -> Buffer:
         """Return this rank's part of the sum over the ranks. Collective.
@@ -366,9 +366,9 @@ class Group(Communicator):
         self._check_length(parts, sum(counts))
         if is_low(parts.dtype):
             return self.reduce_scatter_v(parts.astype(np.float32), counts).astype(parts.dtype)
-        own = room_like(parts, counts[self.rank])
-        self.comm.reduce_scatter(to_host(parts), own, list(counts))
-        return from_host(own, namespace(parts))
+        local = room_like(parts, counts[self.rank])
+        self.comm.reduce_scatter(to_host(parts), local, list(counts))
+        return from_host(local, namespace(parts))
 
     def all_to_all_v(
         self,
@@ -396,9 +396,9 @@ class Group(Communicator):
             for r, shape in enumerate(shapes)
         ]
         receives = [(step.from_, came[step.from_]) for step in steps if step.from_ is not None]
-        with self.meeting(name, None, category, {"bytes": sum(each.nbytes for _, each in sends)}):
+        with self.meeting(name, None, category, {"bytes": sum(item.nbytes for _, item in sends)}):
             send_and_receive(
-                self, *([(r, each) for r, each in some if each.size] for some in (sends, receives))
+                self, *([(r, item) for r, item in some if item.size] for some in (sends, receives))
             )
         return came
 

@@ -175,7 +175,7 @@ class Machine:
             lengths: of the messages, in bytes.
         """
         link = self.link(across)
-        curves = {link.both_ways if each else link.one_way for each in both}
+        curves = {link.both_ways if item else link.one_way for item in both}
         costs = [
             (curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in lengths))
             for curve in curves

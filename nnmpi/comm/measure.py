@@ -85,7 +85,7 @@ def find_fit(group: Group, otherwise: str = "fit") -> Fit | None:
 
     Rank 0 reads; so the ranks agree, and need no common file system.
     """
-    known, kept = facts(group), None
+    known, saved = facts(group), None
     if group.is_root:
         with suppress(UsageError, OSError):
             files = [
@@ -95,8 +95,8 @@ def find_fit(group: Group, otherwise: str = "fit") -> Fit | None:
             if fit is not None and all(
                 fit.facts[name] == known[name] for name in ("ranks", "nodes", "mpi")
             ):
-                kept = fit.to_json()
-    answer = group.share(kept)
+                saved = fit.to_json()
+    answer = group.share(saved)
     return None if answer is None else Fit.from_json(answer)
 
 
@@ -115,17 +115,17 @@ def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> 
     """Return what the first of the ranks that take part have measured among their members; None if
     there are none.
     """
-    own = None
+    local = None
     if taking_part:
-        own = [
+        local = [
             curve.points
             for curve in measure_curves(members, partial(_messages, members), SIZES, budget_s)
         ]
     group.sum_floats([0.0], asleep=True)  # those who measure have the cores for themselves
-    found = next((each for each in group.gather(own) if each is not None), None)
-    if found is None:
+    result = next((item for item in group.gather(local) if item is not None), None)
+    if result is None:
         return None
-    there_and_back, around = found
+    there_and_back, around = result
     return Link(
         Curve(tuple((nbytes, seconds / 2) for nbytes, seconds in there_and_back)), Curve(around)
     )
@@ -136,7 +136,7 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
     one.
     """
     longest = WHOLE_SIZES[-1] // 4
-    own, fresh = np.ones(longest, np.float32), np.ones(longest, np.float32)
+    local, fresh = np.ones(longest, np.float32), np.ones(longest, np.float32)
     memory, common = None, None
     with suppress(DeviceError):  # on all ranks: then there is none, or too little
         memory = SharedMemory(group)
@@ -145,8 +145,8 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
     def prepare(nbytes: int) -> list[Refilled]:
         n = max(1, nbytes // 4)
         native, refill = (
-            NativeExecution(own[:n], group.comm),
-            partial(np.copyto, own[:n], fresh[:n]),
+            NativeExecution(local[:n], group.comm),
+            partial(np.copyto, local[:n], fresh[:n]),
         )
 
         def start_and_wait() -> None:
@@ -220,7 +220,7 @@ def measure_curves(
             if slow and nbytes >= LEAST_BYTES:
                 break  # the curve's last slope stands for what is longer
     return [
-        _curve({nbytes: float(each[i]) for nbytes, each in best.items()})
+        _curve({nbytes: float(item[i]) for nbytes, item in best.items()})
         for i in range(len(medians))
     ]
 
@@ -288,9 +288,9 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
     each_s = float(np.median((trial[:, :, 1] - trial[:, :, 0]).sum(axis=0)))
     slowest_s = group.max_floats([each_s])[0]
     rounds = int(np.clip(budget_s / max(slowest_s, 1e-7), LEAST_ROUNDS, MOST_ROUNDS))
-    own = _time_rounds(group, calls, rounds)
-    everyones = np.empty((group.size, *own.shape))
-    group.comm.allgather(own, everyones)
+    local = _time_rounds(group, calls, rounds)
+    everyones = np.empty((group.size, *local.shape))
+    group.comm.allgather(local, everyones)
     begin, end = everyones[..., 0], everyones[..., 1]
     if len(set(group.nodes())) == 1:
         return end.max(axis=0) - begin.max(axis=0)

@@ -85,8 +85,8 @@ class FlagBarrier:
 
     def run(self) -> None:
         """Arrive, and return when all others have."""
-        own = self._own  # what start and wait do, without calling them: a barrier takes 0.2 us
-        goal = self._goal = own[0] = own[0] + 1
+        local = self._own  # what start and wait do, without calling them: a barrier takes 0.2 us
+        goal = self._goal = local[0] = local[0] + 1
         for counter in self._others:
             if counter[0] < goal:
                 self.wait()
@@ -162,7 +162,7 @@ class SharedMemory:
         self.rank, self.size = self.node.rank, self.node.size
         self.across = group.comm.split(self.rank, group.rank) if several else None
         self.members = tuple(
-            each for each, node in enumerate(self.node_of) if node == self.node_of[group.rank]
+            item for item, node in enumerate(self.node_of) if node == self.node_of[group.rank]
         )
         usable = (
             os.sched_getaffinity(0)

@@ -76,8 +76,8 @@ class NodeSum:
         )
         everyones = [memory.parts(array) if size > 1 else [array] for array in arrays]
         seen = [
-            [whole[own] for whole in wholes]
-            for wholes, own in zip(everyones, self.owns, strict=True)
+            [full[local] for full in wholes]
+            for wholes, local in zip(everyones, self.owns, strict=True)
         ]
         self.places = [parts[0] for parts in seen] if places is None else list(places)
         suits = max(CACHED_BYTES // size, LEAST_BLOCK_BYTES) if block_bytes is None else block_bytes

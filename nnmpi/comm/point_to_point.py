@@ -202,9 +202,9 @@ class Rendezvous:
         return self._pass(self._comm.irecv, array, source)
 
     def _pass(self, call: Callable[..., Request], array: Buffer | None, partner: int) -> bool:
-        own, theirs = np.array([array is not None]), np.empty(1, bool)
+        local, theirs = np.array([array is not None]), np.empty(1, bool)
         comm, tag = self._comm, HANDSHAKE_TAG
-        comm.wait_all([comm.irecv(theirs, partner, tag), comm.isend(own, partner, tag)])
+        comm.wait_all([comm.irecv(theirs, partner, tag), comm.isend(local, partner, tag)])
         if array is None or not theirs[0]:
             return False
         comm.wait_all(_post(call, array, partner, DATA_TAG))

@@ -98,15 +98,17 @@ class Engine:
         Raises:
             ScheduleError: for a step that talks to a rank that there is not.
         """
-        for rank, own in enumerate(steps):
-            for index, step in enumerate(own):
+        for rank, mine in enumerate(steps):
+            for index, step in enumerate(mine):
                 for partner in (step.to, step.from_):
                     if partner is not None and (partner == rank or not 0 <= partner < len(steps)):
                         there = f"which is not another one of the {len(steps)} ranks"
                         raise ScheduleError(
                             f"rank {rank}, step {index} talks to rank {partner}, {there}"
                         )
-        states = [RankState(own, clock, clock) for own, clock in zip(steps, clocks, strict=True)]
+        states = [
+            RankState(local, clock, clock) for local, clock in zip(steps, clocks, strict=True)
+        ]
         queue: list[tuple[Any, int, int, Any]] = []  # (turn, sender, receiver, ready)
 
         def meet(sender: int | None, receiver: int | None) -> None:
@@ -193,12 +195,12 @@ class Proof:
     @property
     def messages(self) -> int:
         """How many messages are sent (neighbouring chunks travel as one)."""
-        return sum(len(runs(one.chunks)) for one in self.sent)
+        return sum(len(runs(item.chunks)) for item in self.sent)
 
     @property
     def chunk_transfers(self) -> int:
         """How many chunks are sent."""
-        return sum(len(one.chunks) for one in self.sent)
+        return sum(len(item.chunks) for item in self.sent)
 
 
 def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | None = None) -> Proof:
@@ -249,8 +251,8 @@ def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], .
 
 def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE) -> Proof:
     """Return the proof for steps that are given outright, one sequence per rank. See `prove`."""
-    for rank, own in enumerate(steps):
-        for index, step in enumerate(own):
+    for rank, local in enumerate(steps):
+        for index, step in enumerate(local):
             _check_step(f"rank {rank}, step {index}", step, len(steps), contract.chunks(len(steps)))
     sums = PartialSums(contract, len(steps))
     states = sums.run(steps, [(0, 0)] * len(steps))
@@ -328,7 +330,7 @@ class PartialSums(Engine):
             raise ScheduleError(f"{what} to nothing")
         total = self.held[rank][chunk] + parts if step.reduce else parts
         most = self.contract.most
-        often = [each for each in _members(total) if count(total, each) > most]
+        often = [item for item in _members(total) if count(total, item) > most]
         if often:
             times = "twice" if most == 1 else f"more than {most} times"
             raise ScheduleError(f"{what} and counts {name_ranks(often)} {times}")
@@ -340,11 +342,11 @@ class PartialSums(Engine):
         """Refuse a chunk that at the end is not what the contract says."""
         for rank, held in enumerate(self.held):
             for chunk, parts in enumerate(held):
-                wanted = self.contract.ends(rank, chunk, self.size)
-                if wanted is not None and parts != wanted:
+                expected = self.contract.ends(rank, chunk, self.size)
+                if expected is not None and parts != expected:
                     last = self.written[rank].get(chunk)
                     when = "never written" if last is None else f"last written in step {last}"
-                    difference = _difference(parts, wanted, self.size)
+                    difference = _difference(parts, expected, self.size)
                     raise ScheduleError(f"rank {rank} ends {difference} in chunk {chunk} ({when})")
 
     def _name(self, rank: int) -> str:
@@ -408,7 +410,7 @@ def _check_finished(states: Sequence[RankState]) -> None:
             rank = awaited
         circle = path[path.index(rank) :]
         waits = ", ".join(
-            _wait(each, states[each], states[each].sending is not None) for each in circle
+            _wait(item, states[item], states[item].sending is not None) for item in circle
         )
         raise ScheduleError(f"deadlock: {waits}")
 

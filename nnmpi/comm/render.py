@@ -53,11 +53,11 @@ def render(algorithm: Collective | Algorithm, size: int) -> str:
     """
     collective = as_collective(algorithm)
     rounds: defaultdict[int, list[list[str]]] = defaultdict(lambda: [[] for _ in range(size)])
-    for one in prove(collective, size).sent:
-        cells = rounds[one.clock[0] - 1]
-        what = _name(one.chunks, size)
-        cells[one.sender].insert(0, f"{what} -> {one.receiver}")
-        cells[one.receiver].append(f"{what} {'<+' if one.reduce else '<-'} {one.sender}")
+    for item in prove(collective, size).sent:
+        cells = rounds[item.clock[0] - 1]
+        what = _name(item.chunks, size)
+        cells[item.sender].insert(0, f"{what} -> {item.receiver}")
+        cells[item.receiver].append(f"{what} {'<+' if item.reduce else '<-'} {item.sender}")
     title = f"{collective.contract.name} by {collective.name}, {counted(size, 'rank')}"
     if not rounds:
         return f"{title}: nothing to do"
@@ -70,8 +70,8 @@ def render_steps(steps: Sequence[Sequence[Step]]) -> str:
     rows: list[list[list[str]]] = [
         [[] for _ in steps] for _ in range(max(map(len, steps), default=0))
     ]
-    for rank, own in enumerate(steps):
-        for cells, step in zip(rows, own, strict=False):
+    for rank, local in enumerate(steps):
+        for cells, step in zip(rows, local, strict=False):
             cells[rank] += [f"{_name(step.send, size)} -> {step.to}"] if step.send else []
             sign = "<+" if step.reduce else "<-"
             cells[rank] += [f"{_name(step.recv, size)} {sign} {step.from_}"] if step.recv else []
@@ -109,42 +109,42 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
     Raises:
         ScheduleError: for one that is not; see `prove`.
     """
-    messages = sorted(prove(collective, size).sent, key=lambda one: (one.clock[0], one.sender))
+    messages = sorted(prove(collective, size).sent, key=lambda item: (item.clock[0], item.sender))
     chunks, begins_with = range(collective.contract.chunks(size)), collective.contract.begins
     begins = [[begins_with(rank, chunk, size) for chunk in chunks] for rank in range(size)]
     return {
-        "begins": [[f"{parts:x}" if parts else "" for parts in own] for own in begins],
-        "rounds": max((one.clock[0] for one in messages), default=0),
+        "begins": [[f"{parts:x}" if parts else "" for parts in local] for local in begins],
+        "rounds": max((message.clock[0] for message in messages), default=0),
         "messages": [
             {
-                "round": one.clock[0] - 1,
-                "from": one.sender,
-                "to": one.receiver,
-                "chunks": list(one.chunks),
-                "reduce": one.reduce,
-                "after": [f"{parts:x}" for parts in one.after],
-                "clock": [one.clock[0], one.clock[1] / size],
+                "round": message.clock[0] - 1,
+                "from": message.sender,
+                "to": message.receiver,
+                "chunks": list(message.chunks),
+                "reduce": message.reduce,
+                "after": [f"{parts:x}" for parts in message.after],
+                "clock": [message.clock[0], message.clock[1] / size],
             }
-            for one in messages
+            for message in messages
         ],
     }
 
 
 def picture(collective: Collective, size: int) -> Picture:
     """Return who sends to whom, as arrows from round to round; see `animation`."""
-    found = animation(collective, size)
-    ranks = [Bar(f"rank {rank}", 0, found["rounds"]) for rank in range(size)]
+    result = animation(collective, size)
+    ranks = [Bar(f"rank {rank}", 0, result["rounds"]) for rank in range(size)]
     arrows = [
         Arrow(
-            f"rank {each['from']}",
+            f"rank {item['from']}",
             at,
-            f"rank {each['to']}",
+            f"rank {item['to']}",
             at + 1,
             kind,
-            _name(each["chunks"], size),
+            _name(item["chunks"], size),
         )
-        for each in found["messages"]
-        for at, kind in [(each["round"], "added" if each["reduce"] else "copied")]
+        for item in result["messages"]
+        for at, kind in [(item["round"], "added" if item["reduce"] else "copied")]
     ]
     title = f"{collective.contract.name} by {collective.name}: which chunks go where"
     return Picture(title, "rounds", ranks, arrows)
@@ -189,11 +189,13 @@ def compare(
         "first": first,
         "algorithms": {
             name: {
-                "animations": {size: animation(one, size) for size in drawn if size in right},
-                "costs": {size: coefficients(one, size) for size in PRICED if size in right},
+                "animations": {
+                    size: animation(collective, size) for size in drawn if size in right
+                },
+                "costs": {size: coefficients(collective, size) for size in PRICED if size in right},
             }
-            for name, one in collectives.items()
-            for right in [{ranks, *(size for size in PRICED if _is_right(one, size))}]
+            for name, collective in collectives.items()
+            for right in [{ranks, *(size for size in PRICED if _is_right(collective, size))}]
         },
     }
 

@@ -86,7 +86,7 @@ IDX_PACKED = [f"{name}.gz" for names in IDX_FILES.values() for name in names]
 def _sources(
     mirrors: tuple[str, ...], files: Sequence[str], *sums: tuple[int, str]
 ) -> tuple[Source, ...]:
-    return tuple(Source(file, mirrors, *each) for file, each in zip(files, sums, strict=True))
+    return tuple(Source(file, mirrors, *item) for file, item in zip(files, sums, strict=True))
 
 
 SOURCES = {
@@ -312,8 +312,10 @@ def _place(name: str, data_dir: str | Path | None) -> Path:
         return place
     place = _look(name, folder := expand(Path(data_dir), "data_dir"), "data_dir")
     if place is None:
-        wanted = CIFAR_WANTED if name == "cifar10" else IDX_WANTED
-        raise UsageError(f"data_dir {folder} lacks the files of {name}: looked there for {wanted}")
+        expected = CIFAR_WANTED if name == "cifar10" else IDX_WANTED
+        raise UsageError(
+            f"data_dir {folder} lacks the files of {name}: looked there for {expected}"
+        )
     return place
 
 
@@ -364,8 +366,8 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Da
         return load_idx(folder, name)
     if place := locate_cifar(folder):
         return load_cifar(place, name)
-    if found := load_classes(folder, name):
-        return found
+    if result := load_classes(folder, name):
+        return result
     if any(file.suffix.lower() in SUFFIXES for file in folder.iterdir()):
         raise UsageError(
             f"data set {folder}: images lie in it directly; give the folder above, which has one"

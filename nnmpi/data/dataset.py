@@ -67,15 +67,15 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
     if is_array(values) and values.dtype.kind in "biuf":
         return values
     try:
-        found = np.asarray(values)
-        if found.dtype.kind == "O":  # a table's columns of several kinds
-            found = found.astype(np.float64)
+        result = np.asarray(values)
+        if result.dtype.kind == "O":  # a table's columns of several kinds
+            result = result.astype(np.float64)
     except (TypeError, ValueError):
-        found = np.asarray(values, object)
-    if found.dtype.kind in "biuf":
-        return found
+        result = np.asarray(values, object)
+    if result.dtype.kind in "biuf":
+        return result
     wrong = [
-        each for each in found.reshape(-1).tolist() if not isinstance(each, bool | int | float)
+        item for item in result.reshape(-1).tolist() if not isinstance(item, bool | int | float)
     ]
     raise DataError(f"{name}: {no_number(wrong[0], label)}")
 
@@ -89,10 +89,10 @@ def as_float32(name: str, values: Array) -> Array:
     if values.dtype == np.float32:
         return values
     with np.errstate(over="ignore"):  # the check names the sample
-        found = values.astype(np.float32)
-    for place in np.argwhere(~np.isfinite(found))[:1].tolist():
+        result = values.astype(np.float32)
+    for place in np.argwhere(~np.isfinite(result))[:1].tolist():
         raise DataError(f"{name}{place}: {no_number(values[tuple(place)].item())}")
-    return found
+    return result
 
 
 def count_targets(labels: Array) -> int:
@@ -220,8 +220,8 @@ class Dataset(Samples):
             read_array(self.x, f"samples of {self.name}"),
             read_array(self.y, f"labels of {self.name}", True),
         )
-        whole = y.dtype.kind in "biu"
-        y = y.astype(np.int64, copy=False) if whole else as_float32(f"{self.name}: target", y)
+        full = y.dtype.kind in "biu"
+        y = y.astype(np.int64, copy=False) if full else as_float32(f"{self.name}: target", y)
         if x.dtype not in (np.uint8, *TOKEN_TYPES) and (
             x.dtype.kind not in "iu" or x.shape != y.shape
         ):
@@ -240,16 +240,16 @@ class Dataset(Samples):
             raise DataError(
                 f"{self.name}: {len(self.class_names)} class names for {self.classes} classes"
             )
-        if not whole and (self.classes not in (0, 2) or self.y.size == 0):
+        if not full and (self.classes not in (0, 2) or self.y.size == 0):
             raise DataError(
                 f"{self.name}: quantities are predicted in {self.classes} classes; give classes=0,"
                 " or whole numbers"
             )
-        if whole:
+        if full:
             fits = (self.y >= (IGNORED if self.y.ndim > 1 else 0)) & (self.y < self.classes)
-            what, wanted = "label", f"in 0..{self.classes - 1}"
+            what, expected = "label", f"in 0..{self.classes - 1}"
         else:
-            most, wanted = (
+            most, expected = (
                 (np.finfo(np.float32).max, "a finite number")
                 if self.classes == 0
                 else (1, "from 0 to 1")
@@ -257,7 +257,7 @@ class Dataset(Samples):
             fits, what = np.abs(self.y) <= most, "target"
         for place in np.argwhere(~fits)[:1].tolist():
             raise DataError(
-                f"{self.name}: {what} {self.y[tuple(place)]} of sample {place[0]} is not {wanted}"
+                f"{self.name}: {what} {self.y[tuple(place)]} of sample {place[0]} is not {expected}"
             )
 
     def __len__(self) -> int:
@@ -329,12 +329,12 @@ class Dataset(Samples):
     @cached_property
     def identity(self) -> str:
         """A hash of samples and labels, with what they are multiplied by."""
-        found = hashlib.sha256(
+        result = hashlib.sha256(
             f"{self.x.dtype} {self.x.shape} {self.y.shape} {self.classes} {self.scale}".encode()
         )
         for array in (self.x, self.y):
-            found.update(np.ascontiguousarray(array).data)
-        return found.hexdigest()
+            result.update(np.ascontiguousarray(array).data)
+        return result.hexdigest()
 
     def rows(
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None

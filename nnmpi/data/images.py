@@ -84,7 +84,7 @@ def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
 def find(folder: Path, name: str) -> Path | None:
     """Return the file of this name, plain before .gz, or None; IDX also as name.idx3-ubyte."""
     other = re.sub(r"-(?=idx\d)", ".", name)
-    places = (folder / f"{each}{end}" for each in (name, other) for end in ("", ".gz"))
+    places = (folder / f"{item}{end}" for item in (name, other) for end in ("", ".gz"))
     return next((path for path in places if path.is_file()), None)
 
 
@@ -130,11 +130,11 @@ def locate_cifar(folder: Path) -> Path | None:
 
 def load_cifar(place: Path, name: str) -> tuple[Dataset, Dataset]:
     """Return the parts of a place that `locate_cifar` gave: x (n, 32, 32, 3) uint8, scale 1/255."""
-    found: dict[str, bytes] = {}
+    result: dict[str, bytes] = {}
     if place.is_dir():
         for path in sorted(place.glob("*.bin*")):  # "a.bin" sorts before "a.bin.gz"
-            if (match := BATCH.fullmatch(path.name)) and match[1] not in found:
-                found[match[1]] = read_bytes(path)
+            if (match := BATCH.fullmatch(path.name)) and match[1] not in result:
+                result[match[1]] = read_bytes(path)
     else:
         packed = io.BytesIO(read_bytes(place))
         with (
@@ -144,20 +144,20 @@ def load_cifar(place: Path, name: str) -> tuple[Dataset, Dataset]:
             for member in archive:
                 match = BATCH.fullmatch(Path(member.name).name)
                 if match and not member.issparse() and (stream := archive.extractfile(member)):
-                    found[match[1]] = stream.read()
-    tests = [each for each in found if each == "test_batch"]
+                    result[match[1]] = stream.read()
+    tests = [item for item in result if item == "test_batch"]
     # data_batch_10 after data_batch_9
-    trains = sorted(found.keys() - tests, key=lambda batch: (len(batch), batch))
+    trains = sorted(result.keys() - tests, key=lambda batch: (len(batch), batch))
     if not trains or not tests:
-        raise DataError(f"{place}: needs {CIFAR_WANTED}, and has {sorted(found)}")
-    for batch, content in found.items():
+        raise DataError(f"{place}: needs {CIFAR_WANTED}, and has {sorted(result)}")
+    for batch, content in result.items():
         if len(content) % RECORD:
             raise DataError(
                 f"{place}, {batch}.bin: {len(content)} bytes are not whole records of {RECORD}"
                 " bytes"
             )
     train, test = (
-        _records(name, b"".join(found[batch] for batch in batches)) for batches in (trains, tests)
+        _records(name, b"".join(result[batch] for batch in batches)) for batches in (trains, tests)
     )
     return train, test
 
@@ -200,12 +200,12 @@ def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
 
 def find_classes(folder: Path) -> dict[str, list[Path]]:
     """Return the images of each folder in a folder, by its name."""
-    found = {
-        each.name: sorted(file for file in each.iterdir() if file.suffix.lower() in SUFFIXES)
-        for each in sorted(folder.iterdir())
-        if each.is_dir()
+    result = {
+        item.name: sorted(file for file in item.iterdir() if file.suffix.lower() in SUFFIXES)
+        for item in sorted(folder.iterdir())
+        if item.is_dir()
     }
-    return {name: files for name, files in found.items() if files}
+    return {name: files for name, files in result.items() if files}
 
 
 def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
@@ -214,8 +214,8 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
     None for a folder of other files. Images of several sizes are resized to the median height and
     width of the training images.
     """
-    own = folder / "train"
-    train = find_classes(own if own.is_dir() else folder)
+    local = folder / "train"
+    train = find_classes(local if local.is_dir() else folder)
     test = next(
         (find_classes(folder / part) for part in ("test", "val") if (folder / part).is_dir()), None
     )
@@ -239,7 +239,7 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
             [read_image(file, shape) for files in classes.values() for file in files]
         )
         counts = [len(files) for files in classes.values()]
-        y = np.repeat([[*train].index(each) for each in classes], counts)
+        y = np.repeat([[*train].index(class_) for class_ in classes], counts)
         return Dataset(name, x, y, len(train), 1 / 255, tuple(train))
 
     return part(train), part(test) if test else None

@@ -94,10 +94,10 @@ class Items(Samples):
     @cached_property
     def identity(self) -> str:
         """A hash of all items, each of which is read."""
-        found = hashlib.sha256()
+        result = hashlib.sha256()
         for i in range(len(self)):
-            found.update(self._read(np.array([i])).identity.encode())
-        return found.hexdigest()
+            result.update(self._read(np.array([i])).identity.encode())
+        return result.hexdigest()
 
     def pair(
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
@@ -118,13 +118,13 @@ class Items(Samples):
     def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
         """See `Samples`; all samples need not fit into memory."""
         return np.concatenate(
-            [self._first.y[:0], *(self._read(each).y for each in indices.reshape(-1, 1))]
+            [self._first.y[:0], *(self._read(item).y for item in indices.reshape(-1, 1))]
         )
 
     def _read(self, indices: Integers) -> Dataset:
         items = [self._item(i) for i in indices.tolist()]
         try:
-            x, y = (np.stack(each) for each in zip(*items, strict=True))
+            x, y = (np.stack(item) for item in zip(*items, strict=True))
         except ValueError:
             shapes = sorted({str(x.shape) for x, _ in items} or {"none"})
             raise DataError(
@@ -148,5 +148,5 @@ class Items(Samples):
                 f" ({', '.join(LABELS)}); give it such items, or read it yourself and call"
                 " worker.step(x, y)"
             )
-        x, y = (read_array(each, f"{self.name}, item {i}") for each in item)
+        x, y = (read_array(entry, f"{self.name}, item {i}") for entry in item)
         return x, y

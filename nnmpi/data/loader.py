@@ -81,9 +81,9 @@ class Batch:
     def __post_init__(self) -> None:
         """Count the global batch's targets if not given, taking all ranks' rows for full ones."""
         if not self.targets:
-            each = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
+            item = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
             object.__setattr__(
-                self, "targets", _full_targets(self.global_rows, self.microbatches, each)
+                self, "targets", _full_targets(self.global_rows, self.microbatches, item)
             )
 
     def __iter__(self) -> Iterator[Array]:
@@ -188,7 +188,7 @@ class Loader:
         if partition != "none":
             rows = [min(size, len(dataset) - first) for first in range(0, len(dataset), size)]
             self._owners = np.concatenate(
-                [takers(each, self.world, self.microbatches) for each in rows]
+                [takers(row, self.world, self.microbatches) for row in rows]
             )
             self._own = own_samples(self._classes(), partition, self.seed, self._owners)
 
@@ -252,7 +252,7 @@ class Loader:
         """Return whether making a part of a batch may take longer than having it made by a
         thread.
         """
-        if self.dataset.is_tokens or not all(isinstance(each, Normalize) for each in self._steps):
+        if self.dataset.is_tokens or not all(isinstance(step, Normalize) for step in self._steps):
             return True
         return (
             -(-self.batch_size // self.world)
@@ -269,13 +269,13 @@ class Loader:
         """
         if self.partition != "none":
             return own_order(self._own, self._owners, self.seed, epoch)
-        found, lengths = (
+        result, lengths = (
             order(len(self.dataset), self.seed, epoch, self.shuffle),
             self.dataset.lengths,
         )
         if lengths is None or not self.shuffle:
-            return found
-        return by_length(found, lengths, self.batch_size, self.seed, epoch)
+            return result
+        return by_length(result, lengths, self.batch_size, self.seed, epoch)
 
     def part(
         self,
@@ -295,7 +295,7 @@ class Loader:
         start = number * self.batch_size
         global_rows = min(self.batch_size, len(self.dataset) - start)
         cuts = cut_batch(global_rows, rank, world, self.microbatches, self.whole)
-        rows = [epoch_order[start + each.first_row :][: each.stop - each.start] for each in cuts]
+        rows = [epoch_order[start + cut.first_row :][: cut.stop - cut.start] for cut in cuts]
         indices = rows[0] if len(rows) == 1 else np.concatenate([epoch_order[:0], *rows])
         targets, length = self._extent(epoch_order[start : start + global_rows])
         x, y = self.dataset.pair(indices, self._kind, length)
@@ -317,7 +317,7 @@ class Loader:
         counts: tuple[int, ...] = ()
         if targets is not None:
             cuts = cut_batch(len(batch_order), microbatches=self.microbatches)
-            counts = tuple(int(targets[batch_order[each.start : each.stop]].sum()) for each in cuts)
+            counts = tuple(int(targets[batch_order[cut.start : cut.stop]].sum()) for cut in cuts)
         return counts, None if lengths is None else int(lengths[batch_order].max(initial=0))
 
     def _transformed(self, x: Array, indices: Integers, epoch: int) -> Array:

@@ -68,12 +68,14 @@ def by_length(
     """
     pool = POOL * batch_size
     sorted_pools = [epoch_order[first : first + pool] for first in range(0, len(epoch_order), pool)]
-    sorted_pools = [each[np.argsort(lengths[each], kind="stable")] for each in sorted_pools]
-    found = np.concatenate([epoch_order[:0], *sorted_pools])
-    whole = len(found) // batch_size
-    shuffled = found[: whole * batch_size].reshape(whole, batch_size)
-    shuffled = shuffled[stream(seed, "batches by length", epoch).permutation(whole)]
-    return np.concatenate([shuffled.reshape(-1), found[whole * batch_size :]])
+    sorted_pools = [
+        sorted_pool[np.argsort(lengths[sorted_pool], kind="stable")] for sorted_pool in sorted_pools
+    ]
+    result = np.concatenate([epoch_order[:0], *sorted_pools])
+    full = len(result) // batch_size
+    shuffled = result[: full * batch_size].reshape(full, batch_size)
+    shuffled = shuffled[stream(seed, "batches by length", epoch).permutation(full)]
+    return np.concatenate([shuffled.reshape(-1), result[full * batch_size :]])
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,11 @@ def check_partition(samples: int, partition: str, workers: int) -> None:
 @lru_cache(maxsize=4)
 def takers(global_rows: int, world: int, microbatches: int) -> Integers:
     """Return which rank takes each row of a global batch: (global_rows,)."""
-    found = np.empty(global_rows, np.int64)
+    result = np.empty(global_rows, np.int64)
     for rank in range(world):
         for cut in cut_batch(global_rows, rank, world, microbatches):
-            found[cut.first_row : cut.first_row + cut.stop - cut.start] = rank
-    return found
+            result[cut.first_row : cut.first_row + cut.stop - cut.start] = rank
+    return result
 
 
 def own_samples(labels: Integers, partition: str, seed: int, owners: Integers) -> list[Integers]:
@@ -176,9 +178,9 @@ def own_order(own: Sequence[Integers], owners: Integers, seed: int, epoch: int) 
         own, owners: see `own_samples`.
         seed, epoch: as for `order`.
     """
-    found = np.empty(len(owners), np.int64)
+    result = np.empty(len(owners), np.int64)
     for worker, mine in enumerate(own):
-        found[owners == worker] = mine[
+        result[owners == worker] = mine[
             stream(seed, "own order", epoch, worker).permutation(len(mine))
         ]
-    return found
+    return result

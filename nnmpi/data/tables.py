@@ -114,7 +114,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
                 )
             place = width if width == features else _target_column(path, cells, target)
         label = cells.pop(place).strip() if place < width else ""
-        numbers = [_number(BOOLS.get(each.strip(), each)) for each in cells]
+        numbers = [_number(BOOLS.get(item.strip(), item)) for item in cells]
         if is_first and {*numbers} == {None}:
             names = [cell.strip() for cell in cells]
             check_index(path, names)
@@ -128,10 +128,10 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         raise DataError(f"{path}: the table has no rows of data")
     exact = np.frombuffer(values).reshape(len(labels), -1)
     with np.errstate(over="ignore"):  # the check names the place
-        found = exact.astype(np.float32)
-    for row, column in np.argwhere(~np.isfinite(found))[:1].tolist():
+        result = exact.astype(np.float32)
+    for row, column in np.argwhere(~np.isfinite(result))[:1].tolist():
         raise _wrong_cell(path, lines[row], column, place, exact[row, column].item())
-    lost = np.abs(found - exact).max(axis=0) > MOST_LOST * exact.std(axis=0)
+    lost = np.abs(result - exact).max(axis=0) > MOST_LOST * exact.std(axis=0)
     for column in np.flatnonzero(lost & (exact != exact[0]).any(axis=0))[:1].tolist():
         least, most = exact[:, column].min(), exact[:, column].max()
         raise DataError(
@@ -142,7 +142,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         raise DataError(
             f"{path}, line {lines[labels.index('')]}, column {place + 1}: the label is missing"
         )
-    return Table(path, found, tuple(labels), tuple(lines), tuple(names))
+    return Table(path, result, tuple(labels), tuple(lines), tuple(names))
 
 
 def _wrong_cell(path: Path, line: int, feature: int, place: int, value: object) -> DataError:
@@ -212,7 +212,7 @@ def to_dataset(
         for label, number in numbers.items()
     }
     names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
-    place = {each: number for number, each in enumerate(names)}
+    place = {item: number for number, item in enumerate(names)}
     if unknown := [label for label in table.labels if spelled[label] not in place]:
         raise DataError(
             f"{table.path}: label {shortened(unknown[0])!r} is not among the training labels"
@@ -286,7 +286,7 @@ def _read(path: Path, wanted: Sequence[str]) -> dict[str, Array]:
                 path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in there)
             )
             arrays = {name: archive[name] for name in there}
-        if other := [name for name, found in arrays.items() if not isinstance(found, np.ndarray)]:
+        if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
             raise ValueError(f"{other[0]} is no array")
     return arrays
 
@@ -336,8 +336,8 @@ def _part(
 
 
 def _samples(path: Path, name: str, x: Array) -> Array:
-    found = x if x.dtype == np.uint8 else _finite(path, name, x)
-    return found[..., np.newaxis] if x.ndim == 3 else found
+    result = x if x.dtype == np.uint8 else _finite(path, name, x)
+    return result[..., np.newaxis] if x.ndim == 3 else result
 
 
 def _finite(path: Path, name: str, values: Array) -> NDArray[np.float32]:

@@ -78,12 +78,12 @@ class Tokenizer(ABC):
             UsageError: for a number that is no token.
         """
         size = self.vocabulary_size
-        if wrong := [each for each in ids if not 0 <= each < size]:
+        if wrong := [item for item in ids if not 0 <= item < size]:
             raise UsageError(
                 f"token {wrong[0]} is outside the vocabulary of {size}: give numbers in"
                 f" 0..{size - 1}"
             )
-        return self._decode([each for each in ids if each != self.end])
+        return self._decode([item for item in ids if item != self.end])
 
     def save(self, folder: Path) -> None:
         """Write LIBRARY_FILE and CONFIG_FILE into a folder, which exists."""
@@ -109,30 +109,32 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     if str(path) == BYTES:
         return ByteTokenizer()
-    found = find_tokenizer(path)
-    if found is None:
-        wanted = f"neither {LIBRARY_FILE} nor {' and '.join(PAIRS_FILES)}"
+    result = find_tokenizer(path)
+    if result is None:
+        expected = f"neither {LIBRARY_FILE} nor {' and '.join(PAIRS_FILES)}"
         state = (
-            f"the folder has {wanted}" if Path(path).is_dir() else "there is no such file or folder"
+            f"the folder has {expected}"
+            if Path(path).is_dir()
+            else "there is no such file or folder"
         )
         raise UsageError(
             f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or where a tokenizer was saved"
         )
-    if built_in := _read_built_in(found):
+    if built_in := _read_built_in(result):
         return built_in
     try:
         library: Any = importlib.import_module("tokenizers")
     except ImportError:
         raise UsageError(
-            f"tokenizer {found} is read by the library tokenizers, which is not installed; pip"
+            f"tokenizer {result} is read by the library tokenizers, which is not installed; pip"
             f" install tokenizers, or take {BYTES} or {CHARACTERS}"
         ) from None
-    with foreign(found, DataError, "not a tokenizer"):
-        if found.name in PAIRS_FILES:
+    with foreign(result, DataError, "not a tokenizer"):
+        if result.name in PAIRS_FILES:
             return LibraryTokenizer(
-                _of_pairs(library, *(str(found.parent / name) for name in PAIRS_FILES))
+                _of_pairs(library, *(str(result.parent / name) for name in PAIRS_FILES))
             )
-        return LibraryTokenizer(library.Tokenizer.from_file(str(found)))
+        return LibraryTokenizer(library.Tokenizer.from_file(str(result)))
 
 
 def find_tokenizer(path: str | Path) -> Path | None:
@@ -208,7 +210,7 @@ class CharacterTokenizer(Tokenizer):
         return places.tolist()
 
     def _decode(self, ids: list[int]) -> str:
-        return "".join(self.characters[each] for each in ids)
+        return "".join(self.characters[item] for item in ids)
 
     def to_json(self) -> str:
         """Return it as the library has it: words of one character."""
@@ -236,7 +238,7 @@ class LibraryTokenizer(Tokenizer):
         self._made, self.name = made, type(made.model).__name__
         made.no_truncation()
         made.no_padding()
-        self.end_text = next((each for each in ENDS if made.token_to_id(each) is not None), ENDS[0])
+        self.end_text = next((item for item in ENDS if made.token_to_id(item) is not None), ENDS[0])
         if made.token_to_id(self.end_text) is None:
             made.add_special_tokens([self.end_text])
         self.end = made.token_to_id(self.end_text)
@@ -323,4 +325,4 @@ def _read_built_in(file: Path) -> Tokenizer | None:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return next((each for each in known if json.loads(each.to_json()) == values), None)
+    return next((item for item in known if json.loads(item.to_json()) == values), None)

@@ -58,9 +58,9 @@ class Compose:
 
     def __init__(self, *transforms: Transform | Sequence[Transform]) -> None:
         self.transforms = [
-            each
+            item
             for given in transforms
-            for each in (given if isinstance(given, Sequence) else [given])
+            for item in (given if isinstance(given, Sequence) else [given])
         ]
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
@@ -123,7 +123,7 @@ class Normalize:
             x.shape[1:],
         )
         try:  # of whole samples: over a short last axis NumPy takes 4 times as long
-            flat_mean, flat_std = (np.broadcast_to(each, shape).reshape(-1) for each in (mean, std))
+            flat_mean, flat_std = (np.broadcast_to(item, shape).reshape(-1) for item in (mean, std))
         except ValueError:
             raise ShapeError(
                 f"mean {mean.shape} and std {std.shape} do not fit samples of shape {shape}"

@@ -183,28 +183,28 @@ def find_layers(model: Module, value: Value, weights: Any | None = None) -> list
 @contextmanager
 def unwatched(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Let no strategy hear of gradients in the block."""
-    watchers = [(each.hook, each.guard) for each in parameters]
-    for each in parameters:
-        each.hook = each.guard = None
+    watchers = [(parameter.hook, parameter.guard) for parameter in parameters]
+    for item in parameters:
+        item.hook = item.guard = None
     try:
         yield
     finally:
-        for each, (hook, guard) in zip(parameters, watchers, strict=True):
-            each.hook, each.guard = hook, guard
+        for item, (hook, guard) in zip(parameters, watchers, strict=True):
+            item.hook, item.guard = hook, guard
 
 
 @contextmanager
 def _gradients_apart(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Leave the gradients after the block as they were before."""
-    grads = [each.grad for each in parameters]
-    kept = [None if grad is None else grad.copy() for grad in grads]
-    for each in parameters:
-        each.grad = None
+    grads = [parameter.grad for parameter in parameters]
+    saved = [None if grad is None else grad.copy() for grad in grads]
+    for item in parameters:
+        item.grad = None
     try:
         yield
     finally:
-        for each, grad, values in zip(parameters, grads, kept, strict=True):
-            each.grad = grad
+        for item, grad, values in zip(parameters, grads, saved, strict=True):
+            item.grad = grad
             if grad is not None and values is not None:
                 grad[...] = values
 
@@ -230,9 +230,9 @@ def of_chain(
         part.initialize(dtype=dtype, backend=backend)
         parameters = part.parameters()
         yield Measured(layer.name, layer.run, parameters)
-        for each in parameters:
-            del each.data
-            each.grad = each.buffer = None
+        for parameter in parameters:
+            del parameter.data
+            parameter.grad = parameter.buffer = None
 
 
 def measure(
@@ -248,27 +248,27 @@ def measure(
         backend: where they compute.
         store: where what is kept may go, which is tried; None for nowhere.
     """
-    found: list[LayerCost] = []
+    result: list[LayerCost] = []
     around = _Around.of(x, {})
     with again():
         for layer in layers:
             with unwatched(layer.parameters), _gradients_apart(layer.parameters):
                 cost, after = _measure_layer(layer, around, backend)
                 # the caller has the chain's input
-                cost = replace(cost, keeps_input=cost.keeps_input and bool(found))
+                cost = replace(cost, keeps_input=cost.keeps_input and bool(result))
                 if store is not None:
-                    nbytes = moved_bytes([*found, replace(cost, moves=True)], len(found))
+                    nbytes = moved_bytes([*result, replace(cost, moves=True)], len(result))
                     cost = replace(
-                        cost, moves=_moves(layer, around, nbytes, not found, backend, store)
+                        cost, moves=_moves(layer, around, nbytes, not result, backend, store)
                     )
-            found.append(cost)
+            result.append(cost)
             around = after
-    if any(clock.reproducible(cost.keep_s) for cost in found):
-        return found
-    units = [BYTE_S * (1 + cost.elements + cost.value + cost.kept) for cost in found]
+    if any(clock.reproducible(cost.keep_s) for cost in result):
+        return result
+    units = [BYTE_S * (1 + cost.elements + cost.value + cost.kept) for cost in result]
     return [
         replace(cost, forward_s=unit, keep_s=unit, backward_s=2 * unit, input_s=unit, timed=False)
-        for cost, unit in zip(found, units, strict=True)
+        for cost, unit in zip(result, units, strict=True)
     ]
 
 
@@ -286,31 +286,31 @@ class _Around(NamedTuple):
     def of(cls, x: Any, kept: Kept) -> _Around:
         single = not isinstance(x, tuple | list)
         plains = [
-            (plain(each), each.requires_grad) for each in [*([x] if single else x), *kept.values()]
+            (plain(item), item.requires_grad) for item in [*([x] if single else x), *kept.values()]
         ]
-        values = tuple(Value(own.data, cuts) for (own, cuts), _ in plains)
+        values = tuple(Value(local.data, cuts) for (local, cuts), _ in plains)
         return cls(values, tuple(needs for _, needs in plains), tuple(kept), single)
 
     def run(self, layer: Measured) -> tuple[list[Tensor], Any, Kept]:
         """Return leaves with these values, and what a layer makes of them."""
         leaves = [
-            Tensor(each.array, requires_grad=needs)
-            for each, needs in zip(self.values, self.needs, strict=True)
+            Tensor(value.array, requires_grad=needs)
+            for value, needs in zip(self.values, self.needs, strict=True)
         ]
-        given = [each.marked(leaf) for each, leaf in zip(self.values, leaves, strict=True)]
+        given = [value.marked(leaf) for value, leaf in zip(self.values, leaves, strict=True)]
         count = len(given) - len(self.names)
-        kept = dict(zip(self.names, given[count:], strict=True))
-        return leaves, layer.run(given[0] if self.single else tuple(given[:count]), kept), kept
+        saved = dict(zip(self.names, given[count:], strict=True))
+        return leaves, layer.run(given[0] if self.single else tuple(given[:count]), saved), saved
 
     @property
     def nbytes(self) -> int:
         """The bytes of all of it."""
-        return sum(each.array.nbytes for each in self.values)
+        return sum(value.array.nbytes for value in self.values)
 
     @property
     def owners(self) -> set[int]:
         """What tells their memories from others."""
-        return {owner_id(each.array) for each in self.values}
+        return {owner_id(value.array) for value in self.values}
 
 
 def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[LayerCost, _Around]:
@@ -325,30 +325,30 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
         backend.synchronize()
         return clock.now() - begin, result
 
-    outside, rounds = [each.data for each in layer.parameters], []
+    outside, rounds = [parameter.data for parameter in layer.parameters], []
     for _ in range(1 + REPEATS):
         with no_grad():
             forward_s, _ = time(lambda: before.run(layer))
-        keep_s, (leaves, x, kept) = time(lambda: before.run(layer))
+        keep_s, (leaves, x, retained) = time(lambda: before.run(layer))
         ends = [
-            plain(each)[0]
-            for each in [*(x if isinstance(x, tuple | list) else [x]), *kept.values()]
+            plain(item)[0]
+            for item in [*(x if isinstance(x, tuple | list) else [x]), *retained.values()]
         ]
-        after = _Around.of(x, kept)
-        tapes = {id(tape): tape for each in ends if each.tape and (tape := each.tape.find())}
+        after = _Around.of(x, retained)
+        tapes = {id(tape): tape for end in ends if end.tape and (tape := end.tape.find())}
         saved = saved_memory((node for tape in tapes.values() for node in tape.nodes), outside)
-        needing = [each for each in ends if each.requires_grad]
+        needing = [end for end in ends if end.requires_grad]
         input_s = weights_s = 0.0
         if needing:
             root = CommonRoot(
-                [namespace(each.data).ones_like(each.data, order="C") for each in needing]
+                [namespace(item.data).ones_like(item.data, order="C") for item in needing]
             )(*needing)
             seed, rest = namespace(root.data).ones_like(root.data), Deferred()
             input_s, _ = time(lambda: root.backward(seed, deferred=rest))  # noqa: B023
             weights_s, _ = time(rest.finish)
-        gradient = sum(each.data.nbytes for each in leaves if each.grad is not None)
+        gradient = sum(leave.data.nbytes for leave in leaves if leave.grad is not None)
         rounds.append((forward_s, keep_s, input_s + weights_s, input_s))
-        del leaves, x, kept, ends, tapes, needing
+        del leaves, x, retained, ends, tapes, needing
     owners = before.owners, after.owners
     forward_s, keep_s, backward_s, input_s = map(min, zip(*rounds[1:], strict=True))
     return LayerCost(
@@ -362,7 +362,7 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
         keep_s,
         backward_s,
         input_s=input_s,
-        elements=sum(each.size for each in layer.parameters),
+        elements=sum(parameter.size for parameter in layer.parameters),
     ), after
 
 
@@ -373,18 +373,18 @@ def _moves(
     it.
     """
     (value,), (needs,) = before.values, before.needs
-    outside = [each.data for each in layer.parameters]
+    outside = [parameter.data for parameter in layer.parameters]
     if first:
         outside.append(value.array)  # the caller has it
     else:
         value = value._replace(array=value.array.copy())
     graph = keep(lambda x: layer.run(x, {}), value, needs)[1]
     del value
-    kept = KeptArrays(graph.operations, outside, backend)
-    memory = kept.watch()
-    kept.send(store)
-    kept.leave()
-    gone = all(each() is None for each in memory)
-    kept.fetch()
-    kept.arrive()
-    return gone and kept.nbytes == nbytes
+    saved = KeptArrays(graph.operations, outside, backend)
+    memory = saved.watch()
+    saved.send(store)
+    saved.leave()
+    gone = all(item() is None for item in memory)
+    saved.fetch()
+    saved.arrive()
+    return gone and saved.nbytes == nbytes

@@ -89,15 +89,15 @@ class MemoryLedger:
 
         def see(operations: Sequence[Function]) -> None:
             nonlocal most
-            edges = [edge for each in operations for edge in each.edges or ()]
-            own = [
-                each.data
-                for each in edges
-                if isinstance(each, Variable) and each.buffer is not None
+            edges = [edge for operation in operations for edge in operation.edges or ()]
+            local = [
+                item.data
+                for item in edges
+                if isinstance(item, Variable) and item.buffer is not None
             ]
             # of the plan that it is part of
-            planned = [getattr(each, "planned_bytes", 0) for each in operations]
-            most = max(most, sum(saved_memory(operations, own).values()), *planned)
+            planned = [getattr(operation, "planned_bytes", 0) for operation in operations]
+            most = max(most, sum(saved_memory(operations, local).values()), *planned)
 
         token = watching.set(see)
         try:

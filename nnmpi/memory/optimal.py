@@ -88,9 +88,9 @@ class OptimalPlans:
 
     def __init__(self, costs: Costs, swap_s: Sequence[float] = ()) -> None:
         self.costs = costs
-        sizes = [(moved_bytes(costs, i), each) for i, each in enumerate(swap_s[:-1])]
+        sizes = [(moved_bytes(costs, i), swap_) for i, swap_ in enumerate(swap_s[:-1])]
         self._moves = {
-            i: (nbytes, nbytes * (TIE_S + each)) for i, (nbytes, each) in enumerate(sizes) if nbytes
+            i: (nbytes, nbytes * (TIE_S + item)) for i, (nbytes, item) in enumerate(sizes) if nbytes
         }
         self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to layer i
         self._grads = [*(cost.gradient for cost in costs), 0]
@@ -136,22 +136,22 @@ class OptimalPlans:
         among them.
         """
         cost = self.costs[s]
-        kept = cost.kept + (self._values[s] if owned and cost.keeps_input else 0)
-        return kept + (self._values[s + 1] if cost.keeps_result else 0), cost.keeps_result
+        saved = cost.kept + (self._values[s] if owned and cost.keeps_input else 0)
+        return saved + (self._values[s + 1] if cost.keeps_result else 0), cost.keeps_result
 
     def _curve(self, s: int, t: int, owned: bool) -> TimeCurve:
         """Return the curve of the layers s..t, whose value before s is their own, or not."""
         cost, grads, values = self.costs[s], self._grads, self._values
-        behind, own = grads[t + 1], values[s] if owned else 0
-        kept, holds = self._kept(s, owned)
-        first = behind + own + cost.kept + values[s + 1]
-        least = max(first, kept + grads[s + 1] + cost.gradient)
+        behind, local = grads[t + 1], values[s] if owned else 0
+        saved, holds = self._kept(s, owned)
+        first = behind + local + cost.kept + values[s + 1]
+        least = max(first, saved + grads[s + 1] + cost.gradient)
         spent = cost.keep_s + cost.backward_s
         if s == t:
             points = [(np.array([least]), np.array([spent]), KEEP)]
         else:
             inner = self._curves[s + 1, t, not holds]
-            points = [(np.maximum(inner.bytes + kept, least), inner.seconds + spent, KEEP)]
+            points = [(np.maximum(inner.bytes + saved, least), inner.seconds + spent, KEEP)]
             if s in self._moves:
                 (moved, moving_s), inner = self._moves[s], self._curves[s + 1, t, True]
                 floor = max(first, moved + grads[s + 1] + cost.gradient)
@@ -161,10 +161,10 @@ class OptimalPlans:
         floor, seconds = 0, 0.0
         for m in range(s + 1, t + 1):
             layer = self.costs[m - 1]
-            floor = max(floor, behind + own + values[m] + (values[m - 1] if m - 1 > s else 0))
+            floor = max(floor, behind + local + values[m] + (values[m - 1] if m - 1 > s else 0))
             seconds += layer.forward_s
             right, left = self._curves[m, t, True], self._curves[s, m - 1, owned]
-            points.append((*_both(right, own, left, floor, seconds), m))
+            points.append((*_both(right, local, left, floor, seconds), m))
         return _lower(points)
 
     def _write(self, plan: list[Action], s: int, t: int, owned: bool, budget: int) -> None:
@@ -180,7 +180,7 @@ class OptimalPlans:
                 plan += [Action(Act.FORWARD, i), Action(Act.DROP, i)]
             self._write(plan, choice, t, True, budget - (self._values[s] if owned else 0))
             t = choice - 1
-        kept, holds = self._kept(s, owned)
+        saved, holds = self._kept(s, owned)
         plan += [Action(Act.KEEP, s), *[Action(Act.DROP, s)] * owned]
         if choice == SWAP:
             plan += [Action(Act.OUT, s), Action(Act.AWAY, s)]
@@ -188,7 +188,7 @@ class OptimalPlans:
             plan += [Action(Act.IN, s), Action(Act.BACKWARD, s)]
             return
         if s < t:
-            self._write(plan, s + 1, t, not holds, budget - kept)
+            self._write(plan, s + 1, t, not holds, budget - saved)
         if s + 1 < len(self.costs) and (holds or s == t):
             plan.append(Action(Act.DROP, s + 1))
         plan.append(Action(Act.BACKWARD, s))
@@ -209,9 +209,9 @@ def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
     """Return the lowest of some curves: of each number of bytes the least time, of equal times the
     fewest bytes.
     """
-    need = np.concatenate([each for each, _, _ in points])
-    seconds = np.concatenate([each for _, each, _ in points])
-    choice = np.repeat([each for _, _, each in points], [len(each) for each, _, _ in points])
+    need = np.concatenate([item for item, _, _ in points])
+    seconds = np.concatenate([item for _, item, _ in points])
+    choice = np.repeat([item for _, _, item in points], [len(item) for item, _, _ in points])
     order = np.lexsort((seconds, need))
     need, seconds, choice = need[order], seconds[order], choice[order]
     best = np.concatenate([[np.inf], np.minimum.accumulate(seconds)[:-1]])
@@ -236,7 +236,7 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
         UsageError: for a budget below the least.
     """
     costs, least = plans.costs, plans.least
-    found = [plans.plan(budget)] if budget >= least else []
+    result = [plans.plan(budget)] if budget >= least else []
     for part, power in SWAP_PRICES:
         byte_s = 2 * part / bandwidth
         swapped = OptimalPlans(
@@ -244,12 +244,12 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
         )
         least = min(least, swapped.least)
         if budget >= swapped.least:
-            found.append(
+            result.append(
                 _come_early(costs, _leave_late(costs, swapped.plan(budget), budget), budget)
             )
-    if not found:
+    if not result:
         raise plans.too_few(budget, least)
-    return min(found, key=lambda plan: price_plan(costs, plan, bandwidth).seconds)
+    return min(result, key=lambda plan: price_plan(costs, plan, bandwidth).seconds)
 
 
 def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
@@ -263,7 +263,7 @@ def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
         )
         trial = state.copy()
         if (
-            all(trial.has_for(each) and trial.do(each) <= budget for each in rest[:count])
+            all(trial.has_for(item) and trial.do(item) <= budget for item in rest[:count])
             or not state.leaving
         ):
             late += rest[:count]

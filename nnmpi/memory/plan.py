@@ -212,16 +212,16 @@ class PlanState:
     def copy(self) -> PlanState:
         """Return one that goes on from here by itself."""
         other = copy(self)
-        vars(other).update({name: copy(each) for name, each in vars(self).items()})
+        vars(other).update({name: copy(item) for name, item in vars(self).items()})
         return other
 
     @property
     def bytes(self) -> int:
         """Those that there are now."""
-        costs, kept = self._costs, self._kept
-        held = sum(costs[i].kept for i in kept) + sum(self._moves[i] for i in self._back)
-        inputs = {i for i in kept if costs[i].keeps_input} | {
-            i + 1 for i in kept if costs[i].keeps_result
+        costs, saved = self._costs, self._kept
+        held = sum(costs[i].kept for i in saved) + sum(self._moves[i] for i in self._back)
+        inputs = {i for i in saved if costs[i].keeps_input} | {
+            i + 1 for i in saved if costs[i].keeps_result
         }
         held += sum(costs[i - 1].value for i in self._values | inputs if 0 < i < len(costs))
         return held + (costs[self._grad].gradient if self._grad < len(costs) else 0)
@@ -252,11 +252,11 @@ class PlanState:
 
     def signs(self, action: Action) -> str:
         """Return how the layers are during an action, see `PlanPrice`."""
-        kept, i = self._kept | self._back, action.layer
+        saved, i = self._kept | self._back, action.layer
         row = [
             (
                 "="
-                if j in kept
+                if j in saved
                 else "."
                 if j in self._away
                 else "-"
@@ -287,7 +287,7 @@ class PlanState:
                 self._back.add(i)
         elif act is Act.AWAY:
             self.seconds = max(self.seconds, self.done[i])
-            self.leaving = tuple(each for each in self.leaving if each != i)
+            self.leaving = tuple(item for item in self.leaving if item != i)
             self._kept.discard(i)
             self._away.add(i)
         elif act is Act.BACKWARD:
@@ -333,7 +333,7 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
             [state.done[i] - nbytes / bandwidth, state.done[i]] if act in (Act.OUT, Act.IN) else []
         )
         begin_s, computes_s, end_s, *transfer = (
-            round(each, DIGITS) for each in (begin_s, end_s - costs[i].takes(act), end_s, *transfer)
+            round(item, DIGITS) for item in (begin_s, end_s - costs[i].takes(act), end_s, *transfer)
         )
         rows.append(
             [act.value, i, signs, begin_s, computes_s, end_s, peak, state.bytes, transfer or None]

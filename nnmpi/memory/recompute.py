@@ -128,9 +128,9 @@ class PlannedPass:
             self._kept.pop(layer).arrive()
         if self._weights is not None:
             self._weights.begin_backward(self._layers[layer])
-        found = self._graphs.pop(layer).backward(grad)
+        result = self._graphs.pop(layer).backward(grad)
         self._do_rest()
-        return found
+        return result
 
     def _do_next(self) -> None:
         """Do the next action, which is no backward of a layer."""
@@ -141,7 +141,10 @@ class PlannedPass:
             self._values.pop(layer, None)
         elif action.act is Act.OUT:
             assert self._store is not None
-            outside = [self._input, *(each.data for each in self._layers[layer].parameters())]
+            outside = [
+                self._input,
+                *(parameter.data for parameter in self._layers[layer].parameters()),
+            ]
             self._kept[layer] = KeptArrays(self._graphs[layer].operations, outside, self._backend)
             self._kept[layer].send(self._store)
         elif action.act is Act.AWAY:
@@ -158,8 +161,8 @@ class PlannedPass:
             with unwatched(self._layers[layer].parameters()):
                 # the tape's own operation is heard of
                 called = gathered(self._layers[layer], self._weights)
-                found = keep(called, self._values[layer], self._needed[layer])
-            self._values[layer + 1], self._graphs[layer] = found
+                result = keep(called, self._values[layer], self._needed[layer])
+            self._values[layer + 1], self._graphs[layer] = result
 
     def _do_rest(self) -> None:
         """Do what is to be done before the next layer is computed."""
@@ -320,7 +323,7 @@ class RecomputedModel:
                 most = max(moved_bytes(costs, i) for i in range(len(costs)))
                 self.bandwidth = measure_bandwidth(self.store, self._backend, most)
         if group is not None:
-            costs = _most_costs(group.gather([list(astuple(each)) for each in costs]))
+            costs = _most_costs(group.gather([list(astuple(cost)) for cost in costs]))
             self.bandwidth = min(group.gather(self.bandwidth))
         self.plans = OptimalPlans(costs)
         with nullcontext() if group is None else agreed(group):
@@ -357,11 +360,11 @@ def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
     """Return what each layer takes on the rank where it is most; it moves if it does on all
     ranks.
     """
-    found = []
+    result = []
     for rows in zip(*measured, strict=True):
         most = LayerCost(*map(max, zip(*rows, strict=True)))
-        found.append(replace(most, moves=all(LayerCost(*row).moves for row in rows)))
-    return found
+        result.append(replace(most, moves=all(LayerCost(*row).moves for row in rows)))
+    return result
 
 
 def _as_it_is(x: Tensor) -> Tensor:

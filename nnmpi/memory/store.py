@@ -257,14 +257,14 @@ class KeptArrays:
     ) -> None:
         self._backend, self._operations = (
             backend,
-            [each for each in operations if hasattr(each, "saved")],
+            [operation for operation in operations if hasattr(operation, "saved")],
         )
-        found = {
-            key: each
-            for key, each in _extents(self._operations, outside).items()
-            if _is_whole(each.owner)
+        result = {
+            key: item
+            for key, item in _extents(self._operations, outside).items()
+            if _is_whole(item.owner)
         }
-        numbers, extents = {key: i for i, key in enumerate(found)}, list(found.values())
+        numbers, extents = {key: i for i, key in enumerate(result)}, list(result.values())
 
         def place(array: Any) -> Any:
             number = numbers.get(owner_id(array))
@@ -278,10 +278,10 @@ class KeptArrays:
                 array.dtype,
             )
 
-        for each in self._operations:
-            each.saved = _mapped(each.saved, place)
-        self._lengths = [each.high - each.low for each in extents]
-        self._memory = [_as_bytes(each, backend) for each in extents]
+        for entry in self._operations:
+            entry.saved = _mapped(entry.saved, place)
+        self._lengths = [extent.high - extent.low for extent in extents]
+        self._memory = [_as_bytes(extent, backend) for extent in extents]
 
     @property
     def nbytes(self) -> int:
@@ -290,7 +290,7 @@ class KeptArrays:
 
     def watch(self) -> list[weakref.ref[Any]]:
         """Return what tells whether their memory is there yet; of a device's nothing does."""
-        return [weakref.ref(_owner(each)) for each in self._memory if isinstance(each, np.ndarray)]
+        return [weakref.ref(_owner(item)) for item in self._memory if isinstance(item, np.ndarray)]
 
     def send(self, store: Store) -> None:
         """Begin to write them."""
@@ -309,8 +309,8 @@ class KeptArrays:
         def array(place: Any) -> Any:
             return _view(memory[place.memory], place) if isinstance(place, _Place) else place
 
-        for each in self._operations:
-            each.saved = _mapped(each.saved, array)
+        for operation in self._operations:
+            operation.saved = _mapped(operation.saved, array)
         self._operations.clear()
         self._stored.fetch(memory)
 
@@ -328,24 +328,24 @@ def saved_memory(operations: Iterable[Function], outside: Iterable[Array] = ()) 
         outside: arrays that are there anyway, such as weights, and all that looks into their
             memory.
     """
-    return {owner: each.high - each.low for owner, each in _extents(operations, outside).items()}
+    return {owner: item.high - item.low for owner, item in _extents(operations, outside).items()}
 
 
 def _extents(operations: Iterable[Function], outside: Iterable[Array]) -> dict[int, _Extent]:
-    found: dict[int, _Extent] = {}
+    result: dict[int, _Extent] = {}
     known = set(map(owner_id, outside))
 
     def note(array: Any) -> Any:
         owner = _owner(array)
         if id(owner) not in known:
             low, high = _bounds(array)
-            before = found.get(id(owner), _Extent(owner, low, high))
-            found[id(owner)] = _Extent(owner, min(low, before.low), max(high, before.high))
+            before = result.get(id(owner), _Extent(owner, low, high))
+            result[id(owner)] = _Extent(owner, min(low, before.low), max(high, before.high))
         return array
 
-    for each in operations:
-        _mapped(getattr(each, "saved", None), note)
-    return found
+    for operation in operations:
+        _mapped(getattr(operation, "saved", None), note)
+    return result
 
 
 def _mapped(value: Any, work: Callable[[Any], Any]) -> Any:
@@ -353,7 +353,7 @@ def _mapped(value: Any, work: Callable[[Any], Any]) -> Any:
     if isinstance(value, _Place) or (is_array(value) and value.nbytes >= LEAST_BYTES):
         return work(value)
     if isinstance(value, tuple | list):
-        items = [_mapped(each, work) for each in value]
+        items = [_mapped(item, work) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

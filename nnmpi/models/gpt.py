@@ -130,8 +130,10 @@ def gpt(
         MixtureOfExperts(features, experts, top_k, None, capacity) if experts else None
         for _ in range(layers)
     ]
-    blocks = [TransformerBlock(features, heads, dropout=dropout, experts=each) for each in mixtures]
-    for name, parameter in (found for block in blocks for found in block.named_parameters()):
+    blocks = [
+        TransformerBlock(features, heads, dropout=dropout, experts=mixture) for mixture in mixtures
+    ]
+    for name, parameter in (result for block in blocks for result in block.named_parameters()):
         if name.endswith((".bias", ".b1", ".b2")) and not name.startswith("norm"):
             parameter.init = Constant(0.0)
         elif not name.startswith("norm"):

@@ -76,31 +76,31 @@ def read_size(folder: Path) -> GPTSize:
         DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is
             not; and when the weights have other layers.
     """
-    found = _read_config(folder)
-    sizes: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in SIZES.items()}
+    result = _read_config(folder)
+    sizes: dict[str, Any] = {ours: result.get(theirs) for ours, theirs in SIZES.items()}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise DataError(
                 f"{folder / CONFIG}: {SIZES[name]} is {size!r}; it must be a whole number, 1 or"
                 " more"
             )
-    fixed = FIXED if found.get("n_inner") is None else {**FIXED, "n_inner": 4 * sizes["features"]}
+    fixed = FIXED if result.get("n_inner") is None else {**FIXED, "n_inner": 4 * sizes["features"]}
     for name, value in fixed.items():
-        if found.get(name, value) != value:
+        if result.get(name, value) != value:
             raise DataError(
-                f"{folder / CONFIG}: {name} is {found[name]!r}; only {value!r} can be read"
+                f"{folder / CONFIG}: {name} is {result[name]!r}; only {value!r} can be read"
             )
     with open_arrays(folder / WEIGHTS, DataError) as stored:
         # before anybody makes so many layers, or such large ones
         names = _names_in(folder, stored, sizes["layers"])
         for ours, first in (("0.tokens.weight", "vocabulary"), ("0.positions.weight", "context")):
-            shape, wanted = (
+            shape, expected = (
                 stored.get_slice(names[ours]).get_shape(),
                 [sizes[first], sizes["features"]],
             )
-            if shape != wanted:
+            if shape != expected:
                 raise DataError(
-                    f"{folder / WEIGHTS}: {names[ours]} has shape {shape}; {CONFIG} says {wanted}"
+                    f"{folder / WEIGHTS}: {names[ours]} has shape {shape}; {CONFIG} says {expected}"
                 )
     return GPTSize(**sizes)
 
@@ -111,13 +111,13 @@ def read_dropout(folder: Path) -> float:
     Raises:
         DataError: when config.json cannot be read, or has several.
     """
-    found = _read_config(folder)
-    rates = {name: found.get(name, usual) for name, usual in DROPOUTS.items()}
+    result = _read_config(folder)
+    rates = {name: result.get(name, usual) for name, usual in DROPOUTS.items()}
     rate = rates["attn_pdrop"]
     if (
         not isinstance(rate, int | float)
         or not 0 <= rate < 1
-        or any(each != rate for each in rates.values())
+        or any(item != rate for item in rates.values())
     ):
         raise DataError(
             f"{folder / CONFIG}: dropouts are {rates}; only one probability in [0, 1) for all three"
@@ -144,11 +144,11 @@ def load_pretrained(model: Module, folder: Path) -> None:
         for name, parameter in model.named_parameters():
             source = stored.get_slice(names[name])
             shape = tuple(source.get_shape())
-            wanted = parameter.shape if parameter.region is None else parameter.region.shape
-            if shape != wanted or source.get_dtype() not in DTYPES:
+            expected = parameter.shape if parameter.region is None else parameter.region.shape
+            if shape != expected or source.get_dtype() not in DTYPES:
                 raise DataError(
                     f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs"
-                    f" {wanted}, in one of {', '.join(DTYPES)}"
+                    f" {expected}, in one of {', '.join(DTYPES)}"
                 )
         tokens = names["0.tokens.weight"]
         if OUTPUT in stored.keys() and not (  # noqa: SIM118  it is no mapping
@@ -160,8 +160,8 @@ def load_pretrained(model: Module, folder: Path) -> None:
                 " read"
             )
         for span in model.storage.spans:
-            parameter, whole = span.parameter, stored.get_tensor(names[span.parameter.name])
-            part = whole if parameter.region is None else parameter.region.take(whole)
+            parameter, full = span.parameter, stored.get_tensor(names[span.parameter.name])
+            part = full if parameter.region is None else parameter.region.take(full)
             model.storage.write(
                 span, namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
             )
@@ -217,11 +217,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG
     with foreign(file, DataError, "not as Hugging Face's transformers writes it"):
-        found = read_json(file)
-    kind = found.get("model_type") if isinstance(found, dict) else None
+        result = read_json(file)
+    kind = result.get("model_type") if isinstance(result, dict) else None
     if kind != "gpt2":
         raise DataError(f"{file} is of a model of type {kind!r}; only gpt2 can be read")
-    return found
+    return result
 
 
 def _names(layers: int) -> Iterator[tuple[str, str]]:
@@ -243,13 +243,13 @@ def _names_in(folder: Path, stored: Any, layers: int) -> dict[str, str]:
     Raises:
         DataError: for names that are missing, or unknown.
     """
-    found = set(stored.keys())
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in found) else ""
+    result = set(stored.keys())
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in result) else ""
     # blocks: config.json may say any number of them
-    there = sum(name.endswith("ln_1.weight") for name in found)
+    there = sum(name.endswith("ln_1.weight") for name in result)
     names = {ours: prefix + theirs for ours, theirs in _names(min(layers, there + 1))}
-    missing = sorted(set(names.values()) - found)
-    unknown = sorted(name for name in found - set(names.values()) if not name.endswith(IDLE))
+    missing = sorted(set(names.values()) - result)
+    unknown = sorted(name for name in result - set(names.values()) if not name.endswith(IDLE))
     if missing or unknown:
         raise DataError(
             f"{folder / WEIGHTS} does not fit a GPT-2 of {counted(layers, 'layer')}: missing "

@@ -71,28 +71,29 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
             are flattened.
     """
     images = flattened_images(model, sample)
-    found: dict[str, NamedWeight] = {}
+    result: dict[str, NamedWeight] = {}
     for path, module in model.named_modules():
         inside = f"{path}." if path else ""
         for name, theirs, write, read in _of_module(module, images.get(path)):
-            each = NamedWeight(inside + name, tuple(inside + name for name in theirs), write, read)
-            found.setdefault(each.name, each)
+            item = NamedWeight(inside + name, tuple(inside + name for name in theirs), write, read)
+            result.setdefault(item.name, item)
     entries = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     return [
-        found.get(name, NamedWeight(name, (name,), lambda x: (x,), lambda x: x)) for name in entries
+        result.get(name, NamedWeight(name, (name,), lambda x: (x,), lambda x: x))
+        for name in entries
     ]
 
 
 def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     """Return the image shapes (height, width, channels) that linear layers read flattened, by name."""
-    found: dict[str, Shape] = {}
+    matches: dict[str, Shape] = {}
     image: Shape = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
 
     def observe(module: Any, result: Any) -> None:
         nonlocal image
         if isinstance(module, Linear):
             if image and prod(image) == module.weight.shape[0] and image[0] * image[1] > 1:
-                found[module.path] = image
+                matches[module.path] = image
             image = ()
         elif isinstance(result, Tensor) and result.ndim == 4:
             image = tuple(result.shape[1:])
@@ -100,7 +101,7 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     where = namespace(next(iter(model.parameters())).data)
     with no_grad(), observed(observe):
         model(Tensor(where.asarray(sample)))
-    return found
+    return matches
 
 
 def to_torch(model: Module, sample: Array) -> dict[str, Array]:
@@ -108,8 +109,8 @@ def to_torch(model: Module, sample: Array) -> dict[str, Array]:
     state = model.state()
     return {
         name: np.ascontiguousarray(array).reshape(array.shape)
-        for each in torch_weights(model, sample)
-        for name, array in zip(each.theirs, each.write(state[each.name]), strict=True)
+        for item in torch_weights(model, sample)
+        for name, array in zip(item.theirs, item.write(state[item.name]), strict=True)
     }
 
 
@@ -126,7 +127,7 @@ def from_torch(
     Raises:
         CheckpointError: for names that are missing, or unknown.
     """
-    known = {name for each in weights for name in each.theirs}
+    known = {name for weight in weights for name in weight.theirs}
     counted = "num_batches_tracked"  # PyTorch counts; nothing here depends on it
     missing = sorted(name for name in known - state.keys() if not name.endswith(counted))
     unknown = sorted(state.keys() - known)
@@ -135,10 +136,10 @@ def from_torch(
             f"{source} does not fit the model: missing {missing or 'no'}, unknown {unknown or 'no'}"
         )
     return {
-        each.name: np.ascontiguousarray(
-            each.read(*(state[x] for x in each.theirs if not x.endswith(counted)))
+        weight.name: np.ascontiguousarray(
+            weight.read(*(state[x] for x in weight.theirs if not x.endswith(counted)))
         )
-        for each in weights
+        for weight in weights
     }
 
 

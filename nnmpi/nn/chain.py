@@ -99,16 +99,16 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
         yield from _layers(module.body, f"{inside}body")
         yield _taker(path, start, module.close, shortcut)
     elif "links" in vars(type(module)):
-        for name, half, own in module.links:
-            members = tuple((inside + each, module.get(each)) for each in own)
+        for name, half, local in module.links:
+            members = tuple((inside + item, module.get(item)) for item in local)
             yield ChainLayer(inside + name, partial(alone, getattr(module, half)), members)
     else:
         yield ChainLayer(path, lambda x, kept: module(x), ((path, module),), module=module)
 
 
 def _keeper(path: str, name: str) -> ChainLayer:
-    def run(x: Any, kept: Kept) -> Any:
-        keep(kept, name, x)
+    def run(x: Any, saved: Kept) -> Any:
+        keep(saved, name, x)
         return x
 
     return ChainLayer(path, run, keeps=name)
@@ -117,7 +117,7 @@ def _keeper(path: str, name: str) -> ChainLayer:
 def _taker(
     path: str, name: str, join: Callable[[Any, Any], Any], members: tuple[tuple[str, Module], ...]
 ) -> ChainLayer:
-    return ChainLayer(path, lambda x, kept: join(x, fetch(kept, name)), members, takes=name)
+    return ChainLayer(path, lambda x, saved: join(x, fetch(saved, name)), members, takes=name)
 
 
 class ModelPart(Module):
@@ -159,9 +159,9 @@ class ModelPart(Module):
 
     def forward(self, x: Any) -> Any:
         """Return the last layer's result for the first one's input."""
-        kept: Kept = {}
-        x = run_layers(self.layers, self._joined, x, kept)
-        check_empty(kept)
+        saved: Kept = {}
+        x = run_layers(self.layers, self._joined, x, saved)
+        check_empty(saved)
         return x
 
 
@@ -169,13 +169,13 @@ def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
     """Return the calls that run some layers, one call for layers that a sequence fuses."""
     runs: list[Run] = []
     for parent, group in groupby(layers, _sequence_of):
-        found = list(group)
+        result = list(group)
         runs += (
-            [layer.run for layer in found]
+            [layer.run for layer in result]
             if parent is None
             else [
                 partial(alone, call)
-                for call in fuse([layer.module for layer in found if layer.module is not None])
+                for call in fuse([layer.module for layer in result if layer.module is not None])
             ]
         )
     return tuple(runs)

@@ -258,13 +258,13 @@ def _place(x: Any) -> Any:
 def _outputs(result: Any) -> Any:
     """Return what a step returned, refusing what would be that of the first step for ever."""
 
-    def without_graph(each: Any) -> Tensor:
-        if not isinstance(each, Tensor):
+    def without_graph(item: Any) -> Tensor:
+        if not isinstance(item, Tensor):
             raise UsageError(
-                f"a compiled step returned a {type(each).__name__}, which would be that of the"
+                f"a compiled step returned a {type(item).__name__}, which would be that of the"
                 " first step for ever; return Tensors and look into them outside"
             )
-        return Tensor(whole_values("a compiled step's result", each))
+        return Tensor(whole_values("a compiled step's result", item))
 
     return _mapped(without_graph, result)
 
@@ -283,9 +283,9 @@ def _mapped(function: Callable[[Any], Tensor], outputs: Any) -> Any:
     if outputs is None:
         return None
     if isinstance(outputs, dict):
-        return {name: _mapped(function, each) for name, each in outputs.items()}
+        return {name: _mapped(function, output) for name, output in outputs.items()}
     if isinstance(outputs, tuple | list):
-        parts = [_mapped(function, each) for each in outputs]
+        parts = [_mapped(function, output) for output in outputs]
         if hasattr(outputs, "_make"):  # a tuple whose parts have names
             return outputs._make(parts)
         return tuple(parts) if isinstance(outputs, tuple) else parts

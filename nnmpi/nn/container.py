@@ -80,7 +80,7 @@ def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
     calls: list[Callable[..., Any]] = []
     rest = list(layers)
     while rest:
-        kinds = next((each for each in JOINT if _fit(rest, each)), ())
+        kinds = next((item for item in JOINT if _fit(rest, item)), ())
         count = len(kinds) or 1
         calls.append(partial(JOINT[kinds], *rest[:count]) if kinds else rest[0])
         del rest[:count]
@@ -92,11 +92,11 @@ def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:
     pool simply.
     """
     first, *others = layers[: len(kinds)]
-    pools = [each.over for each in others if isinstance(each, MaxPool2d)]
+    pools = [other.over for other in others if isinstance(other, MaxPool2d)]
     return (
         isinstance(first, kinds[0])
         and type(first).forward is kinds[0].forward
-        and [type(each) for each in others] == list(kinds[1:])
+        and [type(other) for other in others] == list(kinds[1:])
         and all(over.stride == over.kernel and not any(over.padding) for over in pools)
     )
 
@@ -163,13 +163,13 @@ class Sequential(Module):
         Raises:
             UsageError: when stashes and pops do not pair up.
         """
-        kept: dict[str, Any] = {}
+        saved: dict[str, Any] = {}
         for layer in self.steps():
             if isinstance(layer, Stash):
-                keep(kept, layer.name, x)
-            x = layer(x, fetch(kept, layer.name)) if isinstance(layer, Pop) else layer(x)
-        if kept:
-            check_empty(kept)
+                keep(saved, layer.name, x)
+            x = layer(x, fetch(saved, layer.name)) if isinstance(layer, Pop) else layer(x)
+        if saved:
+            check_empty(saved)
         return x
 
     def steps(self) -> Sequence[Callable[..., Any]]:
@@ -280,7 +280,7 @@ class Branches(Module):
     def forward(self, x: Any) -> Tensor:
         """Return what `join` makes of the branches' results."""
         return self.joined(
-            [branch(each) for branch, each in zip(self.branches, self.inputs(x), strict=True)]
+            [branch(item) for branch, item in zip(self.branches, self.inputs(x), strict=True)]
         )
 
     def inputs(self, x: Any) -> Sequence[Any]:

@@ -26,17 +26,19 @@ class GRULayer(Module):
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
         """Return h of each time: (batch, time, features)."""
-        gates, two, found = linear(x, self.weight, self.bias), 2 * self.bias_n.size, []
+        gates, two, result = linear(x, self.weight, self.bias), 2 * self.bias_n.size, []
         for t in range(x.shape[1]):
-            own = gates[:, t]
+            local = gates[:, t]
             product = None if h is None else h @ self.recurrent
-            opened = sigmoid(own[:, :two] if product is None else own[:, :two] + product[:, :two])
+            opened = sigmoid(
+                local[:, :two] if product is None else local[:, :two] + product[:, :two]
+            )
             r, z = opened[:, : two // 2], opened[:, two // 2 :]
             more = r * self.bias_n if product is None else r * (product[:, two:] + self.bias_n)
-            new = (own[:, two:] + more).tanh()
+            new = (local[:, two:] + more).tanh()
             h = new - z * new if h is None else new + z * (h - new)
-            found.append(h)
-        return stack(found, 1)
+            result.append(h)
+        return stack(result, 1)
 
 
 class GRU(Module):

@@ -126,14 +126,14 @@ class LSTM(Module):
         """Return the result, and of each layer and direction (batch, 2, features), its last h and
         c, if wanted.
         """
-        time, found = x.shape[1], list[Tensor]()
+        time, result = x.shape[1], list[Tensor]()
         for number, layer in enumerate(range(0, len(self.layers), self.directions)):
             results = []
             for i in range(layer, layer + self.directions):
-                own = None if state is None else (state[0][i], state[1][i])
-                y = self.layers[i](x, own, lengths, ends)
+                local = None if state is None else (state[0][i], state[1][i])
+                y = self.layers[i](x, local, lengths, ends)
                 results.append(y[:, :time] if ends else y)
-                found += [y[:, time:]] if ends else []
+                result += [y[:, time:]] if ends else []
             x = results[0] if self.directions == 1 else concatenate(results, 2)
             x = self.drops[number](x) if number < len(self.drops) else x
-        return x, found
+        return x, result

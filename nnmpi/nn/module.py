@@ -259,11 +259,15 @@ class Module:
         """Refuse a part that would never be trained, such as one in a dictionary or in a list
         within another.
         """
-        found = {id(each) for _, each in (*self.named_parameters(), *self.whole_parameters())}
+        result = {id(item) for _, item in (*self.named_parameters(), *self.whole_parameters())}
         for path, module in self.named_modules():
             for name, value in vars(module).items():
                 hidden = next(
-                    (each for each, own in _within(value) if not found.issuperset(map(id, own))),
+                    (
+                        item
+                        for item, local in _within(value)
+                        if not result.issuperset(map(id, local))
+                    ),
                     None,
                 )
                 if hidden is not None:
@@ -327,15 +331,15 @@ class Module:
             )
         for name, entry in entries.items():
             ours, theirs = entry.data, state[name]
-            wanted = f"{ours.dtype} {ours.shape}"
-            found = (
+            expected = f"{ours.dtype} {ours.shape}"
+            result = (
                 f"{theirs.dtype} {theirs.shape}"
                 if hasattr(theirs, "dtype")
                 else f"a {type(theirs).__name__}"
             )
-            if found != wanted:
+            if result != expected:
                 raise CheckpointError(
-                    f"{name} is {found} in the state, but {wanted} in the model; for PyTorch's"
+                    f"{name} is {result} in the state, but {expected} in the model; for PyTorch's"
                     " order of axes see nnmpi.models.torch_weights"
                 )
         for name, entry in entries.items():
@@ -412,12 +416,12 @@ def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:
             (
                 [value]
                 if isinstance(value, Parameter)
-                else [each for _, each in value.named_parameters()]
+                else [parameter for _, parameter in value.named_parameters()]
             ),
         )
     elif isinstance(value, dict | list | tuple | set | frozenset):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _within(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _within(item)
 
 
 class ModelParameters(list[Parameter]):
@@ -441,10 +445,10 @@ def _describe(path: str, module: Module) -> tuple[str, str, str]:
     """Return a line of the tree in three parts: place and kind, how many parameters, shapes of
     those of its own.
     """
-    own = [*module._members(Parameter), *module._members(Buffer)]
+    local = [*module._members(Parameter), *module._members(Buffer)]
     shapes = [
         f"{name} {leaf.declared if isinstance(leaf, Parameter) else leaf.shape}"
-        for name, leaf in own
+        for name, leaf in local
     ]
     count = sum(prod(parameter.declared) for _, parameter in module.named_parameters())
     depth, name = path.count(".") + 1 if path else 0, path.rpartition(".")[2]

@@ -201,8 +201,8 @@ class GroupNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
         _check_features("GroupNorm", x, self.weight)
-        each, pixels = x.shape[-1] // self.num_groups, prod(x.shape[1:-1])
-        groups = x.reshape(len(x), pixels, self.num_groups, each)
+        item, pixels = x.shape[-1] // self.num_groups, prod(x.shape[1:-1])
+        groups = x.reshape(len(x), pixels, self.num_groups, item)
         centred = groups - groups.mean((1, 3), keepdims=True)
         variance = (centred * centred).mean((1, 3), keepdims=True)
         return (centred / (variance + self.eps).sqrt()).reshape(x.shape) * self.weight + self.bias

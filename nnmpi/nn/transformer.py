@@ -149,7 +149,7 @@ class TransformerBlock(Module):
         )
         if experts is not None:
             self.sharding = {
-                name: each for name, each in self.sharding.items() if not name.startswith("mlp.")
+                name: item for name, item in self.sharding.items() if not name.startswith("mlp.")
             }
         self.drops: list[Module] = [Dropout(dropout), Dropout(dropout)]
 

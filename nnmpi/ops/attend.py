@@ -92,11 +92,11 @@ def attend(
     q, k, v = inputs
     which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
     count = sum((j - i) * seen for i, j, seen in which.bands())
-    kept = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
+    saved = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
     top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(xp, q, (*q.shape[:3], 1))[..., 0]
-    attend_more(xp, inputs, y, top, total, which, kept, first=True)
+    attend_more(xp, inputs, y, top, total, which, saved, first=True)
     xp.divide(y, total[..., None], out=y)
-    return (q, k, v, y, total, kept) if keep else ()
+    return (q, k, v, y, total, saved) if keep else ()
 
 
 def attend_grad(
@@ -162,22 +162,22 @@ def attend_more(
         for (i, j, seen), part in pieces:
             place = _piece(kept, room, part, (*qb.shape[:2], seen, j - i))
             p = which.scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i, place)
-            own = [each[block][:, :, i:j] for each in (top, total, sums)]
-            new = own if first else [xp.empty(each.shape, each.dtype) for each in own]
+            local = [item[block][:, :, i:j] for item in (top, total, sums)]
+            new = local if first else [xp.empty(item.shape, item.dtype) for item in local]
             xp.max(p, axis=2, out=new[0])
             if not first:
-                xp.maximum(new[0], own[0], out=new[0])
+                xp.maximum(new[0], local[0], out=new[0])
             xp.exp(xp.subtract(p, new[0][:, :, None], out=p), out=p)
             xp.matmul(ones(xp, seen, p.dtype)[None], p, out=new[1][:, :, None])
             which.mark(p, block, i)
             gemm(xp, _left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
             if not first:
-                shrink = xp.exp(own[0] - new[0])
+                shrink = xp.exp(local[0] - new[0])
                 for before, more, factor in zip(
-                    own[1:], new[1:], (shrink, shrink[..., None]), strict=True
+                    local[1:], new[1:], (shrink, shrink[..., None]), strict=True
                 ):
                     xp.add(xp.multiply(before, factor, out=before), more, out=before)
-                xp.copyto(own[0], new[0])
+                xp.copyto(local[0], new[0])
 
 
 def attend_more_grad(
@@ -316,11 +316,11 @@ class KeyBlock:
         """
         bands, start, pieces = tuple(self.bands()), 0, list[tuple[Block, list[Piece]]]()
         for block in _blocks(q, len(self.keys), bands):
-            heads, found = prod(each.stop - each.start for each in block), list[Piece]()
+            heads, result = prod(item.stop - item.start for item in block), list[Piece]()
             for i, j, seen in bands:
-                found.append(((i, j, seen), slice(start, start + heads * seen * (j - i))))
-                start = found[-1][1].stop
-            pieces.append((block, found))
+                result.append(((i, j, seen), slice(start, start + heads * seen * (j - i))))
+                start = result[-1][1].stop
+            pieces.append((block, result))
         return pieces
 
 

@@ -36,10 +36,10 @@ def over_ranks(function: Function, cut: TensorCut, kernels: Any) -> Any:
     Raises:
         LayoutError: where the ranks have no such way, or not whole positions.
     """
-    found = cut.group.attention(kernels, cut.placement)
-    if found is None:
+    result = cut.group.attention(kernels, cut.placement)
+    if result is None:
         raise cut.refuse(function, "looks at all positions")
-    return found
+    return result
 
 
 class Attention(Function):
@@ -74,7 +74,7 @@ class Attention(Function):
             if q.shape[1]
             else None
         )
-        self.saved = (residuals, [each.shape for each in (q, k, v)])
+        self.saved = (residuals, [item.shape for item in (q, k, v)])
         return y
 
     def backward(self, grad: Array) -> Grads:
@@ -83,7 +83,7 @@ class Attention(Function):
         if residuals is not None:
             self.kernels.attend_grad(self.xp, grad, residuals, places, self.causal)
         return tuple(
-            each if needed else None for each, needed in zip(places, self.needs, strict=True)
+            place if needed else None for place, needed in zip(places, self.needs, strict=True)
         )
 
 
@@ -119,8 +119,8 @@ class KeyValues:
         if not self._room or self.count > self._room[0].shape[2]:
             old = self._room
             self._room = [
-                xp.empty((*each.shape[:2], 2 * self.count, each.shape[3]), each.dtype)
-                for each in (k, v)
+                xp.empty((*item.shape[:2], 2 * self.count, item.shape[3]), item.dtype)
+                for item in (k, v)
             ]
             for room, before in zip(self._room, old, strict=False):
                 room[:, :, :start] = before[:, :, :start]
@@ -337,6 +337,6 @@ def scaled_dot_product_attention(
     if causal and q.shape[2] != k.shape[2]:
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
     reads = read_as("attention", require_floating("attention", q), k, v)
-    q, k, v = (converted(each, reads) for each in (q, k, v))
+    q, k, v = (converted(item, reads) for item in (q, k, v))
     kernels = attention_for(q.data)
     return with_kernels("attend", Attention(causal, kernels), q, k, v)

@@ -56,11 +56,11 @@ def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
 
 def sum_in_place(group: Group, array: Array) -> Array:
     """Replace an array by the sum of the ranks' arrays, all of one shape, and return it."""
-    whole = array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
-    with group.meeting("all-reduce", None, CATEGORY, {"bytes": whole.nbytes}):
-        group.all_reduce(whole.reshape(-1), check=False)
-    if whole is not array:
-        array[...] = whole
+    full = array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
+    with group.meeting("all-reduce", None, CATEGORY, {"bytes": full.nbytes}):
+        group.all_reduce(full.reshape(-1), check=False)
+    if full is not array:
+        array[...] = full
     return array
 
 
@@ -73,9 +73,9 @@ class _Regions:
         self.group = group
         axis = placement.axis % len(shape)
         if not is_whole:
-            width, own = placement.width(group.size, group.rank), shape[axis]
+            width, local = placement.width(group.size, group.rank), shape[axis]
             placement.check_known(group.size)
-            repeats = own // width if placement.repeats is None else placement.repeats
+            repeats = local // width if placement.repeats is None else placement.repeats
             shape = (*shape[:axis], placement.once * repeats, *shape[axis + 1 :])
         elif placement.repeats is not None and shape[axis] != placement.once * placement.repeats:
             raise ShapeError(
@@ -103,15 +103,15 @@ class _Regions:
                 " sharded for other sizes"
             )
         xp = namespace(part)
-        whole: Array = xp.empty(self.whole, dtype=part.dtype)
-        own = xp.ascontiguousarray(part).reshape(-1)
-        if not getattr(own.flags, "writeable", True):  # a gradient that was broadcast
-            own = own.copy()
-        with self.group.meeting("all-gather", None, CATEGORY, {"bytes": whole.nbytes}):
-            parts = self.group.all_gather_v(own, self.counts)
+        full: Array = xp.empty(self.whole, dtype=part.dtype)
+        local = xp.ascontiguousarray(part).reshape(-1)
+        if not getattr(local.flags, "writeable", True):  # a gradient that was broadcast
+            local = local.copy()
+        with self.group.meeting("all-gather", None, CATEGORY, {"bytes": full.nbytes}):
+            parts = self.group.all_gather_v(local, self.counts)
         for region, values in zip(self.parts, parts, strict=True):
-            region.put(whole, values)
-        return whole
+            region.put(full, values)
+        return full
 
     def take(self, whole: Array) -> Array:
         """Return this rank's part, contiguous."""
@@ -119,9 +119,9 @@ class _Regions:
 
     def put(self, part: Array) -> Array:
         """Return a whole array of zeros but for this rank's part."""
-        whole: Array = namespace(part).zeros(self.whole, part.dtype)
-        self.own.put(whole, namespace(part).ascontiguousarray(part))
-        return whole
+        full: Array = namespace(part).zeros(self.whole, part.dtype)
+        self.own.put(full, namespace(part).ascontiguousarray(part))
+        return full
 
     def reduce_scatter(self, whole: Array) -> Array:
         """Return this rank's part of the sum over the ranks."""
@@ -129,8 +129,8 @@ class _Regions:
             [region.take(whole).reshape(-1) for region in self.parts]
         )
         with self.group.meeting("reduce-scatter", None, CATEGORY, {"bytes": flat.nbytes}):
-            own = self.group.reduce_scatter_v(flat, self.counts)
-        return own.reshape(self.own.local_shape)
+            local = self.group.reduce_scatter_v(flat, self.counts)
+        return local.reshape(self.own.local_shape)
 
 
 class RankSum(Function):
@@ -206,8 +206,8 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tenso
         group: the ranks.
         bias: (features,), replicated; added once.
     """
-    whole = x if group.size == 1 else RankSum(group, True, False)(x)
-    return whole if bias is None else whole + bias
+    full = x if group.size == 1 else RankSum(group, True, False)(x)
+    return full if bias is None else full + bias
 
 
 def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor:
@@ -289,14 +289,16 @@ def _agreed(
     x = x if isinstance(x, Tensor) else Tensor(x)
     if lengths is not None:
         refuse(f"{name}'s list of lengths")
-    fault, what, own, rest = "", [name, str(x.dtype)], [0], list(x.shape)
+    fault, what, local, rest = "", [name, str(x.dtype)], [0], list(x.shape)
     known: list[list[int]] = []  # by a recording
     try:
         if axis is not None:
             at = range(x.ndim)[axis]
-            what[0], own = f"{name} along axis {at}", [rest.pop(at)]
+            what[0], local = f"{name} along axis {at}", [rest.pop(at)]
         if cut:
-            own += map(len, split(own[0], group.size)) if lengths is None else map(index, lengths)
+            local += (
+                map(len, split(local[0], group.size)) if lengths is None else map(index, lengths)
+            )
     except (IndexError, TypeError):
         whose = f"rank {group.rank} has {x.shape}"
         fault = (
@@ -305,18 +307,18 @@ def _agreed(
         )
 
     def meet() -> list[list[int]]:
-        told = group.gather([fault, [*what, *rest], own, known])
-        for rank_fault in filter(None, (each[0] for each in told)):
+        gathered = group.gather([fault, [*what, *rest], local, known])
+        for rank_fault in filter(None, (item[0] for item in gathered)):
             raise ShapeError(rank_fault)
         problems = (
             "the ranks are in different operations",
             "the ranks' tensors differ beyond that axis",
         )
         refuse_different(
-            [each[1] for each in told], lambda number: problems[number > 0], "give like ones"
+            [item[1] for item in gathered], lambda number: problems[number > 0], "give like ones"
         )
-        now = [each[2] for each in told]
-        for before in (each[3] for each in told):
+        now = [item[2] for item in gathered]
+        for before in (item[3] for item in gathered):
             if before not in ([], now):
                 raise CommError(
                     f"{name} inside a compiled step was recorded for lengths {before}, and the"
@@ -326,13 +328,13 @@ def _agreed(
         return now
 
     everyones = perform(meet)
-    for rank, (whole, *parts) in enumerate(everyones if cut else ()):
-        if len(parts) != group.size or sum(parts) != whole or min(parts) < 0:
+    for rank, (full, *parts) in enumerate(everyones if cut else ()):
+        if len(parts) != group.size or sum(parts) != full or min(parts) < 0:
             raise ShapeError(
-                f"lengths {parts} do not cut the {whole} that rank {rank} has for {group.size}"
-                f" ranks; give {group.size} lengths that add up to {whole}"
+                f"lengths {parts} do not cut the {full} that rank {rank} has for {group.size}"
+                f" ranks; give {group.size} lengths that add up to {full}"
             )
-    return x, [each[cut:] for each in everyones]
+    return x, [everyone[cut:] for everyone in everyones]
 
 
 def all_reduce(x: Any, group: Group) -> Tensor:
@@ -423,7 +425,10 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
     if group.size == 1:
         return x
     return AllToAll(
-        group, everyones[group.rank], [each[group.rank] for each in everyones], axis % x.ndim
+        group,
+        everyones[group.rank],
+        [everyone[group.rank] for everyone in everyones],
+        axis % x.ndim,
     )(x)
 
 

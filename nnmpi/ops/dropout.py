@@ -44,11 +44,11 @@ class DropoutFunction(Function):
         (x,) = inputs
         cut, row = x.cut, x.shape[1:]
         uncut(self, x, (0,), "needs whole rows")
-        own = cut.placement.region(row, cut.axis - 1, cut.group.size, cut.group.rank)
+        local = cut.placement.region(row, cut.axis - 1, cut.group.size, cut.group.rank)
         self.columns = (
-            _places(own)
+            _places(local)
             if self.columns is None
-            else own.take(self.columns.reshape(row)).reshape(-1)
+            else local.take(self.columns.reshape(row)).reshape(-1)
         )
         return uncut(self, x, (), "")
 
@@ -63,14 +63,16 @@ class DropoutFunction(Function):
         bits = random_bits(
             xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key
         )
-        kept = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
-        factor = kept * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
+        saved = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
+        factor = saved * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
         self.saved = (None, factor)
         return x * factor
 
     def backward(self, grad: Array) -> Grads:
-        kernels, kept = self.saved
-        return (grad * kept if kernels is None else kernels.dropout(namespace(grad), grad, *kept),)
+        kernels, saved = self.saved
+        return (
+            grad * saved if kernels is None else kernels.dropout(namespace(grad), grad, *saved),
+        )
 
 
 @lru_cache(maxsize=16)
@@ -78,8 +80,8 @@ def _places(part: Region) -> Array:
     """Return the places that a part's elements have in the whole: it takes longer than to draw the
     mask.
     """
-    whole = np.arange(prod(part.shape), dtype=np.uint32).reshape(part.shape)
-    return part.take(whole).reshape(-1)
+    full = np.arange(prod(part.shape), dtype=np.uint32).reshape(part.shape)
+    return part.take(full).reshape(-1)
 
 
 def dropout(

@@ -99,23 +99,23 @@ class Experts(Function):
         self.gate, self.ranks, self.exchange, self.weight = gate, ranks, exchange, weight
 
     def forward(self, x: Array, p: Array, *weights: Array) -> Array:
-        own, gates = (Tensor(each, requires_grad=True) for each in (x, p))
+        local, gates = (Tensor(item, requires_grad=True) for item in (x, p))
         experts = [
-            [Tensor(each, requires_grad=True) for each in arrays]
+            [Tensor(array, requires_grad=True) for array in arrays]
             for arrays in zip(*weights, strict=True)
         ]
         chosen, taken = self.gate.choose(self.xp, p)
-        y = self._mix(own, gates, experts, chosen, taken)
-        self.saved = own, gates, weights, experts, y, self._pushed(p, chosen)
+        y = self._mix(local, gates, experts, chosen, taken)
+        self.saved = local, gates, weights, experts, y, self._pushed(p, chosen)
         return y.data
 
     def backward(self, grad: Array) -> Grads:
         x, p, weights, experts, y, pushed = self.saved
-        grads = [self.xp.zeros(each.shape, each.dtype) for each in weights]
+        grads = [self.xp.zeros(weight.shape, weight.dtype) for weight in weights]
         x.grad = p.grad = None  # it may be a graph's second backward pass
         for number, leaves in enumerate(experts):
-            for leaf, whole in zip(leaves, grads, strict=True):
-                leaf.grad, leaf.buffer = None, whole[number]
+            for leaf, full in zip(leaves, grads, strict=True):
+                leaf.grad, leaf.buffer = None, full[number]
         y.backward(grad, retain_graph=True)
         return (x.grad, p.grad + pushed, *grads)
 
@@ -127,24 +127,24 @@ class Experts(Function):
         flat = xp.where(taken, chosen, count).reshape(-1)
         order = xp.argsort(flat, kind="stable")[: int(taken.sum())]
         rows = _pick(x.reshape(-1, x.shape[-1]), order // top_k)
-        told = [xp.bincount(flat, minlength=count + 1)[:count]]
+        counts = [xp.bincount(flat, minlength=count + 1)[:count]]
         if self.ranks is not None:
-            parts = [told[0][each.start : each.stop] for each in split(count, self.ranks.size)]
-            told = self.ranks.all_to_all_v(parts, [(len(experts),)] * len(parts), "how many rows")
-            sends, receives = ([int(each.sum()) for each in some] for some in (parts, told))
+            parts = [counts[0][item.start : item.stop] for item in split(count, self.ranks.size)]
+            counts = self.ranks.all_to_all_v(parts, [(len(experts),)] * len(parts), "how many rows")
+            sends, receives = ([int(item.sum()) for item in some] for some in (parts, counts))
             kinds = xp.concatenate(
-                [xp.repeat(xp.arange(len(experts)), each.tolist()) for each in told]
+                [xp.repeat(xp.arange(len(experts)), item.tolist()) for item in counts]
             )
             there = xp.argsort(kinds, kind="stable")
             rows = _pick(self.exchange(self.ranks, sends, receives)(rows), there)
         results, start = [rows[:0]], 0
-        for (w1, b1, w2, b2), each in zip(
-            experts, np.sum([each.tolist() for each in told], axis=0).tolist(), strict=True
+        for (w1, b1, w2, b2), entry in zip(
+            experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
         ):
-            if each:
-                inner = LinearGeluFunction(True, None)(rows[start : start + each], w1, b1)
+            if entry:
+                inner = LinearGeluFunction(True, None)(rows[start : start + entry], w1, b1)
                 results.append(LinearFunction(None)(inner, w2, b2))
-            start += each
+            start += entry
         out = concatenate(results)
         if self.ranks is not None:
             out = self.exchange(self.ranks, receives, sends)(_pick(out, xp.argsort(there)))

@@ -70,7 +70,7 @@ class LinearFunction(Function):
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> Grads:
-        rows, weight, shape, kept, dtypes = self.saved
+        rows, weight, shape, saved, dtypes = self.saved
         xp = self.xp
         if dtypes is not None:
             grad = xp.ascontiguousarray(cast(xp, grad, rows.dtype))
@@ -81,7 +81,7 @@ class LinearFunction(Function):
             to_bias = place_for(
                 self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2]
             )
-        grad = self.before_activation(grad, kept, to_bias)
+        grad = self.before_activation(grad, saved, to_bias)
         if self.needs[1]:
             factors, (place, add) = self.weight_factors(rows, grad), self.sum_into(1)
             to_weight = gemm(xp, *factors, place, add, None if dtypes is None else dtypes[1])
@@ -267,7 +267,7 @@ def multiply(
     if not is_low(reads):
         return make(None)(x, weight, bias)
     y = make(None)(
-        *(None if each is None else converted(each, FLOAT32) for each in (x, weight, bias))
+        *(None if item is None else converted(item, FLOAT32) for item in (x, weight, bias))
     )
     return converted(y, reads) if narrow else y
 

@@ -47,8 +47,8 @@ class CrossEntropy(Function):
         losses, residuals = self._losses(rows, labels)
         count: Any = labels.size  # of the labels that count
         if self.ignore_index is not None:
-            kept = xp.not_equal(labels, self.ignore_index)
-            count = xp.maximum(xp.add.reduce(kept, axis=0, dtype=losses.dtype), 1)
+            saved = xp.not_equal(labels, self.ignore_index)
+            count = xp.maximum(xp.add.reduce(saved, axis=0, dtype=losses.dtype), 1)
         self.saved = (residuals, logits.shape, logits.dtype, count)
         if self.reduction == "none":
             return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
@@ -73,22 +73,22 @@ class CrossEntropy(Function):
 
         They are computed for a block of rows after the other, while it lies in the cache.
         """
-        xp, (count, classes), smoothing, kept = self.xp, logits.shape, self.smoothing, None
+        xp, (count, classes), smoothing, saved = self.xp, logits.shape, self.smoothing, None
         kernels = kernels_for(logits, "softmax_loss")
-        found = (
+        result = (
             None
             if kernels is None
             else kernels.softmax_loss(xp, logits, labels, self.ignore_index, smoothing)
         )
-        if found is not None:
-            return found
+        if result is not None:
+            return result
         if self.ignore_index is not None:
-            kept = xp.not_equal(labels, self.ignore_index)
-            labels = xp.where(kept, labels, 0)
+            saved = xp.not_equal(labels, self.ignore_index)
+            labels = xp.where(saved, labels, 0)
         logits = xp.ascontiguousarray(logits)
         places = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
         powers, target = xp.empty(logits.shape, logits.dtype), _take(xp, logits, places)
-        sums, each = xp.empty((count,), logits.dtype), ones(xp, classes, logits.dtype)
+        sums, item = xp.empty((count,), logits.dtype), ones(xp, classes, logits.dtype)
         mean = xp.empty((count,), logits.dtype) if smoothing else None
         for part in row_blocks(logits):
             rows, block, near = logits[part], powers[part], target[part]
@@ -98,19 +98,19 @@ class CrossEntropy(Function):
             if mean is not None:
                 xp.mean(block, axis=1, out=mean[part])
             xp.exp(block, out=block)
-            xp.dot(block, each, out=sums[part])
+            xp.dot(block, item, out=sums[part])
         if mean is not None:
             target = xp.add(xp.multiply(target, 1 - smoothing), xp.multiply(mean, smoothing))
         losses = xp.subtract(xp.log(sums), target)
-        if kept is not None:
-            losses = xp.where(kept, losses, 0)  # not a product: what is ignored may be NaN
-        return losses, (powers, sums, places, kept)
+        if saved is not None:
+            losses = xp.where(saved, losses, 0)  # not a product: what is ignored may be NaN
+        return losses, (powers, sums, places, saved)
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
         """Return softmax(logits) - target, times the gradients of the losses, (rows,), or (1,), one
         for all.
         """
-        xp, (powers, sums, places, kept) = self.xp, residuals
+        xp, (powers, sums, places, saved) = self.xp, residuals
         result: Array = xp.multiply(powers, xp.divide(share, sums)[:, None])
         hit = share
         if self.smoothing:
@@ -119,8 +119,8 @@ class CrossEntropy(Function):
                 result, xp.multiply(share, self.smoothing / powers.shape[1])[:, None], out=result
             )
         xp.put(result, places, xp.subtract(_take(xp, result, places), hit))
-        if kept is not None:
-            xp.copyto(result, 0, where=xp.logical_not(kept)[:, None])
+        if saved is not None:
+            xp.copyto(result, 0, where=xp.logical_not(saved)[:, None])
         return result
 
 

@@ -331,18 +331,18 @@ def lstm(
         DtypeError: when the dtypes differ, or the lengths are no integers.
     """
     features = recurrent.shape[0]
-    wanted = ((x.shape[-1], 4 * features), (features, 4 * features), (4 * features,))
-    if x.ndim != 3 or (weight.shape, recurrent.shape, bias.shape) != wanted:
+    expected = ((x.shape[-1], 4 * features), (features, 4 * features), (4 * features,))
+    if x.ndim != 3 or (weight.shape, recurrent.shape, bias.shape) != expected:
         raise ShapeError(
             f"lstm of x {x.shape}, weight {weight.shape}, recurrent {recurrent.shape} and bias"
             f" {bias.shape} needs (batch, time, in), (in, 4 features), (features, 4 features) and"
             " (4 features,)"
         )
     h, c = (None, None) if state is None else state
-    for each in state or ():
-        if tuple(each.shape) != (x.shape[0], features):
+    for item in state or ():
+        if tuple(item.shape) != (x.shape[0], features):
             raise ShapeError(
-                f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(each.shape)}"
+                f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
             )
     may_meet("lstm", x, weight, recurrent, bias, h, c)
     function = LSTMFunction(reverse, ends)

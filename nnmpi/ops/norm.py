@@ -66,7 +66,7 @@ class BatchNormFunction(Function):
         wide, repeats = _widened(xp, rows)
         y = xp.empty(wide.shape, x.dtype)
         means, factors, shifts = (
-            repeated(xp, each, repeats) for each in (mean, xp.multiply(inverse, scale), shift)
+            repeated(xp, item, repeats) for item in (mean, xp.multiply(inverse, scale), shift)
         )
         kernels = kernels_for(wide, "norm")
         if kernels is not None:
@@ -94,7 +94,7 @@ class BatchNormFunction(Function):
             slopes = xp.multiply(sums[channels:], inverse)
             factors = xp.multiply(scale, inverse)
             slopes, means_grad, factors = (
-                repeated(xp, each, repeats) for each in (slopes, sums[:channels], factors)
+                repeated(xp, item, repeats) for item in (slopes, sums[:channels], factors)
             )
             to_x, kernels = xp.empty(x.shape, x.dtype), kernels_for(x, "norm_grad")
             if kernels is not None:
@@ -119,20 +119,20 @@ def _measure(
     """Write the mean and variance of each channel and the number of rows, at least 1; return the
     number itself.
     """
-    xp, own = namespace(rows), len(rows)
+    xp, local = namespace(rows), len(rows)
     wide, repeats = _widened(xp, rows)
     _sum_rows(xp, wide, mean)
-    mean /= max(own, 1)
+    mean /= max(local, 1)
     _sum_products(xp, wide, repeated(xp, mean, repeats), None, variance)
-    count: Count = own
+    count: Count = local
     if all_reduce is None:
-        variance /= max(own, 1)
+        variance /= max(local, 1)
     else:
         ours = mean.astype(xp.float64)
-        total = all_reduce(xp.concatenate([xp.full(1, own, dtype=xp.float64), own * ours]))
+        total = all_reduce(xp.concatenate([xp.full(1, local, dtype=xp.float64), local * ours]))
         count = float(total[0]) if xp.__name__ == "numpy" else total[0]
         wide_mean = total[1:] / at_least_one(count)
-        variance[...] = all_reduce(variance + own * (ours - wide_mean) ** 2) / at_least_one(count)
+        variance[...] = all_reduce(variance + local * (ours - wide_mean) ** 2) / at_least_one(count)
         mean[...] = wide_mean
     n[...] = at_least_one(count)
     if observe is not None:
@@ -169,7 +169,7 @@ def _sum_products(xp: Any, wide: Array, means: Array, factors: Array | None, out
     if kernels is not None:
         parts = xp.empty((1, wide.shape[1]), wide.dtype)
         wide, g = (
-            xp.ascontiguousarray(each) for each in (wide, wide if factors is None else factors)
+            xp.ascontiguousarray(item) for item in (wide, wide if factors is None else factors)
         )
         kernels.norm_products(
             wide, means, g, means if factors is None else xp.zeros_like(means), parts[0]
@@ -234,7 +234,7 @@ class LayerNormFunction(Function):
         to_scale, to_shift = (
             place_for(self, i, scale.shape, scale.dtype) if self.needs[i] else None for i in (1, 2)
         )
-        sums = [None if each is None else each.reshape(n) for each in (to_scale, to_shift)]
+        sums = [None if item is None else item.reshape(n) for item in (to_scale, to_shift)]
         write = self._write_gradients if kernels is None else partial(kernels.layer_norm_grad, xp)
         write(rows, residuals, xp.reshape(scale, (n,)), to_x, *sums)
         return None if to_x is None else to_x.reshape(grad.shape), to_scale, to_shift

@@ -94,13 +94,13 @@ class Adam(Optimizer):
         eps = self.eps * root
         for block in blocks:
             xp, data, (m, v) = block.xp, block.data, block.slots
-            decay, kept = (0.0, 1 - lr * block.decay) if self.decouples else (block.decay, 1.0)
+            decay, saved = (0.0, 1 - lr * block.decay) if self.decouples else (block.decay, 1.0)
             compiled = compiled_update(block, "adam")
             if compiled is not None:
-                compiled(data, block.grad, m, v, rate, eps, beta1, beta2, decay, kept)
+                compiled(data, block.grad, m, v, rate, eps, beta1, beta2, decay, saved)
                 continue
-            if kept != 1:
-                xp.multiply(data, kept, out=data)
+            if saved != 1:
+                xp.multiply(data, saved, out=data)
             gradient, change = decayed_gradient(block, decay), block.scratch[1]
             # m + (1 - beta1) (g - m): rounds less than the sum of two products
             xp.subtract(gradient, m, out=change)
@@ -189,10 +189,10 @@ class RMSprop(Optimizer):
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         for block in blocks:
             xp, gradient, change = block.xp, decayed_gradient(block, block.decay), block.scratch[1]
-            v, *kept = block.slots
+            v, *saved = block.slots
             _average(block, v, gradient, *self.shares, change)
             _divide(block, gradient, v, self.eps, change)
-            for momentum in kept:
+            for momentum in saved:
                 change = xp.add(
                     xp.multiply(momentum, self.momentum, out=momentum), change, out=momentum
                 )

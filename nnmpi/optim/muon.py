@@ -111,7 +111,7 @@ class Muon(AdamW):
             m += (grad - m) * (1 - self.momentum)
             d = m + (grad - m) * (1 - self.momentum)
             if counts:
-                d = _exchange(ranks, {owner: d}, [each * (owner == rank) for each in counts], d)
+                d = _exchange(ranks, {owner: d}, [count * (owner == rank) for count in counts], d)
             owned.append(d)
         for i, (span, *_) in enumerate(self._matrices):
             if owners[i] == rank:  # all of these before anybody waits for one
@@ -165,10 +165,10 @@ def _matrices(storage: Any) -> list[tuple[Any, slice, Sequence[int]]]:
     spans = [
         s for s in storage.spans if len(s.parameter.declared) == 2 and not s.parameter.is_table
     ]
-    for each in (span.parameter for span in spans):
-        if each.region is not None:
+    for item in (span.parameter for span in spans):
+        if item.region is not None:
             raise LayoutError(
-                f"Muon works on whole matrices, and this rank has a part of {each.name}; leave tp"
+                f"Muon works on whole matrices, and this rank has a part of {item.name}; leave tp"
                 " at 1, as dp, pp, sp and zero leave matrices whole, or take adamw"
             )
     return [

@@ -133,10 +133,10 @@ def number(name: str, value: Any, below: float = math.inf, most: float | None = 
         UsageError: for another value, NaN, or what is no number.
     """
     try:
-        found = float(value)
+        result = float(value)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not (0 <= found < below if most is None else 0 <= found <= most):
+        result = math.nan
+    if not (0 <= result < below if most is None else 0 <= result <= most):
         end = (
             f"at most {most}"
             if most is not None
@@ -147,7 +147,7 @@ def number(name: str, value: Any, below: float = math.inf, most: float | None = 
         raise UsageError(
             f"{name} is {shortened(repr(value))}; give a number of at least 0 that is {end}"
         )
-    return found
+    return result
 
 
 class Optimizer(ABC):
@@ -289,10 +289,10 @@ class Optimizer(ABC):
         # Blocks run across parameters, so one that needs no gradient cannot be left out of them: it
         # is put back.
         arrays = (self._data, *self._slots.values()) if frozen else ()
-        parts = [each[buffer].reshape(-1)[part] for each in arrays for buffer, part in frozen]
-        kept = [part.copy() for part in parts]
+        parts = [array[buffer].reshape(-1)[part] for array in arrays for buffer, part in frozen]
+        saved = [part.copy() for part in parts]
         self._update_groups(lr, blocks)
-        for part, values in zip(parts, kept, strict=True):
+        for part, values in zip(parts, saved, strict=True):
             # decay and momentum move also what has no gradient
             part[...] = values
 
@@ -388,14 +388,14 @@ class Optimizer(ABC):
         grads = self._grads if grads is None else grads
         blocks: list[BufferBlock] = []
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
-            whole = [data, grad, *(arrays[i] for arrays in self._slots.values())]
+            full = [data, grad, *(arrays[i] for arrays in self._slots.values())]
             elements = (
                 block_elements(data)
                 if limit_bytes is None
                 else max(1, limit_bytes // data.dtype.itemsize)
             )
             for run in self._runs(i) if parts is None else [parts[i]]:
-                for part, gradient, *state in pieces([array[run] for array in whole], elements):
+                for part, gradient, *state in pieces([array[run] for array in full], elements):
                     decay, rate, spare = self.weight_decay[i], self.rates[i], scratch.like(part)
                     blocks.append(
                         BufferBlock(
@@ -412,8 +412,8 @@ class Optimizer(ABC):
         """Raise if a buffer was replaced: the blocks would still update the old one, and training
         would stand still.
         """
-        for kept, now in ((self._data, self.storage.data), (self._grads, self.storage.grads)):
-            if len(kept) != len(now) or not all(map(is_, kept, now)):
+        for saved, now in ((self._data, self.storage.data), (self._grads, self.storage.grads)):
+            if len(saved) != len(now) or not all(map(is_, saved, now)):
                 raise UsageError(
                     "the storage's arrays were replaced; make a new optimizer after changing them"
                 )

@@ -77,16 +77,16 @@ class SGD(Optimizer):
                 compiled(data, grad, *block.slots, lr, *settings[:1], block.decay, *settings[1:])
                 continue
             direction = decayed_gradient(block, block.decay)
-            for kept in block.slots:
-                xp.multiply(kept, self.momentum, out=kept)
-                xp.add(kept, direction, out=kept)
+            for saved in block.slots:
+                xp.multiply(saved, self.momentum, out=saved)
+                xp.add(saved, direction, out=saved)
                 if self.nesterov:
                     ahead = block.scratch[1]
-                    xp.multiply(kept, self.momentum, out=ahead)
+                    xp.multiply(saved, self.momentum, out=ahead)
                     xp.add(ahead, direction, out=ahead)
                     direction = ahead
                 else:
-                    direction = kept
+                    direction = saved
             # In place where possible: one array less in the cache.
             change = direction if block.is_spent and direction is grad else block.scratch[1]
             # NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of

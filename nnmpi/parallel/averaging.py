@@ -170,8 +170,8 @@ class LocalSGD(Averaging):
             number("outer_momentum", outer_momentum, 1),
         )
         if (outer_lr, outer_momentum) != (1, 0):
-            optimizer.kept["outer_weights"] = [each.copy() for each in storage.data]
-            optimizer.kept["outer_momentum"] = [each * 0 for each in storage.data]
+            optimizer.kept["outer_weights"] = [item.copy() for item in storage.data]
+            optimizer.kept["outer_momentum"] = [item * 0 for item in storage.data]
 
     def steps_since_average(self, step: int) -> int:
         """Return the steps since the last average or synchronization."""
@@ -193,9 +193,9 @@ class LocalSGD(Averaging):
             self._step_outside()
 
     def _step_outside(self) -> None:
-        kept = self.optimizer.kept
+        saved = self.optimizer.kept
         for now, before, momentum in (
-            zip(self.storage.data, *kept.values(), strict=True) if kept else ()
+            zip(self.storage.data, *saved.values(), strict=True) if saved else ()
         ):
             grad = before - now
             momentum *= self.outer_momentum
@@ -227,14 +227,14 @@ class Gossip(Averaging):
         data, steps = self.storage.data, len(gossip(self.group.rank, self.group.size))
         with keep_frozen(self.storage):
             sums = [
-                self.group.bind(each, "gossip", tag, NEIGHBOUR_AVERAGE.name)
-                for tag, each in enumerate(data)
+                self.group.bind(item, "gossip", tag, NEIGHBOUR_AVERAGE.name)
+                for tag, item in enumerate(data)
             ]
-            for each in sums:
-                each.start()
+            for entry in sums:
+                entry.start()
             # The rank sleeps, and takes no core, while its neighbours are late. All are polled.
             self.group.comm.world.wait_until(
-                lambda: min([each.poll() for each in sums], default=True)
+                lambda: min([item.poll() for item in sums], default=True)
             )
             scale(data, 1 / (2 * steps))  # each step has doubled the number of buffers in the sum
         self.messages += steps * len(data)
@@ -245,9 +245,9 @@ class Gossip(Averaging):
 def keep_frozen(storage: FlatStorage) -> Iterator[None]:
     """Keep frozen parameters bit for bit: the mean of equal numbers may round."""
     parts = [storage.data[buffer][part] for buffer, part in storage.frozen()]
-    kept = [part.copy() for part in parts]
+    saved = [part.copy() for part in parts]
     yield
-    for part, values in zip(parts, kept, strict=True):
+    for part, values in zip(parts, saved, strict=True):
         part[...] = values
 
 
@@ -267,14 +267,14 @@ def average(arrays: Iterable[Array], group: Group, weight: float) -> float:
     """
     squares = length = 0.0
     for array in arrays:
-        own = namespace(array).ascontiguousarray(array).reshape(-1)
-        base = own.copy()
+        local = namespace(array).ascontiguousarray(array).reshape(-1)
+        base = local.copy()
         group.broadcast(base)
-        mean = own - base
+        mean = local - base
         mean *= weight
         group.all_reduce(mean, SUM, check=False)
         mean += base
-        squares += sum_of_squares([own - mean])
+        squares += sum_of_squares([local - mean])
         length += sum_of_squares([mean])
         array[...] = mean.reshape(array.shape)
     distance = sqrt(group.sum_floats([squares])[0] / group.size)

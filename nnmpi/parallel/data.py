@@ -256,7 +256,7 @@ class DataParallel:
         )
         volume = self.exchange.volume()
         if volume is not None:
-            most, total = (format_bytes(int(each)) for each in volume)
+            most, total = (format_bytes(int(item)) for item in volume)
             words.append(f"the busiest rank sends {most} in a step, all together {total}")
         return ", ".join(words)
 
@@ -268,7 +268,7 @@ class DataParallel:
         """
         if self.storage.is_whole:
             parameters = (span.parameter for span in self.storage.spans if not span.parameter.apart)
-            weights = {each.name: each.data for each in parameters}
+            weights = {parameter.name: parameter.data for parameter in parameters}
             check_equal(self.group, weights, "the weights of {} differ between the ranks")
 
     def release(self) -> None:

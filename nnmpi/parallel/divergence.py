@@ -39,8 +39,8 @@ def explain(
         step: the update that failed, counted from 1.
         value: the global loss.
     """
-    again, found = _go_forward(model, x, loss)
-    places: Sequence[str | None] = group.gather(found)
+    again, result = _go_forward(model, x, loss)
+    places: Sequence[str | None] = group.gather(result)
     return _told(places if any(places) else group.gather(_go_backward(model, again)), step, value)
 
 
@@ -106,10 +106,10 @@ def explain_gradients(
     """
     held = list(model.storage.held())
     weights = (f"the weights {span.parameter.name!r}" for span, data, _ in held if not finite(data))
-    found = next(weights, None) or _wrong_gradient(
+    result = next(weights, None) or _wrong_gradient(
         (span.parameter.name, grad) for span, _, grad in held
     )
-    return _told(group.gather(found and f"{found}, summed over {source}"), step, value)
+    return _told(group.gather(result and f"{result}, summed over {source}"), step, value)
 
 
 def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
@@ -118,7 +118,9 @@ def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Te
     """
     places = [] if finite(x) else ["the input"]
     places += [
-        f"the weights {name!r}" for name, each in model.named_parameters() if not finite(each.data)
+        f"the weights {name!r}"
+        for name, parameter in model.named_parameters()
+        if not finite(parameter.data)
     ]
 
     def observe(module: Module, result: object) -> None:
@@ -138,7 +140,7 @@ def _go_backward(model: Module, loss: Tensor) -> str | None:
         for parameter in parameters.values():
             parameter.grad = None
         loss.backward()
-    return _wrong_gradient((name, each.grad) for name, each in parameters.items())
+    return _wrong_gradient((name, item.grad) for name, item in parameters.items())
 
 
 def _wrong_gradient(grads: Iterable[tuple[str, Array | None]]) -> str | None:

@@ -23,18 +23,18 @@ def share_experts(model: Module, group: Group) -> None:
     Raises:
         LayoutError: for a model without a mixture.
     """
-    found = [module for _, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
-    if not found:
+    result = [module for _, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
+    if not result:
         raise LayoutError(
             "expert_parallel shares out the experts of nn.MixtureOfExperts, which this model"
             " has not"
         )
-    for module in found if group.size > 1 else ():
+    for module in result if group.size > 1 else ():
         module.ranks, module.exchange = group, AllToAll
-        own = split(module.b1.shape[0], group.size)[group.rank]
+        local = split(module.b1.shape[0], group.size)[group.rank]
         for name in ("w1", "b1", "w2", "b2"):
-            whole = getattr(module, name)
-            region = Region(whole.shape, 0, own.start, own.stop)
-            part = type(whole)(region.local_shape, whole.init, region)
-            part.requires_grad, part.apart = whole.requires_grad, True
+            full = getattr(module, name)
+            region = Region(full.shape, 0, local.start, local.stop)
+            part = type(full)(region.local_shape, full.init, region)
+            part.requires_grad, part.apart = full.requires_grad, True
             module.set_child(name, part)

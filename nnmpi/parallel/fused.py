@@ -80,7 +80,7 @@ class FusedUpdate:
             numbers, *places = memory.common_all(
                 [
                     (memory.size * NUMBERS, np.float64),
-                    *((each.size, each.dtype) for each in [*storage.data, *slots]),
+                    *((item.size, item.dtype) for item in [*storage.data, *slots]),
                 ]
             )  # all in one allocation: making one takes the ranks longer than filling it
             grads = [memory.allocate(array.size, array.dtype) for array in storage.grads]
@@ -127,11 +127,11 @@ class FusedUpdate:
         # written between the two and read after the second. So two barriers are enough: whoever
         # writes columns 1.. for the next update has passed the second one, before which all have
         # read them, and column 0 waits for the next update's first.
-        own, barrier = self._numbers[self.memory.rank], self._node.barrier
-        own[1 : 1 + len(numbers)] = numbers
+        local, barrier = self._numbers[self.memory.rank], self._node.barrier
+        local[1 : 1 + len(numbers)] = numbers
         barrier.run()  # all gradients are final
         sums = self._numbers[:, 1 : 1 + len(numbers)].sum(0).tolist()
-        own[0] = self._add()
+        local[0] = self._add()
         barrier.run()
         return sqrt(sum(self._numbers[:, 0].tolist())), sums
 

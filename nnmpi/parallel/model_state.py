@@ -89,14 +89,14 @@ class ShardMap:
     @property
     def written(self) -> list[ArraySlice]:
         """The slices that are written, which make up the whole array, each element once."""
-        return [each for each in self.slices if each.owned]
+        return [item for item in self.slices if item.owned]
 
     def holders(self) -> dict[Region, list[int]]:
         """Return each different region with the ranks that have it."""
-        found: dict[Region, list[int]] = {}
-        for each in self.slices:
-            found.setdefault(each.region, []).append(each.rank)
-        return found
+        result: dict[Region, list[int]] = {}
+        for item in self.slices:
+            result.setdefault(item.region, []).append(item.rank)
+        return result
 
 
 def shard_maps(
@@ -113,7 +113,7 @@ def shard_maps(
             leave gaps or overlap, or a rank has an array that is not in `order`.
     """
     maps: dict[str, ShardMap] = {}
-    said, known = dict[str, int](), set(order)  # the last rank that has each
+    owners, known = dict[str, int](), set(order)  # the last rank that has each
     for rank, entries in enumerate(everyones):
         for name, shape, dtype, region, owned in entries:
             spec = ArraySpec(tuple(shape), dtype)
@@ -124,11 +124,11 @@ def shard_maps(
                 )
             if maps.setdefault(name, ShardMap(spec, [])).spec != spec:
                 raise LayoutError(
-                    f"{name} has {maps[name].spec} on rank {said[name]}, but {spec} on rank {rank}"
+                    f"{name} has {maps[name].spec} on rank {owners[name]}, but {spec} on rank {rank}"
                 )
-            if said.get(name) == rank:
+            if owners.get(name) == rank:
                 raise LayoutError(f"rank {rank} has {name!r} twice; a rank gives each array once")
-            said[name] = rank
+            owners[name] = rank
             axes = spec.shape or (1,)  # a single number counts as an array of one
             part = Region(axes, 0, 0, axes[0]) if region is None else Region(axes, *region)
             if prod(part.local_shape):
@@ -171,8 +171,8 @@ def check_fit(
 
 def _check_cover(name: str, shards: ShardMap) -> None:
     """Check that the written slices are the whole array, each element once."""
-    written = sorted(shards.written, key=lambda each: each.region.start)
-    regions = [each.region for each in written]
+    written = sorted(shards.written, key=lambda entry: entry.region.start)
+    regions = [item.region for item in written]
     cuts = {(region.axis, region.repeats) for region in regions}
     joins = [region.start for region in regions] == [0, *(region.stop for region in regions)][
         : len(regions)
@@ -180,9 +180,9 @@ def _check_cover(name: str, shards: ShardMap) -> None:
     count = sum(prod(region.local_shape) for region in regions)
     if len(cuts) > 1 or not joins or count != prod(shards.spec.shape):
         parts = (
-            f"{each.region.start}..{each.region.stop} of axis {each.region.axis} by rank"
-            f" {each.rank}"
-            for each in written
+            f"{item.region.start}..{item.region.stop} of axis {item.region.axis} by rank"
+            f" {item.rank}"
+            for item in written
         )
         raise LayoutError(
             f"what the ranks write of {name} is not all of it, each element once:"
@@ -219,8 +219,8 @@ class ShardedArray:
     def gather(self) -> Array:
         """Return the whole array, on every rank. Collective."""
         xp = namespace(self.own)
-        own = xp.ascontiguousarray(self.own)
-        return xp.concatenate(self.ranks.all_gather_v(own, self.counts)).reshape(self.shape)
+        local = xp.ascontiguousarray(self.own)
+        return xp.concatenate(self.ranks.all_gather_v(local, self.counts)).reshape(self.shape)
 
     def put(self, whole: Array) -> None:
         """Keep what is this rank's of an array."""
@@ -301,11 +301,11 @@ class ModelState:
         maps, phase = self._shard_maps(), CollectivePhase(self._group)
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
-                own = self._own.get(name)
-                own = own.gather() if isinstance(own, ShardedArray) else own
-                whole = _gather_array(shards, self._group.rank, own, channel, phase)
+                local = self._own.get(name)
+                local = local.gather() if isinstance(local, ShardedArray) else local
+                full = _gather_array(shards, self._group.rank, local, channel, phase)
                 if self._group.is_root:
-                    phase.attempt(write, name, whole)
+                    phase.attempt(write, name, full)
         phase.agree(speaker=0)
 
     def check(
@@ -347,13 +347,13 @@ class ModelState:
         self.check(self.specs() if found is None else found, source)
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
-                whole = None if rank else phase.attempt(_read, read, name, shards.spec, source)
+                full = None if rank else phase.attempt(_read, read, name, shards.spec, source)
                 for region, holders in shards.holders().items():
                     chain = [0, *(holder for holder in holders if holder)]
                     if rank not in chain:
                         continue
                     make = partial(np.empty, region.local_shape, shards.spec.dtype)
-                    part = phase.attempt(make) if rank else phase.attempt(_take, whole, region)
+                    part = phase.attempt(make) if rank else phase.attempt(_take, full, region)
                     for step in tree_broadcast(chain.index(rank), len(chain)):
                         if step.from_ is not None and not phase.require(
                             channel.receive(part, chain[step.from_])
@@ -373,20 +373,20 @@ class ModelState:
         Raises:
             LayoutError, NnmpiError: see `gather`.
         """
-        found: dict[str, Array] = {}
-        self.gather(lambda name, array: found.update({name: array.copy()}))
+        result: dict[str, Array] = {}
+        self.gather(lambda name, array: result.update({name: array.copy()}))
         if everywhere:
             for name, spec in self.specs().items():
-                array = found.setdefault(name, np.empty(spec.shape, spec.dtype))
+                array = result.setdefault(name, np.empty(spec.shape, spec.dtype))
                 self._group.broadcast(array)
-        return found
+        return result
 
     def _shard_maps(self) -> dict[str, ShardMap]:
         """Return where every array is. Collective the first time."""
         if self._maps is None:
-            own = [entry.describe() for entry in self._entries]
+            local = [entry.describe() for entry in self._entries]
             digest = hashlib.blake2b("\0".join(self._order).encode(), digest_size=16).hexdigest()
-            everyones = self._group.gather([digest, own])
+            everyones = self._group.gather([digest, local])
             problem = "the names of the model's arrays, or their order, differ between the ranks"
             refuse_different(
                 [[theirs] for theirs, _ in everyones], problem, kind=LayoutError, show=None
@@ -396,12 +396,12 @@ class ModelState:
 
 
 def _read(read: Callable[[str], Array], name: str, spec: ArraySpec, source: object) -> Array:
-    whole = _to_host(read(name))
-    if ArraySpec.of(whole) != spec:
+    full = _to_host(read(name))
+    if ArraySpec.of(full) != spec:
         raise CheckpointError(
-            f"{source} has changed: {name} is now of {ArraySpec.of(whole)}, not {spec}"
+            f"{source} has changed: {name} is now of {ArraySpec.of(full)}, not {spec}"
         )
-    return whole
+    return full
 
 
 def _to_host(array: Array) -> Array:
@@ -419,20 +419,20 @@ def _gather_array(
     or on failure.
     """
     spec, written = shards.spec, shards.written
-    if [(each.rank, each.region.is_whole) for each in written] == [(0, True)]:
+    if [(item.rank, item.region.is_whole) for item in written] == [(0, True)]:
         # without a copy where it lies in order
         return None if rank else phase.attempt(_to_host, own)
-    whole = None if rank else phase.attempt(np.empty, spec.shape, spec.dtype)
-    for each in written:
-        if each.rank == rank == 0:
-            phase.attempt(_put, whole, each.region, own)
-        elif each.rank == rank:
+    full = None if rank else phase.attempt(np.empty, spec.shape, spec.dtype)
+    for entry in written:
+        if entry.rank == rank == 0:
+            phase.attempt(_put, full, entry.region, own)
+        elif entry.rank == rank:
             phase.require(channel.send(phase.attempt(_to_host, own), to=0))
         elif rank == 0:
-            part = phase.attempt(np.empty, each.region.local_shape, spec.dtype)
-            if phase.require(channel.receive(part, each.rank)):
-                phase.attempt(_put, whole, each.region, part)
-    return None if phase.stopped else whole
+            part = phase.attempt(np.empty, entry.region.local_shape, spec.dtype)
+            if phase.require(channel.receive(part, entry.rank)):
+                phase.attempt(_put, full, entry.region, part)
+    return None if phase.stopped else full
 
 
 def _put(whole: Array, region: Region, part: Array) -> None:

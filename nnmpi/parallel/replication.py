@@ -58,7 +58,7 @@ def check_free(model: Module) -> None:
         )
     model.storage.finish_gradients()
     parameters = [span.parameter for span in model.storage.spans]
-    if any(each.hook is not None or each.guard is not None for each in parameters):
+    if any(item.hook is not None or item.guard is not None for item in parameters):
         raise UsageError(
             "the model has a DataParallel (or other hooks) already; call its release() first"
         )
@@ -69,8 +69,10 @@ def check_free(model: Module) -> None:
 def broadcast_state(model: Module, group: Group, parameters: bool = True) -> None:
     """Give all ranks rank 0's parameters, if these are meant, and buffers; collective."""
     model.storage.shared = True
-    own = compress(model.storage.data, [parameters and not apart for apart in model.storage.apart])
-    for array in [*own, *(buffer.data for _, buffer in model.named_buffers())]:
+    local = compress(
+        model.storage.data, [parameters and not apart for apart in model.storage.apart]
+    )
+    for array in [*local, *(buffer.data for _, buffer in model.named_buffers())]:
         values = namespace(array).ascontiguousarray(array)
         group.broadcast(values)
         if values is not array:

@@ -205,27 +205,27 @@ class ParameterServer:
         """
         for worker, (push, _) in self._pending.items():
             self.staleness.add(worker, self.version - push.version)
-        found = sorted(self._pending.values(), key=lambda each: (each[0].batch, each[0].part))
-        found = [(push, grads) for push, grads in found if push.targets]
+        result = sorted(self._pending.values(), key=lambda item: (item[0].batch, item[0].part))
+        result = [(push, grads) for push, grads in result if push.targets]
         self._pending.clear()
-        if not found:
+        if not result:
             return
-        for push, grads in found:
+        for push, grads in result:
             for total, array in zip(self._sums, grads, strict=True):
-                if push is found[0][0]:
+                if push is result[0][0]:
                     total[...] = array
                 else:
                     namespace(total).add(total, array, out=total)
         targets = Counter[int]()  # whole numbers, whose sum is exact
-        for push, _ in found:
+        for push, _ in result:
             targets[push.global_targets] += push.targets
-        share = sum(count / max(1, whole) for whole, count in targets.items())
-        rates = {push.lr for push, _ in found}
+        share = sum(count / max(1, full) for full, count in targets.items())
+        rates = {push.lr for push, _ in result}
         # Equal rates stay as they are, bit for bit.
         lr = (
             rates.pop()
             if len(rates) == 1
-            else sum(push.lr * push.share for push, _ in found) / share
+            else sum(push.lr * push.share for push, _ in result) / share
         )
         if share != 1.0:
             for total in self._sums:
@@ -268,7 +268,7 @@ class MessageBuffer(Generic[Kind]):
         # whole numbers below 2**53 are exact
         header = ("header", "f8", (len(fields(cast(Any, kind))),))
         layout = np.dtype(
-            [header, *((f"{i}", str(each.dtype), each.shape) for i, each in enumerate(arrays))]
+            [header, *((f"{i}", str(array.dtype), array.shape) for i, array in enumerate(arrays))]
         )
         self.buffer = np.zeros(layout.itemsize, np.uint8)
         self._header, *self._values = (
@@ -284,7 +284,7 @@ class MessageBuffer(Generic[Kind]):
     def read(self) -> tuple[Kind, list[Array]]:
         """Return the message and its arrays on the backend; with NumPy they are the buffer itself."""
         pairs: Any = zip(fields(cast(Any, self._kind)), self._header.tolist(), strict=True)
-        numbers = {each.name: each.type(number) for each, number in pairs}
+        numbers = {item.name: item.type(number) for item, number in pairs}
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
 
 

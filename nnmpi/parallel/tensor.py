@@ -291,9 +291,9 @@ class ModelWalk:
         """
         for name, module in model.named_modules():
             self.modules.append(module)
-            found = find(self.table, name)
-            if found is not None:  # a module used in several places is found by any of its names
-                self.shardings.setdefault(id(module), found[1])
+            result = find(self.table, name)
+            if result is not None:  # a module used in several places is found by any of its names
+                self.shardings.setdefault(id(module), result[1])
         self._check_branches(model)
         last = model
         while type(last) is Sequential and last.layers:
@@ -363,13 +363,13 @@ class ModelWalk:
     def _sequence(
         self, sequence: Sequential, name: str, layout: ActivationLayout
     ) -> ActivationLayout:
-        kept: dict[str, ActivationLayout] = {}
+        saved: dict[str, ActivationLayout] = {}
         for i, layer in enumerate(list(sequence.layers)):
             inside = _join(name, str(i))
             if isinstance(layer, Stash):
-                kept[layer.name] = layout
+                saved[layer.name] = layout
             elif isinstance(layer, Pop):
-                layout = self._join_kept(layer, inside, layout, kept)
+                layout = self._join_kept(layer, inside, layout, saved)
             else:
                 before = (
                     sequence.layers[i - 1] if i and type(layer) is TransformerBlock else Stash("")
@@ -418,7 +418,7 @@ class ModelWalk:
         What comes out of such layers says itself which part it is, and operations on it know what
         to do, or refuse it.
         """
-        found = False
+        result = False
         for child_name, child in list(module.children()):
             inside, sharding = _join(name, child_name), self._sharding(child)
             if self._has_rule(child) and sharding is not None:
@@ -427,20 +427,20 @@ class ModelWalk:
                 expects = assumed_placement(child, sharding, units)
                 placed, gives = self._layer(child, inside, ActivationLayout(expects, None), units)
             elif type(child) in CONTAINERS and any(
-                self._sharding(each) for _, each in child.named_modules()
+                self._sharding(item) for _, item in child.named_modules()
             ):
                 expects = gives = REPLICATED
                 placed, _ = self._whole(
                     *self.replace(child, inside, ActivationLayout(expects, None))
                 )
             else:
-                found = self._open(child, inside) or found
+                result = self._open(child, inside) or result
                 continue
             module.set_child(
                 child_name, ShardedChild(placed, inside, expects, gives, self.sharder.group)
             )
-            found = True
-        return found
+            result = True
+        return result
 
     def _whole(self, module: Module, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
         """Return a module with an exchange that makes its result, which is spread as `layout` says,

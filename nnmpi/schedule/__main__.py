@@ -39,12 +39,12 @@ def main(words: Sequence[str]) -> str:
     foretell(what, 2.5e-4 * given.stages * virtual * given.microbatches)
     schedule = lower(make(name, given.stages, given.microbatches, virtual))
     check(schedule)
-    found = simulate_schedule(schedule, _costs(given, schedule))
-    lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, found, given)]
+    result = simulate_schedule(schedule, _costs(given, schedule))
+    lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, result, given)]
     if given.svg:
-        picture(schedule, found).save(given.svg)
+        picture(schedule, result).save(given.svg)
     if given.html:
-        beside = {each: (each, usual_stages(each)) for each in SCHEDULES}
+        beside = {item: (item, usual_stages(item)) for item in SCHEDULES}
         animations = compare(
             beside | {schedule.name: (name, virtual)},
             schedule.name,
@@ -85,8 +85,8 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
     """Return the figures, one per line."""
     backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
     times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
-    whole = " ".join(f"{kept / schedule.virtual:g}" for kept in found.peak_activations)
-    each = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {whole}" * (
+    full = " ".join(f"{saved / schedule.virtual:g}" for saved in found.peak_activations)
+    item = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {full}" * (
         schedule.virtual > 1
     )
     times += [f"message {format_seconds(_message(given))}"] * bool(given.network)
@@ -96,7 +96,7 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
             f" {', '.join(filter(None, times))})"
         ),
         f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
-        f"peak activations  {' '.join(map(str, found.peak_activations))}   ({each})",
+        f"peak activations  {' '.join(map(str, found.peak_activations))}   ({item})",
         f"messages          {found.messages}",
     ]
 

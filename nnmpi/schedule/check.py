@@ -55,8 +55,8 @@ class Positions:
         self.all: defaultdict[Instruction, list[Position]] = defaultdict(list)
         for rank, program in enumerate(schedule.programs):
             for index, item in enumerate(program):
-                for one in parts(item):
-                    self.all[one].append(Position(rank, index))
+                for element in parts(item):
+                    self.all[element].append(Position(rank, index))
 
     def __contains__(self, one: Instruction) -> bool:
         """Whether an instruction stands anywhere."""
@@ -87,12 +87,12 @@ class Positions:
         """
         lines = []
         for rank, program in enumerate(self.schedule.programs):
-            own = {place.at for place in marked if place.rank == rank}
-            near = own or {place.at for place in marked} or {0}
+            local = {place.at for place in marked if place.rank == rank}
+            near = local or {place.at for place in marked} or {0}
             shown: list[str] = []
             for at, item in enumerate(program):
-                if any(abs(at - each) <= _AROUND for each in near):
-                    shown.append(f">{item}<" if at in own else str(item))
+                if any(abs(at - entry) <= _AROUND for entry in near):
+                    shown.append(f">{item}<" if at in local else str(item))
                 elif shown[-1:] != ["..."]:
                     shown.append("...")
             lines.append(f"rank {rank:<3} {' '.join(shown)}")
@@ -117,26 +117,26 @@ def check(schedule: Schedule) -> None:
 
 def _check_work(schedule: Schedule, positions: Positions) -> None:
     """Refuse instructions that are missing, doubled, on a strange rank, or of no use."""
-    wanted = set(_wanted(schedule, positions))
-    for one, found in positions.all.items():
-        if one not in wanted:
+    expected = set(_wanted(schedule, positions))
+    for first, result in positions.all.items():
+        if first not in expected:
             size = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-            positions.fail(f"{one} has no place in a schedule of {size}", found)
-        for place in found:
-            if place.rank != schedule.rank_of(one.stage):
-                home = f"stage {one.stage} lives on rank {schedule.rank_of(one.stage)}"
-                positions.fail(f"{one} stands on rank {place.rank}, but {home}", [place])
-        if len(found) > 1:
-            positions.fail(f"{one} is done {len(found)} times; everything is done once", found)
-    for one in sorted(wanted - positions.all.keys(), key=str):
-        rank = schedule.rank_of(one.stage)
-        if one.kind in TRANSFERS:
-            other = other_end(one)
+            positions.fail(f"{first} has no place in a schedule of {size}", result)
+        for place in result:
+            if place.rank != schedule.rank_of(first.stage):
+                home = f"stage {first.stage} lives on rank {schedule.rank_of(first.stage)}"
+                positions.fail(f"{first} stands on rank {place.rank}, but {home}", [place])
+        if len(result) > 1:
+            positions.fail(f"{first} is done {len(result)} times; everything is done once", result)
+    for first in sorted(expected - positions.all.keys(), key=str):
+        rank = schedule.rank_of(first.stage)
+        if first.kind in TRANSFERS:
+            other = other_end(first)
             positions.fail(
-                f"{one} is missing on rank {rank}: {other} has no partner",
+                f"{first} is missing on rank {rank}: {other} has no partner",
                 positions.all.get(other, []),
             )
-        positions.fail(f"{one} is missing on rank {rank}", [])
+        positions.fail(f"{first} is missing on rank {rank}", [])
 
 
 def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
@@ -144,7 +144,7 @@ def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
     its choice.
     """
     trains = schedule.trains
-    is_async = any(one.kind is Kind.STEP and one.microbatch is not None for one in positions.all)
+    is_async = any(item.kind is Kind.STEP and item.microbatch is not None for item in positions.all)
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):
             yield Kind.F.at(stage, m)
@@ -169,12 +169,12 @@ def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
 def _check_order(schedule: Schedule, positions: Positions) -> None:
     """Refuse instructions that stand before what they need."""
     for rank in range(schedule.ranks):
-        for one in schedule.instructions(rank):
-            for needed in _needs(schedule, one):
-                if needed in positions and positions[needed].at >= positions[one].at:
+        for instruction in schedule.instructions(rank):
+            for needed in _needs(schedule, instruction):
+                if needed in positions and positions[needed].at >= positions[instruction].at:
                     positions.fail(
-                        f"{one} does not stand behind {needed}, which it needs",
-                        [positions[one], positions[needed]],
+                        f"{instruction} does not stand behind {needed}, which it needs",
+                        [positions[instruction], positions[needed]],
                     )
 
 
@@ -213,9 +213,11 @@ def _check_channels(schedule: Schedule, positions: Positions) -> None:
     """Refuse messages that are received in another order than they are sent."""
     ends: tuple[dict[Channel, list[Instruction]], ...] = ({}, {})
     for rank in range(schedule.ranks):
-        for one in schedule.instructions(rank):
-            if one.kind in TRANSFERS:
-                ends[one.kind in SENDS].setdefault(schedule.channel_of(one), []).append(one)
+        for instruction in schedule.instructions(rank):
+            if instruction.kind in TRANSFERS:
+                ends[instruction.kind in SENDS].setdefault(
+                    schedule.channel_of(instruction), []
+                ).append(instruction)
     received, sent = ends
     for channel, sends in sent.items():
         for number, (out, into) in enumerate(zip(sends, received[channel], strict=True)):
@@ -243,10 +245,10 @@ def _check_progress(schedule: Schedule, positions: Positions) -> None:
         sender, receiver, _ = schedule.channel_of(waiting)
         progress = run.ranks[receiver if waiting.kind in SENDS else sender]
     circle = circle[circle.index(progress) :]
-    told = [f"rank {each.rank} in {run.waiting(each)[0]}" for each in circle]
-    marked = [positions[one] for each in circle for one in run.waiting(each)[:1]]
+    text = [f"rank {item.rank} in {run.waiting(item)[0]}" for item in circle]
+    marked = [positions[element] for item in circle for element in run.waiting(item)[:1]]
     sentence = (
-        f"deadlock when sends wait for their receivers: {', '.join(told)}: each waits for the next,"
+        f"deadlock when sends wait for their receivers: {', '.join(text)}: each waits for the next,"
         " the last for"
     )
     positions.fail(f"{sentence} the first", marked)

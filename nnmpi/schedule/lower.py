@@ -54,17 +54,17 @@ _TRANSFERS_OF = MappingProxyType(
 def add_transfers(schedule: Schedule) -> Schedule:
     """Add a receive before each use and a send after each result that crosses ranks."""
 
-    def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        for one in own:
-            receive, send = _TRANSFERS_OF.get(one.kind, (None, None))
-            before, after = schedule.is_cut(one.stage - 1), schedule.is_cut(one.stage)
-            if one.kind is not Kind.F:
+    def change(local: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        for item in local:
+            receive, send = _TRANSFERS_OF.get(item.kind, (None, None))
+            before, after = schedule.is_cut(item.stage - 1), schedule.is_cut(item.stage)
+            if item.kind is not Kind.F:
                 before, after = after, before
             if receive and before:
-                yield receive.at(one.stage, one.microbatch)
-            yield one
+                yield receive.at(item.stage, item.microbatch)
+            yield item
             if send and after:
-                yield send.at(one.stage, one.microbatch)
+                yield send.at(item.stage, item.microbatch)
 
     return schedule.changed(change)
 
@@ -88,14 +88,16 @@ def receive_early(schedule: Schedule) -> Schedule:
         return schedule
     begin_s = {span.instruction: span.begin_s for span in run.spans}
 
-    def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        receives = [(begin_s.get(send_of(one), 0.0), one) for one in own if one.kind in RECEIVES]
+    def change(local: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        receives = [
+            (begin_s.get(send_of(item), 0.0), item) for item in local if item.kind in RECEIVES
+        ]
         receives.sort(key=lambda pair: pair[0])
-        for one in own:
-            if one.kind not in RECEIVES:
-                while one.kind not in SENDS and receives and receives[0][0] <= begin_s[one]:
+        for element in local:
+            if element.kind not in RECEIVES:
+                while element.kind not in SENDS and receives and receives[0][0] <= begin_s[element]:
                     yield receives.pop(0)[1]
-                yield one
+                yield element
 
     return schedule.changed(change)
 
@@ -107,15 +109,15 @@ def place_reductions(schedule: Schedule) -> Schedule:
     it.
     """
 
-    def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        last = {one.stage: one for one in own if one.kind in BACKWARD}
-        updates = not any(one.kind is Kind.STEP for one in own)
-        for one in own:
-            if one.kind is Kind.STEP:
-                yield Kind.REDUCE.at(one.stage, one.microbatch)
-            yield one
-            if updates and last.get(one.stage) is one:
-                yield Kind.REDUCE.at(one.stage)
+    def change(local: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        last = {item.stage: item for item in local if item.kind in BACKWARD}
+        updates = not any(item.kind is Kind.STEP for item in local)
+        for element in local:
+            if element.kind is Kind.STEP:
+                yield Kind.REDUCE.at(element.stage, element.microbatch)
+            yield element
+            if updates and last.get(element.stage) is element:
+                yield Kind.REDUCE.at(element.stage)
         yield from [Kind.STEP.at(stage) for stage in sorted(last)] * updates
 
     return schedule.changed(change)
@@ -124,8 +126,8 @@ def place_reductions(schedule: Schedule) -> Schedule:
 def fuse(schedule: Schedule) -> Schedule:
     """Post neighbouring transfers together, as nothing happens between them."""
 
-    def change(own: tuple[Instruction, ...]) -> Iterator[Item]:
-        for transfers, run in groupby(own, lambda one: one.kind in TRANSFERS):
+    def change(local: tuple[Instruction, ...]) -> Iterator[Item]:
+        for transfers, run in groupby(local, lambda item: item.kind in TRANSFERS):
             items = tuple(run)
             yield from [Together(items)] if transfers and len(items) > 1 else items
 
@@ -140,7 +142,7 @@ def _is_met(schedule: Schedule) -> bool:
     may be compared by ==.
     """
     eager, held = (
-        ScheduleRun(schedule, even_costs(schedule.stages), each) for each in (False, True)
+        ScheduleRun(schedule, even_costs(schedule.stages), item) for item in (False, True)
     )
     return not held.stuck and max(p.clock_s for p in held.ranks) == max(
         p.clock_s for p in eager.ranks

@@ -80,12 +80,12 @@ def _cut(
         for j in range(stage, layers - (stages - stage) + 1):
             for i in range(j - 1, stage - 2, -1):
                 # from the right, so that of equals the later stage is the shorter
-                own, earlier, least = cost(i, j), before[i], best[j]
-                if own is None:
+                local, earlier, least = cost(i, j), before[i], best[j]
+                if local is None:
                     break  # more layers cost no less
                 if earlier is None:
                     continue
-                joined = join(earlier, own)
+                joined = join(earlier, local)
                 if least is None or joined < least:
                     best[j], begin[j] = joined, i
         begins.append(begin)

@@ -68,7 +68,7 @@ def render(schedule: Schedule) -> str:
         span.instruction: (int(span.begin_s), int(span.end_s - span.begin_s)) for span in run.spans
     }
     rows = [
-        [_Cell(*times[one], label, mark) for one, label, mark in _labels(schedule, rank)]
+        [_Cell(*times[item], label, mark) for item, label, mark in _labels(schedule, rank)]
         for rank in range(schedule.ranks)
     ]
     width = 1 + max(2, len(str(columns - 1)), *(len(cell.label) for row in rows for cell in row))
@@ -83,14 +83,14 @@ def render(schedule: Schedule) -> str:
 
 def _labels(schedule: Schedule, rank: int) -> Iterator[tuple[Instruction, str, str]]:
     """Yield what a rank computes, its label, and the mark of what follows it."""
-    found: list[tuple[Instruction, str]] = []
-    for one in schedule.instructions(rank):
-        if one.kind in COMPUTE:
-            found.append((one, " "))
-        elif found and one.kind in (Kind.REDUCE, Kind.STEP):
-            found[-1] = found[-1][0], _UPDATED if one.kind is Kind.STEP else _SUMMED
-    for one, mark in found:
-        yield one, str(one) if schedule.virtual > 1 else f"{one.kind}{one.microbatch}", mark
+    result: list[tuple[Instruction, str]] = []
+    for item in schedule.instructions(rank):
+        if item.kind in COMPUTE:
+            result.append((item, " "))
+        elif result and item.kind in (Kind.REDUCE, Kind.STEP):
+            result[-1] = result[-1][0], _UPDATED if item.kind is Kind.STEP else _SUMMED
+    for item, mark in result:
+        yield item, str(item) if schedule.virtual > 1 else f"{item.kind}{item.microbatch}", mark
 
 
 def _line(cells: Sequence[_Cell], columns: int, width: int) -> str:
@@ -109,16 +109,16 @@ def _legend(schedule: Schedule) -> str:
     used = schedule.kinds
     stage = "0" if schedule.virtual > 1 else ""
     behind = {Kind.F: f" {'of stage 0 ' if stage else ''}on microbatch 0"}
-    told = [
+    message = [
         f"{stage}{kind}0 {text}{behind.get(kind, '')}"
         for kind, text in WORDS.items()
         if kind in used
     ]
-    told += [f"{_IDLE} idle"]
-    told += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
-    told += [f"{_UPDATED} update"] * (Kind.STEP in used)
+    message += [f"{_IDLE} idle"]
+    message += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
+    message += [f"{_UPDATED} update"] * (Kind.STEP in used)
     wide = "; a backward takes 2, a message none" if Kind.B in used else "; a message takes none"
-    return f"{'    '.join(told)}\nA column is the time of one forward of a stage{wide}."
+    return f"{'    '.join(message)}\nA column is the time of one forward of a stage{wide}."
 
 
 # ---- as an animation ----
@@ -131,10 +131,10 @@ _DIGITS = 6
 def animation(schedule: Schedule, found: Simulation) -> dict[str, Any]:
     """Return the animation of a simulated schedule, as JSON values."""
     spans = [
-        [span.rank, str(one.kind), one.stage, one.microbatch, _ms(span.begin_s), _ms(span.end_s)]
+        [span.rank, str(item.kind), item.stage, item.microbatch, _ms(span.begin_s), _ms(span.end_s)]
         for span in found.spans
-        if (one := span.instruction).kind in COMPUTE
-        or (one.kind is Kind.STEP and span.end_s > span.begin_s)
+        if (item := span.instruction).kind in COMPUTE
+        or (item.kind is Kind.STEP and span.end_s > span.begin_s)
     ]
     return {
         "spans": spans,
@@ -168,15 +168,15 @@ def _kept(schedule: Schedule, found: Simulation, rank: int) -> list[list[float]]
     """Return from when on a rank keeps how many activations: one more from a forward on, one less
     after a backward.
     """
-    kept, curve = 0, [[0.0, 0.0]]
+    saved, curve = 0, [[0.0, 0.0]]
     last = (Kind.B, Kind.W) if schedule.trains else (Kind.F,)
     for span in found.spans:
         if span.rank == rank:
             changes = [(span.begin_s, 1)] if span.instruction.kind is Kind.F else []
             changes += [(span.end_s, -1)] if span.instruction.kind in last else []
             for at_s, change in changes:
-                kept += change
-                curve.append([_ms(at_s), float(kept)])
+                saved += change
+                curve.append([_ms(at_s), float(saved)])
     return curve
 
 

@@ -200,7 +200,11 @@ class Schedule:
     @cached_property
     def kinds(self) -> frozenset[Kind]:
         """What kinds of instructions there are."""
-        return frozenset(one.kind for rank in range(self.ranks) for one in self.instructions(rank))
+        return frozenset(
+            instruction.kind
+            for rank in range(self.ranks)
+            for instruction in self.instructions(rank)
+        )
 
     @property
     def trains(self) -> bool:
@@ -249,10 +253,10 @@ def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, N]) -> N:
     trains = schedule.trains
     now: N = 0
     most: N = 0
-    for one in schedule.instructions(rank):
-        if one.kind is Kind.F:
-            now += kept[one.stage]
+    for instruction in schedule.instructions(rank):
+        if instruction.kind is Kind.F:
+            now += kept[instruction.stage]
             most = max(most, now)
-        if one.kind in (Kind.B, Kind.W) or (one.kind is Kind.F and not trains):
-            now -= kept[one.stage]
+        if instruction.kind in (Kind.B, Kind.W) or (instruction.kind is Kind.F and not trains):
+            now -= kept[instruction.stage]
     return most

@@ -106,7 +106,7 @@ def _in_turns(
 ) -> tuple[Instruction, ...]:
     """Return so many forwards, and then a forward and a backward in turns."""
     turns = zip_longest(forwards[warm_up:], backwards)
-    return (*forwards[:warm_up], *(one for turn in turns for one in turn if one is not None))
+    return (*forwards[:warm_up], *(item for turn in turns for item in turn if item is not None))
 
 
 def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
@@ -127,10 +127,10 @@ def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ..
     PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019.
     """
     program: list[Instruction] = []
-    for one in one_f_one_b(rank, ranks, microbatches):
-        program.append(one)
-        if one.kind is Kind.B:
-            program.append(Kind.STEP.at(rank, one.microbatch))
+    for item in one_f_one_b(rank, ranks, microbatches):
+        program.append(item)
+        if item.kind is Kind.B:
+            program.append(Kind.STEP.at(rank, item.microbatch))
     return tuple(program)
 
 
@@ -305,9 +305,9 @@ def make(
         else ()
     )
     if not more and virtual != usual_stages(name):
-        own = "two stages" if usual_stages(name) > 1 else "one stage"
+        local = "two stages" if usual_stages(name) > 1 else "one stage"
         raise UsageError(
-            f"{name_of(name)} has {own} on each rank, not {virtual}; for several choose"
+            f"{name_of(name)} has {local} on each rank, not {virtual}; for several choose"
             f" {INTERLEAVED}"
         )
     rule = SCHEDULES[name] if isinstance(name, str) else name
@@ -315,13 +315,13 @@ def make(
         ask(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
     )
     known = (range(ranks * virtual), {None, *range(microbatches)})
-    for one in chain.from_iterable(programs if callable(name) else ()):
-        numbers = zip((one.stage, one.microbatch), known, strict=True)
-        if type(one.kind) is not Kind or any(
+    for item in chain.from_iterable(programs if callable(name) else ()):
+        numbers = zip((item.stage, item.microbatch), known, strict=True)
+        if type(item.kind) is not Kind or any(
             type(x) is float or x not in there for x, there in numbers
         ):
             raise ScheduleError(
-                f"{name_of(name)}: {one} has no place in {ranks} stages and {microbatches}"
+                f"{name_of(name)}: {item} has no place in {ranks} stages and {microbatches}"
                 " microbatches"
             )
     return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs, home)

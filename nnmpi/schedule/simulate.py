@@ -58,9 +58,9 @@ def even_costs(
         message_s: of an activation or a gradient.
     """
     whole_s = 2 * forward_s if backward_s is None else backward_s
-    each = {Kind.F: forward_s, Kind.B: whole_s, Kind.I: whole_s / 2, Kind.W: whole_s / 2}
-    each |= {Kind.SEND_ACT: message_s, Kind.SEND_GRAD: message_s}
-    return {kind: (seconds,) * stages for kind, seconds in each.items()}
+    item = {Kind.F: forward_s, Kind.B: whole_s, Kind.I: whole_s / 2, Kind.W: whole_s / 2}
+    item |= {Kind.SEND_ACT: message_s, Kind.SEND_GRAD: message_s}
+    return {kind: (seconds,) * stages for kind, seconds in item.items()}
 
 
 def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) -> Costs:
@@ -71,12 +71,12 @@ def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) ->
         samples: (instruction, seconds), in any order. For messages: the send, and how long it was
             under way.
     """
-    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for one, seconds in samples:
-        found[one.kind, one.stage].append(seconds)
+    result: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for item, seconds in samples:
+        result[item.kind, item.stage].append(seconds)
     return {
-        kind: [median(found.get((kind, stage), (0.0,))) for stage in range(stages)]
-        for kind in {k for k, _ in found}
+        kind: [median(result.get((kind, stage), (0.0,))) for stage in range(stages)]
+        for kind in {k for k, _ in result}
     }
 
 

@@ -50,8 +50,8 @@ def quickest(
             number of ranks on.
         virtual: stages a rank, 1 or 2.
     """
-    found = [_play(ranks, microbatches, most, *each) for each in _TIMETABLES[virtual]]
-    return min(filter(None, found), key=lambda each: each[0])[1]
+    result = [_play(ranks, microbatches, most, *item) for item in _TIMETABLES[virtual]]
+    return min(filter(None, result), key=lambda entry: entry[0])[1]
 
 
 def _play(
@@ -75,23 +75,23 @@ def _play(
     through = [0] * len(way)  # microbatches, by place
     programs: list[list[Instruction]] = [[] for _ in range(ranks)]
     halves: list[deque[Instruction]] = [deque() for _ in range(ranks)]
-    kept, units, moves = [0] * ranks, -1, True
+    saved, units, moves = [0] * ranks, -1, True
     while moves:
         units, before, moves = units + 1, [microbatches, *through], False
         for rank in range(ranks):
             place, m = todo[rank][0] if todo[rank] else (0, microbatches)
             kind, stage = way[place].kind, way[place].stage
-            if m < before[place] and (kind is Kind.I or kept[rank] < most):
+            if m < before[place] and (kind is Kind.I or saved[rank] < most):
                 todo[rank].popleft()
                 through[place] += 1
                 programs[rank].append(kind.at(stage, m))
                 if kind is Kind.I:
                     halves[rank].append(Kind.W.at(stage, m))
                 else:
-                    kept[rank] += 1
+                    saved[rank] += 1
             elif halves[rank]:
                 programs[rank].append(halves[rank].popleft())
-                kept[rank] -= 1
+                saved[rank] -= 1
             else:
                 continue
             moves = True

@@ -69,8 +69,8 @@ class WorkQueue:
 
     def close(self, at_once: bool = False) -> None:
         """Assign nothing after the current batch; or nothing at all, and `stop` excludes it."""
-        whole, begun = divmod(self.assigned, self.parts)
-        self.stop = min(self.stop, self.first + whole + (begun > 0 and not at_once))
+        full, begun = divmod(self.assigned, self.parts)
+        self.stop = min(self.stop, self.first + full + (begun > 0 and not at_once))
 
 
 class WorkerClocks:
@@ -218,9 +218,9 @@ class Staleness:
 
     def mean(self, worker: int | None = None) -> float:
         """Return the mean staleness of a worker's gradients, or of all; 0.0 if there are none."""
-        found = self.histogram(worker)
-        return sum(staleness * count for staleness, count in found.items()) / max(
-            1, sum(found.values())
+        result = self.histogram(worker)
+        return sum(staleness * count for staleness, count in result.items()) / max(
+            1, sum(result.values())
         )
 
     def largest(self, worker: int | None = None) -> int:

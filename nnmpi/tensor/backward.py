@@ -52,17 +52,17 @@ class Deferred:
     def backward(self, node: Function, grad: Array) -> Grads:
         """Return the gradients of an operation's activations now, and defer its parameters'."""
         assert node.edges is not None  # used-up operations are taken off the tape
-        kept = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
-        if not any(kept):
+        saved = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
+        if not any(saved):
             return node.backward(grad)
-        self._waiting.append((node, grad, kept))
-        return _backward_of(node, grad, tuple(not each for each in kept))
+        self._waiting.append((node, grad, saved))
+        return _backward_of(node, grad, tuple(not item for item in saved))
 
     def finish(self) -> None:
         """Compute the deferred gradients in the order of an ordinary pass, and free their inputs."""
         waiting, self._waiting = self._waiting, []
-        for node, grad, wanted in waiting:
-            _pass_on(node, _backward_of(node, grad, wanted), namespace(grad))
+        for node, grad, expected in waiting:
+            _pass_on(node, _backward_of(node, grad, expected), namespace(grad))
             node.release()
 
     def holds(self, node: Function) -> bool:
@@ -82,7 +82,7 @@ def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> Grads
     finally:
         node.needs = needs
     _check_tuple(node, grads)
-    return tuple(each if want else None for each, want in zip(grads, now, strict=True))
+    return tuple(item if want else None for item, want in zip(grads, now, strict=True))
 
 
 def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | None = None) -> None:
@@ -170,8 +170,8 @@ def _check_unchanged(node: Function) -> None:
     written since.
     """
     assert node.writes is not None
-    for kept, array in product(filter(is_array, node.saved), node.writes.arrays):
-        if type(array) is type(kept) and namespace(kept).may_share_memory(array, kept):
+    for saved, array in product(filter(is_array, node.saved), node.writes.arrays):
+        if type(array) is type(saved) and namespace(saved).may_share_memory(array, saved):
             raise GraphError(
                 f"parameters that {type(node).__name__} computed with were written before its"
                 " backward, which needs them as they were; call backward before the update, or"

@@ -59,14 +59,14 @@ def check_gradients(
         got = np.zeros_like(x) if got is None else got
         for place in np.ndindex(x.shape):
             moved = [np.array(a, copy=True) for a in inputs]
-            at, found = float(x[place]), float(got[place])
+            at, matches = float(x[place]), float(got[place])
             h = step * max(1.0, abs(at))
             samples = []
             for moved[i][place] in (at - h, at, at + h):
                 samples.append(value(moved))
             below, here, above = samples
             difference = (above - below) / (2 * h)
-            tolerance = atol + rtol * max(abs(difference), abs(found)) + 1e-15 * abs(here) / h
+            tolerance = atol + rtol * max(abs(difference), abs(matches)) + 1e-15 * abs(here) / h
             where = f"input {i} element {place} (value {at!r})"
             sampled = f"sampled {below!r}, {here!r}, {above!r} at steps of {h:g}"
             left, right = (here - below) / h, (above - here) / h
@@ -75,8 +75,8 @@ def check_gradients(
                     f"no derivative at {where}: {left:.8g} from below, {right:.8g} from above;"
                     f" {sampled}"
                 )
-            if not abs(found - difference) <= tolerance:
+            if not abs(matches - difference) <= tolerance:
                 raise GradientError(
-                    f"backward gives {found:.10g} for {where}, central differences"
+                    f"backward gives {matches:.10g} for {where}, central differences"
                     f" {difference:.10g}; {sampled}"
                 )

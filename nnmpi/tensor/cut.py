@@ -53,26 +53,26 @@ class CutTensor(Tensor):
         Raises:
             LayoutError: if not.
         """
-        cut = max((x.cut for x in inputs if is_cut(x)), key=lambda each: each.group.depth)
+        cut = max((x.cut for x in inputs if is_cut(x)), key=lambda item: item.group.depth)
         group, seen = (
             cut.group,
             [_Whole(x) if is_cut(x) and x.cut.group != cut.group else x for x in inputs],
         )
         placement = function.placed(*seen)
         ndim = max(len(getattr(x, "shape", ())) for x in inputs)
-        own = []
-        for x, each in zip(inputs, seen, strict=True):
+        local = []
+        for x, item in zip(inputs, seen, strict=True):
             place = None
-            if is_cut(each):
+            if is_cut(item):
                 x = x.part()
             elif isinstance(function, Elementwise):
                 place = beside(x, ndim, placement)
             if place is not None:
                 x = group.scatter(x, place)
-            elif not is_cut(each) and isinstance(x, Variable) and x.requires_grad:
+            elif not is_cut(item) and isinstance(x, Variable) and x.requires_grad:
                 x = group.copy(x)
-            own.append(x)
-        return mark(function(*own), replace(cut, placement=placement))
+            local.append(x)
+        return mark(function(*local), replace(cut, placement=placement))
 
     def _refuse_look(self, *_: Any) -> NoReturn:
         raise self.cut.refuse(
@@ -138,7 +138,7 @@ def whole(x: Any, group: TensorGroup | None = None) -> Any:
             return whole(x.cut.group.gather(x.part(), x.cut.placement))
         return x.cut.group.gather(x.part(), x.cut.placement) if x.cut.group == group else x
     if type(x) in (list, tuple):
-        return type(x)(whole(each, group) for each in x)
+        return type(x)(whole(item, group) for item in x)
     return {key: whole(value, group) for key, value in x.items()} if type(x) is dict else x
 
 

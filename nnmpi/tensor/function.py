@@ -496,14 +496,14 @@ def record_whole(
     """
     results = recorder.alone(compute, *inputs)
     is_single = is_result(results)
-    found = [results] if is_single else results
-    if not isinstance(found, tuple | list) or not all(
-        each is None or is_result(each) for each in found
+    matches = [results] if is_single else results
+    if not isinstance(matches, tuple | list) or not all(
+        item is None or is_result(item) for item in matches
     ):
         return results  # whoever called refuses it
     known = (*inputs, *places)
-    kept = tuple(None if each is None else _own(recorder, each, known) for each in found)
-    bare, targets = [alias(each) for each in inputs], [alias(each) for each in kept]
+    saved = tuple(None if item is None else _own(recorder, item, known) for item in matches)
+    bare, targets = [alias(item) for item in inputs], [alias(item) for item in saved]
 
     def again() -> None:
         results = compute(*bare)
@@ -512,7 +512,7 @@ def record_whole(
                 _put(target, result)
 
     recorder.note(again)
-    return kept[0] if is_single else kept
+    return saved[0] if is_single else saved
 
 
 def _own(recorder: Recorder, result: Any, known: Sequence[Any]) -> Array:
@@ -528,8 +528,8 @@ def _own(recorder: Recorder, result: Any, known: Sequence[Any]) -> Array:
     if is_broadcast or isinstance(place, np.ndarray) and not place.flags.writeable:
         place = place.copy(order="K")
     if any(
-        type(each) is type(place) and namespace(place).may_share_memory(each, place)
-        for each in known
+        type(item) is type(place) and namespace(place).may_share_memory(item, place)
+        for item in known
     ):
         return place
     return recorder.copy(place)

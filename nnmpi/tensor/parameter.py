@@ -73,7 +73,7 @@ class Parameter(Tensor):
     def __init__(
         self, shape: Shape | Array, init: Initializer | None = None, region: Region | None = None
     ) -> None:
-        if isinstance(shape, list) and all(isinstance(each, Integral) for each in shape):
+        if isinstance(shape, list) and all(isinstance(item, Integral) for item in shape):
             shape = tuple(shape)
         if not isinstance(shape, tuple):
             values = np.array(Tensor(shape).numpy())
@@ -97,8 +97,8 @@ class Parameter(Tensor):
                 "a model that a Worker or a strategy works on is not copied or pickled; call its"
                 " release() first, or build the model again and use load_state"
             )
-        kept = ("apart", "declared", "init", "name", "region", "requires_grad", "data")
-        return {name: getattr(self, name) for name in kept if hasattr(self, name)}
+        saved = ("apart", "declared", "init", "name", "region", "requires_grad", "data")
+        return {name: getattr(self, name) for name in saved if hasattr(self, name)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = (
@@ -148,13 +148,13 @@ class LookupTable(Parameter):
 
 
 def _laid_again(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "FlatStorage":
-    values = {each.name: each.data for each in parameters}
-    if any(each.buffer is not None for each in parameters):
+    values = {parameter.name: parameter.data for parameter in parameters}
+    if any(parameter.buffer is not None for parameter in parameters):
         raise GraphError(
             "a storage is copied with its parameters: copy.deepcopy(model), or load_state"
         )
     zeros = namespace(next(iter(values.values()), np.zeros(0))).zeros
-    by_name = {each.name: each for each in parameters}
+    by_name = {parameter.name: parameter for parameter in parameters}
     return FlatStorage(by_name, values, zeros, lambda name, _: groups[name])
 
 

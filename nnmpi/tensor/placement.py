@@ -88,10 +88,10 @@ class Placement:
         Raises:
             LayoutError: when that axis cannot have its length.
         """
-        whole = tuple(shape)
-        repeats = self.resolve(whole[axis]).repeats or 1
-        own, *second = self.ranges(size, rank)
-        return Region(whole, axis % len(whole), own.start, own.stop, repeats, *second)
+        full = tuple(shape)
+        repeats = self.resolve(full[axis]).repeats or 1
+        local, *second = self.ranges(size, rank)
+        return Region(full, axis % len(full), local.start, local.stop, repeats, *second)
 
     def resolve(self, total: int) -> Placement:
         """Return the placement with its repeats known, given the length of the whole axis.
@@ -128,8 +128,8 @@ class Placement:
 
     def ranges(self, size: int, rank: int) -> tuple[range, ...]:
         """Return which elements of the axis a rank has, where they do not come again."""
-        own = part(self.units, size, rank)
-        return (range(own.start * self.unit, own.stop * self.unit),)
+        local = part(self.units, size, rank)
+        return (range(local.start * self.unit, local.stop * self.unit),)
 
     @property
     def once(self) -> int:
@@ -139,8 +139,8 @@ class Placement:
     def is_like(self, other: Placement, size: int) -> bool:
         """Return whether both give every rank the same elements of the same axis."""
         ours, theirs = (
-            (each.axis, each.once, each.repeats, [each.ranges(size, r) for r in range(size)])
-            for each in (self, other)
+            (item.axis, item.once, item.repeats, [item.ranges(size, r) for r in range(size)])
+            for item in (self, other)
         )
         return ours == theirs
 
@@ -172,9 +172,9 @@ class Placement:
             joined = right // gcd(right, inner)  # so many units go together
             if self.units % joined or not _whole_units(self.units, joined, size):
                 continue
-            found = Placement(self.units // joined, joined * inner // right, outer // left, axis)
-            fitting.append((length, found))
-        return min(fitting, key=lambda each: each[0])[1] if fitting else None
+            result = Placement(self.units // joined, joined * inner // right, outer // left, axis)
+            fitting.append((length, result))
+        return min(fitting, key=lambda item: item[0])[1] if fitting else None
 
     def sliced(self, start: int, stop: int) -> Placement | None:
         """Return the placement of elements start..stop-1; None unless they are whole repeats."""

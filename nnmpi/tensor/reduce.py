@@ -57,8 +57,8 @@ class Sum(_Reduction):
 
     def backward(self, grad: Array) -> Grads:
         (shape, count), xp = self.saved, self.xp
-        each = xp.reshape(grad, _kept(shape, self.axes))
-        return (xp.broadcast_to(xp.divide(each, count) if self.averages else each, shape),)
+        item = xp.reshape(grad, _kept(shape, self.axes))
+        return (xp.broadcast_to(xp.divide(item, count) if self.averages else item, shape),)
 
 
 class Variance(_Reduction):
@@ -116,11 +116,11 @@ class Largest(_Reduction):
 
     def backward(self, grad: Array) -> Grads:
         (x, result), xp = self.saved, self.xp
-        kept = _kept(x.shape, self.axes)
+        saved = _kept(x.shape, self.axes)
         ties = xp.empty(x.shape, grad.dtype)
-        xp.equal(x, xp.reshape(result, kept), out=ties)
+        xp.equal(x, xp.reshape(result, saved), out=ties)
         share = xp.divide(
-            xp.reshape(grad, kept), xp.add.reduce(ties, axis=self.axes, keepdims=True)
+            xp.reshape(grad, saved), xp.add.reduce(ties, axis=self.axes, keepdims=True)
         )
         return (xp.multiply(ties, share),)
 

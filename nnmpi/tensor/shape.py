@@ -143,18 +143,18 @@ class GetItem(Function):
         cut, key = x.cut, self._expanded(x.ndim)
         if key is None:
             raise cut.refuse(self, "picks elements by an array")
-        places = [i for i, each in enumerate(key) if each is not None]  # of x's axes
-        own = key[places[cut.axis]]
-        start, stop, step = own.indices(cut.whole) if isinstance(own, slice) else (0, 0, 1)
+        places = [i for i, item in enumerate(key) if item is not None]  # of x's axes
+        local = key[places[cut.axis]]
+        start, stop, step = local.indices(cut.whole) if isinstance(local, slice) else (0, 0, 1)
         placement: Placement | None = cut.placement.sliced(start, stop) if step == 1 else None
         if placement is None:
-            raise cut.refuse(self, f"picks {own} of that axis, no whole groups of its parts")
+            raise cut.refuse(self, f"picks {local} of that axis, no whole groups of its parts")
         repeat = cut.own() // (cut.placement.repeats or 1)
         key[places[cut.axis]] = slice(
             start // cut.placement.once * repeat, stop // cut.placement.once * repeat
         )
         self.key = tuple(key)
-        gone = sum(isinstance(each, int) for each in key[: places[cut.axis]])
+        gone = sum(isinstance(item, int) for item in key[: places[cut.axis]])
         return replace(placement, axis=places[cut.axis] - gone)
 
     def _expanded(self, ndim: int) -> list[Any] | None:

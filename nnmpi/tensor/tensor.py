@@ -421,20 +421,20 @@ class Tensor(Variable):
                 and a dtype that can have none (integers, booleans).
         """
         try:
-            wanted = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+            expected = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
         except TypeError:
             raise DtypeError(
                 f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'"
             ) from None
-        if wanted.kind not in "fiub" and not is_floating(wanted):
-            raise DtypeError(f"a tensor holds numbers, not {wanted}")
-        if wanted == self.data.dtype:
+        if expected.kind not in "fiub" and not is_floating(expected):
+            raise DtypeError(f"a tensor holds numbers, not {expected}")
+        if expected == self.data.dtype:
             return self
-        if self.requires_grad and not is_floating(wanted):
+        if self.requires_grad and not is_floating(expected):
             raise DtypeError(
-                f"a tensor that needs a gradient cannot become {wanted}; use detach() first"
+                f"a tensor that needs a gradient cannot become {expected}; use detach() first"
             )
-        return AsType(wanted)(self)
+        return AsType(expected)(self)
 
     def reshape(self, *sizes: int | Sequence[int]) -> Tensor:
         """Return the elements, in order, in another shape; one size may be -1.
@@ -444,19 +444,21 @@ class Tensor(Variable):
         Raises:
             ShapeError: when the sizes do not hold the elements.
         """
-        wanted, size = _numbers(sizes), self.size
-        rest = prod(n for n in wanted[1:] if n != -1)
-        if self.shape[:1] == wanted[:1] == (0,) and wanted.count(-1) == 1 and rest > 0:
-            wanted = tuple(prod(self.shape[1:]) // rest if n == -1 else n for n in wanted)
-        known = prod(n for n in wanted if n != -1)
+        expected, size = _numbers(sizes), self.size
+        rest = prod(n for n in expected[1:] if n != -1)
+        if self.shape[:1] == expected[:1] == (0,) and expected.count(-1) == 1 and rest > 0:
+            expected = tuple(prod(self.shape[1:]) // rest if n == -1 else n for n in expected)
+        known = prod(n for n in expected if n != -1)
         fits = (
             size == known
-            if -1 not in wanted
-            else wanted.count(-1) == 1 and known > 0 and size % known == 0
+            if -1 not in expected
+            else expected.count(-1) == 1 and known > 0 and size % known == 0
         )
-        if not fits or any(n < -1 for n in wanted):
-            raise ShapeError(f"reshape of {self.shape} ({size} elements) to {wanted} does not fit")
-        return Reshape(wanted)(self)
+        if not fits or any(n < -1 for n in expected):
+            raise ShapeError(
+                f"reshape of {self.shape} ({size} elements) to {expected} does not fit"
+            )
+        return Reshape(expected)(self)
 
     view = reshape  # PyTorch's name
 
@@ -614,11 +616,11 @@ def _product(a: Any, b: Any) -> Tensor:
     if is_floating(reads) if type(x) is not np.ndarray else is_low(reads):
         a, b = (
             (
-                converted(each, reads)
-                if isinstance(each, Variable)
-                else cast(namespace(each), each, reads)
+                converted(item, reads)
+                if isinstance(item, Variable)
+                else cast(namespace(item), item, reads)
             )
-            for each in (a, b)
+            for item in (a, b)
         )
     try:
         return in_float32(reduce.MatMul(), a, b) if type(x) is np.ndarray else reduce.MatMul()(a, b)
@@ -652,10 +654,10 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> tuple[int, ...]:
         if isinstance(axis, tuple | list)
         else (axis,)
     )
-    found = _own_axes(x, *given)
-    if len(set(found)) != len(found):
+    result = _own_axes(x, *given)
+    if len(set(result)) != len(result):
         raise ShapeError(f"axis {axis} names an axis twice")
-    return found
+    return result
 
 
 def _own_axes(x: Tensor, *axes: int) -> tuple[int, ...]:
@@ -696,7 +698,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
     if is_array(data):
         array = data if dtype is None else data.astype(dtype, copy=False)
     else:
-        if isinstance(data, list | tuple) and any(isinstance(each, Variable) for each in data):
+        if isinstance(data, list | tuple) and any(isinstance(item, Variable) for item in data):
             raise UsageError(
                 "a tensor is not made of tensors; nnmpi.tensor.stack and concatenate put them"
                 " together"

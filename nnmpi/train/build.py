@@ -223,13 +223,13 @@ def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
     elif config.lr_schedule == "cosine":
         after = Cosine(lr, max(1, extent.steps - warmup))
     elif is_custom(config.lr_schedule):
-        wanted = "(step, steps, lr)"
-        first = call_custom(config.lr_schedule, "--lr-schedule", wanted, 0, extent.steps, lr)
+        expected = "(step, steps, lr)"
+        first = call_custom(config.lr_schedule, "--lr-schedule", expected, 0, extent.steps, lr)
         require(
             isinstance(first, int | float),
             f"--lr-schedule {config.lr_schedule} gave {first!r}; return a number",
         )
-        rate = load_custom(config.lr_schedule, "--lr-schedule", wanted)
+        rate = load_custom(config.lr_schedule, "--lr-schedule", expected)
         after = lambda step: float(rate(step, extent.steps, lr))  # noqa: E731
     return Warmup(warmup, after) if warmup else after
 

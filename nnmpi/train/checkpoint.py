@@ -321,7 +321,7 @@ def find(
         CheckpointError: on all ranks, when none is whole, it holds what no run writes, or the
             folder cannot be used.
     """
-    found: list[Checkpoint] = []  # on rank 0
+    result: list[Checkpoint] = []  # on rank 0
 
     def read() -> list[Any] | None:
         check_folder(folder.checkpoints, writes)
@@ -331,7 +331,7 @@ def find(
         with foreign(loaded.folder / STATE_FILE, CheckpointError, "not what a run writes"):
             # before any work is done
             _ = RunState.from_json(loaded.values), loaded.cuts(loaded.mesh, 1)
-        found.append(loaded)
+        result.append(loaded)
         return [
             dict(loaded.values),
             str(loaded.folder),
@@ -342,7 +342,7 @@ def find(
     if answer is None:
         return None
     values, place, notices = answer
-    return replace(found[0] if found else Checkpoint(values, Path(place)), notices=tuple(notices))
+    return replace(result[0] if result else Checkpoint(values, Path(place)), notices=tuple(notices))
 
 
 def restore(
@@ -391,24 +391,24 @@ def _write(
     about: Mapping[str, str] | None = None,
 ) -> None:
     """Write the model's arrays and the optimizer's; errors come through `explained`. Collective."""
-    for file, each in zip((MODEL_FILE, OPTIMIZER_FILE), arrays, strict=True):
+    for file, array in zip((MODEL_FILE, OPTIMIZER_FILE), arrays, strict=True):
         on_root(
             group,
             partial(
-                explained(writer.open), file, each.specs(), about if file == MODEL_FILE else None
+                explained(writer.open), file, array.specs(), about if file == MODEL_FILE else None
             ),
         )
-        each.gather(explained(writer.write))
+        array.gather(explained(writer.write))
 
 
 def _read(last: Checkpoint, arrays: Arrays) -> None:
     """Give the model and the optimizer what a checkpoint holds, or change nothing. Collective."""
     sources = [source_of(last.model), source_of(last.optimizer)]
-    for each, (_, specs, file) in zip(arrays, sources, strict=True):
+    for array, (_, specs, file) in zip(arrays, sources, strict=True):
         # both, before either is written
-        each.check(specs, file)
-    for each, source in zip(arrays, sources, strict=True):
-        each.scatter(*source)
+        array.check(specs, file)
+    for array, source in zip(arrays, sources, strict=True):
+        array.scatter(*source)
 
 
 # ---- of a loop of one's own ----
@@ -469,7 +469,7 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
         CheckpointError: on all ranks, when none is whole, it does not fit the model, or it is of
             another program; nothing is changed then.
     """
-    found: list[Checkpoint] = []  # on rank 0
+    result: list[Checkpoint] = []  # on rank 0
 
     def read() -> dict[str, Any] | None:
         check_folder(Path(folder))
@@ -483,14 +483,14 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
             )
         for notice in last.notices:
             warnings.warn(notice, stacklevel=2)
-        found.append(last)
+        result.append(last)
         return dict(last.values)
 
     with _training(loop) as training:
         values = on_root(training.group, read)
         if values is None:
             return {}
-        _read(found[0] if found else Checkpoint(values, Path(folder)), training.state())
+        _read(result[0] if result else Checkpoint(values, Path(folder)), training.state())
         training.load_scalars(values["optimizer"])
         return dict(values["place"])
 
@@ -580,10 +580,10 @@ def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
         CheckpointError: when there are checkpoints and none of them is whole.
     """
     if best:
-        found = _named(folder, BEST_FILE)
-        if found is None:
+        result = _named(folder, BEST_FILE)
+        if result is None:
             raise CheckpointError(f"{folder} keeps no best checkpoint; train with --keep-best")
-        return read_checkpoint(found)
+        return read_checkpoint(result)
     notices: list[str] = []
     for candidate in _candidates(folder):
         try:
@@ -607,12 +607,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     file = folder / STATE_FILE
     with foreign(file, CheckpointError, "damaged or missing"):
         state = read_json(file)
-        found, files = state.pop("sha256"), state["files"]
+        result, files = state.pop("sha256"), state["files"]
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it"
         )
-    if found != digest(state):
+    if result != digest(state):
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
     try:
         with raised_as(CheckpointError, f"{folder} cannot be read"):
@@ -633,26 +633,28 @@ def digest(state: Mapping[str, Any]) -> str:
 def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Check sizes first (cheap, finds a cut file), then the sums."""
     for name in (MODEL_FILE, OPTIMIZER_FILE):
-        file, wanted = folder / name, files.get(name)
-        if wanted is None:
+        file, expected = folder / name, files.get(name)
+        if expected is None:
             raise CheckpointError(f"{folder / STATE_FILE} says nothing of {name}")
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if file.stat().st_size != wanted["bytes"]:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, not {wanted['bytes']}")
-        if sha256(file) != wanted["sha256"]:
+        if file.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{file} has {file.stat().st_size} bytes, not {expected['bytes']}"
+            )
+        if sha256(file) != expected["sha256"]:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in {STATE_FILE}")
 
 
 def steps(folder: Path) -> list[Path]:
     """Return the checkpoints' folders, newest first, without temporary ones."""
-    return sorted((each for each in folder.glob(f"{PREFIX}*") if each.is_dir()), reverse=True)
+    return sorted((item for item in folder.glob(f"{PREFIX}*") if item.is_dir()), reverse=True)
 
 
 def _candidates(folder: Path) -> list[Path]:
     """Return the folders to try: what `latest` names first, then from the newest on."""
-    found, named = steps(folder), _named(folder, LATEST_FILE)
-    return found if named is None else [named, *(each for each in found if each != named)]
+    result, named = steps(folder), _named(folder, LATEST_FILE)
+    return result if named is None else [named, *(item for item in result if item != named)]
 
 
 def _named(folder: Path, file: str) -> Path | None:
@@ -747,11 +749,11 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
     """Remove checkpoints beyond the `keep` newest and the best, and those of later steps than the
     one just written.
     """
-    found, best = steps(folder), _named(folder, BEST_FILE)
-    past = [each for each in found if each <= newest]
-    for each in found:
-        if each not in past[:keep] and not (each == best and each in past):
-            shutil.rmtree(each, ignore_errors=True)
+    result, best = steps(folder), _named(folder, BEST_FILE)
+    past = [item for item in result if item <= newest]
+    for entry in result:
+        if entry not in past[:keep] and not (entry == best and entry in past):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 # ---- one file of arrays ----
@@ -817,10 +819,10 @@ class TensorWriter:
         wait for it.
         """
         self._stream.flush()
-        found: dict[str, str | int] = {"bytes": self._stream.tell(), "sha256": sha256(self._file)}
+        result: dict[str, str | int] = {"bytes": self._stream.tell(), "sha256": sha256(self._file)}
         os.fsync(self._stream.fileno())
         self._stream.close()
-        return found
+        return result
 
     def abandon(self) -> None:
         """Close the file as it is; after `close` this does nothing."""
@@ -852,9 +854,9 @@ class TensorFile:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             self.specs = {
                 name: ArraySpec(
-                    tuple(each.get_shape()), DTYPES.get(each.get_dtype(), each.get_dtype())
+                    tuple(item.get_shape()), DTYPES.get(item.get_dtype(), item.get_dtype())
                 )
-                for name, each in slices.items()
+                for name, item in slices.items()
             }
 
     def __getitem__(self, name: str) -> Array:

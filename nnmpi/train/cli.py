@@ -217,8 +217,8 @@ def parse(words: Sequence[str]) -> Config:
     if resumed:
         check_trust(Path(given["resume"]), resumed, given, given.get("trust"))
     outdated = ONLY_WITH["sync"].keys() if "sync" in given else ()  # they belong to the run's own
-    kept = {name: value for name, value in resumed.items() if name not in outdated}
-    config = assemble(kept | given)
+    saved = {name: value for name, value in resumed.items() if name not in outdated}
+    config = assemble(saved | given)
     _refuse_changes(config, resumed)
     return config
 
@@ -254,7 +254,7 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
         places = {str(before), str(given[name])}
         moved = (
             name == "dataset"
-            and len({Path(each).name for each in places}) == 1
+            and len({Path(place).name for place in places}) == 1
             and not places & {*NAMES}
         )
         if before != given[name] and not moved:
@@ -265,8 +265,8 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
                 " --out"
             )
     outer = [
-        (each["outer_lr"], each["outer_momentum"]) != (1, 0)
-        for each in ({**given, **resumed}, given)
+        (item["outer_lr"], item["outer_momentum"]) != (1, 0)
+        for item in ({**given, **resumed}, given)
     ]
     if outer[0] != outer[1]:
         raise UsageError(
@@ -339,7 +339,7 @@ def launch_use(
     def simulation() -> dict[str, Any]:
         return {
             "ranks": next(
-                (each.simulate for each in parse(words) if isinstance(each, PlaceConfig)), 0
+                (item.simulate for item in parse(words) if isinstance(item, PlaceConfig)), 0
             )
         }
 
@@ -361,7 +361,7 @@ def read_command(
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values, and another number of paths.
     """
-    known = [each for section in sections for each in options_of(section)]
+    known = [item for section in sections for item in options_of(section)]
     count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     given = read_words(words[count:], known, program, description)
     if count != len(names.split()):
@@ -394,16 +394,16 @@ def read_shared(
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values.
     """
-    mine = [each for section in own for each in options_of(section)]
+    mine = [item for section in own for item in options_of(section)]
     others = [
-        replace(each, **different.get(each.name, {}))
+        replace(item, **different.get(item.name, {}))
         for section, names in shared.items()
-        for each in options_of(section)
-        if not names or each.name in names.split()
+        for item in options_of(section)
+        if not names or item.name in names.split()
     ]
     read = read_words(words, [*mine, *others], program, description)
-    given = {each.name: plain(read[each.name]) for each in others if each.name in read}
+    given = {other.name: plain(read[other.name]) for other in others if other.name in read}
     defaults = {
-        each.name: each.default for each in others if "default" in different.get(each.name, {})
+        other.name: other.default for other in others if "default" in different.get(other.name, {})
     }
     return *(made(section, read) for section in own), assemble({**defaults, **given}), given

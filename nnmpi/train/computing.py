@@ -96,8 +96,10 @@ def multiplications(options: OptimizationConfig, model: Module, train: Samples) 
     shape = train.sample_shape
     places = shape[0] if train.is_tokens else 1
     pixels = prod(shape[:-1])
-    weights = [each.declared for each in model.parameters() if len(each.declared) > 1]
-    of_one = sum(prod(each) * (pixels if len(each) > 2 else places) for each in weights)
+    weights = [
+        parameter.declared for parameter in model.parameters() if len(parameter.declared) > 1
+    ]
+    of_one = sum(prod(weight) * (pixels if len(weight) > 2 else places) for weight in weights)
     samples = options.epochs * len(train)
     if options.max_steps is not None:
         samples = min(samples, options.max_steps * options.rows(len(train)))
@@ -131,7 +133,7 @@ def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Bac
         backend = select(name, local_rank)
     names = group.gather(backend.name)
     if len(set(names)) > 1:
-        without = [rank for rank, each in enumerate(names) if each == "numpy"]
+        without = [rank for rank, item in enumerate(names) if item == "numpy"]
         reason = (
             f"auto chose numpy on all ranks: rank {without[0]} ({len(without)} of {group.size}) has"
             " no device"
@@ -175,12 +177,12 @@ def describe_device(backend: Backend, group: Group, verbose: bool = False) -> li
         group: all ranks of the run.
         verbose: say why this backend anyway.
     """
-    found = group.gather(
+    result = group.gather(
         [platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()]
     )
-    places = [each[:2] for each in found]
+    places = [item[:2] for item in result]
     lines = (
-        [f"chosen: {backend.reason}"] if backend.reason and any(each[2] for each in found) else []
+        [f"chosen: {backend.reason}"] if backend.reason and any(item[2] for item in result) else []
     )
     if not backend.is_device:
         return lines

@@ -66,9 +66,9 @@ def check_numbers(
 def given(section: Any) -> dict[str, Any]:
     """Return the options of a section that are not their defaults."""
     return {
-        each.name: value
-        for each in fields(section)
-        if (value := getattr(section, each.name)) != each.default
+        item.name: value
+        for item in fields(section)
+        if (value := getattr(section, item.name)) != item.default
     }
 
 
@@ -703,7 +703,7 @@ class Config:
         """Return the options with other values of some, by their names."""
         sections = {
             name: replace(
-                section, **{each: values[each] for each in vars(section).keys() & values.keys()}
+                section, **{item: values[item] for item in vars(section).keys() & values.keys()}
             )
             for name, section in vars(self).items()
         }
@@ -716,15 +716,15 @@ class Config:
 @cache
 def all_options() -> Mapping[str, Option]:
     """Return the fields of all sections as options by name, in order."""
-    found: dict[str, Option] = {}
+    result: dict[str, Option] = {}
     for section in get_type_hints(Config).values():
         for option in options_of(section):
-            if option.name in found:
+            if option.name in result:
                 raise TypeError(
-                    f"option {option.name} stands in {found[option.name].section} and in {section}"
+                    f"option {option.name} stands in {result[option.name].section} and in {section}"
                 )
-            found[option.name] = option
-    return types.MappingProxyType(found)
+            result[option.name] = option
+    return types.MappingProxyType(result)
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -737,7 +737,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def to_json(section: Any) -> dict[str, Any]:
     """Return the options of one section by name, as `flatten` does."""
-    return {each.name: plain(getattr(section, each.name)) for each in fields(section)}
+    return {item.name: plain(getattr(section, item.name)) for item in fields(section)}
 
 
 def plain(value: Any) -> Any:
@@ -759,7 +759,7 @@ def shown(value: Any) -> str:
 def made(section: type[T], values: Mapping[str, Any]) -> T:
     """Return a section with its options among the values, and defaults for the rest."""
     return section(
-        **{each.name: values[each.name] for each in options_of(section) if each.name in values}
+        **{item.name: values[item.name] for item in options_of(section) if item.name in values}
     )
 
 

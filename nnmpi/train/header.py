@@ -139,10 +139,10 @@ def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
 
 def _parameters(trainer: Trainer) -> str:
     """Return how many parameters the model has, and how many of them this rank."""
-    own, where = trainer.model.storage.size, trainer.arrangement
-    if where.elements == own:
-        return f"{own:,} parameters"
-    return f"{where.elements:,} parameters, {own:,} of them on rank 0"
+    local, where = trainer.model.storage.size, trainer.arrangement
+    if where.elements == local:
+        return f"{local:,} parameters"
+    return f"{where.elements:,} parameters, {local:,} of them on rank 0"
 
 
 def _optimizer(options: OptimizationConfig, extent: Extent) -> str:

@@ -114,7 +114,7 @@ def load_samples(
             train, test = group.comm.world.once(
                 ("data", repr(config)), lambda: _load(config, source)
             )
-            train, test = (match_loss(config.optimization.loss, each) for each in (train, test))
+            train, test = (match_loss(config.optimization.loss, item) for item in (train, test))
         if isinstance(train, Text):
             check_tokenizer(config, train.tokenizer)
     check_same_start(config, group, train, test, where)
@@ -285,12 +285,12 @@ def check_same_start(
     if group.size == 1:
         return
     with agreed(group):
-        own = group.comm.world.once(
+        local = group.comm.world.once(
             ("start", repr(config)), partial(_describe_start, config, train, test)
         )
     sizes = f"{where} is not the same on all ranks"
     problems = "the ranks have different versions", "the program's files differ", sizes, sizes
-    require_equal(group, own, problems.__getitem__, "give all nodes the same")
+    require_equal(group, local, problems.__getitem__, "give all nodes the same")
 
 
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
@@ -298,12 +298,12 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     data.
     """
     program, folder = hashlib.sha256(), Path(__file__).parents[1]
-    own = (
+    local = (
         file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz")
     )
     # by the user
     written = {file for value in flatten(config).values() if (file := custom_file(value))}
-    for file in [*sorted(own), *sorted(written)]:
+    for file in [*sorted(local), *sorted(written)]:
         program.update(file.read_bytes())
     sizes = f"{len(train)} training and {len(test)} test samples"
     return [
@@ -368,7 +368,7 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
         fits = (
             isinstance(pair, tuple | list)
             and len(pair) == 2
-            and all(isinstance(each, Dataset) for each in pair)
+            and all(isinstance(item, Dataset) for item in pair)
         )
         if not fits:
             raise UsageError(
@@ -377,14 +377,14 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
         return check_pair(*pair)
     if source is None:
         loss = config.optimization.loss
-        wanted: Wanted = (
+        expected: Wanted = (
             "any"
             if loss == YES_OR_NO or is_custom(loss)
             else "quantities"
             if loss in ERRORS
             else "classes"
         )
-        return load(data.dataset, data.data_dir, seed, data.test_fraction, wanted, data.target)
+        return load(data.dataset, data.data_dir, seed, data.test_fraction, expected, data.target)
     context = config.model.context
     if context is None:
         context = (

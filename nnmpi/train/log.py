@@ -144,7 +144,7 @@ class Reporter:
     def result(self, found: Totals, prefix: str = "") -> str:
         """Return the loss and how good outputs are in words, see `describe_result`."""
         return ", ".join(
-            f"{prefix}{each}" for each in describe_result(found, self.measures(found), self._tokens)
+            f"{prefix}{item}" for item in describe_result(found, self.measures(found), self._tokens)
         )
 
     def measures(self, found: Totals) -> dict[str, float]:

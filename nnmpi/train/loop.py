@@ -250,9 +250,9 @@ class Loop:
         options, extent, state = self._run.config.run, self._run.extent, self.state
         steps = [extent.train_batches - state.batch, extent.stop - state.step]
         due = [
-            each.steps
-            for each in (options.eval_every, options.save_every)
-            if each is not None and each.steps
+            item.steps
+            for item in (options.eval_every, options.save_every)
+            if item is not None and item.steps
         ]
         steps += [every - state.step % every for every in due]
         if self._tracer.left:
@@ -554,9 +554,9 @@ def _finish(
     loss, quality = describe_result(report, measures, run.inputs.train.is_tokens)
 
     def write() -> None:
-        kept = f"its last checkpoint is whole: make room, and go on with --resume {folder.path}"
+        saved = f"its last checkpoint is whole: make room, and go on with --resume {folder.path}"
         with raised_as(
-            CheckpointError, f"the end of the run cannot be written into {folder.path}", kept
+            CheckpointError, f"the end of the run cannot be written into {folder.path}", saved
         ):
             if gpt:  # as Hugging Face's transformers reads it
                 heads = (

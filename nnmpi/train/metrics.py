@@ -89,8 +89,8 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         OSError: when the file cannot be read.
     """
     lines = read_text(file).split("\n")
-    whole, rest = lines[:-1], lines[-1]  # what follows the last newline was not finished
-    records = [parse_json(line) for line in whole]
+    full, rest = lines[:-1], lines[-1]  # what follows the last newline was not finished
+    records = [parse_json(line) for line in full]
     if rest:
         try:
             records.append(parse_json(rest))
@@ -114,13 +114,13 @@ def cut_metrics(file: Path, step: int) -> int:
         file, CheckpointError, "damaged or cannot be written; move it away to go on without it"
     ):
         records = read_metrics(file)
-        kept = [
-            each
-            for each in records
-            if each["global_step"] <= step and each["kind"] not in AT_THE_END
+        saved = [
+            item
+            for item in records
+            if item["global_step"] <= step and item["kind"] not in AT_THE_END
         ]
-        write_atomically(file, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        return len(records) - len(kept)
+        write_atomically(file, "".join(json.dumps(record) + "\n" for record in saved).encode())
+        return len(records) - len(saved)
 
 
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
@@ -254,5 +254,5 @@ def sum_staleness(records: Sequence[Mapping[str, Any]]) -> Staleness:
     them.
     """
     return Staleness.sum(
-        [Staleness.from_json(each) for each in records if each["kind"] == "staleness"]
+        [Staleness.from_json(record) for record in records if record["kind"] == "staleness"]
     )

@@ -270,10 +270,10 @@ def load(
     file = None if weights is None else Path(weights)
     from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
 
-    (found,) = simulate(
+    (result,) = simulate(
         lambda group: open_run(Path(run), group, best=best, weights=file, trust=trust), 1
     )
-    return found
+    return result
 
 
 def open_run(
@@ -364,15 +364,15 @@ def _load_torch(
     Raises:
         CheckpointError: on all ranks, when the file cannot be read, or does not fit.
     """
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
 
     def read() -> None:
-        whole = build()  # which lies on no ranks: how it computes says what is flattened
-        found.update(from_torch(torch_weights(whole, sample), read_torch(file), file))
+        full = build()  # which lies on no ranks: how it computes says what is flattened
+        result.update(from_torch(torch_weights(full, sample), read_torch(file), file))
 
     on_root(group, read)
-    specs = {name: ArraySpec.of(array) for name, array in found.items()} if group.is_root else None
-    model_state(where.model, group, where).scatter(found.__getitem__, specs, file)
+    specs = {name: ArraySpec.of(array) for name, array in result.items()} if group.is_root else None
+    model_state(where.model, group, where).scatter(result.__getitem__, specs, file)
 
 
 def _read_config(folder: Path, trust: bool) -> Config:

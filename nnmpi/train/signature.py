@@ -116,7 +116,7 @@ class ModelSignature:
         if all(places.get(name, place) == place for place, name in enumerate(columns)):
             return x
         if sorted(columns) != sorted(places):
-            theirs, ours = (shortened(", ".join(each)) for each in (columns, self.columns))
+            theirs, ours = (shortened(", ".join(item)) for item in (columns, self.columns))
             raise DataError(
                 f"{source} has the columns {theirs}, and the model takes {ours}; put them in this"
                 " order"
@@ -148,8 +148,8 @@ class ModelSignature:
                 f"samples of shape {x.shape[1:]} do not fit a model that takes {self.sample_shape}"
             )
         if x.dtype.kind not in ("iu" if self.is_tokens else "biuf"):
-            wanted = "whole numbers, tokens" if self.is_tokens else "numbers"
-            raise DataError(f"samples are {x.dtype}; this model takes {wanted}")
+            expected = "whole numbers, tokens" if self.is_tokens else "numbers"
+            raise DataError(f"samples are {x.dtype}; this model takes {expected}")
         if self.is_tokens:
             return x.astype(np.int64)
         if x.dtype == np.uint8 and self.stored != BYTES:

@@ -29,7 +29,8 @@ def offsets(group: Group, clock: Callable[[], float] = clock.now) -> list[float]
     group.barrier()
     times = group.gather(clock())
     return [
-        0.0 if node == nodes[0] else own - times[0] for node, own in zip(nodes, times, strict=True)
+        0.0 if node == nodes[0] else local - times[0]
+        for node, local in zip(nodes, times, strict=True)
     ]
 
 

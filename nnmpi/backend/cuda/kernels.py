@@ -205,11 +205,11 @@ class DeviceKernels(KernelLauncher):
     ) -> None:
         """Write those gradients that are asked for."""
         x, inverse, mean, scale = residuals  # the scale here is one without gaps
-        kept = (xp.ascontiguousarray(grad), x, inverse, mean)
+        saved = (xp.ascontiguousarray(grad), x, inverse, mean)
         if to_x is not None:
-            self.over_rows("layer_norm_grad", *x.shape, *kept, scale, to_x, *x.shape)
+            self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *x.shape)
         if to_scale is not None or to_shift is not None:
-            self.sums("layer_norm_sums", "layer_norm_total", kept, (to_scale, to_shift))
+            self.sums("layer_norm_sums", "layer_norm_total", saved, (to_scale, to_shift))
 
     # ---- tables
 

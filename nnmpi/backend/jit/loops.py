@@ -71,8 +71,8 @@ def exp(x):
     x = _MOST if x > _MOST else x
     # rounded: what is converted is positive, so cut off is down
     n = np.int32(x * _LOG2E + _ABOVE) - np.int32(128)
-    whole = np.float32(n)
-    r = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    full = np.float32(n)
+    r = x - full * _LN2_HIGH - full * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
     return (p * r * r + r + _ONE) * _as_float((n + np.int32(127)) << np.int32(23))
 
@@ -277,9 +277,9 @@ def lstm_step_grad(g, slopes, h, grad, cell, last_c, to_c):
         gates, steep = g[r], slopes[r]
         i, f, o, candidate = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], gates[3 * n :]
         to_i, to_f, to_o, to_g = steep[:n], steep[n : 2 * n], steep[2 * n : 3 * n], steep[3 * n :]
-        one, other, after, before, total = h[r], grad[r], cell[r], last_c[r], to_c[r]
+        first, other, after, before, total = h[r], grad[r], cell[r], last_c[r], to_c[r]
         for j in range(total.size):
-            t, to_h = tanh(after[j]), _HALF * (one[j] + other[j])
+            t, to_h = tanh(after[j]), _HALF * (first[j] + other[j])
             to_cell = _HALF * (total[j] + to_h * (_ONE + o[j]) * (_ONE - t * t))
             to_o[j] = _HALF * to_h * t * (_ONE - o[j] * o[j])
             to_i[j] = _HALF * to_cell * candidate[j] * (_ONE - i[j] * i[j])
@@ -301,7 +301,7 @@ def adam(
     factor,
 ):
     """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps)."""
-    step, small, shrink, kept = (
+    step, small, shrink, saved = (
         np.float32(rate),
         np.float32(eps),
         np.float32(decay),
@@ -314,4 +314,4 @@ def adam(
         square = keep2 * v[i] + move2 * g * g
         m[i] = mean
         v[i] = square
-        data[i] = kept * data[i] - step * mean / (np.float32(math.sqrt(square)) + small)
+        data[i] = saved * data[i] - step * mean / (np.float32(math.sqrt(square)) + small)

@@ -93,16 +93,16 @@ def find_collective(operation: str, name: How, nodes: Sequence[int] | None = Non
         UsageError: for an operation that there is not, a way in which it cannot be done, or a
             user's collective that promises something else.
     """
-    contracts = {each.contract.name: each.contract for each in _ALL}
+    contracts = {item.contract.name: item.contract for item in _ALL}
     if operation not in contracts:
         raise UsageError(f"there is no collective {operation!r}; there are {', '.join(contracts)}")
     if not isinstance(name, str):
-        found = as_collective(name, contracts[operation])
-        if found.contract.name != operation:
+        result = as_collective(name, contracts[operation])
+        if result.contract.name != operation:
             raise UsageError(
-                f"{found.name} is a collective for {found.contract.name}, not for {operation}"
+                f"{result.name} is a collective for {result.contract.name}, not for {operation}"
             )
-        return found
+        return result
     if (operation, name) not in COLLECTIVES:
         ways = ", ".join(how for what, how in COLLECTIVES if what == operation)
         stepless = (

@@ -125,16 +125,18 @@ class Shutdown:
         """
         self._announced, self._world.waiter = True, None
         self._world.operations.append((time.monotonic(), "MPI's end, for the other ranks"))
-        own = hashlib.blake2b(
+        local = hashlib.blake2b(
             f"{status} {text}".encode(errors="backslashreplace"), digest_size=16
         ).digest()
-        everyones = bytearray(len(own) * self._comm.Get_size())
+        everyones = bytearray(len(local) * self._comm.Get_size())
         # Not blocking: a rank whose partners never come to their end must notice and abort.
-        request = self._comm.Iallgather([own, self._mpi.BYTE], [everyones, self._mpi.BYTE])
+        request = self._comm.Iallgather([local, self._mpi.BYTE], [everyones, self._mpi.BYTE])
         if not self._world.wait_until(request.Test, clock.now() + limit_s):
             return None
-        digests = [bytes(everyones[i : i + len(own)]) for i in range(0, len(everyones), len(own))]
-        return [rank for rank, digest in enumerate(digests) if digest == own]
+        digests = [
+            bytes(everyones[i : i + len(local)]) for i in range(0, len(everyones), len(local))
+        ]
+        return [rank for rank, digest in enumerate(digests) if digest == local]
 
     def _print(self, text: str, ranks: list[int]) -> None:
         """Write the text to stderr; the ranks are named unless it is everybody's sentence."""

@@ -178,13 +178,13 @@ class Watchdog:
 
     def _is_ending(self) -> bool:
         """Take what has come; return whether another rank ends the job."""
-        found = MPI.Status()
-        while self._receive.Test(found):
-            message = bytes(self._came[: found.Get_count(MPI.BYTE)])
+        result = MPI.Status()
+        while self._receive.Test(result):
+            message = bytes(self._came[: result.Get_count(MPI.BYTE)])
             self._post()
-            if found.Get_tag() == END:
+            if result.Get_tag() == END:
                 return True
-            self._heard[found.Get_source()] = (time.monotonic(), RankStatus(**json.loads(message)))
+            self._heard[result.Get_source()] = (time.monotonic(), RankStatus(**json.loads(message)))
         return False
 
     def _judge(self, now: float, own: RankStatus) -> None:
@@ -328,11 +328,11 @@ def _ask(waiter: Any) -> str:
 
 
 def _by_place(statuses: Mapping[int, RankStatus]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for rank, status in sorted(statuses.items()):
         step = "" if status.step is None else f" (step {status.step})"
-        found.setdefault(status.place + step, []).append(rank)
-    return found
+        result.setdefault(status.place + step, []).append(rank)
+    return result
 
 
 def _plural(ranks: list[int], one: str, several: str) -> str:

@@ -61,7 +61,7 @@ GIVES, TAKES, DEALT = ("bcast", "scatter"), ("gather", "reduce"), ("scatter", "a
 def refuse(self, name):
     """Refuse a name that is not there, of MPI's or of an object's."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
-    there = [each for each in dir(self) if each[0] != "_"]
+    there = [item for item in dir(self) if item[0] != "_"]
     raise AttributeError(
         f"simulated ranks have no {whose}.{name}; of {whose} they have {', '.join(there)}"
     )
@@ -141,17 +141,17 @@ class Mailbox(MessageQueue):
         """Return a message that a receive takes: the first of its sender."""
         scheduler = receive.owner.world._scheduler
         firsts = {
-            each.request.owner.number: each for each in reversed(self.sends) if _fits(each, receive)
+            send.request.owner.number: send for send in reversed(self.sends) if _fits(send, receive)
         }
-        found = [*firsts.values()]
-        if found and not scheduler.by_time:
-            return scheduler.random.choice(found)
-        return min(found, key=lambda each: (not each.there, each.ready_s), default=None)
+        result = [*firsts.values()]
+        if result and not scheduler.by_time:
+            return scheduler.random.choice(result)
+        return min(result, key=lambda item: (not item.there, item.ready_s), default=None)
 
 
 def _fits(message, receive):
     pairs = zip(receive.envelope[:2], message.request.envelope, strict=False)
-    return all(wanted in (ANY, found) for wanted, found in pairs)
+    return all(expected in (ANY, result) for expected, result in pairs)
 
 
 class Wire(SimulatedComm):
@@ -161,12 +161,12 @@ class Wire(SimulatedComm):
         return self._board.queues.setdefault((self._number, ANY, target, ANY), Mailbox())
 
     def _pair(self, message, receive, queue):
-        (source, tag, sent), wanted = message.request.envelope, receive.envelope[2]
-        if sent != wanted and BYTE not in (sent, wanted):
+        (source, tag, sent), expected = message.request.envelope, receive.envelope[2]
+        if sent != expected and BYTE not in (sent, expected):
             raise CommError(
                 f"rank {message.request.owner.number} sends {sent}"
                 f" ({describe_lines(message.request.lines)}), which rank {receive.owner.number}"
-                f" receives as {wanted} ({describe_lines(receive.lines)}); send and recv are for"
+                f" receives as {expected} ({describe_lines(receive.lines)}); send and recv are for"
                 " objects, Send and Recv for arrays"
             )
         if receive.memory is None:
@@ -246,7 +246,7 @@ class Request:
     @staticmethod
     def waitall(requests, statuses=None):
         """Return what was received."""
-        return [each.wait(status) for each, status in zip_longest(requests, statuses or ())]
+        return [item.wait(status) for item, status in zip_longest(requests, statuses or ())]
 
 
 class Intracomm:
@@ -325,9 +325,9 @@ class Intracomm:
     ):
         start, receive = ("isend", "recv") if name.islower() else ("Isend", "Recv")
         sent = self._send(start, sendbuf, dest, sendtag, sendobj)
-        found = self._receive(receive, recvbuf, source, recvtag, status)
+        result = self._receive(receive, recvbuf, source, recvtag, status)
         sent.Wait()
-        return found
+        return result
 
     # ---- collectives ----
 
@@ -339,15 +339,15 @@ class Intracomm:
             words: what all must bring alike.
         """
         gives, takes, dealt = (
-            name.lower().removesuffix("v") in each for each in (GIVES, TAKES, DEALT)
+            name.lower().removesuffix("v") in item for item in (GIVES, TAKES, DEALT)
         )
         is_root = self.rank == self._among(root)
         mine = (
-            [each.copy() for each in give(self.size if dealt else 1)]
+            [item.copy() for item in give(self.size if dealt else 1)]
             if is_root or not gives
             else []
         )
-        nbytes = sum(each.nbytes for each in mine) * (1 if words or dealt or gives else self.size)
+        nbytes = sum(item.nbytes for item in mine) * (1 if words or dealt or gives else self.size)
         rooted = [f"root {root}"] if gives or takes else []
         everyones = self._wire._exchange(
             name,
@@ -357,10 +357,10 @@ class Intracomm:
             *words,
             nbytes=nbytes,
         )
-        found = [(parts[self.rank * dealt], lines) for parts, lines in everyones if parts]
+        result = [(parts[self.rank * dealt], lines) for parts, lines in everyones if parts]
         if name.lower() == "scan":
-            return found[: self.rank + 1]
-        return found if is_root or not takes else []
+            return result[: self.rank + 1]
+        return result if is_root or not takes else []
 
     def _buffers(self, name, sendbuf, recvbuf, root=0):
         def give(parts):
@@ -369,9 +369,9 @@ class Intracomm:
             room = read_parts(recvbuf, self.size)
             return room if parts > 1 else [room[self.rank]]
 
-        found = self._meet(name, root, give)
+        result = self._meet(name, root, give)
         for (data, lines), into in zip(
-            found, read_parts(recvbuf, len(found)) if found else (), strict=True
+            result, read_parts(recvbuf, len(result)) if result else (), strict=True
         ):
             if into is not None:
                 if (data.size, data.dtype) != (into.size, into.dtype):
@@ -396,23 +396,25 @@ class Intracomm:
                 )
             return map(_pack, value if name in DEALT else [value])
 
-        found = [pickle.loads(data) for data, _ in self._meet(name, root, give, *words)]
-        return found[0] if name in GIVES else found or None
+        result = [pickle.loads(data) for data, _ in self._meet(name, root, give, *words)]
+        return result[0] if name in GIVES else result or None
 
     def _combine(self, name, sendobj, op="SUM", root=0):
-        found = self._objects(name, sendobj, root, getattr(op, "__name__", op))
+        result = self._objects(name, sendobj, root, getattr(op, "__name__", op))
         combine = np.frompyfunc(op, 2, 1) if callable(op) else getattr(np, OPS[op])
-        total = found and _fold(combine, [np.array([each, None], object)[:1] for each in found])[0]
-        return bool(total) if op in ("LAND", "LOR") and found else total
+        total = (
+            result and _fold(combine, [np.array([item, None], object)[:1] for item in result])[0]
+        )
+        return bool(total) if op in ("LAND", "LOR") and result else total
 
     def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0, recvcounts=None):
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
-        found = [
-            each
-            for each, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)
+        result = [
+            item
+            for item, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)
         ]
-        if found:
-            total = _fold(getattr(np, OPS[op]), found).astype(data.dtype)
+        if result:
+            total = _fold(getattr(np, OPS[op]), result).astype(data.dtype)
             if "scatter" in name:
                 total = np.split(total, self.size if recvcounts is None else np.cumsum(recvcounts))[
                     self.rank
@@ -469,7 +471,7 @@ class Cartcomm(Intracomm):
 
     def Get_coords(self, rank):
         """Return where a rank is."""
-        return [int(each) for each in np.unravel_index(rank, self.dims)]
+        return [int(item) for item in np.unravel_index(rank, self.dims)]
 
     def Get_cart_rank(self, coords):
         """Return who is there; PROC_NULL beyond an end."""
@@ -500,8 +502,8 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         wire.world.sleep(TICK_S)
         return wire.world.now()
 
-    own = wire._own
-    alone = Wire(wire._board, wire.world, own, [own.number], -1 - own.number)
+    local = wire._own
+    alone = Wire(wire._board, wire.world, local, [local.number], -1 - local.number)
     mpi, package = ModuleType("mpi4py.MPI"), ModuleType("mpi4py")
     vars(package).update(
         MPI=mpi, rc=SimpleNamespace(), __path__=[], __getattr__=partial(refuse, package)

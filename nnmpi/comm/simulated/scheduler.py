@@ -397,8 +397,8 @@ class Scheduler:
     def _deadlock(self) -> CommError:
         waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.fallen]
         lines = [
-            f"  rank {each.number} waits for {each.waits_for}, {_since(each)}{_at(each.lines)}"
-            for each in waiting
+            f"  rank {item.number} waits for {item.waits_for}, {_since(item)}{_at(item.lines)}"
+            for item in waiting
         ]
         if self.fallen:
             return CommError(
@@ -441,7 +441,9 @@ def find_lines() -> Lines:
     while frame is not None and _lies_in(PACKAGE_FOLDER, frame.f_code.co_filename):
         frame = frame.f_back
     places = [within, frame] if within is not frame else [frame]
-    return tuple((each.f_code.co_filename, each.f_lineno) for each in places if each is not None)
+    return tuple(
+        (place.f_code.co_filename, place.f_lineno) for place in places if place is not None
+    )
 
 
 @cache  # each message asks, for every call around it

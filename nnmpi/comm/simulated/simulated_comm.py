@@ -121,9 +121,9 @@ def checksum(memory: Bytes | None) -> int:
     """Return the sum of the 8-byte words, to detect changed bytes (with near certainty)."""
     if memory is None:
         return 0
-    whole = memory.size - memory.size % 8
-    return int(memory[:whole].view(np.uint64).sum()) + int.from_bytes(
-        memory[whole:].tobytes(), "little"
+    full = memory.size - memory.size % 8
+    return int(memory[:full].view(np.uint64).sum()) + int.from_bytes(
+        memory[full:].tobytes(), "little"
     )
 
 
@@ -367,30 +367,30 @@ class SimulatedComm:
 
     def isend(self, data: Buffer, to: int, tag: int, synchronous: bool = False) -> SimulatedRequest:
         """Start sending; see `comm.world.Comm`."""
-        own, board = self._own, self._board
-        self._scheduler.enter(own)
+        local, board = self._own, self._board
+        self._scheduler.enter(local)
         memory = as_bytes(data)
         request = self._open(
             f"send to rank {self.members[to]} with tag {tag}", memory, False, self.members[to]
         )
         request.envelope = self.rank, tag, data.dtype
         leaves = not synchronous and memory.nbytes <= board.eager_bytes
-        receiving = any(request.writes for request in board.open[own.number])
+        receiving = any(request.writes for request in board.open[local.number])
         message = SimulatedMessage(
-            request, memory.nbytes, memory.copy() if leaves else None, own.clock_s, receiving
+            request, memory.nbytes, memory.copy() if leaves else None, local.clock_s, receiving
         )
-        queue = self._queue(own.number, self.members[to], tag)
+        queue = self._queue(local.number, self.members[to], tag)
         if leaves:
             if self._scheduler.by_time or self._scheduler.random.random() < LEAVES_AT_ONCE:
-                board.complete(request, own.clock_s)
-            self._depart(message, queue, self.members[to], own.clock_s)
+                board.complete(request, local.clock_s)
+            self._depart(message, queue, self.members[to], local.clock_s)
         receive = queue.find_receive(message)
         if receive is not None:
             queue.receives.remove(receive)
             self._pair(message, receive, queue)
         else:
             queue.sends.append(message)
-        self._scheduler.leave(own)
+        self._scheduler.leave(local)
         return request
 
     issend = partialmethod(isend, synchronous=True)
@@ -410,18 +410,18 @@ class SimulatedComm:
         self, words: str, memory: Bytes | None, envelope: tuple[int, int, Any], *partners: int
     ) -> SimulatedRequest:
         """Start receiving what may come from some ranks."""
-        own = self._own
-        self._scheduler.enter(own)
+        local = self._own
+        self._scheduler.enter(local)
         request = self._open(f"receive from {words}", memory, True, *partners)
         request.envelope = envelope
-        queue = self._queue(partners[0], own.number, envelope[1])
+        queue = self._queue(partners[0], local.number, envelope[1])
         message = queue.find_send(request)
         if message is not None:
             queue.sends.remove(message)
             self._pair(message, request, queue)
         else:
             queue.receives.append(request)
-        self._scheduler.leave(own)
+        self._scheduler.leave(local)
         return request
 
     def _open(
@@ -489,31 +489,31 @@ class SimulatedComm:
         """Return whether all are complete; see `comm.world.Comm`."""
         if not requests:
             return True
-        own = self._own
-        self._scheduler.enter(own)
-        self._scheduler.give_way(own)
+        local = self._own
+        self._scheduler.enter(local)
+        self._scheduler.give_way(local)
         complete = all(request.complete for request in requests)
         if complete:
             self._close(requests)
         else:
-            self._scheduler.look_in_vain(own)
-        self._scheduler.leave(own)
+            self._scheduler.look_in_vain(local)
+        self._scheduler.leave(local)
         return complete
 
     def wait_all(self, requests: Sequence[SimulatedRequest]) -> None:
         """Return when all are complete; see `comm.world.Comm`."""
-        own = self._own
-        self._scheduler.enter(own)
+        local = self._own
+        self._scheduler.enter(local)
         awaited = {request for request in requests if not request.complete}
         if awaited:
             words = [request.what for request in requests if request in awaited]
             words[NAMED:] = [f"{len(words) - NAMED} more"] if len(words) > NAMED else []
             pending = list(awaited)
             self._scheduler.block(
-                own, awaited, ", ".join(words), find_lines(), lambda: _missing(pending)
+                local, awaited, ", ".join(words), find_lines(), lambda: _missing(pending)
             )
         self._close(requests)
-        self._scheduler.leave(own)
+        self._scheduler.leave(local)
 
     def _close(self, requests: Sequence[SimulatedRequest]) -> None:
         """Note that requests were waited for, and that it is as late as their ends."""
@@ -542,8 +542,8 @@ class SimulatedComm:
 
         def write(arrays: list[Buffer]) -> None:
             total = _total(arrays)
-            for each in arrays:
-                each[...] = total
+            for item in arrays:
+                item[...] = total
 
         return self._join(
             (name, array.size, array.dtype.name), array, array.nbytes, write, writes=array
@@ -556,9 +556,9 @@ class SimulatedComm:
         memory = as_bytes(data)
 
         def combine(everyones: list[Bytes]) -> None:
-            for rank, each in enumerate(everyones):
+            for rank, everyone in enumerate(everyones):
                 if rank != root:
-                    each[...] = everyones[root]
+                    everyone[...] = everyones[root]
 
         return self._join(
             (name, memory.nbytes, f"root {root}"), memory, memory.nbytes, combine, writes=memory
@@ -595,7 +595,7 @@ class SimulatedComm:
             begin = 0
             for length, (_, part) in zip(counts, everyones, strict=True):
                 part[...] = _total(
-                    [whole.reshape(-1)[begin : begin + length] for whole, _ in everyones]
+                    [full.reshape(-1)[begin : begin + length] for full, _ in everyones]
                 )
                 begin += length
 
@@ -624,8 +624,8 @@ class SimulatedComm:
                 results, or returns one for each rank.
             writes: the array that is written here.
         """
-        own, board, scheduler = self._own, self._board, self._scheduler
-        scheduler.enter(own)
+        local, board, scheduler = self._own, self._board, self._scheduler
+        scheduler.enter(local)
         number = self._collectives
         self._collectives += 1
         memory = None if writes is None else as_bytes(writes)
@@ -633,10 +633,10 @@ class SimulatedComm:
             f"{signature[0]} (collective {number} of its communicator)", memory, writes=True
         )
         call = board.calls.setdefault(
-            (self._number, number), CollectiveCall(signature, (own.number, request.lines))
+            (self._number, number), CollectiveCall(signature, (local.number, request.lines))
         )
         if call.signature != signature:
-            ways = (*call.first, call.signature), (own.number, request.lines, signature)
+            ways = (*call.first, call.signature), (local.number, request.lines, signature)
             texts = [
                 f"rank {rank} in {_describe(what)} ({describe_lines(lines)})"
                 for rank, lines, what in ways
@@ -644,15 +644,15 @@ class SimulatedComm:
             raise CommError(f"the ranks are in different collectives: {', '.join(texts)}")
         call.brought[self.rank], call.requests[self.rank] = value, request
         request.missing = lambda: [
-            each for rank, each in enumerate(self.members) if rank not in call.brought
+            member for rank, member in enumerate(self.members) if rank not in call.brought
         ]
-        call.last_s, call.nbytes = max(call.last_s, own.clock_s), max(call.nbytes, nbytes)
+        call.last_s, call.nbytes = max(call.last_s, local.clock_s), max(call.nbytes, nbytes)
         if len(call.brought) == self.size:
             del board.calls[self._number, number]
             name = signature[0].removeprefix("i").removesuffix("v").lower()
             end_s = call.last_s + board.collective_s(name, self.members, call.nbytes)
             scheduler.plan(end_s, partial(self._finish, call, combine, end_s))
-        scheduler.leave(own)
+        scheduler.leave(local)
         return request
 
     def _finish(
@@ -747,6 +747,6 @@ def _total(arrays: Sequence[Buffer]) -> Buffer:
 
 
 def _gather(everyones: list[tuple[Buffer, Buffer]]) -> None:
-    whole = np.concatenate([as_bytes(own) for own, _ in everyones])
+    full = np.concatenate([as_bytes(local) for local, _ in everyones])
     for _, into in everyones:
-        as_bytes(into)[...] = whole
+        as_bytes(into)[...] = full

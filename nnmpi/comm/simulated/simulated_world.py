@@ -63,20 +63,20 @@ class SimulatedWorld:
 
         It is asked again whenever a request of this rank has become complete.
         """
-        own, scheduler = self._own, self._scheduler
+        local, scheduler = self._own, self._scheduler
         while True:
-            news = own.news
+            news = local.news
             if ready():
                 return True
-            scheduler.enter(own)  # in which something may become complete
-            if own.clock_s >= until_s:
-                scheduler.leave(own)
+            scheduler.enter(local)  # in which something may become complete
+            if local.clock_s >= until_s:
+                scheduler.leave(local)
                 return False
-            if own.news == news:
+            if local.news == news:
                 scheduler.block(
-                    own, set(), "something to become complete", find_lines(), list, until_s
+                    local, set(), "something to become complete", find_lines(), list, until_s
                 )
-            scheduler.leave(own)
+            scheduler.leave(local)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make()` returns, the same object on all ranks."""
@@ -199,10 +199,10 @@ def play(
 
     def begin(number: int) -> None:
         # as in a process of its own: nothing of what the caller records, counts or reads
-        own = Context()
+        local = Context()
         for var, value in computing:
-            own.run(var.set, value)
-        own.run(live, number)
+            local.run(var.set, value)
+        local.run(live, number)
 
     with one_blas_thread():  # here and not in the ranks, whose blocks would overlap
         scheduler.run(begin)

@@ -54,13 +54,13 @@ class Compiled3x3(Algorithm):
         kernels, _, counts = self.plan((*x.shape[1:], weight.shape[3]), True)
         # the bias's gradient is written, wanted or not
         to_bias = xp.empty(weight.shape[3:], grad.dtype) if out.bias is None else out.bias
-        wanted = [
-            xp.empty((0,), grad.dtype) if each is None else _flat(each)
-            for each in (out.x, out.weight)
+        expected = [
+            xp.empty((0,), grad.dtype) if item is None else _flat(item)
+            for item in (out.x, out.weight)
         ]
         scratch = _scratch(xp, counts, grad.dtype)
         _perform(
-            kernels.backward, xp.ascontiguousarray(grad), x, *kept, (*wanted, to_bias), scratch
+            kernels.backward, xp.ascontiguousarray(grad), x, *kept, (*expected, to_bias), scratch
         )
 
 
@@ -92,7 +92,7 @@ def _scratch(xp: Any, counts: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
 
 def _perform(kernel: Any, *args: Any) -> None:
     """Call a kernel with flat arrays, and tuples of such."""
-    perform(kernel, *(each if isinstance(each, tuple) else _flat(each) for each in args))
+    perform(kernel, *(arg if isinstance(arg, tuple) else _flat(arg) for arg in args))
 
 
 def _flat(array: Array) -> Array:

@@ -82,12 +82,12 @@ class Conv2dFunction(Function):
         y: Array = xp.empty(
             (len(x), *algorithm.spec.pooled_size(*x.shape[1:3]), weight.shape[3]), x.dtype
         )
-        kept = algorithm.forward(xp, x, weight, bias, y, True in self.needs)
-        self.saved = (x, weight, kept, dtype)
+        saved = algorithm.forward(xp, x, weight, bias, y, True in self.needs)
+        self.saved = (x, weight, saved, dtype)
         return y
 
     def backward(self, grad: Array) -> Grads:
-        x, weight, kept, dtype = self.saved
+        x, weight, saved, dtype = self.saved
         out = Gradients(
             self.xp.empty(x.shape, dtype) if self.needs[0] else None,
             *(
@@ -95,7 +95,7 @@ class Conv2dFunction(Function):
                 for i, shape in ((1, weight.shape), (2, weight.shape[3:]))
             ),
         )
-        self.algorithm.backward(self.xp, grad, x, weight, kept, out)
+        self.algorithm.backward(self.xp, grad, x, weight, saved, out)
         return out
 
 
@@ -130,7 +130,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
         return None if spec.relu else Im2col(spec)
     plain = plain and spec.groups == 1
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
-        single = all(each is None or each.dtype == FLOAT32 for each in (x, weight, bias))
+        single = all(item is None or item.dtype == FLOAT32 for item in (x, weight, bias))
         few = n * h * w < FEW_PIXELS and c * o >= LARGE_KERNELS and not spec.relu
         side = 2 if h % 4 or w % 4 or exact or few else 4
         small = image_bytes(h, w, c, o, x.dtype.itemsize, side) <= LARGE_BYTES

@@ -78,7 +78,7 @@ class Depthwise(Algorithm):
             images = self._bordered(xp, x[block])
             shares = xp.zeros(images.shape, x.dtype)
             seen, given = (
-                windows(each, *self.spec[:2], self.spec.dilation) for each in (images, shares)
+                windows(item, *self.spec[:2], self.spec.dilation) for item in (images, shares)
             )
             for rows, scratch in strips:
                 dy, part = grad[block, rows], xp.empty((*self.spec.kernel, c), weight.dtype)
@@ -132,7 +132,7 @@ class Depthwise(Algorithm):
             xp.empty((rows * columns * c,), arrays[0].dtype),
             (h, w, c, columns, *padding, *apart),
         )
-        kernel(*(each.reshape(each.size) for each in arrays), border, (*sizes, *out, *stride))
+        kernel(*(array.reshape(array.size) for array in arrays), border, (*sizes, *out, *stride))
 
     def _kernels(self, xp: Any, weight: Array, dtype: Any, columns: int) -> Array:
         """Return each element's numbers, once for every column of an image: (kh, kw, columns,

@@ -338,9 +338,9 @@ class Im2colReluPool(Algorithm):
                 if spread is not None:
                     target = corners(spread, spec.pool)[:, :, block, rows]
                     xp.copyto(target, dy.reshape(target.shape))
-        for each in (to_weight, to_bias):
-            if each is not None:
-                each.finish()
+        for item in (to_weight, to_bias):
+            if item is not None:
+                item.finish()
         if out.x is not None and spread is not None:
             input_gradient(xp, spread, weight, spec, out.x)
 

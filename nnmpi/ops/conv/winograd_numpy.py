@@ -78,7 +78,7 @@ def transforms(side: int) -> Transforms:
     points = POINTS[: side + 1]
     b, g = np.zeros((side + 2, side + 2)), np.zeros((side + 2, 3))
     for i, point in enumerate(points):
-        others = [each for each in points if each != point]
+        others = [item for item in points if item != point]
         b[i, :-1] = np.poly(others)[::-1]
         g[i] = point ** np.arange(3) / np.prod(np.subtract(point, others))
     b[-1], g[-1, 2] = np.poly(points)[::-1], 1
@@ -109,9 +109,9 @@ class WinogradNumpy(Algorithm):
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> Array | None:
         n, o, spec = len(x), weight.shape[3], self.spec
-        kept: Array | None = None
+        saved: Array | None = None
         if keep and spec.relu:
-            kept = xp.empty((n, y[:1].size), bool if spec.pool == NO_POOL else np.uint8)
+            saved = xp.empty((n, y[:1].size), bool if spec.pool == NO_POOL else np.uint8)
         kernel = self._kernel(xp, weight)  # (places, c, o)
         biases: Array | None = None  # once per pixel, for the largest block
         for images, tiles in self._blocks(xp, x, weight):
@@ -119,7 +119,7 @@ class WinogradNumpy(Algorithm):
             tiles.multiply(kernel)
             if bias is not None and biases is None:
                 biases = repeated(xp, bias, tiles.results.size // o)
-            flat, part = _flat(tiles.results), None if kept is None else _flat(kept[images])
+            flat, part = _flat(tiles.results), None if saved is None else _flat(saved[images])
             if spec.pool != NO_POOL:
                 pooled = _flat(tiles.pooled)
                 tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, part)
@@ -133,7 +133,7 @@ class WinogradNumpy(Algorithm):
                 if part is not None:
                     xp.greater(flat, 0, out=part)
             xp.copyto(tiles.pixels(whole_pixels(y[images])), whole_pixels(tiles.results))
-        return kept
+        return saved
 
     def backward(
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
@@ -330,13 +330,13 @@ class Tiles:
         # the first pixel of the tile after
         xp.add(back[:, -1, :, :-1], v[:, 0, :, 1:], out=back[:, -1, :, :-1])
         # it is free by now
-        own = v.reshape(v.size)[: side * side * size].reshape(side, side, rows, columns, count, c)
+        local = v.reshape(v.size)[: side * side * size].reshape(side, side, rows, columns, count, c)
         xp.matmul(
-            self._matrices[3], back.reshape(four, side * size), out=own.reshape(side, side * size)
+            self._matrices[3], back.reshape(four, side * size), out=local.reshape(side, side * size)
         )
-        xp.add(own[0, :, 1:], back[-1, :, :-1], out=own[0, :, 1:])  # the same for rows
-        xp.add(own[-1, :, :-1], back[0, :, 1:], out=own[-1, :, :-1])
-        xp.copyto(self.pixels(whole_pixels(out)), whole_pixels(own))
+        xp.add(local[0, :, 1:], back[-1, :, :-1], out=local[0, :, 1:])  # the same for rows
+        xp.add(local[-1, :, :-1], back[0, :, 1:], out=local[-1, :, :-1])
+        xp.copyto(self.pixels(whole_pixels(out)), whole_pixels(local))
 
 
 def _stacked(places: Array) -> Array:

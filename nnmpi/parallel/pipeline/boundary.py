@@ -157,19 +157,19 @@ class StageBoundary:
             ShapeError: when it does not look like those before it of the same input shape.
             UsageError: when gradients are needed of other tensors than before.
         """
-        found = look_of(values)
-        agreed = self._agreed.setdefault(key, found)
-        if agreed is found:
-            self._messages.send(encode(found, key), self._peer, self._header_tag)
-        elif agreed != found and _words(agreed) == _words(found):
+        result = look_of(values)
+        agreed = self._agreed.setdefault(key, result)
+        if agreed is result:
+            self._messages.send(encode(result, key), self._peer, self._header_tag)
+        elif agreed != result and _words(agreed) == _words(result):
             raise UsageError(
                 f"stage {self.stage} needs other gradients from the next stage than before, as"
                 " requires_grad of some parameter has changed since; release the Worker and make a"
                 " new one after changing requires_grad"
             )
-        elif agreed != found:
+        elif agreed != result:
             raise ShapeError(
-                f"stage {self.stage} gave {_words(found)} for an input of shape {key[0]}, where"
+                f"stage {self.stage} gave {_words(result)} for an input of shape {key[0]}, where"
                 f" {_words(agreed)} was agreed with the next stage; what crosses must depend on the"
                 " input's shape alone: cut the model elsewhere, or pad"
             )
@@ -194,7 +194,7 @@ class StageBoundary:
                 self._agreed[key] = decode(header.wait(), key)
             arrivals = self._post(key, back) if early is None else early
             rows, single = self._agreed[key]
-            arrays = tuple(from_host(each.wait(), self._backend.xp) for each in arrivals)
+            arrays = tuple(from_host(arrival.wait(), self._backend.xp) for arrival in arrivals)
             return BoundaryArrays(arrays, tuple(need for *_, need in rows), single)
 
         return wait

@@ -44,9 +44,9 @@ def run_chain(
     joined = join_layers(layers)
 
     def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> Ends:
-        x, kept = unpack(tensors, single, names)
-        x = run_layers(layers, joined, x, kept)
-        return pack(x, kept, number) if head is None else ([head(x, microbatch)], True)
+        x, saved = unpack(tensors, single, names)
+        x = run_layers(layers, joined, x, saved)
+        return pack(x, saved, number) if head is None else ([head(x, microbatch)], True)
 
     return run
 
@@ -118,8 +118,8 @@ class Stage:
             )
         if self._is_last:
             return BoundaryArrays((), ())
-        found = tuple(whole_values("the end of a stage", end) for end in ends)
-        return BoundaryArrays(found, tuple(end.requires_grad for end in ends), single)
+        result = tuple(whole_values("the end of a stage", end) for end in ends)
+        return BoundaryArrays(result, tuple(end.requires_grad for end in ends), single)
 
     def backward(
         self, microbatch: int, grads: Sequence[Array], halves: bool = False
@@ -148,14 +148,14 @@ class Stage:
             CommonRoot(grads)(*needing).backward(np.zeros(()), deferred=deferred)
         if deferred is not None:
             self._halves[microbatch] = deferred
-        found = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
+        result = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
         for leaf in flight.leaves:
             # a recording knows the leaf, and must not keep its values for it
             leaf.data = alias(leaf.data)
         recorder = active()
         if recorder is not None:
             recorder.loose.clear()  # the leaves' gradients: they go out as copies
-        return found
+        return result
 
     def finish(self, microbatch: int) -> None:
         """Compute the parameters' gradients of a backward in halves."""

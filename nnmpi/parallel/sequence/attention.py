@@ -75,7 +75,7 @@ class RingAttention:
 
     def __init__(self, group: Group, ranges: Sequence[tuple[range, ...]]) -> None:
         self._group, self._ranges = group, ranges
-        self._lengths = [sum(map(len, own)) for own in ranges]
+        self._lengths = [sum(map(len, local)) for local in ranges]
 
     def attend(
         self,
@@ -137,7 +137,7 @@ class RingAttention:
     ) -> None:
         q, k, v, y, top, total = kept
         xp = namespace(q)
-        q, y, grad = (to_float32(xp, each) for each in (q, y, grad))
+        q, y, grad = (to_float32(xp, item) for item in (q, y, grad))
         share = grad / total[..., None]
         inner = (share * y).sum(axis=3)
         to_q, home = xp.zeros(q.shape, q.dtype), self._zeros(k, v, self._group.rank)
@@ -148,8 +148,8 @@ class RingAttention:
             for mine, theirs, which in self.visible(source, causal, drop):
                 inputs = q[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
                 to = to_q[:, :, mine], place[0][:, :, theirs], place[1][:, :, theirs]
-                own = share[:, :, mine], inner[:, :, mine], inputs, top[:, :, mine]
-                attend_more_grad(xp, *own, to, which)
+                local = share[:, :, mine], inner[:, :, mine], inputs, top[:, :, mine]
+                attend_more_grad(xp, *local, to, which)
             if hop:
                 if follow is not None:
                     _add(place, follow)
@@ -180,14 +180,14 @@ class RingAttention:
     def _start(self, out: Sequence[Array], room: Sequence[Array]) -> MessageRequest:
         """Begin to pass arrays on to the next rank, and to receive the same of the rank before."""
         size, rank = self._group.size, self._group.rank
-        sends = [((rank + 1) % size, each) for each in out if each.size]
+        sends = [((rank + 1) % size, item) for item in out if item.size]
         return start_exchange(
-            self._group, sends, [((rank - 1) % size, each) for each in room if each.size]
+            self._group, sends, [((rank - 1) % size, item) for item in room if item.size]
         )
 
     def _wait(self, request: MessageRequest, out: Sequence[Array]) -> None:
         with self._group.meeting(
-            "ring", None, CATEGORY, {"bytes": sum(each.nbytes for each in out)}
+            "ring", None, CATEGORY, {"bytes": sum(item.nbytes for item in out)}
         ):
             request.wait()
 
@@ -217,15 +217,15 @@ class RingAttention:
 def _places(ranges: Sequence[range]) -> Iterator[tuple[range, slice]]:
     """Yield each range that is not empty, and where its positions lie among the rank's."""
     start = 0
-    for each in ranges:
-        if each:
-            yield each, slice(start, start + len(each))
-        start += len(each)
+    for item in ranges:
+        if item:
+            yield item, slice(start, start + len(item))
+        start += len(item)
 
 
 def _add(pair: Pair, other: Pair) -> None:
-    for to, each in zip(pair, other, strict=True):
-        to += each
+    for to, item in zip(pair, other, strict=True):
+        to += item
 
 
 def check_heads(heads: int, size: int, tp: int = 1) -> None:
@@ -259,7 +259,7 @@ class UlyssesAttention:
 
     def __init__(self, group: Group, ranges: Sequence[tuple[range, ...]], kernels: Any) -> None:
         self._group, self._kernels = group, kernels
-        self._positions = [own for (own,) in ranges]
+        self._positions = [local for (local,) in ranges]
         self._length = self._positions[-1].stop
 
     def attend(
@@ -273,9 +273,9 @@ class UlyssesAttention:
     ) -> Residuals:
         """See `ops.attend.attend`, for this rank's positions."""
         check_heads(y.shape[1], self._group.size)
-        kept: list[Residuals] = []  # filled anew whenever a compiled step comes here
-        perform(self._forward, inputs, y, (causal, keep, *self._own(drop, y)), kept)
-        return (kept,)
+        saved: list[Residuals] = []  # filled anew whenever a compiled step comes here
+        perform(self._forward, inputs, y, (causal, keep, *self._own(drop, y)), saved)
+        return (saved,)
 
     def attend_grad(
         self,
@@ -305,12 +305,12 @@ class UlyssesAttention:
         self, grad: Heads, kept: list[Residuals], places: Trio, how: tuple[Any, ...]
     ) -> None:
         xp = namespace(grad)
-        whole = self._to_heads(grad)
-        gradients = xp.empty((*whole.shape[:3], sum(each.shape[3] for each in places)), grad.dtype)
-        self._kernels.attend_grad(xp, whole, kept.pop(), _apart(gradients, places), *how)
-        own = self._to_positions(gradients, grad.shape[1])
-        for place, each in zip(places, _apart(own, places), strict=True):
-            place[...] = each
+        full = self._to_heads(grad)
+        gradients = xp.empty((*full.shape[:3], sum(item.shape[3] for item in places)), grad.dtype)
+        self._kernels.attend_grad(xp, full, kept.pop(), _apart(gradients, places), *how)
+        local = self._to_positions(gradients, grad.shape[1])
+        for place, entry in zip(places, _apart(local, places), strict=True):
+            place[...] = entry
 
     def _to_heads(self, x: Heads) -> Heads:
         """Return all positions of this rank's heads, given all heads of its positions."""
@@ -325,9 +325,9 @@ class UlyssesAttention:
         """Return this rank's part of axis 1, all of which came with its part of axis 2: of that, it
         gets all.
         """
-        own = len(out[self._group.rank])
-        shapes = [(x.shape[0], own, len(each), x.shape[3]) for each in into]
-        parts = [x[:, each.start : each.stop] for each in out]
+        local = len(out[self._group.rank])
+        shapes = [(x.shape[0], local, len(item), x.shape[3]) for item in into]
+        parts = [x[:, item.start : item.stop] for item in out]
         return namespace(x).concatenate(
             self._group.all_to_all_v(parts, shapes, category=CATEGORY), axis=2
         )

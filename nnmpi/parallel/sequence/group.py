@@ -68,8 +68,8 @@ class SequenceGroup(PartExchange):
                 " at 1"
             )
         labels = None if batch.host_y is None else self.take(batch.host_y)
-        own = replace(batch, x=self.take(batch.x), y=self.take(batch.y), host_y=labels)
-        return replace(own, length=shapes[0][1])
+        local = replace(batch, x=self.take(batch.x), y=self.take(batch.y), host_y=labels)
+        return replace(local, length=shapes[0][1])
 
     def take(self, array: Any) -> Any:
         """Return this rank's positions of samples or labels (batch, time, ...)."""

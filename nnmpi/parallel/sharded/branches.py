@@ -87,22 +87,24 @@ class DealtBranches(Branches):
 
     def forward(self, x: Any) -> Tensor:
         """Return what `join` makes of all ranks' results."""
-        inputs = list({id(each): each for each in self.inputs(x)}.values())
-        own = {
-            id(each): copy(each if isinstance(each, Tensor) else Tensor(each), self._group)
-            for each in inputs
+        inputs = list({id(item): item for item in self.inputs(x)}.values())
+        local = {
+            id(item): copy(item if isinstance(item, Tensor) else Tensor(item), self._group)
+            for item in inputs
         }
         results = [
-            branch(own[id(each)]) if root == self._group.rank else None
-            for branch, root, each in zip(self.branches, self._roots, self.inputs(x), strict=True)
+            branch(local[id(item)]) if root == self._group.rank else None
+            for branch, root, item in zip(self.branches, self._roots, self.inputs(x), strict=True)
         ]
-        key = (precision(), *((each.shape, str(each.dtype)) for each in own.values()))
+        key = (precision(), *((item.shape, str(item.dtype)) for item in local.values()))
         if key not in self._forms:
             self._forms[key] = self._agreed(results)
         forms = self._forms[key]
         return self.joined(
             [
-                FromRank(self._group, root, tuple(shape), dtype_named(dtype))(result, *own.values())
+                FromRank(self._group, root, tuple(shape), dtype_named(dtype))(
+                    result, *local.values()
+                )
                 for root, result, (shape, dtype) in zip(self._roots, results, forms, strict=True)
             ]
         )
@@ -112,16 +114,17 @@ class DealtBranches(Branches):
         shape.
         """
         forms = [
-            [each.shape, str(each.dtype)] if isinstance(each, Tensor) else None for each in results
+            [result.shape, str(result.dtype)] if isinstance(result, Tensor) else None
+            for result in results
         ]
         everyones = self._group.gather(forms)
-        found = [everyones[root][i] for i, root in enumerate(self._roots)]
-        if None in found:
+        matches = [everyones[root][i] for i, root in enumerate(self._roots)]
+        if None in matches:
             raise UsageError(
-                f"branch {found.index(None)} does not return one Tensor; let it return one, for"
+                f"branch {matches.index(None)} does not return one Tensor; let it return one, for"
                 " join"
             )
-        return found
+        return matches
 
 
 def place_branches(layer: Branches, context: LayerContext) -> Placed:

@@ -61,8 +61,8 @@ class ParameterSharder:
         Raises:
             LayoutError: when a module of another rank has one of them, too, or one has no axis.
         """
-        for path, each in module.named_modules():
-            for name, entry in [*each._members(Parameter), *each._members(Buffer)]:
+        for path, item in module.named_modules():
+            for name, entry in [*item._members(Parameter), *item._members(Buffer)]:
                 shape = entry.shape if entry.region is None else entry.region.shape
                 if not shape:
                     raise LayoutError(
@@ -77,7 +77,7 @@ class ParameterSharder:
                         f"{path}.{name} stands in branches of two ranks; make a layer for each"
                         " branch"
                     )
-                each.set_child(name, self._part(entry, region))
+                item.set_child(name, self._part(entry, region))
 
     def _part(self, whole: Parameter | Buffer, region: Region) -> Parameter | Buffer:
         if isinstance(whole, Buffer):
@@ -300,8 +300,8 @@ class ShardedChild(Redistributed):
     def _arranged(self, x: Any) -> Any:
         if self._expects.is_replicated:
             return whole(x, self._group)
-        wanted = _cut(x, self._expects, self._group, self._name)
-        if is_cut(x) and x.cut.group == self._group and x.cut.is_like(wanted):
+        expected = _cut(x, self._expects, self._group, self._name)
+        if is_cut(x) and x.cut.group == self._group and x.cut.is_like(expected):
             return x.part()
         return scatter(whole(x, self._group), self._group.group, self._expects)
 

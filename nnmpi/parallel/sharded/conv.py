@@ -69,11 +69,11 @@ class RowWindows:
 
         A rank without windows gets border, one row too little for a window.
         """
-        own = part(self.outputs, size, rank)
-        if not own:
+        local = part(self.outputs, size, rank)
+        if not local:
             return range(self.height, self.height + self.reach - 1)
-        first = own.start * self.stride - self.padding
-        return range(first, first + (len(own) - 1) * self.stride + self.reach)
+        first = local.start * self.stride - self.padding
+        return range(first, first + (len(local) - 1) * self.stride + self.reach)
 
 
 class Halo(Function):
@@ -90,8 +90,8 @@ class Halo(Function):
         )
         self.has, self.seen = has[rank], needs[rank]
         self.lent, self.taken = (
-            [_common(has[rank], each) for each in needs],
-            [_common(each, needs[rank]) for each in has],
+            [_common(has[rank], need) for need in needs],
+            [_common(item, needs[rank]) for item in has],
         )
 
     def forward(self, x: Array) -> Array:
@@ -128,10 +128,10 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
     Raises:
         ShapeError: when this rank's rows are not its part of the height.
     """
-    own = len(windows.owned(group.size, group.rank))
-    if x.data.shape[1] != own:
+    local = len(windows.owned(group.size, group.rank))
+    if x.data.shape[1] != local:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the {own}"
+            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the {local}"
             f" of a height of {windows.height} that the model was sharded for; shard it with the"
             " sample's shape that it gets"
         )
@@ -195,15 +195,15 @@ def _windows(
     """Return how windows go over the rows of the images that come to the layer, whose columns must
     hold one, too.
     """
-    found = []
+    result = []
     for axis, what in enumerate(("rows", "columns")):
         size, reach = context.sample()[axis], dilation[axis] * (kernel[axis] - 1) + 1
-        found.append(RowWindows(size, reach, stride[axis], padding[axis]))
-        if found[axis].outputs < 1:
+        result.append(RowWindows(size, reach, stride[axis], padding[axis]))
+        if result[axis].outputs < 1:
             raise context.refuse(
                 f"has windows of {reach} {what}, which do not fit images of {size} {what}"
             )
-    return found[0]
+    return result[0]
 
 
 class RowsPool2d(Pool2d):
@@ -229,8 +229,8 @@ class RowsGlobalAvgPool2d(GlobalAvgPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
-        own = x.sum(axis=(1, 2)) * (1 / (self.height * x.shape[2]))
-        return sum_over_ranks(own, self.group)
+        local = x.sum(axis=(1, 2)) * (1 / (self.height * x.shape[2]))
+        return sum_over_ranks(local, self.group)
 
 
 def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
@@ -245,8 +245,8 @@ def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
     operation, border = (
         (MaxPool2dFunction, -float("inf")) if is_largest else (AvgPool2dFunction, 0.0)
     )
-    own = {"group": context.group, "windows": windows, "operation": operation, "border": border}
-    return part_of(layer, RowsPool2d, **own), rows(windows.outputs)
+    local = {"group": context.group, "windows": windows, "operation": operation, "border": border}
+    return part_of(layer, RowsPool2d, **local), rows(windows.outputs)
 
 
 def place_global_pool(layer: GlobalAvgPool2d, context: LayerContext) -> Placed:

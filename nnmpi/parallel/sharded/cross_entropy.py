@@ -42,12 +42,12 @@ class PartCrossEntropy(CrossEntropy):
         are here.
         """
         xp = namespace(logits)
-        own = part(self.classes, self.group.size, self.group.rank)
+        local = part(self.classes, self.group.size, self.group.rank)
         labels = labels.astype(xp.int64)
-        kept = None if self.ignore_index is None else labels != self.ignore_index
-        here = (labels >= own.start) & (labels < own.stop)
-        here = xp.flatnonzero(here if kept is None else here & kept)
-        places = labels[here] - own.start
+        saved = None if self.ignore_index is None else labels != self.ignore_index
+        here = (labels >= local.start) & (labels < local.stop)
+        here = xp.flatnonzero(here if saved is None else here & saved)
+        places = labels[here] - local.start
         powers = logits - self._largest(logits)[:, None]
         exchanged = xp.zeros((3 if self.smoothing else 2, len(logits)), dtype=logits.dtype)
         exchanged[1][here] = powers[here, places]
@@ -59,21 +59,21 @@ class PartCrossEntropy(CrossEntropy):
         if others:
             target = (1 - self.smoothing) * target + self.smoothing * others[0] / self.classes
         losses = xp.log(sums) - target
-        if kept is not None:
-            losses = xp.where(kept, losses, 0)  # not a product: what is ignored may be NaN
+        if saved is not None:
+            losses = xp.where(saved, losses, 0)  # not a product: what is ignored may be NaN
         powers /= sums[:, None]
-        return losses, (powers, here, places, kept)
+        return losses, (powers, here, places, saved)
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
         """See `CrossEntropy`; of this rank's classes."""
-        probabilities, here, places, kept = residuals
+        probabilities, here, places, saved = residuals
         result: Array = probabilities.copy()
         result[here, places] -= 1 - self.smoothing
         if self.smoothing:
             result -= self.smoothing / self.classes
         result *= share[:, None]
-        if kept is not None:
-            result[~kept] = 0
+        if saved is not None:
+            result[~saved] = 0
         return result
 
     def _largest(self, rows: Array) -> Array:
@@ -131,24 +131,24 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
     _check_width(logits.shape, group, classes)
     host = to_host(logits)
     rows = host.reshape(prod(host.shape[:-1]), host.shape[-1])
-    own = np.full((2, len(rows)), -np.inf)  # float64 holds every class exactly
+    local = np.full((2, len(rows)), -np.inf)  # float64 holds every class exactly
     if rows.shape[1]:
         best = rows.argmax(axis=1)
-        own[0], own[1] = (
+        local[0], local[1] = (
             rows[np.arange(len(rows)), best],
             best + part(classes, group.size, group.rank).start,
         )
-    parts = group.all_gather_v(own.reshape(-1), [own.size] * group.size)
+    parts = group.all_gather_v(local.reshape(-1), [local.size] * group.size)
     # (rank, value or class, row)
-    everyone = np.stack([values.reshape(own.shape) for values in parts])
+    everyone = np.stack([values.reshape(local.shape) for values in parts])
     winner = everyone[:, 0].argmax(axis=0)
     return everyone[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
 
 
 def _check_width(shape: tuple[int, ...], group: Group, classes: int) -> None:
-    own = len(part(classes, group.size, group.rank))
-    if not shape or shape[-1] != own:
+    local = len(part(classes, group.size, group.rank))
+    if not shape or shape[-1] != local:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {own} of {classes}"
+            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {local} of {classes}"
             " classes are its part; let the last layer's table entry be Sharding.VOCAB"
         )

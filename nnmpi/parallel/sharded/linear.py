@@ -49,8 +49,8 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b."""
         x = self.enter(x)
-        whole = sum_over_ranks(linear_part(x, self.weight), self.group, self.bias)
-        return whole.astype(read_as("linear", x, self.weight))
+        full = sum_over_ranks(linear_part(x, self.weight), self.group, self.bias)
+        return full.astype(read_as("linear", x, self.weight))
 
 
 class RowConv2d(Conv2d):
@@ -61,8 +61,8 @@ class RowConv2d(Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
         y = conv2d(self.enter(x), self.weight, None, self.stride, self.padding, self.dilation)
-        whole = y.astype("float32") if is_low(y.dtype) else y
-        return sum_over_ranks(whole, self.group, self.bias).astype(y.dtype)
+        full = y.astype("float32") if is_low(y.dtype) else y
+        return sum_over_ranks(full, self.group, self.bias).astype(y.dtype)
 
 
 class LookUp(EmbeddingFunction):
@@ -142,11 +142,11 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         result = (
             divided(outputs, context.units) if groups == 1 else features(groups, outputs // groups)
         )
-        own: dict[str, Any] = {"weight": context.sharder.cut(layer.weight, result, kind.outputs)}
-        own["bias"] = context.sharder.cut(getattr(layer, "bias", None), result, 0)
+        local: dict[str, Any] = {"weight": context.sharder.cut(layer.weight, result, kind.outputs)}
+        local["bias"] = context.sharder.cut(getattr(layer, "bias", None), result, 0)
         if groups > 1:  # all outputs of a group belong to one rank
-            own["groups"] = result.width(context.group.size, context.group.rank) // result.unit
-        return part_of(layer, enter=_enter(groups, context, inputs), **own), result
+            local["groups"] = result.width(context.group.size, context.group.rank) // result.unit
+        return part_of(layer, enter=_enter(groups, context, inputs), **local), result
     if sharding in kind.by_inputs:
         if groups > 1:
             raise context.refuse(
@@ -164,7 +164,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         )
     if sharding is None or sharding is Sharding.REPLICATED:
         return context.on_replicated(layer, inputs)
-    *choices, last = [each.name for each in (*kind.by_outputs, *kind.by_inputs, *kind.other)]
+    *choices, last = [item.name for item in (*kind.by_outputs, *kind.by_inputs, *kind.other)]
     raise context.refuse(
         f"is of {type(layer).__name__}, which Sharding.{sharding.name} does not cut; choose "
         f"Sharding.{', '.join(choices)} or {last}"

@@ -121,7 +121,7 @@ class ShardedStorage(FlatStorage):
             next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
         ).itemsize
         self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
-        homes = {each: number for number, unit in enumerate(self.units) for each in unit.parameters}
+        homes = {item: number for number, unit in enumerate(self.units) for item in unit.parameters}
 
         def place(name: str, parameter: Parameter) -> str:
             label = "default" if group is None else group(name, parameter)
@@ -164,17 +164,17 @@ class ShardedStorage(FlatStorage):
         for i, label in enumerate(self.groups):
             self._pieces[int(label.partition(" ")[0])].append(i)
         owns = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
-        self.own = [slice(each.start, each.stop) for each in owns]
+        self.own = [slice(own.start, own.stop) for own in owns]
         data, grads = (
             self._lay_out(lengths, dtype, allocate, count)
             for count in (2 * (self.stage == 3), self.stage >= 2)
         )
-        for whole, each, grad in zip(data, self.own, grads, strict=True):
-            mine = whole[each]
+        for full, item, grad in zip(data, self.own, grads, strict=True):
+            mine = full[item]
             if self.stage == 3:
                 mine = (allocate if self._store is None else self._store.zeros)(len(mine), dtype)
             self.data.append(mine)
-            self.grads.append(allocate(len(mine), dtype) if self.stage >= 2 else grad[each])
+            self.grads.append(allocate(len(mine), dtype) if self.stage >= 2 else grad[item])
         return data, grads
 
     def _lay_out(
@@ -202,34 +202,34 @@ class ShardedStorage(FlatStorage):
         if self.stage < 3:
             super().write(span, value)
         else:
-            own, theirs = self._part(span)
-            self.data[span.buffer][own] = value.reshape(-1)[theirs]
+            local, theirs = self._part(span)
+            self.data[span.buffer][local] = value.reshape(-1)[theirs]
 
     def _part(self, span: Span) -> tuple[slice, slice]:
         """Return which part of a parameter is this rank's: where in its own array, and where in the
         flat parameter.
         """
-        own = self.own[span.buffer]
-        mine, length = _common(own, span), own.stop - own.start
-        at = min(max(mine.start - own.start, 0), length)
+        local = self.own[span.buffer]
+        mine, length = _common(local, span), local.stop - local.start
+        at = min(max(mine.start - local.start, 0), length)
         return slice(at, at + len(mine)), slice(mine.start - span.start, mine.stop - span.start)
 
     def view(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
         """See `FlatStorage.view`: a parameter's part, as what it is of the whole."""
-        own, theirs = self._part(span)
+        local, theirs = self._part(span)
         counts = [
-            len(_common(each, span))
-            for each in split(len(self._data[span.buffer]), self.ranks.size)
+            len(_common(item, span))
+            for item in split(len(self._data[span.buffer]), self.ranks.size)
         ]
         return ShardedArray(
-            span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks
+            span.parameter.declared, flats[span.buffer][local], theirs, counts, self.ranks
         )
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
         for span in self.spans:
-            own = self.place(span)
-            yield span, self.data[span.buffer][own], self.grads[span.buffer][own]
+            local = self.place(span)
+            yield span, self.data[span.buffer][local], self.grads[span.buffer][local]
 
     @property
     def is_whole(self) -> bool:
@@ -253,9 +253,9 @@ class ShardedStorage(FlatStorage):
 
     def held_bytes(self) -> tuple[int, int, int]:
         """See `FlatStorage.held_bytes`; what else it takes are slots and scratch."""
-        own = [] if self._store is not None else self.data
+        local = [] if self._store is not None else self.data
         parameters = sum(
-            array.nbytes for array in (own if self.stage == 3 or self.stands_once else self._data)
+            array.nbytes for array in (local if self.stage == 3 or self.stands_once else self._data)
         )
         gradients = sum(array.nbytes for array in (self._grads if self.stage == 1 else self.grads))
         return parameters, gradients, sum(room.nbytes for room in self._rooms)
@@ -268,9 +268,9 @@ class ShardedStorage(FlatStorage):
         # of gradients alone: those of parameters, and of older gradients, are gone
         self._rooms = self._rooms[-2:]
         if self.stage < 3 or self.stands_once:
-            self.data = [whole[each] for whole, each in zip(data, self.own, strict=True)]
+            self.data = [full[item] for full, item in zip(data, self.own, strict=True)]
         if self.stage == 1:
-            self.grads = [whole[each] for whole, each in zip(grads, self.own, strict=True)]
+            self.grads = [full[item] for full, item in zip(grads, self.own, strict=True)]
         self._views = [self._lay(span) for span in self.spans]
         self.moves += 1
 
@@ -318,22 +318,22 @@ class ShardedStorage(FlatStorage):
 
     def _sum(self, i: int) -> None:
         """Sum one of the whole arrays, and put this rank's part where it belongs."""
-        whole, place = self._grads[i], self.grads[i]
+        full, place = self._grads[i], self.grads[i]
         fresh = self._fresh[i] and self.stage > 1
         self._fresh[i] = False
-        self._count(whole)
+        self._count(full)
         if self._node is not None:
             for _ in self._node.sums(i, replace=fresh):
                 pass
             return
-        arrived = whole[self.own[i]]
-        if self.ranks.size > 1 and whole.size:
+        arrived = full[self.own[i]]
+        if self.ranks.size > 1 and full.size:
             if i in self._sums:
                 self._sums[i].run()
             else:
                 assert self._group is not None
-                counts = [len(each) for each in split(whole.size, self.ranks.size)]
-                arrived = self._group.reduce_scatter_v(whole, counts)
+                counts = [len(item) for item in split(full.size, self.ranks.size)]
+                arrived = self._group.reduce_scatter_v(full, counts)
         if self.stage > 1 and not fresh:
             namespace(place).add(place, arrived, out=place)
         elif arrived is not place:
@@ -381,7 +381,7 @@ class ShardedStorage(FlatStorage):
                     raise
                 notice = f"ranks of one node send messages: {error}"
         name = NATIVE if algorithm in (AUTO, SHARED_MEMORY) else algorithm
-        several = [i for i, whole in enumerate(self._data) if group.size > 1 and whole.size]
+        several = [i for i, full in enumerate(self._data) if group.size > 1 and full.size]
         bind = partial(group.bind, algorithm=name)
         self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
         # Bound, MPI's own would keep a copy of each array that it sums.
@@ -401,8 +401,8 @@ class ShardedStorage(FlatStorage):
         except DeviceError:
             memory.free()
             raise
-        for whole, each, mine in zip(data, self.own, self.data, strict=True):
-            whole[each] = mine
+        for full, item, mine in zip(data, self.own, self.data, strict=True):
+            full[item] = mine
         memory.barrier()
         self._node = NodeSum(
             grads, memory, owns=self.own, places=None if self.stage == 1 else self.grads
@@ -450,7 +450,7 @@ class ShardedStorage(FlatStorage):
             return
         if number != SHARED:  # who comes again out of turn finds others there
             for other in [
-                each for each in self._standing if each != SHARED and (each - number) % 2 == 0
+                item for item in self._standing if item != SHARED and (item - number) % 2 == 0
             ]:
                 self.leave(other)
         self._standing[number] = False
@@ -486,12 +486,12 @@ class ShardedStorage(FlatStorage):
         if node is not None:
             grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)
             if self.stage == 3:
-                self.data = [own.copy() for own in self.data]
+                self.data = [local.copy() for local in self.data]
                 data = [
-                    np.broadcast_to(np.zeros((), whole.dtype), whole.shape) for whole in self._data
+                    np.broadcast_to(np.zeros((), full.dtype), full.shape) for full in self._data
                 ]
             else:
-                data = [whole.copy() for whole in self._data]
+                data = [full.copy() for full in self._data]
             self._settle(data, grads)
             node.memory.barrier()  # nobody may unmap what others still read
             node.memory.free()
@@ -554,9 +554,9 @@ def cut_units(
     merged: list[tuple[ChainLayer, ...]] = [()]
     sizes = [0]
     for block in blocks:
-        new = [each for each in _parameters(block) if each not in seen]
+        new = [item for item in _parameters(block) if item not in seen]
         seen.update(new)
-        size = sum(each.size for each in new) * itemsize
+        size = sum(item.size for item in new) * itemsize
         if size and sizes[-1]:
             merged.append(())
             sizes.append(0)
@@ -565,12 +565,14 @@ def cut_units(
     runs = [
         tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)
     ]
-    users = Counter(each for run in runs for each in _parameters(run))
+    users = Counter(item for run in runs for item in _parameters(run))
     units = [
-        Unit(run, join_layers(run), tuple(each for each in _parameters(run) if users[each] == 1))
+        Unit(run, join_layers(run), tuple(item for item in _parameters(run) if users[item] == 1))
         for run in runs
     ]
-    return tuple(units), tuple(each for each in model.parameters() if users[each] != 1)
+    return tuple(units), tuple(
+        parameter for parameter in model.parameters() if users[parameter] != 1
+    )
 
 
 def _parameters(layers: Sequence[ChainLayer]) -> list[Parameter]:
@@ -632,8 +634,8 @@ def predict_bytes(
     units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
     lengths = [_length(unit.parameters, itemsize) for unit in units]
     apart = _length(shared, itemsize)
-    whole = _length(model.parameters(), itemsize) * itemsize
-    own = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
+    full = _length(model.parameters(), itemsize) * itemsize
+    local = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
     scratch = (max(lengths, default=0) + apart) * itemsize
     slots = (
         0
@@ -641,9 +643,9 @@ def predict_bytes(
         else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
     )
     return StateBytes(
-        (own if stage == 3 or stands_once else whole) if away != ALL else 0,
-        own if stage >= 2 else whole,
-        (own if stage else whole) * state_arrays if away is None else 0,
+        (local if stage == 3 or stands_once else full) if away != ALL else 0,
+        local if stage >= 2 else full,
+        (local if stage else full) * state_arrays if away is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(length * itemsize for length in (*lengths, apart) if length),
     )
@@ -652,4 +654,4 @@ def predict_bytes(
 def _length(parameters: Sequence[Parameter], itemsize: int) -> int:
     """Return the elements of a flat array of some parameters, with its gaps."""
     step = ALIGNMENT_BYTES // itemsize
-    return sum(-(-each.size // step) * step for each in parameters)
+    return sum(-(-parameter.size // step) * step for parameter in parameters)

@@ -126,16 +126,16 @@ class ShardedDataParallel(DataParallel):
         """Compute the model unit by unit, each of which is here while it is computed."""
         refuse_inside("a model that ranks share out")
         storage, units = self.storage, self.storage.units
-        kept: Kept = {}
+        saved: Kept = {}
         storage.enter(SHARED)
         for number, unit in enumerate(units):
             storage.enter(number, number + 1 if number + 1 < len(units) else None)
             alone = unit.layers[0].module is self.model
-            x = self._whole(x) if alone else run_layers(unit.layers, unit.joined, x, kept)
+            x = self._whole(x) if alone else run_layers(unit.layers, unit.joined, x, saved)
             if isinstance(x, Tensor):
                 x = UnitEnd(partial(self._reach, number))(x)
             storage.leave(number)
-        check_empty(kept)
+        check_empty(saved)
         storage.leave(SHARED)
         return x
 

@@ -47,7 +47,9 @@ class ChosenLayout:
         """Return a line with the predicted step and the measured one, the metrics' median."""
         if self.predicted_s is None:
             return []
-        rates = [each["samples_per_second"] for each in records if each.get("kind") == "train"]
+        rates = [
+            record["samples_per_second"] for record in records if record.get("kind") == "train"
+        ]
         rates = [rate for rate in rates[1:] or rates if rate]
         predicted = f"step predicted {format_seconds(self.predicted_s, 3)}"
         if not rates:
@@ -83,8 +85,8 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
         )
         return ChosenLayout(config.having(layout="given"), (line, *filter(None, [kernels])))
     with host.computing(config):
-        found = _search(Workload(config, samples), group, backend, say)
-    return replace(found, lines=(*found.lines, *filter(None, [kernels])))
+        result = _search(Workload(config, samples), group, backend, say)
+    return replace(result, lines=(*result.lines, *filter(None, [kernels])))
 
 
 def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> ChosenLayout:
@@ -94,20 +96,20 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
 
     def look() -> tuple[list[list[Any]], int]:
         pricer = workload.pricer(profile, network, backend)
-        found = plan(pricer, config.parallel.memory_limit, kind=lambda one: one.kind)
-        racing = list(found.best[:RACERS])
+        result = plan(pricer, config.parallel.memory_limit, kind=lambda element: element.kind)
+        racing = list(result.best[:RACERS])
         # Replicas are measured as a whole, and so are the most reliable: one of them races.
-        replicas = [one for one in found.best if one.candidate.dp == group.size]
-        if replicas and not any(one in racing for one in replicas):
+        replicas = [item for item in result.best if item.candidate.dp == group.size]
+        if replicas and not any(replica in racing for replica in replicas):
             racing[RACERS - 1 :] = replicas[:1]
         return [
-            [str(one.candidate), one.options(), one.price.seconds] for one in racing
-        ], found.looked_at
+            [str(item.candidate), item.options(), item.price.seconds] for item in racing
+        ], result.looked_at
 
     first, looked_at = on_root(group, look)
     names = [name for name, _, _ in first]
-    kept = all(name in profile.raced for name in names)
-    if not kept:
+    saved = all(name in profile.raced for name in names)
+    if not saved:
         say(
             f"racing {counted(len(first), 'layout')} for some steps each, which is done once and"
             " kept"
@@ -120,7 +122,7 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
     lines = [
         f"planner: {looked_at} layouts; messages {network.name}",
         *(
-            f"race{' (kept)' if kept else ''}: {names[i]}: predicted"
+            f"race{' (kept)' if saved else ''}: {names[i]}: predicted"
             f" {format_seconds(first[i][2], 3)}, took {format_seconds(took_s, 3)}"
             for took_s, i in order
         ),

@@ -92,13 +92,13 @@ class PlannedNetwork:
 
     def _exchange(self, operation: str, ranks: tuple[int, ...], nbytes: int, sharing: int) -> float:
         machine, ways = self._part(ranks, sharing), WAYS[: 3 if operation == "all-reduce" else 2]
-        found = [
+        result = [
             price(find_collective(operation, way, machine.nodes), len(ranks), nbytes, machine)
             for way in ways
         ]
         if operation == "all-reduce" and self.fit is not None and len(ranks) == self.fit.ranks:
-            found.append(self.fit.predict(NATIVE, nbytes))
-        return min(found)
+            result.append(self.fit.predict(NATIVE, nbytes))
+        return min(result)
 
     def shared(self, nbytes: int) -> float:
         """Return an all-reduce's seconds through shared memory, if `has_shared`."""
@@ -150,11 +150,13 @@ def take_network(
             return PlannedNetwork(
                 f"fitted to {fit.facts['host']} on {fit.facts['date']}", fit.machine, ranks, fit
             )
-        said = fit is None and word != "fit"
-        machine = parse_network(word, ranks, ranks // nodes) if said else Machine.uniform(0.0, 0.0)
+        is_given = fit is None and word != "fit"
+        machine = (
+            parse_network(word, ranks, ranks // nodes) if is_given else Machine.uniform(0.0, 0.0)
+        )
         if ranks == 1:
             return PlannedNetwork("one rank sends nothing", machine, 1)
-        if not said:
+        if not is_given:
             raise missing_fit(ranks, nodes)
         if known is None:
             return PlannedNetwork(describe_network(word), machine, ranks)

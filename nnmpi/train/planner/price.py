@@ -118,16 +118,16 @@ class Candidate:
 
     def options(self) -> dict[str, Any]:
         """Return the train command's options for this layout, without the split and defaults."""
-        found: dict[str, Any] = dict(zip(AXES, self.axes, strict=True))
+        result: dict[str, Any] = dict(zip(AXES, self.axes, strict=True))
         if self.zero:
-            found["zero"] = self.zero
+            result["zero"] = self.zero
         if self.pp > 1:
-            found |= {"pipeline": self.schedule, "microbatches": self.microbatches}
+            result |= {"pipeline": self.schedule, "microbatches": self.microbatches}
             if self.virtual_stages > 1:
-                found["virtual_stages"] = self.virtual_stages
+                result["virtual_stages"] = self.virtual_stages
         if self.recompute:
-            found["activation_memory"] = "least"
-        return found
+            result["activation_memory"] = "least"
+        return result
 
     def __str__(self) -> str:
         """Return it in a few words."""
@@ -151,7 +151,7 @@ def candidates(
         shares: (tp, sp) that the model can have.
         layers: of the model's chain.
     """
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     refused = Refusals()
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for pp, tp, sp in product(divisors, divisors, divisors):
@@ -167,12 +167,12 @@ def candidates(
         elif pp > layers:
             refused["more stages than the model has layers to cut between"] += 1
         else:
-            for one in _pipelines(Candidate(dp, pp, tp, sp), batch_size, layers, refused):
+            for item in _pipelines(Candidate(dp, pp, tp, sp), batch_size, layers, refused):
                 for zero, recompute in product(
-                    (0, *STAGES) if one.replicas > 1 else (0,), (False, True)
+                    (0, *STAGES) if item.replicas > 1 else (0,), (False, True)
                 ):
-                    found += _checked(replace(one, zero=zero, recompute=recompute), refused)
-    return found, refused
+                    result += _checked(replace(item, zero=zero, recompute=recompute), refused)
+    return result, refused
 
 
 def _pipelines(
@@ -256,7 +256,7 @@ class Profile:
 
     def step(self, rows: int, name: str) -> float:
         """Return a field of `StepCost` for any number of rows, interpolated linearly."""
-        known = {each: float(getattr(cost, name)) for each, cost in sorted(self.steps.items())}
+        known = {item: float(getattr(cost, name)) for item, cost in sorted(self.steps.items())}
         if len(known) == 1:
             ((only, value),) = known.items()
             return value * rows / only
@@ -267,8 +267,8 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values, of which `files.rebuilt` makes it again."""
-        found = asdict(self)
-        return found | {name: list(found[name].items()) for name in ("steps", "shares")}
+        result = asdict(self)
+        return result | {name: list(result[name].items()) for name in ("steps", "shares")}
 
 
 # ---- prices ----
@@ -337,12 +337,12 @@ class ModelShapes:
             {id(p): p.size for _, module in layer.members for p in module.parameters()}
             for layer in layers
         ]
-        own = self.layers_of(pp, virtual, home)
-        held = [{key: size for i in mine for key, size in sizes[i].items()} for mine in own]
-        count = Counter(key for each in held for key in each)
+        local = self.layers_of(pp, virtual, home)
+        held = [{key: size for i in mine for key, size in sizes[i].items()} for mine in local]
+        count = Counter(key for item in held for key in item)
         tied = sum(
             size
-            for key, size in {k: s for each in held for k, s in each.items()}.items()
+            for key, size in {k: s for item in held for k, s in item.items()}.items()
             if count[key] > 1
         )
         return tied * np.dtype(self._dtype).itemsize
@@ -370,11 +370,11 @@ class ModelShapes:
         parts = [model]
         if pp > 1:
             parts = [
-                ModelPart(model, [layers[i] for i in own])
-                for own in self.layers_of(pp, virtual, home)
+                ModelPart(model, [layers[i] for i in local])
+                for local in self.layers_of(pp, virtual, home)
             ]
         return tuple(
-            predict_bytes(each, zero, 0, replicas, itemsize, arrays, None, once) for each in parts
+            predict_bytes(part, zero, 0, replicas, itemsize, arrays, None, once) for part in parts
         )
 
     def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
@@ -484,9 +484,9 @@ class Pricer:
 
     def _update_s(self, one: Candidate) -> float:
         """Return the seconds of the update: in proportion to what a rank updates."""
-        (whole,) = self.shapes.states(1, 1, 1, 0, 1, False)
+        (full,) = self.shapes.states(1, 1, 1, 0, 1, False)
         states = self.shapes.states(one.tp, one.pp, one.virtual_stages, 0, 1, False, one.home)
-        part = max(each.parameters for each in states) / max(whole.parameters, 1)
+        part = max(state.parameters for state in states) / max(full.parameters, 1)
         shared = one.replicas if one.zero or self._fused(one) else 1
         return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
 
@@ -502,31 +502,31 @@ class Pricer:
         """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in
         the pass.
         """
-        network, found = self.network, 0.0 if one.pp > 1 else self._sent(one)
+        network, result = self.network, 0.0 if one.pp > 1 else self._sent(one)
         if not self._fused(one):
-            found += network.exchange("all-reduce", range(one.ranks), NUMBERS_BYTES)
+            result += network.exchange("all-reduce", range(one.ranks), NUMBERS_BYTES)
         if one.pp > 1:
             mesh = self._mesh(one.axes)
             ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, one.pp - 1, 0)
             tied = self.shapes.tied_bytes(one.tp, one.pp, one.virtual_stages, one.home)
-            found += network.exchange("all-reduce", ends, tied)
-        return found + (self._sums(one, busy_s) if one.replicas > 1 else 0.0)
+            result += network.exchange("all-reduce", ends, tied)
+        return result + (self._sums(one, busy_s) if one.replicas > 1 else 0.0)
 
     def _sent(self, one: Candidate) -> float:
         """Return the seconds of the messages between the ranks of shared layers or positions, for a
         microbatch.
         """
-        mesh, found = self._mesh(one.axes), 0.0
+        mesh, result = self._mesh(one.axes), 0.0
         ranks = [mesh.rank_at(0, 0, t, s) for s in range(one.sp) for t in range(one.tp)]
         for what, row_bytes, count in self.profile.shares[one.tp, one.sp].exchanges:
             nbytes = round(row_bytes * self._rows(one))
             for operation in ("all-reduce", "all-gather", "reduce-scatter"):
                 if what.startswith(operation):
-                    found += count * self.network.exchange(operation, ranks, nbytes)
+                    result += count * self.network.exchange(operation, ranks, nbytes)
                     break
             else:
-                found += count * self.network.message(ranks[0], ranks[-1], nbytes)
-        return found
+                result += count * self.network.message(ranks[0], ranks[-1], nbytes)
+        return result
 
     def _sums(self, one: Candidate, busy_s: float) -> float:
         """Return the seconds of the sums of gradients over the replicas, and of parameters that are
@@ -543,15 +543,15 @@ class Pricer:
             one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, False, one.home
         )
         if one.zero:
-            gathers, found = (2 if one.zero == 3 else 1), 0.0
-            for nbytes in max(states, key=lambda each: each.total).lengths:
+            gathers, result = (2 if one.zero == 3 else 1), 0.0
+            for nbytes in max(states, key=lambda item: item.total).lengths:
                 if self._through_memory(one):  # parameters stand once, and are not gathered
-                    found += network.shared(nbytes) / 2
+                    result += network.shared(nbytes) / 2
                 else:
-                    found += network.exchange("reduce-scatter", ranks, nbytes, sharing)
-                    found += gathers * network.exchange("all-gather", ranks, nbytes, sharing)
-            return found
-        nbytes = max(each.gradients for each in states)
+                    result += network.exchange("reduce-scatter", ranks, nbytes, sharing)
+                    result += gathers * network.exchange("all-gather", ranks, nbytes, sharing)
+            return result
+        nbytes = max(state.gradients for state in states)
         if self._through_memory(one):
             return network.shared(nbytes)
         whole_s = network.exchange("all-reduce", ranks, nbytes, sharing)
@@ -575,7 +575,7 @@ class Pricer:
         states = self.shapes.states(
             one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once, one.home
         )
-        return [self._held(one, *each) for each in zip(states, self._activations(one), strict=True)]
+        return [self._held(one, *item) for item in zip(states, self._activations(one), strict=True)]
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> Memory:
         shares = one.dp if self._fused(one) else 1  # how often they stand once per node
@@ -599,14 +599,14 @@ class Pricer:
                 values = sum(layer.value for layer in layers)
                 most = max(kept_bytes(layers, range(i, i + 1)) for i in range(len(layers)))
                 return [round(scale * (values + 2 * most) / share)]
-            whole = (
+            full = (
                 self.profile.step(rows, "activations")
                 * self.profile.shares[one.tp, one.sp].activations
             )
-            return [round(whole)]
+            return [round(full)]
         schedule = make(one.schedule, one.pp, one.microbatches, one.virtual_stages)
         cuts = self.shapes.cuts(one.pp, one.virtual_stages)
-        found = []
+        result = []
         for rank in range(one.pp):
             stages = {s: cuts[s] for s in schedule.stages_of(rank)}
             entering = {s: self._entering(cut.start, rows) for s, cut in stages.items()}
@@ -620,8 +620,8 @@ class Pricer:
             waiting = inside  # layers save what comes to them, too
             if one.recompute:
                 waiting, peak = entering, peak + max(inside.values())
-            found.append(round((most_kept(schedule, rank, waiting) + peak) / share))
-        return found
+            result.append(round((most_kept(schedule, rank, waiting) + peak) / share))
+        return result
 
     def _entering(self, layer: int, rows: int) -> float:
         """Return the bytes that go over the cut before a layer."""
@@ -680,10 +680,10 @@ def plan(
         LayoutError: when there is no layout, or none fits the memory; it says what comes nearest.
     """
     ranks = pricer.network.ranks
-    found, refused = candidates(
+    result, refused = candidates(
         ranks, pricer.batch_size, pricer.profile.shares, len(pricer.profile.layers)
     )
-    if not found:
+    if not result:
         reasons = "; ".join(
             f"{count} fall out: {reason}" for reason, count in refused.most_common()
         )
@@ -692,8 +692,8 @@ def plan(
         )
     best: dict[Hashable, PlannedLayout] = {}
     too_large: list[PlannedLayout] = []
-    prices = {one: pricer.price(one) for one in found}
-    for one in sorted(found, key=lambda each: (prices[each].seconds, each)):
+    prices = {element: pricer.price(element) for element in result}
+    for one in sorted(result, key=lambda item: (prices[item].seconds, item)):
         if kind(one) in best:
             continue
         split = (
@@ -707,7 +707,7 @@ def plan(
         if len(best) == kept:
             break
     if not best:
-        nearest = min(too_large, key=lambda each: each.bytes)
+        nearest = min(too_large, key=lambda item: item.bytes)
         raise LayoutError(
             f"no layout of {ranks} rank{'s'[: ranks > 1]} fits {limit_bytes} bytes on each;"
             f" {nearest.candidate} would with {nearest.bytes}: give that much, more ranks or a"
@@ -717,4 +717,4 @@ def plan(
         refused[f"more than {limit_bytes} bytes on a rank, of those that might be as quick"] = len(
             too_large
         )
-    return LayoutSearch(tuple(best.values()), refused, len(found))
+    return LayoutSearch(tuple(best.values()), refused, len(result))

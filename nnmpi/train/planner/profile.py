@@ -129,8 +129,8 @@ class Workload:
             "optimizer": [options.optimizer, options.momentum, options.clip],
             "numbers": [config.run.dtype, config.run.precision, config.run.jit, backend.name],
             "blas": [
-                [each.get(name) for name in ("internal_api", "version", "num_threads")]
-                for each in pools
+                [pool.get(name) for name in ("internal_api", "version", "num_threads")]
+                for pool in pools
             ],
             "ranks": [ranks, group.size],
             "host": [platform.node(), VERSION],
@@ -159,9 +159,9 @@ def take_profile(
     def load() -> Any:
         """Return the profile as JSON values; None if absent or damaged."""
         with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
-            found = read_json(cache_folder() / f"profile-{digest}.json")
-            if found.pop("key") == key and rebuilt(Profile, found):
-                return found
+            result = read_json(cache_folder() / f"profile-{digest}.json")
+            if result.pop("key") == key and rebuilt(Profile, result):
+                return result
         return None
 
     def keep(profile: Profile) -> None:
@@ -174,17 +174,17 @@ def take_profile(
         except (OSError, UsageError) as error:  # no home folder: it is measured anew each time
             say(f"the profile cannot be kept: {error}")
 
-    kept = on_root(group, load)
-    if kept is not None:
-        return rebuilt(Profile, kept), keep
+    saved = on_root(group, load)
+    if saved is not None:
+        return rebuilt(Profile, saved), keep
     say("measuring the model's parts, which is done once and kept")
     with explained(
         backend,
         "the model's parts are measured here, and do not fit ({}); give a smaller model or batch",
     ):
-        found = measure(workload, group, ranks, shares_of(ranks), backend)
-    keep(found)
-    return found, keep
+        result = measure(workload, group, ranks, shares_of(ranks), backend)
+    keep(result)
+    return result, keep
 
 
 def shares_of(ranks: int) -> list[Share]:
@@ -221,12 +221,12 @@ def measure(
         model = workload.build()
         measured = of_chain(model, open_chain(model), workload.dtype, backend)
         layers = measure_layers(measured, Tensor(backend.asarray(workload.rows(rows))), backend)
-    found = {(1, 1): ShareCost()}
+    result = {(1, 1): ShareCost()}
     for share in shares:
         cost = _measure_share(group, workload, share, rows, backend)
         if cost is not None:
-            found[share] = cost
-    return Profile(steps, found, tuple(layers), rows)
+            result[share] = cost
+    return Profile(steps, result, tuple(layers), rows)
 
 
 def _measure_replica(
@@ -246,8 +246,8 @@ def _measure_share(
     so. Collective.
     """
 
-    def run(tp: int, sp: int, own: Group) -> tuple[float, float, dict[tuple[str, int], int]]:
-        with ready(workload, {"tp": tp, "sp": sp}, rows, own, backend) as (worker, batches):
+    def run(tp: int, sp: int, local: Group) -> tuple[float, float, dict[tuple[str, int], int]]:
+        with ready(workload, {"tp": tp, "sp": sp}, rows, local, backend) as (worker, batches):
             timeline = Timeline()
             with recording(timeline):
                 worker.step(next(batches), lr=0.0)
@@ -256,18 +256,18 @@ def _measure_share(
                 for e in timeline.events
                 if e.category == CATEGORY
             )
-            step_s = usual_s(own, lambda batch: worker.step(batch, lr=0.0), batches)
+            step_s = usual_s(local, lambda batch: worker.step(batch, lr=0.0), batches)
             return step_s, worker.ledger.report().peaks[ACTIVATIONS], dict(sent)
 
     try:
         with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
-            ((whole_s, whole, _),) = simulate(partial(run, 1, 1), 1)
+            ((whole_s, full, _),) = simulate(partial(run, 1, 1), 1)
             (step_s, activations, sent), *_ = simulate(partial(run, *share), share[0] * share[1])
     except NnmpiError:
         return None
     (ratio,) = group.max_floats([step_s / max(whole_s, 1e-12)])
     exchanges = tuple((what, nbytes / rows, count) for (what, nbytes), count in sent.items())
-    return ShareCost(ratio, activations / max(whole, 1), exchanges)
+    return ShareCost(ratio, activations / max(full, 1), exchanges)
 
 
 @contextmanager
