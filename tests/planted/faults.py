@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "memory plan: a kept value is not counted",
         "nnmpi/memory/optimal.py",
-        "first = behind + own + cost.kept + values[s + 1]",
-        "first = behind + own + cost.kept",
+        "first = behind + local + cost.kept + values[s + 1]",
+        "first = behind + local + cost.kept",
         "tests/memory/test_plan.py",
     ),
     Fault(
@@ -78,15 +78,15 @@ FAULTS = (
     Fault(
         "prove: a part may count twice",
         "nnmpi/comm/prove.py",
-        "if count(total, each) > most]",
-        "if count(total, each) > most + 1]",
+        "if count(total, item) > most]",
+        "if count(total, item) > most + 1]",
         "tests/comm/test_prove.py",
     ),
     Fault(
         "prove: what is missing is not seen",
         "nnmpi/comm/prove.py",
-        "if wanted is not None and parts != wanted:",
-        "if wanted is not None and parts > wanted:",
+        "if expected is not None and parts != expected:",
+        "if expected is not None and parts > expected:",
         "tests/comm/test_prove.py",
     ),
     Fault(
@@ -170,8 +170,8 @@ FAULTS = (
     Fault(
         "check: doubled work",
         "nnmpi/schedule/check.py",
-        "if len(found) > 1:",
-        "if len(found) > 2:",
+        "if len(result) > 1:",
+        "if len(result) > 2:",
         "tests/schedule",
     ),
     Fault(
@@ -192,8 +192,8 @@ FAULTS = (
     Fault(
         "mean: the gradient is not divided",
         "nnmpi/tensor/reduce.py",
-        "xp.broadcast_to(xp.divide(each, count) if self.averages else each, shape)",
-        "xp.broadcast_to(each, shape)",
+        "xp.broadcast_to(xp.divide(item, count) if self.averages else item, shape)",
+        "xp.broadcast_to(item, shape)",
         "tests/tensor",
     ),
     Fault(
@@ -227,8 +227,8 @@ FAULTS = (
     Fault(
         "AdamW: decay in the gradient",
         "nnmpi/optim/adaptive.py",
-        "decay, kept = (0.0, 1 - lr * block.decay)",
-        "decay, kept = (0.0, 1 - block.decay)",
+        "decay, saved = (0.0, 1 - lr * block.decay)",
+        "decay, saved = (0.0, 1 - block.decay)",
         "tests/optim",
     ),
     Fault(
@@ -335,8 +335,8 @@ FAULTS = (
     Fault(
         "server: gradients in the order in which they came",
         "nnmpi/parallel/server.py",
-        "key=lambda each: (each[0].batch, each[0].part))",
-        "key=lambda each: 0)",
+        "key=lambda item: (item[0].batch, item[0].part))",
+        "key=lambda item: 0)",
         "tests/parallel/server",
     ),
     Fault(
@@ -357,7 +357,7 @@ FAULTS = (
     Fault(
         "device: a product is not added to what is there",
         "nnmpi/backend/cublas.py",
-        "one if add else zero",
+        "item if add else zero",
         "zero",
         "tests/backend/test_gemm.py",
     ),
