@@ -75,14 +75,14 @@ def standing(trace: Mapping[str, Any], rank: int) -> dict[str, float]:
         if pid == rank and kind:
             bars[kind].append((begin, end))
             bars["all"].append((begin, end))
-    found = {}
+    result = {}
     for kind, those in bars.items():
         covered, until = 0.0, 0.0
         for begin, end in sorted(those):
             covered += max(0.0, end - max(begin, until))
             until = max(until, end)
-        found[kind] = covered
-    return found
+        result[kind] = covered
+    return result
 
 
 def arrows(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -91,7 +91,7 @@ def arrows(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
     for row in trace["traceEvents"]:
         if row["ph"] in ("s", "f"):
             ends[row["id"]][row["ph"]] = _around(trace["traceEvents"], row)[-1]["name"]
-    return sorted((each["s"], each["f"]) for each in ends.values())
+    return sorted((end["s"], end["f"]) for end in ends.values())
 
 
 def _args(row: Mapping[str, Any]) -> set[str]:
@@ -134,7 +134,7 @@ def _named(rows: list[dict[str, Any]]) -> list[str]:
         for row in rows
         if row["ph"] == "M"
     ]
-    wrong += [f"{each} is said twice" for each in set(about) if about.count(each) > 1]
+    wrong += [f"{item} is said twice" for item in set(about) if about.count(item) > 1]
     for row in rows:
         if row["ph"] != "M":
             about_it = [what for what in ABOUT if row["ph"] != "C" or what.startswith("process")]
@@ -142,7 +142,7 @@ def _named(rows: list[dict[str, Any]]) -> list[str]:
                 (what, row["pid"], 0 if what.startswith("process") else row["tid"])
                 for what in about_it
             }
-            wrong += [f"{row}: {each} is missing" for each in needed - set(about)]
+            wrong += [f"{row}: {item} is missing" for item in needed - set(about)]
     return wrong
 
 

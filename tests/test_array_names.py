@@ -61,7 +61,9 @@ def uses(path: Path, text: str) -> Iterator[Use]:
         name = dotted(node) if isinstance(node, ast.Attribute) and id(node) not in inner else None
         if name:
             call = calls.get(id(node))
-            keywords = tuple(each.arg for each in call.keywords if each.arg) if call else ()
+            keywords = (
+                tuple(keyword.arg for keyword in call.keywords if keyword.arg) if call else ()
+            )
             yield Use(str(path), node.lineno, name, keywords)
 
 
@@ -81,16 +83,16 @@ def problems(use: Use) -> list[str]:
     """Return what is wrong with a use, in words."""
     first, _, rest = use.name.partition(".")
     entry = CUPY["cupy"].get(first)
-    found = []
+    result = []
     if entry is None:
-        found.append(f"{use.name} is not in CuPy")
+        result.append(f"{use.name} is not in CuPy")
     elif not hasattr(np, first):
         if not use.file.startswith(DEVICE_FILES):
-            found.append(f"{use.name} is not in NumPy")
+            result.append(f"{use.name} is not in NumPy")
     elif entry.startswith("ufunc") and rest:
         if rest == "reduce" and first not in ("add", "multiply"):
-            found.append(use.name)
-        found += [
+            result.append(use.name)
+        result += [
             f"{use.name}({key}=)"
             for key in use.keywords
             if key not in ("axis", "dtype", "out", "keepdims")
@@ -98,13 +100,13 @@ def problems(use: Use) -> list[str]:
     else:
         theirs = set(entry.partition(" ")[2].replace("=", "").replace(" ", "").split(","))
         open_ended = any(word.startswith("**") for word in theirs)
-        found += [
+        result += [
             f"{use.name}({key}=)" for key in use.keywords if not open_ended and key not in theirs
         ]
-        found += [
+        result += [
             f"{use.name}({key}=) in NumPy" for key in use.keywords if not numpy_takes(first, key)
         ]
-    return found
+    return result
 
 
 def numpy_takes(name: str, keyword: str) -> bool:
@@ -117,7 +119,7 @@ def numpy_takes(name: str, keyword: str) -> bool:
     except (TypeError, ValueError):  # NumPy does not say
         return True
     return keyword in parameters or any(
-        each.kind is each.VAR_KEYWORD for each in parameters.values()
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
 
 
@@ -139,8 +141,8 @@ def test_every_name_and_keyword_is_in_both_libraries() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    found = {(use.file, words) for use in everything() for words in problems(use)}
-    assert found >= NUMPY_ALONE
+    result = {(use.file, words) for use in everything() for words in problems(use)}
+    assert result >= NUMPY_ALONE
 
 
 @pytest.mark.parametrize(

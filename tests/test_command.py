@@ -33,16 +33,16 @@ def ran(words: str, rank: int) -> tuple[int, str, str]:
     "words", [f"{SCHEDULE} 2", "nnmpi.schedule --help", "nnmpi.comm list --help", "nnmpi.comm"]
 )
 def test_the_first_rank_says_it(words: str) -> None:
-    status, said, wrong = ran(words, 0)
+    status, text, wrong = ran(words, 0)
     assert (status, wrong) == (0, "")
-    assert "stages" in said or "usage: python -m nnmpi" in said
+    assert "stages" in text or "usage: python -m nnmpi" in text
     assert ran(words, 1) == (0, "", "")
 
 
 @pytest.mark.parametrize("words", [f"{SCHEDULE} none", "nnmpi.comm list x"])
 def test_it_says_what_is_wrong(words: str) -> None:
-    status, said, wrong = ran(words, 0)
-    assert (status, said) == (2, "")
+    status, text, wrong = ran(words, 0)
+    assert (status, text) == (2, "")
     assert wrong.startswith("nnmpi: ") and "--help)" in wrong and wrong.count("\n") == 1
     assert ran(words, 1) == (2, "", "")
 

@@ -58,7 +58,7 @@ def test_the_first_programs_train(
     """As they stand, on every number of ranks; they reach 97 % and print on rank 0 alone."""
     exec(compile(PROGRAMS[page][0], page, "exec"), {"__name__": "__main__"})
     printed = [
-        float(found) for found in re.findall(r"accuracy ([0-9.]+)%", capsys.readouterr().out)
+        float(result) for result in re.findall(r"accuracy ([0-9.]+)%", capsys.readouterr().out)
     ]
     everyone = group.gather(printed)
     assert len(everyone[0]) == 8 and everyone[0][-1] > 97, everyone
@@ -209,7 +209,7 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     used: set[tuple[str, str, str]] = set()
     for page, text in PAGES.items():
         for line in text.replace("\\\n", " ").splitlines():
-            if command := next((each for each in helped if each in line), None):
+            if command := next((item for item in helped if item in line), None):
                 words = re.split("[#`]", line.split(command)[-1])[0]
                 used |= {(page, command, option) for option in OPTION.findall(words)}
         if page not in OTHERS_PAGES:
@@ -217,8 +217,8 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
             used |= {(page, "", option) for words in quoted for option in OPTION.findall(words)}
     assert len(used) > 100
     helped[""] = " ".join(helped.values())
-    wrong = {each for each in used if not re.search(rf"{each[2]}(?![-\w])", helped[each[1]])}
-    assert not {each for each in wrong if each[2] not in OTHERS_OPTIONS}
+    wrong = {item for item in used if not re.search(rf"{item[2]}(?![-\w])", helped[item[1]])}
+    assert not {item for item in wrong if item[2] not in OTHERS_OPTIONS}
 
 
 def test_files_that_are_named_exist() -> None:
@@ -343,14 +343,14 @@ def test_one_update_goes_the_way_that_the_page_follows(
 ) -> None:
     section = PAGES["docs/house.md"].split("## One update, followed")[1].split("\n## ")[0]
     (way,) = map(calls_of, re.findall(r"(?:^    .*\n)+", section, re.MULTILINE))
-    plain, found = Stage.forward, []
+    plain, result = Stage.forward, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         stack = [
-            (each.filename.rpartition("/nnmpi/")[2], each.name)
-            for each in traceback.extract_stack()
+            (item.filename.rpartition("/nnmpi/")[2], item.name)
+            for item in traceback.extract_stack()
         ]
-        found.append(
+        result.append(
             [call for call in stack[stack.index(("train/cli.py", "main")) :] if call in way]
         )
         return plain(*args, **kwargs)
@@ -358,6 +358,6 @@ def test_one_update_goes_the_way_that_the_page_follows(
     monkeypatch.setattr(Stage, "forward", watched)
     for name, words in (("whole", ""), ("piped", "--pp 2 --microbatches 2")):
         options = f"--model mlp --dataset digits --max-steps 1 --quiet --out {tmp_path / name} {words}".split()
-        found.clear()
+        result.clear()
         simulate(partial(train, options), 2)
-        assert found[0] == way[1:-1]  # launch is MPI's
+        assert result[0] == way[1:-1]  # launch is MPI's

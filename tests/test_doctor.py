@@ -53,9 +53,9 @@ def cut_weights(run: Path) -> None:
 
 def overflow(run: Path) -> None:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [record for record in records if record["kind"] == "train"]
-    kept[-1]["loss"] = None
-    write(run / "metrics.jsonl", "\n".join(map(json.dumps, kept)))
+    saved = [record for record in records if record["kind"] == "train"]
+    saved[-1]["loss"] = None
+    write(run / "metrics.jsonl", "\n".join(map(json.dumps, saved)))
 
 
 def unfinished(*acts: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -173,10 +173,10 @@ def test_it_says_what_happened(name: str, finished: Path, tmp_path: Path) -> Non
     spoil, happened, advice = ENDS[name]
     shutil.copytree(finished, tmp_path / "run")  # with the times of the files
     spoil(tmp_path / "run")
-    found = diagnose(tmp_path / "run")
-    assert happened in found.happened
-    assert advice in found.advice
-    assert found.happened.count("\n") == 0 and str(found).startswith(found.happened)
+    result = diagnose(tmp_path / "run")
+    assert happened in result.happened
+    assert advice in result.advice
+    assert result.happened.count("\n") == 0 and str(result).startswith(result.happened)
 
 
 def test_a_run_that_goes_on_is_left_alone(finished: Path, tmp_path: Path) -> None:
@@ -229,8 +229,8 @@ NODE: dict[str, Any] = {
     ],
 )
 def test_what_is_slow_or_wrong_is_said(ranks: list[dict[str, Any]], text: str) -> None:
-    found = find_faults([NODE | changes for changes in ranks])
-    assert [text in sentence for sentence in found] == [True] * bool(text), found
+    result = find_faults([NODE | changes for changes in ranks])
+    assert [text in sentence for sentence in result] == [True] * bool(text), result
 
 
 @pytest.mark.simulated(max_size=3)

@@ -52,7 +52,7 @@ def test_every_layout_writes_the_same(
     """Past the context, too."""
     folder = run(tmp_path, model)
     words = f"{folder} --tokens 20 --seed 3 --top-k 9 --backend numpy"
-    found = [
+    result = [
         written(words + layout, ranks, capfd, "3 4")
         for ranks, layout in (
             (1, ""),
@@ -62,9 +62,9 @@ def test_every_layout_writes_the_same(
             (2, ""),
         )
     ]
-    assert len(found[0].split()) == 22
-    assert found[0].startswith("3 4 ")
-    assert found == found[:1] * 5
+    assert len(result[0].split()) == 22
+    assert result[0].startswith("3 4 ")
+    assert result == result[:1] * 5
 
 
 def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(

@@ -38,9 +38,9 @@ def test_the_innermost_launcher_counts() -> None:
     variables.
     """
     outer = SLURM | {"SLURM_STEP_NUM_TASKS": "2"}
-    found = read_launch(OPEN_MPI | outer)
-    assert found is not None
-    assert (found.name, found.size) == ("Open MPI's mpirun", 8)
+    result = read_launch(OPEN_MPI | outer)
+    assert result is not None
+    assert (result.name, result.size) == ("Open MPI's mpirun", 8)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,6 @@ def test_the_innermost_launcher_counts() -> None:
     ],
 )
 def test_slurms_list_of_tasks(text: str, node: int, expected: int | None) -> None:
-    found = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)})
-    assert found is not None
-    assert found.local_size == expected
+    result = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)})
+    assert result is not None
+    assert result.local_size == expected

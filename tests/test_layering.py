@@ -218,13 +218,13 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def test_the_package_keeps_the_rules() -> None:
-    found = violations(ROOT)
-    assert not found, "\n" + "\n".join(found)
+    result = violations(ROOT)
+    assert not result, "\n" + "\n".join(result)
 
 
 def test_faults_can_be_planted_in_the_lines_that_are_there() -> None:
     assert [
-        each.name for each in FAULTS if (ROOT / each.file).read_text().count(each.before) != 1
+        item.name for item in FAULTS if (ROOT / item.file).read_text().count(item.before) != 1
     ] == []
 
 
@@ -237,10 +237,10 @@ def test_the_small_package_keeps_them_too(tmp_path: Path) -> None:
 def test_a_planted_breach_is_found(name: str, tmp_path: Path) -> None:
     files, blamed, words = PLANTED[name]
     write(tmp_path, GOOD | files)
-    found = violations(tmp_path)
-    assert len(found) == 1, found
-    assert found[0].startswith(f"nnmpi/{blamed}")
-    assert words in found[0]
+    result = violations(tmp_path)
+    assert len(result) == 1, result
+    assert result[0].startswith(f"nnmpi/{blamed}")
+    assert words in result[0]
 
 
 @pytest.mark.parametrize("name", ALLOWED)

@@ -20,12 +20,12 @@ axis = st.integers(1, 5)
 
 def groups_of(mesh: Mesh, *axes: str) -> list[list[int]]:
     """Return the ranks that differ on these axes alone, in the order of the axes."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for place in product(*map(range, mesh.shape)):
-        found[tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)].append(
+        result[tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)].append(
             mesh.rank_at(*place)
         )
-    return list(found.values())
+    return list(result.values())
 
 
 def on_one_node(mesh: Mesh, *axes: str) -> int:
@@ -75,8 +75,8 @@ def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
 def test_even_nodes_keep_the_order_of_the_ranks(replicas: int, pp: int, tp: int, many: int) -> None:
     """When each node has whole replicas, in the order of the ranks, nothing is moved."""
-    each = replicas * pp * tp
-    nodes = tuple(node for node in range(many) for _ in range(each))
+    item = replicas * pp * tp
+    nodes = tuple(node for node in range(many) for _ in range(item))
     mesh = Mesh(replicas * many, pp, tp, nodes)
     assert groups_of(mesh, "pp", "tp") == groups_of(Mesh(replicas * many, pp, tp), "pp", "tp")
 
@@ -195,13 +195,13 @@ def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
             groups = (bound.dp, bound.pp, bound.tp, bound.sp)
             if bound.replicas.rank != place.d * sp + place.s:
                 wrong.append("replicas")
-            for axis, own in zip((*AXES, "pp tp"), (*groups, bound.model), strict=True):
+            for axis, mine in zip((*AXES, "pp tp"), (*groups, bound.model), strict=True):
                 expected = next(
                     ranks for ranks in groups_of(mesh, *axis.split()) if group.rank in ranks
                 )
-                if own.gather(group.rank) != expected or expected[own.rank] != group.rank:
+                if mine.gather(group.rank) != expected or expected[mine.rank] != group.rank:
                     wrong.append(axis)
-            if (*(own.rank for own in groups), bound.world) != (*place, group):
+            if (*(local.rank for local in groups), bound.world) != (*place, group):
                 wrong.append("ranks")
             bound.free()
             assert group.gather(wrong) == [[]] * group.size
@@ -216,4 +216,4 @@ def test_the_nodes_that_mpi_knows_can_be_asked_for(group: Group) -> None:
 @pytest.mark.mpi
 def test_another_number_of_ranks_is_refused_on_all(group: Group) -> None:
     text = told(LayoutError, lambda: Mesh(group.size + 1).bind(group))
-    assert all(f"not dp {group.size + 1} x pp 1 x tp 1" in each for each in group.gather(text))
+    assert all(f"not dp {group.size + 1} x pp 1 x tp 1" in item for item in group.gather(text))

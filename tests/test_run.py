@@ -63,13 +63,13 @@ def play(
     ) -> tuple[list[str], list[str]]:
         (tmp_path / "acts").write_text("\n".join(acts) + "\n")
         launcher = Launcher("Open MPI", make_script(tmp_path / "mpirun", SCRIPT))
-        said: list[str] = []
+        text: list[str] = []
         given = {"ranks": 4, "restarts": 3, **plan}
         made = SupervisedRun(tuple(words.split()), tmp_path / "run", resumes=False, **given)  # type: ignore[arg-type]
         try:
-            said.append(Supervisor(made, launcher, said.append).run())
+            text.append(Supervisor(made, launcher, text.append).run())
         except GaveUp as error:
-            said.append(f"{error.exit_status}: {error}")
+            text.append(f"{error.exit_status}: {error}")
         commands = (
             (tmp_path / "commands").read_text().splitlines()
             if (tmp_path / "commands").exists()
@@ -77,7 +77,7 @@ def play(
         )
         return [
             command.partition(f"{sys.executable} -m nnmpi.train ")[::2] for command in commands
-        ], said  # type: ignore[misc]
+        ], text  # type: ignore[misc]
 
     return supervise
 
@@ -102,17 +102,17 @@ def test_it_starts_again_until_the_run_has_proved_its_end(
     number of ranks.
     """
     acts = "exit 3", "up; checkpoint 00000020; kill -9 $$", "checkpoint 00000040; exit 0", "finish"
-    commands, said = play(*acts)
+    commands, text = play(*acts)
     folder = commands[0][1].partition("--out=")[2]  # in one word, as its name may begin with a dash
     again = f"--resume={folder} --trust --dp auto"
     assert [words for _, words in commands] == [f"--model mlp --dp 4 --out={folder}"] * 2 + [
         again
     ] * 2
     assert [start.strip() for start, _ in commands] == ["-n 4"] * 4
-    assert "failed (status 3); again in" in said[1]
-    assert "SIGKILL (status 137); again now, from step 20" in said[3]
-    assert "has not come to its end" in said[5]
-    assert said[-1].startswith("finished after 4 starts; 0% of ")
+    assert "failed (status 3); again in" in text[1]
+    assert "SIGKILL (status 137); again now, from step 20" in text[3]
+    assert "has not come to its end" in text[5]
+    assert text[-1].startswith("finished after 4 starts; 0% of ")
     assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
 
 
@@ -122,12 +122,12 @@ def test_it_gives_up_where_nothing_goes_on(
     """Progress counts anew; starts in vain are tried with fewer ranks, but never with less than the
     model needs.
     """
-    commands, said = play(
+    commands, text = play(
         "up; checkpoint 00000007; exit 75", *["exit 1"] * 9, restarts=5, replica=2
     )
     assert [start.split()[1] for start, _ in commands] == ["4", "4", "4", "2", "2", "2", "2"]
-    assert "stood still, and its watchdog ended it (status 75); again now, from step 7" in said[1]
-    assert said[-1].startswith(
+    assert "stood still, and its watchdog ended it (status 75); again now, from step 7" in text[1]
+    assert text[-1].startswith(
         "1: gave up: 6 starts in a row brought no checkpoint beyond step 7; the last one ended"
     )
 
@@ -137,14 +137,14 @@ def test_what_comes_again_is_tried_twice(
     status: int, play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path
 ) -> None:
     """Such as a loss that is not finite. No folder is named that is not there."""
-    commands, said = play(*["exit 9"] * 4, restarts=2)
-    assert said[-1].startswith("9: gave up: 3 starts in a row brought no checkpoint at all")
-    assert "nnmpi.doctor" not in said[-1] and not (tmp_path / "run").exists()
+    commands, text = play(*["exit 9"] * 4, restarts=2)
+    assert text[-1].startswith("9: gave up: 3 starts in a row brought no checkpoint at all")
+    assert "nnmpi.doctor" not in text[-1] and not (tmp_path / "run").exists()
     (tmp_path / "commands").unlink()
-    commands, said = play(
+    commands, text = play(
         *["exit 9"] * 2, f"up; checkpoint 00000007; exit {status}", *[f"exit {status}"] * 4
     )
-    assert len(commands) == 2 + 3 and "python -m nnmpi.doctor" in said[-1]
+    assert len(commands) == 2 + 3 and "python -m nnmpi.doctor" in text[-1]
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_what_comes_again_is_tried_twice(
 def test_what_is_no_fault_is_not_tried_again(
     act: str, told: str, play: Callable[..., tuple[list[str], list[str]]]
 ) -> None:
-    commands, said = play(act, "finish")
+    commands, text = play(act, "finish")
     assert len(commands) == 1
-    assert said[-1].startswith(told)
+    assert text[-1].startswith(told)
 
 
 def test_a_job_that_does_not_come_up_is_started_again(
@@ -170,9 +170,9 @@ def test_a_job_that_does_not_come_up_is_started_again(
     see.
     """
     begin = time.monotonic()
-    _, said = play("sleep 100", "up; finish", start_limit_s=0.2)
-    assert "it had not come up in 0 s" in said[1]
-    assert said[-1].startswith("finished after 2 starts")
+    _, text = play("sleep 100", "up; finish", start_limit_s=0.2)
+    assert "it had not come up in 0 s" in text[1]
+    assert text[-1].startswith("finished after 2 starts")
     assert time.monotonic() - begin < 10
 
 
@@ -186,10 +186,10 @@ def test_a_host_that_does_not_answer_is_left_out(
     (tmp_path / "dead").write_text("nobody")
     dies = f"up; checkpoint 00000001; echo two > {tmp_path}/dead; exit 1"
     returns = f"checkpoint 00000002; echo nobody > {tmp_path}/dead; exit 1"
-    commands, said = play(dies, returns, "finish", hosts=("one", "two"))
+    commands, text = play(dies, returns, "finish", hosts=("one", "two"))
     starts = [start.strip() for start, _ in commands]
     assert starts == ["-n 4 --host one:2,two:2", "-n 2 --host one:2", "-n 4 --host one:2,two:2"]
-    assert said[2].startswith("start 2: 2 ranks without two, ")
+    assert text[2].startswith("start 2: 2 ranks without two, ")
     (tmp_path / "dead").write_text("one")
     assert "too few hosts answer (none)" in play("finish", hosts=("one",), restarts=0)[1][-1]
 
@@ -206,8 +206,8 @@ def test_srun_is_used_in_a_job_of_slurms(tmp_path: Path, monkeypatch: pytest.Mon
     assert given_hosts() == ["n1", "n2"]
     launcher = find_launcher(4, [])
     assert launcher == Launcher("srun", str(tmp_path / "srun"))
-    wanted = "-n 3 --kill-on-bad-exit=1 --nodes 2 --nodelist n1,n2"
-    assert launcher.command(3, {"n1": 2, "n2": 2})[1:] == wanted.split()
+    expected = "-n 3 --kill-on-bad-exit=1 --nodes 2 --nodelist n1,n2"
+    assert launcher.command(3, {"n1": 2, "n2": 2})[1:] == expected.split()
 
 
 def test_where_the_run_is_belongs_to_the_supervisor() -> None:
@@ -244,7 +244,7 @@ def test_shared_memory_of_killed_ranks_goes(
     (tmp_path / "mpich_shm_going").symlink_to("gone")  # as one that somebody removes meanwhile
     with (tmp_path / "mpich_shm_alive").open("r+b") as file, mmap.mmap(file.fileno(), 0):
         launching.remove_segments()
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
+    assert sorted(item.name for item in tmp_path.iterdir()) == [
         "mpich_shm_alive",
         "mpich_shm_going",
         "precious",
@@ -253,7 +253,7 @@ def test_shared_memory_of_killed_ranks_goes(
 
 def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
     """Of either command, before anything is started."""
-    for words, told in {
+    for words, text in {
         "-n 0 -- --model mlp": "--ranks is 0; give a whole number, 1 or more",
         "--restarts -1 -- --model mlp": "--restarts is -1; give",
         "--start-limit nan -- --model mlp": "--start-limit is nan; give",
@@ -267,10 +267,10 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UsageError) as error:
             main(words.split())
-        assert str(error.value).startswith(told) and "\n" not in str(error.value)
+        assert str(error.value).startswith(text) and "\n" not in str(error.value)
     ending = run([sys.executable, "-m", "nnmpi.run", *words.split()], tmp_path / "output", LIMIT_S)
     assert ending.status == 2
-    assert ending.output.startswith(f"nnmpi: {told}") and ending.output.count("\n") == 1, (
+    assert ending.output.startswith(f"nnmpi: {text}") and ending.output.count("\n") == 1, (
         ending.output
     )
 
@@ -365,13 +365,13 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) 
         while lines(broken / "metrics.jsonl") < 3 and job.poll() is None:
             time.sleep(0.05)
         job.send_signal(signal.SIGTERM)
-        said = job.communicate(timeout=60)[0]
-    assert job.returncode == 143, said
-    step = re.search(r"stopped by SIGTERM after step (\d+); go on with", said)
-    assert step, said
+        text = job.communicate(timeout=60)[0]
+    assert job.returncode == 143, text
+    step = re.search(r"stopped by SIGTERM after step (\d+); go on with", text)
+    assert step, text
     assert (
         f"ended by SIGTERM, with a checkpoint of step {step[1]}; go on with: python -m nnmpi.run"
-        " -n 2" in said
+        " -n 2" in text
     )
-    assert f"-m nnmpi.run -n 2 -- --resume '{broken}'" in said
-    assert f"-m nnmpi.train --resume '{broken}'" in said
+    assert f"-m nnmpi.run -n 2 -- --resume '{broken}'" in text
+    assert f"-m nnmpi.train --resume '{broken}'" in text

@@ -76,24 +76,24 @@ def test_what_does_not_exist(make, words):
     ids=str,
 )
 def test_a_region_goes_back_where_it_came_from(region: Region) -> None:
-    whole = np.arange(np.prod(region.shape)).reshape(region.shape)
-    part = region.take(whole).copy()
+    full = np.arange(np.prod(region.shape)).reshape(region.shape)
+    part = region.take(full).copy()
     assert part.shape == region.local_shape
     other = np.full(region.shape, -1)
     region.put(other, part)
     assert np.array_equal(region.take(other), part)
     assert (other >= 0).sum() == part.size
-    assert np.array_equal(other[other >= 0], whole[other >= 0])
+    assert np.array_equal(other[other >= 0], full[other >= 0])
 
 
 def test_the_regions_of_an_axis_cover_it() -> None:
     """Also where the pieces differ in length and come from several repeats."""
-    whole = np.arange(2 * 3 * 7 * 5).reshape(2, 21, 5)
-    other = np.zeros_like(whole)
+    full = np.arange(2 * 3 * 7 * 5).reshape(2, 21, 5)
+    other = np.zeros_like(full)
     for mine in split(7, 4):
-        region = Region(whole.shape, 1, mine.start, mine.stop, repeats=3)
-        region.put(other, region.take(whole))
-    assert np.array_equal(other, whole)
+        region = Region(full.shape, 1, mine.start, mine.stop, repeats=3)
+        region.put(other, region.take(full))
+    assert np.array_equal(other, full)
 
 
 @pytest.mark.parametrize(

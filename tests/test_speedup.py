@@ -27,8 +27,8 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(
     """
     file, picture = tmp_path / "found.json", tmp_path / "found.svg"
     table = main(f"--ranks 1,2 --simulate {more} --json {file} --plot {picture} {WORDS}".split())
-    one, two = json.loads(file.read_text())
-    assert one["step_s"] == pytest.approx(5e-3)
+    item, two = json.loads(file.read_text())
+    assert item["step_s"] == pytest.approx(5e-3)
     assert two["step_s"] == pytest.approx(5e-3 + two["sum_s"], rel=0.05)
     assert (
         two["speedup"]
@@ -70,7 +70,7 @@ def test_the_model_says_nothing_of_what_it_does_not_know(
 ) -> None:
     """Words mean what they mean to the train command, in its spellings."""
     words = WORDS.replace("--max-steps", "--max_steps").split()
-    said = main(
+    text = main(
         [
             *["--ranks", "2,3", "--simulate", "--weak", "--json"],
             str(tmp_path / "found"),
@@ -82,7 +82,7 @@ def test_the_model_says_nothing_of_what_it_does_not_know(
     assert (
         (rows[1]["predicted"] is not None)
         is known
-        is ("-: nothing says what sums cost" not in said)
+        is ("-: nothing says what sums cost" not in text)
     )
     assert [row["samples_per_second"] * row["step_s"] for row in rows] == pytest.approx(
         [64, 96], rel=0.02

@@ -36,8 +36,8 @@ def test_nothing_is_set(environ: dict[str, str], loaded: Container[str]) -> None
 
 
 def test_the_cores_of_this_machine() -> None:
-    own, node = usable_cores()
-    assert 1 <= own <= node <= (os.cpu_count() or 1)
+    local, node = usable_cores()
+    assert 1 <= local <= node <= (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_importing_nnmpi_limits_numpy() -> None:
     code += "import threadpoolctl, nnmpi.ops\n"
     code += "print([pool['num_threads'] for pool in threadpoolctl.threadpool_info()])"
     root = Path(__file__).parents[1]
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=environ, cwd=root, capture_output=True, text=True
     )
-    assert found.stdout.split("\n")[:2] == ["False True", "[1]"], found.stderr
+    assert result.stdout.split("\n")[:2] == ["False True", "[1]"], result.stderr
 
 
 SIMULATED = """
@@ -99,8 +99,8 @@ def test_a_simulated_rank_has_one_thread_and_more_of_them_are_faster() -> None:
     """
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     root = Path(__file__).parents[1]
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", SIMULATED], env=environ, cwd=root, capture_output=True, text=True
     )
-    threads, speedup = found.stdout.rsplit(" ", 1)
-    assert threads == "{1}" and 1.7 < float(speedup) < 4.5, found.stderr
+    threads, speedup = result.stdout.rsplit(" ", 1)
+    assert threads == "{1}" and 1.7 < float(speedup) < 4.5, result.stderr

@@ -54,7 +54,7 @@ def test_spans_are_recorded_into_the_current_timeline() -> None:
         TraceEvent("b", "wait", "waiting", 1.0, 2.0, {"bytes": 3}),
         TraceEvent("a", "forward", "compute", 0.0, 3.0),
     ]
-    assert [each.name for each in inner.events] == ["c"]
+    assert [item.name for item in inner.events] == ["c"]
 
 
 def test_a_span_that_fails_is_recorded_and_the_error_goes_on() -> None:
@@ -66,12 +66,12 @@ def test_a_span_that_fails_is_recorded_and_the_error_goes_on() -> None:
 
 
 def test_another_thread_begins_without_a_timeline() -> None:
-    found: list[Timeline | None] = []
+    result: list[Timeline | None] = []
     with recording(Timeline()):
-        thread = threading.Thread(target=lambda: found.append(timeline.current()))
+        thread = threading.Thread(target=lambda: result.append(timeline.current()))
         thread.start()
         thread.join()
-    assert found == [None]
+    assert result == [None]
 
 
 # ---- Chrome's format ----
@@ -107,18 +107,18 @@ def test_a_rank_waits_for_the_last_one_and_computes_no_more() -> None:
 
     early = [event("B0", 0.0, 9.0), met(1.0, 1.0, 4.0), met(5.0, 5.0, 7.0)]
     late = [event("B0", 0.0, 9.0), met(3.0, 3.0, 4.0), met(2.0, 6.5, 7.0)]
-    found = {
-        rank: [(each.track, each.begin_s, each.end_s) for each in events]
+    result = {
+        rank: [(item.track, item.begin_s, item.end_s) for item in events]
         for rank, events in part_waits([early, late], [0.0, 0.0]).items()
     }
-    whole = [("compute", 0.0, 1.0), ("compute", 4.0, 5.0), ("compute", 7.0, 9.0)]
-    assert found[0] == [("waiting", 1.0, 3.0), ("reduce", 3.0, 4.0), ("reduce", 5.0, 7.0), *whole]
-    whole = [("compute", 0.0, 3.0), ("compute", 4.0, 6.5), ("compute", 7.0, 9.0)]
-    assert found[1] == [("reduce", 3.0, 4.0), ("reduce", 6.5, 7.0), *whole]
+    full = [("compute", 0.0, 1.0), ("compute", 4.0, 5.0), ("compute", 7.0, 9.0)]
+    assert result[0] == [("waiting", 1.0, 3.0), ("reduce", 3.0, 4.0), ("reduce", 5.0, 7.0), *full]
+    full = [("compute", 0.0, 3.0), ("compute", 4.0, 6.5), ("compute", 7.0, 9.0)]
+    assert result[1] == [("reduce", 3.0, 4.0), ("reduce", 6.5, 7.0), *full]
 
 
 def test_overlapping_events_get_tracks_of_their_own() -> None:
-    found = to_chrome(
+    result = to_chrome(
         {
             0: [
                 event("a", 0, 4, "receive"),
@@ -131,8 +131,8 @@ def test_overlapping_events_get_tracks_of_their_own() -> None:
             ]
         }
     )
-    assert breaches(found) == []
-    assert [(track, name) for _, track, name, _, _ in spans(found)] == [
+    assert breaches(result) == []
+    assert [(track, name) for _, track, name, _, _ in spans(result)] == [
         ("compute", "x"),
         ("receive", "a"),
         ("receive", "within a"),
@@ -178,15 +178,15 @@ def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> No
     assert breaches(trace) == []
     assert len(arrows(trace)) == len(drawn) // 2
     first = min((begin / 7 for _, _, begin, _ in drawn), default=0.0)
-    found = {
+    result = {
         int(name): (rank, track.split()[0], begin, end)
         for rank, track, name, begin, end in spans(trace)
     }
-    assert len(found) == len(drawn)
+    assert len(result) == len(drawn)
     for number, (rank, track, begin, length) in enumerate(drawn):
-        assert found[number][:2] == (rank, track)
-        assert found[number][2] == pytest.approx((begin / 7 - first) * 1e6, abs=2e-3)
-        assert found[number][3] == pytest.approx(((begin + length) / 7 - first) * 1e6, abs=2e-3)
+        assert result[number][:2] == (rank, track)
+        assert result[number][2] == pytest.approx((begin / 7 - first) * 1e6, abs=2e-3)
+        assert result[number][3] == pytest.approx(((begin + length) / 7 - first) * 1e6, abs=2e-3)
 
 
 # ---- files ----

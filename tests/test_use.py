@@ -30,13 +30,13 @@ def files(folder: Path) -> dict[str, Path]:
     x = (draw.integers(0, 60, (60, 8, 6)) + 90 * np.eye(3, 48)[y].reshape(60, 8, 6)).astype(
         np.uint8
     )
-    found = {name: folder / f"{name}" for name in ("images.npz", "table.csv", "text.txt")}
-    np.savez(found["images.npz"], x=x, y=y)
+    result = {name: folder / f"{name}" for name in ("images.npz", "table.csv", "text.txt")}
+    np.savez(result["images.npz"], x=x, y=y)
     names = ("oak", "ash", "elm")
     rows = [",".join(map(str, [*row, names[i % 3]])) for i, row in enumerate(TABLE)]
-    found["table.csv"].write_text("\n".join(["a,b,c,tree", *rows]) + "\n")
-    found["text.txt"].write_text("to be or not to be, that is the question\n" * 12)
-    return found
+    result["table.csv"].write_text("\n".join(["a,b,c,tree", *rows]) + "\n")
+    result["text.txt"].write_text("to be or not to be, that is the question\n" * 12)
+    return result
 
 
 def run(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> tuple[Path, str]:
@@ -72,9 +72,9 @@ def test_evaluate_says_what_training_printed(
     folder, printed = run(tmp_path, f"--dataset {files(tmp_path)[name]} {options}", capfd)
     layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2"), (2, "--sp 2"), (4, "--pp 2 --sp 2")]
     for ranks, layout in layouts[: 3 if "lstm" in options else 6 if "gpt" in options else 4]:
-        found = said(evaluate, f"{folder} --backend numpy {layout}", ranks, capfd)
-        assert printed.partition(" (")[0] in found, layout
-        losses = [float(re.findall(r"loss ([0-9.]+)", text)[0]) for text in (printed, found)]
+        result = said(evaluate, f"{folder} --backend numpy {layout}", ranks, capfd)
+        assert printed.partition(" (")[0] in result, layout
+        losses = [float(re.findall(r"loss ([0-9.]+)", text)[0]) for text in (printed, result)]
         # float32's rounding may show in the last digit
         assert abs(losses[0] - losses[1]) < 1.5e-4, layout
 
@@ -104,12 +104,12 @@ def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
         " --text-columns"
     )
     folder, _ = run(tmp_path, f"--dataset {table} {words} problem,solution", capfd)
-    found = [
-        said(evaluate, f"{each} --dataset {text} --backend numpy", 1, capfd)
-        for each in (folder, folder / "model")
+    result = [
+        said(evaluate, f"{item} --dataset {text} --backend numpy", 1, capfd)
+        for item in (folder, folder / "model")
     ]
-    assert " with text and the weights after step 2 of " in found[0]
-    assert found[1].strip() == found[0].strip().replace(" after step 2", "") + "/model"
+    assert " with text and the weights after step 2 of " in result[0]
+    assert result[1].strip() == result[0].strip().replace(" after step 2", "") + "/model"
 
 
 def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
@@ -128,7 +128,7 @@ def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
     folder, _ = run(tmp_path, f"--dataset {text} {words}", capfd)
     with pytest.raises(UsageError, match="say with --text-columns which columns are it"):
         said(evaluate, f"{folder} --dataset {table} --backend numpy", 1, capfd)
-    found = [
+    result = [
         said(
             evaluate,
             f"{folder} --dataset {file} --text-columns problem --backend numpy",
@@ -137,7 +137,7 @@ def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
         )
         for file, ranks in ((table, 1), (same, 2))
     ]
-    assert found[0].replace(" sums ", " problems ") == found[1]
+    assert result[0].replace(" sums ", " problems ") == result[1]
     with pytest.raises(UsageError, match="has no columns"):
         said(evaluate, f"{folder} --text-columns problem --backend numpy", 1, capfd)
 
@@ -148,24 +148,24 @@ def test_a_loaded_run_predicts_what_the_command_says(
     """Its model, classes and transformation; the same from a table, from JSON, and on two ranks."""
     data = files(tmp_path)["table.csv"]
     folder, printed = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
-    found = nnmpi.load(folder)
-    assert found.class_names == ("ash", "elm", "oak")
+    result = nnmpi.load(folder)
+    assert result.class_names == ("ash", "elm", "oak")
     x = np.array(TABLE, np.float32)
-    logits = found.model(found.transform(x)).numpy()
-    assert abs(found.transform(x).mean()) < 0.3
-    probabilities = found.predict(x)
+    logits = result.model(result.transform(x)).numpy()
+    assert abs(result.transform(x).mean()) < 0.3
+    probabilities = result.predict(x)
     assert np.allclose(probabilities.sum(axis=1), 1)
     assert (probabilities.argmax(1) == logits.argmax(1)).all()
     lines = said(predict, f"{folder} {data}", 1, capfd).splitlines()
     assert lines[0] == "class,ash,elm,oak" and len(lines) == 61
     assert [line.partition(",")[0] for line in lines[1:]] == [
-        found.class_names[i] for i in logits.argmax(1)
+        result.class_names[i] for i in logits.argmax(1)
     ]
     values = json.loads(said(predict, f"{folder} {data} --format json --pp 2", 2, capfd))
     assert np.allclose(
         [row["probabilities"] for row in values["samples"]], probabilities, atol=1e-6
     )
-    assert repr(found) == f"Run({str(folder)!r}: mlp on table, after {found.step} steps)"
+    assert repr(result) == f"Run({str(folder)!r}: mlp on table, after {result.step} steps)"
 
 
 def test_an_image_file_is_read_as_the_data_was(
@@ -205,11 +205,13 @@ def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     )
     simulate(lambda group: train(words.split(), group), 1)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    scores = {each["global_step"]: each["accuracy"] for each in records if each["kind"] == "eval"}
+    scores = {
+        record["global_step"]: record["accuracy"] for record in records if record["kind"] == "eval"
+    }
     best = max(scores, key=lambda step: (scores[step], -step))
     assert (out / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
-    found = json.loads(said(evaluate, f"{out} --best --json", 1, capfd))
-    assert (found["step"], found["accuracy"]) == (best, scores[best])
+    result = json.loads(said(evaluate, f"{out} --best --json", 1, capfd))
+    assert (result["step"], result["accuracy"]) == (best, scores[best])
 
 
 def test_a_tables_columns_are_found_by_their_names(
@@ -230,8 +232,8 @@ def test_a_tables_columns_are_found_by_their_names(
         "".join(",".join(cells) + "\n" for cells in zip(("d", *c[1:]), a, b, tree, strict=True))
     )
     for main, words in ((predict, ""), (evaluate, "--part train --dataset")):
-        right, found = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
-        assert re.sub("table|moved", "", found) == re.sub("table|moved", "", right)
+        right, result = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
+        assert re.sub("table|moved", "", result) == re.sub("table|moved", "", right)
         with pytest.raises(
             DataError, match="has the columns d, a, b, and the model takes a, b, c; put them in"
         ):
@@ -307,7 +309,7 @@ def test_the_folder_says_how_it_came_about(
         in (latest / "console.txt").read_text()
     )
     starts = [json.loads(line) for line in (latest / "starts.jsonl").read_text().splitlines()]
-    assert [(each["ranks"], each["command"][3:]) for each in starts] == [
+    assert [(start["ranks"], start["command"][3:]) for start in starts] == [
         (2, words.split()),
         (1, ["--resume", "runs/latest", "--quiet"]),
     ]

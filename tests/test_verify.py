@@ -104,35 +104,35 @@ GRADIENTS, WEIGHTS = SERIAL["gradients of step 1"], SERIAL["weights after step 2
 
 
 def findings(exact: bool = False, **changes: Any) -> dict[str, Any]:
-    found = compare({**SERIAL, **changes}, SERIAL, 2, "float64", 16, exact)
-    return {each.what: each for each in found}
+    result = compare({**SERIAL, **changes}, SERIAL, 2, "float64", 16, exact)
+    return {item.what: item for item in result}
 
 
 def test_equal_runs_are_equal_to_the_last_bit() -> None:
-    found = list(findings(exact=True).values())
-    assert all(each.bitwise and each.holds for each in found)
-    assert verdict(found) == "equal to the last bit"
-    assert [line.split()[-1] for line in table(found)[1:]] == ["bitwise"] * 7
+    result = list(findings(exact=True).values())
+    assert all(item.bitwise and item.holds for item in result)
+    assert verdict(result) == "equal to the last bit"
+    assert [line.split()[-1] for line in table(result)[1:]] == ["bitwise"] * 7
 
 
 def test_rounding_is_allowed_unless_the_bits_must_be_equal() -> None:
     rounded = {
         "gradients of step 1": {**GRADIENTS, "0.weight": GRADIENTS["0.weight"] * (1 + 1e-15)}
     }
-    one = findings(**rounded)["gradients of step 1"]
-    assert one.holds and not one.bitwise and one.where == "0.weight"
-    assert verdict([one, one]) == "equal within the tolerance"
+    item = findings(**rounded)["gradients of step 1"]
+    assert item.holds and not item.bitwise and item.where == "0.weight"
+    assert verdict([item, item]) == "equal within the tolerance"
     assert not findings(exact=True, **rounded)["gradients of step 1"].holds
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 + 1e-9, float("nan")])
 def test_more_is_not(factor: float) -> None:
     weights = {**WEIGHTS, "0.weight": WEIGHTS["0.weight"] * factor}
-    found = list(findings(**{"weights after step 2": weights}).values())
-    wrong = [each for each in found if not each.holds]
-    assert [each.what for each in wrong] == ["weights after step 2"]
-    assert verdict(found) == "NOT EQUAL: weights after step 2"
-    assert any("DIFFERS   (most: 0.weight)" in line for line in table(found))
+    result = list(findings(**{"weights after step 2": weights}).values())
+    wrong = [item for item in result if not item.holds]
+    assert [item.what for item in wrong] == ["weights after step 2"]
+    assert verdict(result) == "NOT EQUAL: weights after step 2"
+    assert any("DIFFERS   (most: 0.weight)" in line for line in table(result))
 
 
 def test_errors_are_relative_but_not_to_what_is_nothing() -> None:
@@ -143,8 +143,8 @@ def test_errors_are_relative_but_not_to_what_is_nothing() -> None:
     assert findings(**{"gradients of step 1": noise})["gradients of step 1"].holds
     small = {"gradients of step 1": {"a": np.array([100.0]), "b": np.array([2.0])}}
     off = {"gradients of step 1": {"a": np.array([100.0]), "b": np.array([2.0 + 1e-9])}}
-    (one,) = compare(off, small, 2, "float64", 16, False)
-    assert one.error == pytest.approx(5e-10, rel=1e-3) and not one.holds
+    (item,) = compare(off, small, 2, "float64", 16, False)
+    assert item.error == pytest.approx(5e-10, rel=1e-3) and not item.holds
 
 
 def test_tolerance_grows_with_steps_and_the_square_root_of_the_samples() -> None:
@@ -175,8 +175,8 @@ def apart(sample_shape, classes):
 
 def layouts(size: int) -> list[str]:
     """Return a layout of each kind, in words."""
-    found = [f"--dp {size}", f"--pp {size}", f"--tp {size}"]
-    return found + ([f"--dp {size // 4} --pp 2 --tp 2"] if size % 4 == 0 else [])
+    result = [f"--dp {size}", f"--pp {size}", f"--tp {size}"]
+    return result + ([f"--dp {size // 4} --pp 2 --tp 2"] if size % 4 == 0 else [])
 
 
 @pytest.mark.mpi

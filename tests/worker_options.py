@@ -14,7 +14,9 @@ def grouped(**options: Any) -> dict[str, Any]:
     """
     result = dict(options)
     for name, kind in (("exchange", GradientExchange), ("numerics", Numerics)):
-        own = {field.name: result.pop(field.name) for field in fields(kind) if field.name in result}
-        if own:
-            result[name] = kind(**own)
+        local = {
+            field.name: result.pop(field.name) for field in fields(kind) if field.name in result
+        }
+        if local:
+            result[name] = kind(**local)
     return result

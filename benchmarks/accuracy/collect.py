@@ -41,10 +41,10 @@ def options(folder: Path) -> dict[str, Any]:
     """Return the resolved options of a run, without seed and paths; of a data set's the file's name
     is left.
     """
-    found = json.loads((folder / "config.json").read_text())
-    if "dataset" in found:
-        found["dataset"] = Path(found["dataset"]).name
-    return {name: value for name, value in found.items() if name not in (*PLACES, "seed")}
+    result = json.loads((folder / "config.json").read_text())
+    if "dataset" in result:
+        result["dataset"] = Path(result["dataset"]).name
+    return {name: value for name, value in result.items() if name not in (*PLACES, "seed")}
 
 
 def seed(folder: Path) -> str:
@@ -66,11 +66,11 @@ def main() -> None:
     runs = {seed(folder): figures(folder, arguments.key) for folder in arguments.runs}
     mean = {key: sum(run[key] for run in runs.values()) / len(runs) for key in ("final", "best")}
     for name, run in {**{f"seed {name}": run for name, run in runs.items()}, "mean": mean}.items():
-        told = (
+        text = (
             f"{run[key]:.4f}" if arguments.key == "loss" else f"{100 * run[key]:.2f} %"
             for key in mean
         )
-        print("{}: final {}, best {}".format(name, *told))
+        print("{}: final {}, best {}".format(name, *text))
     content = {
         "machine": machine_facts(),
         "options": options(arguments.runs[0]),

@@ -156,21 +156,23 @@ def report(group: Group, recipe: IrisRecipe, seeds: int, folds: int) -> dict[str
         seeds: how many, from 0 on.
         folds: 0 for the test rows; else of the training rows.
     """
-    frameworks: dict[str, Callable[[SplitRun], float]] = {"nnmpi": lambda one: one.run_nnmpi(group)}
+    frameworks: dict[str, Callable[[SplitRun], float]] = {
+        "nnmpi": lambda element: element.run_nnmpi(group)
+    }
     if find_spec("torch"):
         frameworks["torch"] = SplitRun.run_torch
-    found: dict[str, list[float]] = {name: [] for name in frameworks}
+    result: dict[str, list[float]] = {name: [] for name in frameworks}
     print("seed" + "".join(f"{name:>10}" for name in frameworks))
     for seed in range(seeds):
         runs = [SplitRun(recipe, train, test, seed) for train, test in splits(seed, folds)]
         for name, run in frameworks.items():
-            found[name].append(float(np.mean([run(one) for one in runs])))
+            result[name].append(float(np.mean([run(item) for item in runs])))
         print(
-            f"{seed:4}" + "".join(f"{100 * values[-1]:9.2f}%" for values in found.values()),
+            f"{seed:4}" + "".join(f"{100 * values[-1]:9.2f}%" for values in result.values()),
             flush=True,
         )
-    print("mean" + "".join(f"{100 * np.mean(values):9.2f}%" for values in found.values()))
-    return found
+    print("mean" + "".join(f"{100 * np.mean(values):9.2f}%" for values in result.values()))
+    return result
 
 
 def main() -> None:
@@ -185,14 +187,14 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=0, help="0: use the test rows")
     parser.add_argument("--json", type=Path, help="file for the result, with the machine's facts")
     options = parser.parse_args()
-    group, found = start(), {}
+    group, result = start(), {}
     for name in RECIPES if "all" in options.recipes else options.recipes:
         print(f"{name}: {RECIPES[name]}")
         accuracies = report(group, RECIPES[name], options.seeds, options.folds)
         means = {framework: float(np.mean(values)) for framework, values in accuracies.items()}
-        found[name] = {"recipe": asdict(RECIPES[name]), "mean": means, "accuracy": accuracies}
+        result[name] = {"recipe": asdict(RECIPES[name]), "mean": means, "accuracy": accuracies}
     results.write(
-        options.json, {"machine": machine_facts(), "folds": options.folds, "recipes": found}
+        options.json, {"machine": machine_facts(), "folds": options.folds, "recipes": result}
     )
 
 

@@ -96,10 +96,10 @@ def main(words: Sequence[str], group: Group, backend: Backend | None = None) -> 
             print(f"{name + ':':12} {value}")
         print(TABLE.head(), flush=True)
     for nbytes in options.sizes:
-        found = measure(options, group, backend, nbytes)
-        rows += found
+        result = measure(options, group, backend, nbytes)
+        rows += result
         if group.is_root:
-            print(*map(TABLE.line, found), sep="\n", flush=True)
+            print(*map(TABLE.line, result), sep="\n", flush=True)
             results.write(options.json, {"header": header, "rows": rows})
     if GLOO in options.algorithms:
         gloo.stop_gloo()
@@ -110,7 +110,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return the rows of one size. Collective."""
     contract = next(
-        each.contract for (what, _), each in COLLECTIVES.items() if what == options.operation
+        item.contract for (what, _), item in COLLECTIVES.items() if what == options.operation
     )
     elements = nbytes // np.dtype(options.dtype).itemsize
     pattern = Pattern(contract, group.rank, group.size, elements, options.dtype, backend)
@@ -121,12 +121,12 @@ def measure(
     rounds = options.iterations or int(
         np.clip((options.budget_s - spent_s) / (spent_s / WARM_UP), LEAST, MOST)
     )
-    own = _time(field, group, pattern, range(WARM_UP, WARM_UP + rounds), options.check)
-    everyones = np.empty((group.size, own.size))
-    group.comm.allgather(own.reshape(-1), everyones)
-    if not backend.is_device and {SHARED, AUTO, FUSED} & {each.name for each in field}:
+    local = _time(field, group, pattern, range(WARM_UP, WARM_UP + rounds), options.check)
+    everyones = np.empty((group.size, local.size))
+    group.comm.allgather(local.reshape(-1), everyones)
+    if not backend.is_device and {SHARED, AUTO, FUSED} & {item.name for item in field}:
         group.memory().free()
-    return build_rows(options, group, field, everyones.reshape(group.size, *own.shape), nbytes)
+    return build_rows(options, group, field, everyones.reshape(group.size, *local.shape), nbytes)
 
 
 def _contestants(
@@ -188,7 +188,7 @@ def _update(
             pending.run()
             optimizer.step()
 
-        own = params
+        local = params
     else:
         parameter = Parameter((grads.size,))
         storage = FlatStorage({FUSED: parameter}, {FUSED: np.zeros_like(grads)}, np.zeros)
@@ -200,9 +200,9 @@ def _update(
             fused.reduce()
             fused.update()
 
-        own = params[own_slice(params, fused.memory.size, fused.memory.rank)]
+        local = params[own_slice(params, fused.memory.size, fused.memory.rank)]
     # else they lie as the update before left them
-    zero = (lambda: own.fill(0)) if options.check else (lambda: None)
+    zero = (lambda: local.fill(0)) if options.check else (lambda: None)
     return Contestant(name, grads, run, lambda: -params, zero)
 
 
@@ -213,20 +213,20 @@ def _time(
     clock, stamps = time.perf_counter, np.empty((len(field), 2, len(rounds)))
     for column, call in enumerate(rounds):
         for row in shuffled(range(len(field)), call):
-            one = field[row]
-            pattern.fill(one.array, call)
-            one.prepare()
+            item = field[row]
+            pattern.fill(item.array, call)
+            item.prepare()
             group.barrier()
             begin = clock()
-            one.run()
+            item.run()
             stamps[row, :, column] = begin, clock()
-            wrong = pattern.first_wrong(one.result(), call) if check else None
+            wrong = pattern.first_wrong(item.result(), call) if check else None
             if check and group.max_floats([wrong is not None])[0]:
                 rank, words = next(
                     (r, w) for r, w in enumerate(group.gather(wrong and str(wrong))) if w
                 )
                 raise CommError(
-                    f"rank {rank} of {group.size} has a wrong result of {one.name}, call {call}:"
+                    f"rank {rank} of {group.size} has a wrong result of {item.name}, call {call}:"
                     f" {words}"
                 )
     return stamps
@@ -245,34 +245,36 @@ def build_rows(
     to when the last has left. On several nodes, whose clocks differ, that is the longest of the
     ranks' own.
     """
-    own = stamps[:, :, 1] - stamps[:, :, 0]
+    local = stamps[:, :, 1] - stamps[:, :, 0]
     one_clock = len(set(group.nodes())) == 1
     lasted = (
-        stamps[:, :, 1].max(axis=0) - stamps[:, :, 0].max(axis=0) if one_clock else own.max(axis=0)
+        stamps[:, :, 1].max(axis=0) - stamps[:, :, 0].max(axis=0)
+        if one_clock
+        else local.max(axis=0)
     )
-    median = {one.name: float(np.median(times)) for one, times in zip(field, lasted, strict=True)}
+    median = {item.name: float(np.median(times)) for item, times in zip(field, lasted, strict=True)}
     rows = []
-    for number, one in enumerate(field):
-        averages, seconds = 1e6 * own[:, number].mean(axis=1), median[one.name]
+    for number, element in enumerate(field):
+        averages, seconds = 1e6 * local[:, number].mean(axis=1), median[element.name]
         moved = BUS.get(options.operation, 1.0) * (group.size - 1) / group.size or 1.0
-        expected = _predict(options.operation, one.chosen or one.name, group, nbytes)
-        native = median.get(UPDATE if one.name in (FUSED, UPDATE) else NATIVE)
+        expected = _predict(options.operation, element.chosen or element.name, group, nbytes)
+        native = median.get(UPDATE if element.name in (FUSED, UPDATE) else NATIVE)
         rows.append(
             {
-                "algorithm": one.name,
+                "algorithm": element.name,
                 "size": nbytes,
                 "avg_us": averages.mean(),
                 "min_us": averages.min(),
                 "max_us": averages.max(),
                 "p50_us": 1e6 * seconds,
                 "p99_us": 1e6 * float(np.percentile(lasted[number], 99)),
-                "iterations": own.shape[-1],
+                "iterations": local.shape[-1],
                 "algbw_gbs": nbytes / seconds / 1e9,
                 "busbw_gbs": nbytes / seconds / 1e9 * moved,
                 "predicted_us": None if expected is None else 1e6 * expected,
                 "measured_over_predicted": None if not expected else seconds / expected,
                 "speed_against_native": None if native is None else native / seconds,
-                "chosen": one.chosen,
+                "chosen": element.chosen,
             }
         )
     return rows
@@ -313,7 +315,7 @@ TABLE = GrowingTable(
 
 def _header(options: argparse.Namespace, group: Group, backend: Backend) -> dict[str, Any]:
     """Return what ran, on what. Collective."""
-    found = describe(group)
+    result = describe(group)
     fit = (
         "no fit" if group.fit is None else f"of {group.fit.facts['date']}, {group.fit.ranks} ranks"
     )
@@ -323,9 +325,9 @@ def _header(options: argparse.Namespace, group: Group, backend: Backend) -> dict
         "backend": f"{backend.name} on {backend.device}",
         "checked": options.check,
         "ranks": group.size,
-        "nodes": found.nodes,
-        "mpi": found.mpi,
-        "blas": found.blas,
+        "nodes": result.nodes,
+        "mpi": result.mpi,
+        "blas": result.blas,
         "machine": machine_facts(),
         "fit": fit,
     }
@@ -393,7 +395,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="from one size to the next (default: 4)",
     )
-    dtypes = one_of(*(each.name for each in DTYPES))
+    dtypes = one_of(*(item.name for item in DTYPES))
     add(
         "--dtype",
         type=dtypes,
@@ -434,7 +436,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             else "--factor is 2 or more, --min at most --max"
         )
         raise UsageError(f"{what}; the names are {', '.join(('all', *every, GLOO))}")
-    chosen = [each for name in options.algorithms for each in (every if name == "all" else (name,))]
+    chosen = [item for name in options.algorithms for item in (every if name == "all" else (name,))]
     options.algorithms, itemsize = tuple(dict.fromkeys(chosen)), np.dtype(options.dtype).itemsize
     sizes, size = [], max(options.min, itemsize)
     while size <= options.max:

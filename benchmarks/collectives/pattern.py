@@ -99,7 +99,7 @@ class Pattern:
         self._on_device = backend.asarray(self._tile)
         self._xp = backend.xp
         chunks = split(elements, size)
-        weights = [self._range.weigh(each) for each in range(size)]
+        weights = [self._range.weigh(item) for item in range(size)]
         self._before = list(
             _spans([contract.begins(rank, chunk, size) for chunk in range(size)], chunks, weights)
         )
@@ -149,7 +149,10 @@ def _spans(
             continue
         counts = [count(held, rank) for rank in range(len(parts))]
         yield Span(
-            start, stop, sum(counts), sum(n * own for n, own in zip(counts, weights, strict=True))
+            start,
+            stop,
+            sum(counts),
+            sum(n * local for n, local in zip(counts, weights, strict=True)),
         )
 
 

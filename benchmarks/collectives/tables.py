@@ -54,11 +54,11 @@ def _slowest(times: Times) -> tuple[float, str] | None:
     """Return gloo against the slowest of those of nnmpi's that one would use for gradients inside a
     node.
     """
-    own = {name: times[name] for name in (SHARED, AUTO, "ring") if name in times}
-    if GLOO not in times or not own:
+    local = {name: times[name] for name in (SHARED, AUTO, "ring") if name in times}
+    if GLOO not in times or not local:
         return None
-    slowest = max(own, key=lambda name: own[name])
-    return times[GLOO] / own[slowest], slowest
+    slowest = max(local, key=lambda name: local[name])
+    return times[GLOO] / local[slowest], slowest
 
 
 CLAIMS: Mapping[str, Read] = {
@@ -76,18 +76,18 @@ def times_by_size(contents: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, 
     The first file that has an algorithm at a size counts, so that ratios are of one interleaved
     run; of gloo, which is slower beside others than alone, the best of all files.
     """
-    found: dict[int, dict[str, float]] = {}
+    result: dict[int, dict[str, float]] = {}
     for content in contents:
         times: dict[int, dict[str, float]] = {}
         for row in content["rows"]:
             times.setdefault(row["size"], {})[row["algorithm"]] = row["p50_us"]
-        for size, own in times.items():
-            kept = found.setdefault(size, {})
-            gloo = min((each[GLOO] for each in (kept, own) if GLOO in each), default=None)
-            kept |= {name: value for name, value in own.items() if name not in kept}
+        for size, local in times.items():
+            saved = result.setdefault(size, {})
+            gloo = min((item[GLOO] for item in (saved, local) if GLOO in item), default=None)
+            saved |= {name: value for name, value in local.items() if name not in saved}
             if gloo is not None:
-                kept[GLOO] = gloo
-    return dict(sorted(found.items()))
+                saved[GLOO] = gloo
+    return dict(sorted(result.items()))
 
 
 Content = Mapping[str, Any]
@@ -99,8 +99,8 @@ def tables(contents: Sequence[Content]) -> str:
     for content in contents:
         kinds.setdefault((content["header"]["ranks"], content["header"]["mpi"]), []).append(content)
     alone = {ranks: kinds.pop((ranks, mpi)) for ranks, mpi in list(kinds) if mpi == NO_MPI}
-    for (ranks, _), found in kinds.items():
-        found += alone.get(ranks, [])
+    for (ranks, _), result in kinds.items():
+        result += alone.get(ranks, [])
     return "\n\n".join(part(ranks, mpi, kinds[ranks, mpi]) for ranks, mpi in sorted(kinds))
 
 
@@ -124,7 +124,7 @@ def part(ranks: int, mpi: str, contents: Sequence[Content]) -> str:
 
 def _times(times: Mapping[int, Mapping[str, float]]) -> str:
     """Return the medians in microseconds."""
-    names = list(dict.fromkeys(name for own in times.values() for name in own))
+    names = list(dict.fromkeys(name for local in times.values() for name in local))
 
     def cell(name: str, pair: tuple[int, Mapping[str, float]]) -> str:
         value = pair[1].get(name)

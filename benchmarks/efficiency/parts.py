@@ -50,16 +50,16 @@ def descent_table(content: Content) -> str:
     """Return what each rate and batch came to, over the seeds."""
     rows = []
     for vary, value in plots.kinds(content):
-        own = [row for row in content["rows"] if row["vary"] == vary and row[vary] == value]
-        losses = [row["loss"] for row in own]
+        local = [row for row in content["rows"] if row["vary"] == vary and row[vary] == value]
+        losses = [row["loss"] for row in local]
         mean, half = confidence(losses) if all(map(isfinite, losses)) else (float("nan"), 0.0)
         rows.append(
             {
-                "batch": own[0]["batch"],
-                "rate": f"{own[0]['rate']:g}",
-                "steps": round(own[0]["batches"]),
+                "batch": local[0]["batch"],
+                "rate": f"{local[0]['rate']:g}",
+                "steps": round(local[0]["batches"]),
                 "loss": f"{mean:.3f} ± {half:.3f}",
-                "accuracy": f"{100 * fmean(row['accuracy'] for row in own):.1f}",
+                "accuracy": f"{100 * fmean(row['accuracy'] for row in local):.1f}",
             }
         )
     columns = ("batch", "rate", "steps", "loss", "accuracy")
@@ -73,7 +73,7 @@ def missed_descent(content: Content) -> list[str]:
     """Return in words where the rate in the middle is not the best, or many small steps learn less
     than one large.
     """
-    found = []
+    result = []
     losses = {
         (vary, value): [
             row["loss"] for row in content["rows"] if row["vary"] == vary and row[vary] == value
@@ -83,14 +83,14 @@ def missed_descent(content: Content) -> list[str]:
     rates = sorted(value for vary, value in losses if vary == "rate")
     best = min(rates, key=lambda rate: fmean(losses["rate", rate]))
     if best in (rates[0], rates[-1]):
-        found.append(f"the best rate is {best:g}, at the end of {rates}")
+        result.append(f"the best rate is {best:g}, at the end of {rates}")
     batches = sorted(value for vary, value in losses if vary == "batch")
     if fmean(losses["batch", batches[0]]) >= fmean(losses["batch", batches[-1]]):
-        found.append(
+        result.append(
             f"after as many samples a batch of {batches[-1]} has learnt as much as one of"
             f" {batches[0]}"
         )
-    return found
+    return result
 
 
 def scaling(check: bool, data_dir: Path | None) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def scaling_table(content: Content) -> str:
     )
     rows = []
     for batch in batches:
-        found = {rule: steps_to_goal(content, rule=rule, batch=batch) for rule in rules}
-        rows.append({"batch": batch} | {rule: _steps(values) for rule, values in found.items()})
+        result = {rule: steps_to_goal(content, rule=rule, batch=batch) for rule in rules}
+        rows.append({"batch": batch} | {rule: _steps(values) for rule, values in result.items()})
     return render((("batch", "batch"), *((rule, rule) for rule in rules)), rows)
 
 
@@ -127,10 +127,10 @@ def steps_to_goal(content: Content, **labels: Any) -> list[float | None]:
     """Return each seed's steps to the goal, of the runs with these labels; None where it was not
     reached.
     """
-    own = [
+    local = [
         row for row in content["rows"] if all(row[name] == value for name, value in labels.items())
     ]
-    return [None if (goal := reached(row)) is None else goal.batches for row in own]
+    return [None if (goal := reached(row)) is None else goal.batches for row in local]
 
 
 def _steps(values: Sequence[float | None]) -> str:
@@ -181,16 +181,16 @@ def workers_table(content: Content) -> str:
     first = fmean(_of_workers(content, "bsp", 1, "loss"))
     rows = []
     for n in sorted({row["workers"] for row in content["rows"]}):
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "workers": n,
             "1/sqrt(N I)": f"{first / sqrt(n):.3f}",
             "1/sqrt(I)": f"{first:.3f}",
         }
         for mode in ("bsp", "asp"):
             mean, half = confidence(_of_workers(content, mode, n, "loss"))
-            found[f"{mode}, test loss"] = f"{mean:.3f} ± {half:.3f}"
-            found[f"{mode}, s"] = f"{fmean(_of_workers(content, mode, n, 'seconds')):.2f}"
-        rows.append(found)
+            result[f"{mode}, test loss"] = f"{mean:.3f} ± {half:.3f}"
+            result[f"{mode}, s"] = f"{fmean(_of_workers(content, mode, n, 'seconds')):.2f}"
+        rows.append(result)
     columns = (
         "workers",
         "bsp, test loss",
@@ -206,12 +206,12 @@ def workers_table(content: Content) -> str:
 def missed_workers(content: Content) -> list[str]:
     """Return in words where more workers have not learnt more in as many iterations."""
     most = max(row["workers"] for row in content["rows"])
-    found = []
+    result = []
     for mode in ("bsp", "asp"):
-        one, many = (fmean(_of_workers(content, mode, n, "loss")) for n in (1, most))
-        if many >= one:
-            found.append(f"{mode}: {most} workers have a loss of {many:.3f}, one of {one:.3f}")
-    return found
+        item, many = (fmean(_of_workers(content, mode, n, "loss")) for n in (1, most))
+        if many >= item:
+            result.append(f"{mode}: {most} workers have a loss of {many:.3f}, one of {item:.3f}")
+    return result
 
 
 def _of_workers(content: Content, mode: str, count: int, key: str) -> list[float]:

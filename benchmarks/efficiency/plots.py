@@ -31,15 +31,15 @@ def draw_descent(folder: Path, content: Content) -> None:
     for column, (vary, fixed) in enumerate((("rate", "batch"), ("batch", "rate"))):
         values = [value for kind, value in kinds(content) if kind == vary]
         for number, value in enumerate(values):
-            own = [row for row in content["rows"] if row["vary"] == vary and row[vary] == value]
-            curves = [read(row["curve"]) for row in own]
-            points = [list(each) for each in zip(*curves, strict=True)]
-            losses = [[point.loss for point in each] for each in points]
-            middle = [fmean(each) for each in losses]
-            half = [confidence(each)[1] for each in losses]
+            local = [row for row in content["rows"] if row["vary"] == vary and row[vary] == value]
+            curves = [read(row["curve"]) for row in local]
+            points = [list(item) for item in zip(*curves, strict=True)]
+            losses = [[point.loss for point in item] for item in points]
+            middle = [fmean(loss) for loss in losses]
+            half = [confidence(loss)[1] for loss in losses]
             along = (
-                [each[0].batches * own[0]["batch"] for each in points],
-                [fmean(point.seconds for point in each) for each in points],
+                [item[0].batches * local[0]["batch"] for item in points],
+                [fmean(point.seconds for point in item) for item in points],
             )
             for line, x in enumerate(along):
                 # on the logarithmic axis of time there is no beginning
@@ -90,11 +90,11 @@ def draw_scaling(folder: Path, content: Content) -> None:
     axes = figure.subplots()
     batches = sorted({row["batch"] for row in content["rows"]})
     for number, rule in enumerate(RULES):
-        own = {
+        local = {
             b: [row for row in content["rows"] if row["rule"] == rule and row["batch"] == b]
             for b in batches
         }
-        _draw_steps(axes, own, rule, colours()[number])
+        _draw_steps(axes, local, rule, colours()[number])
     first = [
         reached(row)
         for row in content["rows"]
@@ -127,14 +127,14 @@ def _draw_steps(
     """Draw a line through the means of those places where all seeds have reached the goal, with
     their intervals.
     """
-    found = {}
-    for x, own in rows.items():
-        goals = [reached(row) for row in own]
+    result = {}
+    for x, local in rows.items():
+        goals = [reached(row) for row in local]
         if all(goals):
-            found[x] = confidence([goal.batches for goal in goals if goal is not None])
-    means, halves = ([pair[i] for pair in found.values()] for i in (0, 1))
+            result[x] = confidence([goal.batches for goal in goals if goal is not None])
+    means, halves = ([pair[i] for pair in result.values()] for i in (0, 1))
     axes.errorbar(
-        list(found),
+        list(result),
         means,
         yerr=halves,
         color=colour,

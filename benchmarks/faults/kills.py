@@ -43,7 +43,7 @@ def supervise(ranks, words, output, disturb):
 
 def ranks_of(folder):
     """Return the processes of the training in a folder, by rank."""
-    found = {}
+    result = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             words = path.read_bytes().split(b"\0")
@@ -53,8 +53,8 @@ def ranks_of(folder):
                 )
                 launch = read_launch(dict(entry.partition("=")[::2] for entry in entries))
                 if launch is not None:
-                    found[launch.rank] = int(path.parent.name)
-    return found
+                    result[launch.rank] = int(path.parent.name)
+    return result
 
 
 class Killer:
@@ -118,26 +118,26 @@ def main(words):
             f" {options.save_steps}steps --quiet"
         )
         killer = Killer(place / "killed", options.kills, options.every, options.seed)
-        status, said, seconds = supervise(
+        status, text, seconds = supervise(
             options.ranks, f"{train} --out {killer.folder}", place / "output", killer
         )
         if status:
-            sys.exit(f"the supervised run ended with status {status}:\n{said[-3000:]}")
+            sys.exit(f"the supervised run ended with status {status}:\n{text[-3000:]}")
         print(
             f"killed: {options.kills - killer.left} times in {seconds:.0f} s;"
-            f" {said.splitlines()[-1]}",
+            f" {text.splitlines()[-1]}",
             flush=True,
         )
-        starts = [float(each) for each in re.findall(r"ended after (\d+) s", said)]
+        starts = [float(item) for item in re.findall(r"ended after (\d+) s", text)]
         print(f"starts that were killed took {min(starts):.0f} to {max(starts):.0f} s", flush=True)
         lost = sum(killer.lost_s) / max(1, len(killer.lost_s))
         print(f"work lost by a kill, on average: {lost:.2f} s", flush=True)
         # sums in a fixed order are the same on any number
         ranks = options.undisturbed_ranks or options.ranks
-        status, said, seconds = supervise(
+        status, text, seconds = supervise(
             ranks, f"{train} --out {place}/whole", place / "output", bool
         )
-        print(f"undisturbed: {seconds:.0f} s; {said.splitlines()[-1]}")
+        print(f"undisturbed: {seconds:.0f} s; {text.splitlines()[-1]}")
         same = last_files(killer.folder) == last_files(place / "whole")
         print(
             "the weights and the optimizer's state are"

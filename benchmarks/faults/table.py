@@ -109,23 +109,23 @@ def _watch(command, environ, place, at, fault):
             start_new_session=True,
             cwd=place / "work",
         )
-        said = ""
+        text = ""
         while job.poll() is None and time.time() - begin < HANGS_S + longest_s:
-            said += source.read().decode(errors="replace")
-            if seen_s is None and at.exists() and find_name(said, fault):
+            text += source.read().decode(errors="replace")
+            if seen_s is None and at.exists() and find_name(text, fault):
                 seen_s = time.time()
             time.sleep(POLL_S)
             longest_s, looked_s = max(longest_s, time.time() - looked_s), time.time()
         ended_s, status = time.time(), job.poll()
         kill(job.pid)
         job.wait()
-        said += source.read().decode(errors="replace")
-    if seen_s is None and find_name(said, fault):
+        text += source.read().decode(errors="replace")
+    if seen_s is None and find_name(text, fault):
         seen_s = ended_s
     happened = float(at.read_text()) if at.exists() else begin
     return {
         "status": status,
-        "said": said,
+        "said": text,
         "named_s": None if seen_s is None else round(seen_s - happened, 2),
         "ended_s": round(ended_s - happened, 2),
         "longest_s": round(longest_s, 2),
@@ -148,15 +148,15 @@ def find_name(said, fault):
         if limited
         else GONE
     )
-    found = re.search(
+    result = re.search(
         patterns.get("exit" if fault.startswith("exit") else fault, default),
         said,
         re.DOTALL if fault == "raise" else 0,
     )
-    if found is None and not limited:
+    if result is None and not limited:
         # its launcher was faster than those who could say where it was
-        found = re.search(BY_LAUNCHER, said)
-    return found[0] if found else ""
+        result = re.search(BY_LAUNCHER, said)
+    return result[0] if result else ""
 
 
 def judge(way, fault, seen):
@@ -169,9 +169,9 @@ def judge(way, fault, seen):
     if seen["named_s"] is None:
         return ", ".join([*wrong, "not named"])
     line = next(
-        each
-        for each in seen["said"].splitlines()
-        if find_name(seen["said"], fault).splitlines()[-1] in each
+        item
+        for item in seen["said"].splitlines()
+        if find_name(seen["said"], fault).splitlines()[-1] in item
     )
     by_launcher = re.match(BY_LAUNCHER, find_name(seen["said"], fault))
     stepless = (
@@ -195,22 +195,22 @@ def judge(way, fault, seen):
 
 def name_mpi(python):
     """Return which MPI is beside a Python."""
-    said = subprocess.run(
+    text = subprocess.run(
         [Path(python).with_name("mpirun"), "--version"], capture_output=True, text=True, check=True
     )
-    return "MPICH" if "HYDRA" in said.stdout else "Open MPI"
+    return "MPICH" if "HYDRA" in text.stdout else "Open MPI"
 
 
 def render(rows):
     """Return the rows as a table: seconds from the fault to its name, and what is wrong."""
     columns = list(dict.fromkeys((row["mpi"], row["way"]) for row in rows))
-    found = {(row["mpi"], row["way"], row["fault"]): row for row in rows}
+    result = {(row["mpi"], row["way"], row["fault"]): row for row in rows}
     lines = [
         "| fault | " + " | ".join(f"{mpi}, {way}" for mpi, way in columns) + " |",
         "|---|" + "---|" * len(columns),
     ]
     for fault in dict.fromkeys(row["fault"] for row in rows):
-        cells = [found.get((*column, fault)) for column in columns]
+        cells = [result.get((*column, fault)) for column in columns]
         lines.append(
             f"| {fault} | " + " | ".join(_cell(row) if row else "" for row in cells) + " |"
         )
@@ -244,7 +244,7 @@ def main(words):
     options = parser.parse_args(words)
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     rows = {(row["mpi"], row["way"], row["fault"]): row for row in before}
-    for python in (str(Path(each).absolute()) for each in options.python or [sys.executable]):
+    for python in (str(Path(item).absolute()) for item in options.python or [sys.executable]):
         mpi = name_mpi(python)
         for fault in options.faults.split(","):
             for way in options.ways.split(","):

@@ -73,24 +73,24 @@ def _run(options: argparse.Namespace, backend: Backend) -> int:
     torch_device = _torch_device() if options.torch else None
     if options.torch and torch_device is None:
         say("PyTorch is not installed, or sees no device, so nnmpi runs alone")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "facts": _facts(backend, torch_device),
         "checked_only": options.check,
         "rows": [],
     }
-    say(labelled(found["facts"].items()))
+    say(labelled(result["facts"].items()))
     for name in options.cases:
         arrays = CaseArrays((TINY if options.check else CASES)[name])
         right = reference(arrays, backend, torch_device)
         for mode in options.modes:
             made = makers(arrays, mode, backend, torch_device)
             rows = measure(arrays, mode, made, right, Timing(options.rounds, options.block_s))
-            found["rows"] += rows
+            result["rows"] += rows
             say(tables.contestants(rows, options.markdown))
-        results.write(options.json, {**found, "ratios": ratios(found["rows"])})
-    if ratios(found["rows"]):
-        say(tables.speeds(found["rows"], options.markdown))
-    ours = [row for row in found["rows"] if not row["name"].startswith("torch")]
+        results.write(options.json, {**result, "ratios": ratios(result["rows"])})
+    if ratios(result["rows"]):
+        say(tables.speeds(result["rows"], options.markdown))
+    ours = [row for row in result["rows"] if not row["name"].startswith("torch")]
     return int(any("failed" in row for row in ours))
 
 
@@ -104,12 +104,12 @@ def _torch_device() -> str | None:
 
 
 def _facts(backend: Backend, torch_device: str | None) -> dict[str, Any]:
-    found = collect(backend)
+    result = collect(backend)
     if torch_device is not None:
         import torch
 
-        found["torch_cuda"], found["torch_cudnn"] = (
+        result["torch_cuda"], result["torch_cudnn"] = (
             torch.version.cuda,
             torch.backends.cudnn.version(),
         )
-    return found
+    return result

@@ -20,19 +20,19 @@ QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.m
 
 def collect(backend: Backend) -> dict[str, Any]:
     """Return host, card, driver and versions by name; what cannot be found out is left out."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         **machine_facts(),
         "device": backend.device,
         "stand_in": is_stand_in(backend),
     }
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    found["mpi"] = mpi_library()
-    if found["stand_in"]:
-        return found
+            result[package] = version(package)
+    result["mpi"] = mpi_library()
+    if result["stand_in"]:
+        return result
     cupy = backend.xp
-    found["cupy"] = cupy.__version__
+    result["cupy"] = cupy.__version__
     runtime = cupy.cuda.runtime
     for name, ask in (
         ("cuda_driver", runtime.driverGetVersion),
@@ -41,10 +41,10 @@ def collect(backend: Backend) -> dict[str, Any]:
         ("nvidia_smi", nvidia_smi),
     ):
         try:
-            found[name] = ask()
+            result[name] = ask()
         except Exception as error:  # a report says what is missing, and goes on
-            found[name] = f"not to be had: {type(error).__name__}: {error}"
-    return found
+            result[name] = f"not to be had: {type(error).__name__}: {error}"
+    return result
 
 
 def is_stand_in(backend: Backend) -> bool:

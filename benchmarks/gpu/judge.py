@@ -102,11 +102,11 @@ def examine(
     Raises:
         WrongResultError: when it is further off than its mode's roundings explain.
     """
-    found = compare(course(trainer, first, right.lr), right)
-    for (name, value), limit in zip(asdict(found).items(), TOLERANCES[trainer.mode], strict=True):
+    result = compare(course(trainer, first, right.lr), right)
+    for (name, value), limit in zip(asdict(result).items(), TOLERANCES[trainer.mode], strict=True):
         if not (isfinite(value) and value <= limit):
             raise WrongResultError(
                 f"{trainer.name}, case {trainer.case.name} in {trainer.mode}: its {name} is off by"
                 f" {value:.1e} of the reference's, more than {limit:g}"
             )
-    return found
+    return result

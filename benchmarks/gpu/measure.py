@@ -42,15 +42,15 @@ def makers(arrays: CaseArrays, mode: str, backend: Backend, torch_device: str | 
         backend: nnmpi's device.
         torch_device: PyTorch's; None where it does not take part.
     """
-    found: list[Callable[[], DeviceTrainer]] = [
+    result: list[Callable[[], DeviceTrainer]] = [
         lambda compiled=compiled: NnmpiDeviceTrainer(arrays, mode, backend, compiled)
         for compiled in (False, True)
     ]
     if torch_device is not None:
         from benchmarks.gpu.trainer_torch import TorchDeviceTrainer
 
-        found.append(lambda: TorchDeviceTrainer(arrays, mode, torch_device))
-    return found
+        result.append(lambda: TorchDeviceTrainer(arrays, mode, torch_device))
+    return result
 
 
 def reference(arrays: CaseArrays, backend: Backend, torch_device: str | None) -> TrainingCourse:
@@ -68,9 +68,9 @@ def reference(arrays: CaseArrays, backend: Backend, torch_device: str | None) ->
         trainer = TorchDeviceTrainer(arrays, FLOAT32, torch_device, dtype="float64")
     else:
         trainer = NnmpiDeviceTrainer(arrays, FLOAT32, backend, compiled=False, dtype="float64")
-    found = course(trainer, arrays.weights, rate(trainer, arrays.weights))
+    result = course(trainer, arrays.weights, rate(trainer, arrays.weights))
     trainer.close()
-    return found
+    return result
 
 
 def measure(
@@ -149,12 +149,12 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
     """Return how many times as fast as PyTorch's fastest way nnmpi's is: medians of the rounds'
     ratios.
     """
-    found = []
+    result = []
     for case, mode in dict.fromkeys((row["case"], row["mode"]) for row in rows):
         ours, theirs = (fastest(rows, case, mode, side) for side in ("nnmpi", "torch"))
         if ours is None or theirs is None:
             continue
         fields: Row = {"case": case, "mode": mode, "nnmpi": ours["name"], "torch": theirs["name"]}
         fields |= ratio("device", theirs["device_blocks_s"], ours["device_blocks_s"])
-        found.append(fields)
-    return found
+        result.append(fields)
+    return result

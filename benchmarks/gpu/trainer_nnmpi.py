@@ -44,8 +44,8 @@ class NnmpiDeviceTrainer(DeviceTrainer):
             parameter.data[...] = self._backend.asarray(values, dtype=parameter.data.dtype)
 
     def weights(self) -> Arrays:
-        found = [self._backend.to_host(parameter.data) for parameter in self._model.parameters()]
-        return [np.array(array, np.float64) for array in found]
+        result = [self._backend.to_host(parameter.data) for parameter in self._model.parameters()]
+        return [np.array(array, np.float64) for array in result]
 
     def step(self) -> Any:
         self._optimizer.lr = self.lr

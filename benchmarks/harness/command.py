@@ -83,12 +83,12 @@ def positive(text: str) -> int:
 def positive_seconds(text: str) -> float:
     """Return a finite number of seconds above 0."""
     try:
-        found = float(text)
+        result = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        result = 0.0
+    if not 0 < result < float("inf"):
         _refuse(f"{text!r} is not a number of seconds above 0")
-    return found
+    return result
 
 
 def nbytes(text: str) -> int:

@@ -168,11 +168,11 @@ def environment() -> dict[str, str]:
 def _job(module: str, settings: str, result: str) -> None:
     """Do what `run_job` asks of each rank."""
     group = start()
-    found = describe(group)
+    matches = describe(group)
     rows = import_module(module).measure(group, json.loads(settings)) if module else None
     if group.is_root:
-        blas = f"{found.blas}, {counted(found.threads, 'thread')}"
-        content = {"ranks": group.size, "mpi": found.mpi, "blas": blas, "rows": rows}
+        blas = f"{matches.blas}, {counted(matches.threads, 'thread')}"
+        content = {"ranks": group.size, "mpi": matches.mpi, "blas": blas, "rows": rows}
         Path(result).write_text(json.dumps(content))
 
 

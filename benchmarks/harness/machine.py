@@ -16,7 +16,7 @@ def machine_facts() -> dict[str, str | int]:
     """Return processor, cores, system and versions, and today's date; packages that are missing are
     left out.
     """
-    found: dict[str, str | int] = {
+    result: dict[str, str | int] = {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -25,10 +25,10 @@ def machine_facts() -> dict[str, str | int]:
     }
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def _cpu() -> str:

@@ -112,7 +112,7 @@ class Suite:
                 missed = part.missed(content)
                 misses += len(missed)
                 command.say(
-                    "\n".join([f"missed: {each}" for each in missed] or ["all marks are met"])
+                    "\n".join([f"missed: {item}" for item in missed] or ["all marks are met"])
                 )
             if folder is not None:
                 self._write(folder, name, content, shown)

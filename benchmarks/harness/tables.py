@@ -72,9 +72,9 @@ def _pad(text: str, width: int) -> str:
 
 def labelled(pairs: Iterable[tuple[str, Any]]) -> str:
     """Return names and values, a line for each pair; the values stand below one another."""
-    found = list(pairs)
-    width = max((len(name) for name, _ in found), default=0) + 1
-    return "\n".join(f"{name + ':':<{width}} {value}" for name, value in found)
+    result = list(pairs)
+    width = max((len(name) for name, _ in result), default=0) + 1
+    return "\n".join(f"{name + ':':<{width}} {value}" for name, value in result)
 
 
 def rewrite(file: Path, tables: Mapping[str, str]) -> None:

@@ -44,8 +44,8 @@ def shuffled(contestants: Iterable[T], number: int) -> list[T]:
         contestants: the same in every round.
         number: of the round.
     """
-    found = list(contestants)
-    return random.Random(number).sample(found, len(found))
+    result = list(contestants)
+    return random.Random(number).sample(result, len(result))
 
 
 def quartiles(values: Times) -> list[float]:
@@ -71,8 +71,8 @@ def ratio(name: str, over: Times, under: Times) -> dict[str, Any]:
         name: of the field.
         over, under: the times of two contestants, round by round; of `over` / `under` the ratio is.
     """
-    found = [a / max(b, 1e-12) for a, b in zip(over, under, strict=True)]
-    return {name: float(median(found)), f"{name}_quartiles": quartiles(found)}
+    result = [a / max(b, 1e-12) for a, b in zip(over, under, strict=True)]
+    return {name: float(median(result)), f"{name}_quartiles": quartiles(result)}
 
 
 def steps_in_block(block_s: float, step_s: Sequence[float], most: int | None = None) -> int:
@@ -134,7 +134,7 @@ class StepContestant:
 
         Collective; the ranks of the group must share a clock.
         """
-        spans = np.array([each for each in group.gather(self.spans_s) if each])  # (ranks, steps, 2)
+        spans = np.array([item for item in group.gather(self.spans_s) if item])  # (ranks, steps, 2)
         return np.asarray(spans[..., 1].max(axis=0) - spans[..., 0].max(axis=0))
 
 

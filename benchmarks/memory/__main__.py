@@ -81,16 +81,16 @@ def rows(model, x, y, rounds, bandwidth, folder):
     plans = list(dict.fromkeys(map(forward.find_plan, reversed(budgets))))
     times = {plan: [] for plan in (None, *plans)}
     for number in range(rounds + 1):
-        for plan, found in times.items():
+        for plan, result in times.items():
             forward.plan = forward.plan if plan is None else plan
             begin = time.perf_counter()
             seconds = step(ordinary if plan is None else forward, model, x, y)
             if number:
-                found.append(seconds if store is None else time.perf_counter() - begin)
+                result.append(seconds if store is None else time.perf_counter() - begin)
     plain = median(times.pop(None))
-    for plan, found in times.items():
+    for plan, result in times.items():
         forward.plan = plan
-        price, took = forward.price, median(found)
+        price, took = forward.price, median(result)
         predicted_ms, took_ms = f"{1e3 * price.seconds:.1f}", f"{1e3 * took:.1f}"
         again, part = str(price.again), f"{100 * price.peak / forward.plans.all:.0f}%"
         peak = str(traced(forward, model, x, y))

@@ -119,9 +119,9 @@ def bench(options: argparse.Namespace) -> None:
                 for hosts in options.hosts:
                     _measure(lab, speed, hosts, mpi, settings, options, links, rows)
     finally:
-        found = [{**asdict(row), "measured_s": row.measured_s, "ratio": row.ratio} for row in rows]
+        result = [{**asdict(row), "measured_s": row.measured_s, "ratio": row.ratio} for row in rows]
         facts = {"machine": machine_facts(), "mpi": mpi, "settings": settings}
-        results.write(options.json, {**facts, "links": links, "rows": found})
+        results.write(options.json, {**facts, "links": links, "rows": result})
     for algorithm in options.algorithms:
         ratios = [row.ratio for row in rows if row.algorithm == algorithm]
         print(f"{algorithm}: measured/predicted {min(ratios):.3f} to {max(ratios):.3f}")
@@ -143,20 +143,20 @@ def _measure(
     server_s = sum(2 * (hosts - 1) * nbytes for nbytes in options.sizes) / speed.payload_bytes_per_s
     limit_s = 60.0 + 3 * (options.repeats + 2) * (len(options.algorithms) + 1) * server_s
     begin = time.monotonic()
-    for found in run_job(lab, mpi, hosts, settings, job, limit_s):
-        if found.pop("kind") == "link":
-            links.append({"rate": speed.rate, "hosts": hosts, **found})
-            fit = fit_of(found, hosts, mpi)
-            mbit, most = 8e-6 / found["beta_s_per_byte"], 8e-6 * speed.payload_bytes_per_s
+    for result in run_job(lab, mpi, hosts, settings, job, limit_s):
+        if result.pop("kind") == "link":
+            links.append({"rate": speed.rate, "hosts": hosts, **result})
+            fit = fit_of(result, hosts, mpi)
+            mbit, most = 8e-6 / result["beta_s_per_byte"], 8e-6 * speed.payload_bytes_per_s
             print(
-                f"\n{hosts} hosts at {speed.rate}: alpha {found['alpha_s'] * 1e3:.3f} ms, beta"
+                f"\n{hosts} hosts at {speed.rate}: alpha {result['alpha_s'] * 1e3:.3f} ms, beta"
                 f" {mbit:.1f} Mbit/s (at most {most:.1f}), gamma"
-                f" {found['gamma_s_per_byte'] * 1e9:.3f} ns/byte; made in"
+                f" {result['gamma_s_per_byte'] * 1e9:.3f} ns/byte; made in"
                 f" {time.monotonic() - begin:.1f} s\n{TABLE.head()}",
                 flush=True,
             )
             continue
-        name, nbytes = found["algorithm"], found["bytes"]
+        name, nbytes = result["algorithm"], result["bytes"]
         row = LinkTimes(
             mpi=mpi,
             rate=speed.rate,
@@ -166,7 +166,7 @@ def _measure(
             auto=(
                 choose(nbytes, hosts, fit).algorithm if options.operation == ALL_REDUCE.name else ""
             ),
-            **found,
+            **result,
         )
         row.check_crossed()
         rows.append(row)

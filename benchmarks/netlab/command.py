@@ -56,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     def add(
         name: str, act: Callable[[argparse.Namespace], int | None], text: str
     ) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=text, description=text)
-        found.set_defaults(act=act)
-        return found
+        result = commands.add_parser(name, help=text, description=text)
+        result.set_defaults(act=act)
+        return result
 
     read, positive = command.each, command.positive
     benches = add(
@@ -94,10 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     stepping.add_argument(
         "--repeats", type=positive, default=3, help="runs of each (default %(default)s)"
     )
-    for each in (stepping, benches):
+    for item in (stepping, benches):
         text = "an MCA parameter, or a variable of MPICH's"
-        each.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
-        each.add_argument(
+        item.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+        item.add_argument(
             "--json",
             type=command.file,
             metavar="FILE",

@@ -202,8 +202,8 @@ class Lab:
             *(f"{_address(name)} {name}" for name in ["head", *self.names]),
         ]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
-        own = ("unshare", *_OWN, *_OWN_PROCESSES, "sh", "-c", _SWITCH, str(self.folder), "switch")
-        self._switch = self._start("switch", own, generations=1)
+        local = ("unshare", *_OWN, *_OWN_PROCESSES, "sh", "-c", _SWITCH, str(self.folder), "switch")
+        self._switch = self._start("switch", local, generations=1)
         self._head = self._start_host("head")
         self._hosts = [self._start_host(name) for name in self.names]
         cases = "\n".join(
@@ -268,10 +268,10 @@ class Lab:
         others.
         """
         into = ("nsenter", "--target", str(self._switch.pid), "--mount", "--pid", "--")
-        own = _OWN + (_OWN_PROCESSES if name != "head" else ())
+        local = _OWN + (_OWN_PROCESSES if name != "head" else ())
         shell = ("sh", "-c", _HOST, str(self.folder), name, str(self.folder / "hosts"))
         host = self._start(
-            name, (*into, "unshare", *own, *shell), generations=1 if name == "head" else 2
+            name, (*into, "unshare", *local, *shell), generations=1 if name == "head" else 2
         )
         switch, inside = self._switch.enter("net"), host.enter("net")
         pair = ("type", "veth", "peer", "name", "eth0", "netns", str(host.pid))

@@ -62,19 +62,19 @@ def environment(agent: Path | None = None) -> dict[str, str]:
     Args:
         agent: the launch agent; without one, the environment is for outside the lab.
     """
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    saved = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     if agent is not None:
-        kept |= {
+        saved |= {
             **_OPEN_MPI,
             **_MPICH,
             "PRTE_MCA_plm_ssh_agent": str(agent),
             "HYDRA_LAUNCHER_EXEC": str(agent),
         }
-    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
+    saved["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [saved.get("PYTHONPATH")])])
     for project in ("OMPI", "PRTE"):  # they refuse to run as root, which a lab cannot do without
-        kept[f"{project}_ALLOW_RUN_AS_ROOT"] = kept[f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-    kept["OMP_NUM_THREADS"] = kept["OPENBLAS_NUM_THREADS"] = "1"  # many ranks, few cores
-    return kept
+        saved[f"{project}_ALLOW_RUN_AS_ROOT"] = saved[f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    saved["OMP_NUM_THREADS"] = saved["OPENBLAS_NUM_THREADS"] = "1"  # many ranks, few cores
+    return saved
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, str]:
@@ -127,16 +127,16 @@ def run_ranks(
         start_new_session=True,
     )
     assert process.stdout is not None
-    timer, said = Timer(limit_s, lab.end), [""]
+    timer, text = Timer(limit_s, lab.end), [""]
     timer.start()
     try:
         for line in process.stdout:
-            said.append(line)
+            text.append(line)
             yield line
         if process.wait() != 0:
             raise LabError(
                 f"{' '.join(words)} on {hosts} hosts ended with status {process.returncode}; "
-                f"it said:\n{''.join(said[-15:])}"
+                f"it said:\n{''.join(text[-15:])}"
             )
     finally:
         timer.cancel()
@@ -156,11 +156,11 @@ def run_job(
     Raises:
         LabError: also when the ranks do not come to their end.
     """
-    found, words = {}, ("-m", "benchmarks.netlab.worker", json.dumps(job))
+    result, words = {}, ("-m", "benchmarks.netlab.worker", json.dumps(job))
     for line in run_ranks(lab, mpi, hosts, settings, words, limit_s):
         if line.startswith(FOUND):
-            found = json.loads(line.removeprefix(FOUND))
-            if found["kind"] != END:
-                yield found
-    if not found or found["kind"] != END:
+            result = json.loads(line.removeprefix(FOUND))
+            if result["kind"] != END:
+                yield result
+    if not result or result["kind"] != END:
         raise LabError(f"the job on {hosts} hosts did not come to its end")

@@ -227,6 +227,6 @@ def table(rows: Sequence[StepTimes]) -> str:
         ("simulated / measured", lambda row: f"{row.ratio:.3f}"),
     )
     off = sorted(abs(row.ratio - 1) for row in rows)
-    within = f"{sum(each <= 0.05 for each in off)} of {len(rows)} within 5 %"
+    within = f"{sum(item <= 0.05 for item in off)} of {len(rows)} within 5 %"
     words = f"off by {median(off):.1%} (median) to {off[-1]:.1%} at the worst; {within}"
     return f"{render(columns, rows)}\n\nSimulated against measured: {words}."

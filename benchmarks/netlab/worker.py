@@ -107,29 +107,29 @@ def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     # MPI's own call, whose steps are not known, is predicted from these
     native = []
     for nbytes in sorted({SHORT_BYTES, *job["sizes"]}) if job["sizes"] else ():
-        one = CollectiveRun(comm, operation, NATIVE, nbytes)
-        native.append((nbytes, statistics.median([one.run() for _ in range(repeats + 1)][1:])))
+        item = CollectiveRun(comm, operation, NATIVE, nbytes)
+        native.append((nbytes, statistics.median([item.run() for _ in range(repeats + 1)][1:])))
     yield {"kind": "link", **calibrate(comm, repeats, trains=not job["sizes"]), "native": native}
     for nbytes in job["sizes"]:
         for name in job["algorithms"]:
-            one = CollectiveRun(comm, operation, name, nbytes)
-            one.run()  # connections are made at the first message
+            item = CollectiveRun(comm, operation, name, nbytes)
+            item.run()  # connections are made at the first message
             before = np.array([int(sent.read_text()), time.process_time(), time.monotonic()])
-            seconds = [one.run() for _ in range(repeats)]
+            seconds = [item.run() for _ in range(repeats)]
             sent_bytes, used_s, taken_s = [
                 int(sent.read_text()),
                 time.process_time(),
                 time.monotonic(),
             ] - before
-            own, sent_bytes, used_s = (
-                gather(comm, [one.own_bytes, sent_bytes, used_s]).sum(axis=0).tolist()
+            local, sent_bytes, used_s = (
+                gather(comm, [item.own_bytes, sent_bytes, used_s]).sum(axis=0).tolist()
             )
             yield {
                 "kind": "row",
                 "algorithm": name,
                 "bytes": nbytes,
                 "seconds": seconds,
-                "expected_bytes": own * repeats,
+                "expected_bytes": local * repeats,
                 "sent_bytes": sent_bytes,
                 "cores": used_s / taken_s,
             }
@@ -204,8 +204,8 @@ def wait(poll: Callable[[], bool]) -> None:
 def gather(comm: Comm, values: Sequence[float]) -> NDArray[np.float64]:
     """Return every rank's numbers: (ranks, numbers)."""
     everyones = np.empty((comm.size, len(values)))
-    own, counts = np.array(values, np.float64), [len(values)] * comm.size
-    wait(partial(comm.test_all, [comm.iallgatherv(own, everyones.reshape(-1), counts)]))
+    local, counts = np.array(values, np.float64), [len(values)] * comm.size
+    wait(partial(comm.test_all, [comm.iallgatherv(local, everyones.reshape(-1), counts)]))
     return everyones
 
 
@@ -217,9 +217,9 @@ def main() -> None:
     if session.exists():
         session.write_text(str(_PRIORITY))
     comm = start().comm
-    for found in measure(comm, json.loads(sys.argv[1])):
+    for result in measure(comm, json.loads(sys.argv[1])):
         if comm.rank == 0:
-            print(f"{FOUND}{json.dumps(found)}", flush=True)
+            print(f"{FOUND}{json.dumps(result)}", flush=True)
     gather(comm, [0.0])
     if comm.rank == 0:
         print(f'{FOUND}{{"kind": "{END}"}}', flush=True)

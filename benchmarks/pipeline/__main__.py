@@ -29,17 +29,17 @@ def missed(content: Content) -> list[str]:
     """Return in words what is too far from its simulation, or too slow; naive pipelines need not be
     fast.
     """
-    found = []
+    result = []
     for row in content["rows"]:
         what, ratio = (
             f"{row['name']}, {row['microbatches']} microbatches",
             row.get("measured_over_simulated", 1),
         )
         if abs(ratio - 1) > OFF:
-            found.append(f"{what}: measured / simulated {ratio:.2f} is not within {OFF:.0%}")
+            result.append(f"{what}: measured / simulated {ratio:.2f} is not within {OFF:.0%}")
         if row["name"] != "naive" and row.get("speed", SPEED) < SPEED:
-            found.append(f"{what}: {row['speed']:.2f} times as fast as one rank, not {SPEED}")
-    return found
+            result.append(f"{what}: {row['speed']:.2f} times as fast as one rank, not {SPEED}")
+    return result
 
 
 def table(content: Content) -> str:

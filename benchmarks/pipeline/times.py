@@ -150,17 +150,17 @@ def _simulated(
 def _costs(contestant: ScheduledWorker, group: Group, message_s: float) -> Costs:
     """Return what each stage takes, from the even rounds."""
     stages = group.size * contestant.virtual
-    own: list[list[Any]] = [
-        [one.kind, one.stage, seconds]
-        for each in contestant.passes[::2]
-        for one, seconds in each.samples
+    local: list[list[Any]] = [
+        [element.kind, element.stage, seconds]
+        for pass_ in contestant.passes[::2]
+        for element, seconds in pass_.samples
     ]
     update_s = median(contestant.updates_s) / contestant.virtual
-    own += [[Kind.STEP, stage, update_s] for stage in contestant.where.stages]
+    local += [[Kind.STEP, stage, update_s] for stage in contestant.where.stages]
     samples = [
         (Kind(kind).at(stage), seconds)
-        for each in group.gather(own)
-        for kind, stage, seconds in each
+        for item in group.gather(local)
+        for kind, stage, seconds in item
     ]
     for stage in range(stages):
         samples += [(kind.at(stage), message_s) for kind in (Kind.SEND_ACT, Kind.SEND_GRAD)]

@@ -36,12 +36,12 @@ def spread(planned, wanted):
     """Return so many of the layouts: the best of each kind, all without a pipeline, of pipelines
     from all places.
     """
-    plain = [one for one in planned if one.candidate.pp == 1]
-    others = [one for one in planned if one.candidate.pp > 1]
+    plain = [item for item in planned if item.candidate.pp == 1]
+    others = [item for item in planned if item.candidate.pp > 1]
     left = max(wanted - len(plain), 2)
-    best = {one.candidate.kind: one for one in reversed(planned)}.values()
-    chosen = {id(one) for one in [*best, *plain, *others[:: max(1, len(others) // left)][:left]]}
-    return [one for one in planned if id(one) in chosen]
+    best = {item.candidate.kind: item for item in reversed(planned)}.values()
+    chosen = {id(item) for item in [*best, *plain, *others[:: max(1, len(others) // left)][:left]]}
+    return [item for item in planned if id(item) in chosen]
 
 
 def row_of(one):
@@ -74,16 +74,19 @@ def run(words, group, wanted, rounds, say):
         everything = plan(pricer, kept=10**6)
         search_s = time.perf_counter() - begin
         chosen = spread(everything.best, wanted)
-        rows = {one.candidate: row_of(one) for one in chosen}
+        rows = {item.candidate: row_of(item) for item in chosen}
         for _ in range(rounds):
-            for one in chosen:
-                with ready(workload, one.options(), None, group, backend) as (worker, batches):
+            for element in chosen:
+                with ready(workload, element.options(), None, group, backend) as (worker, batches):
                     took_s = usual_s(
-                        group, lambda batch, own=worker: own.step(batch, lr=0.0), batches, RACE_S
+                        group,
+                        lambda batch, local=worker: local.step(batch, lr=0.0),
+                        batches,
+                        RACE_S,
                     )
                     peaks = group.gather(dict(worker.ledger.report().peaks))
-                rows[one.candidate]["rounds"].append(took_s)
-                rows[one.candidate]["bytes"] = max(peaks, key=lambda kinds: sum(kinds.values()))
+                rows[element.candidate]["rounds"].append(took_s)
+                rows[element.candidate]["bytes"] = max(peaks, key=lambda kinds: sum(kinds.values()))
             # a machine that gets slower in each round is so for those at both ends
             chosen.reverse()
         for row in rows.values():
@@ -93,9 +96,9 @@ def run(words, group, wanted, rounds, say):
         auto = choose(left_open, group, backend, say).config.parallel
     won = next(
         (
-            rows[one.candidate]
-            for one in chosen
-            if config.having(**one.options(), layout="given").parallel == auto
+            rows[item.candidate]
+            for item in chosen
+            if config.having(**item.options(), layout="given").parallel == auto
         ),
         None,
     )
@@ -114,7 +117,7 @@ def judge(found):
     rows = found["rows"]
     errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
     again = [
-        abs(one / other - 1) for row in rows for one, other in permutations(row["rounds"], 2)
+        abs(item / other - 1) for row in rows for item, other in permutations(row["rounds"], 2)
     ] or [nan]
     fastest = min(row["took_s"] for row in rows)
     state = [kind for kind in KINDS if kind != ACTIVATIONS]
@@ -177,17 +180,17 @@ def main():
         if given.check
         else [words for name, words in CASES.items() if name.startswith(given.only)]
     )
-    found = [
+    result = [
         run(words, group, 4 if given.check else given.layouts, given.rounds, say) for words in cases
     ]
     if group.is_root:
         print("|", " | ".join(TITLES), "|")
         print("|" + "---|" * len(TITLES))
-        for each in found:
-            print("|", " | ".join(judge(each)), "|", flush=True)
+        for item in result:
+            print("|", " | ".join(judge(item)), "|", flush=True)
         if given.json is not None:
             before = json.loads(given.json.read_text()) if given.json.exists() else []
-            given.json.write_text(json.dumps([*before, *found], indent=1) + "\n")
+            given.json.write_text(json.dumps([*before, *result], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def run() -> None:
                         for name in ALGORITHMS
                     ]
                     cells = [
-                        f"{format_seconds(each)} {' *'[each <= min(row) * EQUAL]}" for each in row
+                        f"{format_seconds(item)} {' *'[item <= min(row) * EQUAL]}" for item in row
                     ]
                     print(
                         "  ".join([f"{ranks:6}", *(f"{cell:>16}" for cell in cells)]).rstrip(),

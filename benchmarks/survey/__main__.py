@@ -77,51 +77,51 @@ class SurveyedSystem:
     @cached_property
     def network(self) -> PlannedNetwork:
         """Between its devices."""
-        told, latency_s = self.told, self.told["latency_us"] / 1e6
+        text, latency_s = self.told, self.told["latency_us"] / 1e6
         inside, across = (
-            Link.line(latency_s, 1 / (told[k] * BYTES_PER_GBIT))
+            Link.line(latency_s, 1 / (text[k] * BYTES_PER_GBIT))
             for k in ("inside_gbit", "across_gbit")
         )
-        several = told["per_node"] < told["devices"]
-        nodes = blocks(told["devices"], told["per_node"]) if several else None
+        several = text["per_node"] < text["devices"]
+        nodes = blocks(text["devices"], text["per_node"]) if several else None
         # two are read, one is written
-        add = Curve.line(0.0, 3 / (told["device"]["memory_gbyte_s"] * 1e9))
+        add = Curve.line(0.0, 3 / (text["device"]["memory_gbyte_s"] * 1e9))
         return PlannedNetwork(
-            told["system"],
+            text["system"],
             Machine(inside, across if several else None, nodes, add),
-            told["devices"],
+            text["devices"],
         )
 
     def pricer(self, tp: int = 1, split: Sequence[int] = ()) -> Pricer:
         """Return what prices layouts of the chain, with so many ranks for a replica's layers."""
-        told = self.told
+        text = self.told
         update_s = (
-            sum(told["bytes"].values()) * self.parameters / (told["device"]["memory_gbyte_s"] * 1e9)
+            sum(text["bytes"].values()) * self.parameters / (text["device"]["memory_gbyte_s"] * 1e9)
         )
-        profile = profile_of(self.layers, self.flops_s, tp, told["batch"], update_s, told)
-        sample = told["model"].get("sample") or [
-            told["model"].get("sequence") or told["model"].get("pixels", 1) ** 2
+        profile = profile_of(self.layers, self.flops_s, tp, text["batch"], update_s, text)
+        sample = text["model"].get("sample") or [
+            text["model"].get("sequence") or text["model"].get("pixels", 1) ** 2
         ]
-        shapes: Any = DescribedShapes(self.layers, told["bytes"], split)
-        return Pricer(told["batch"], 4 * prod(sample), profile, self.network, shapes)
+        shapes: Any = DescribedShapes(self.layers, text["bytes"], split)
+        return Pricer(text["batch"], 4 * prod(sample), profile, self.network, shapes)
 
     def own(self) -> tuple[LayoutPrice, Memory, int]:
         """Return what its own strategy takes, the bytes of the device that has most, and those of
         all devices.
         """
-        own = dict(self.told["own"])
-        kind, split = own.pop("kind"), own.pop("split", ())
-        del own["words"]
+        local = dict(self.told["own"])
+        kind, split = local.pop("kind"), local.pop("split", ())
+        del local["words"]
         if kind == "replicated":
-            return self._replicated(own["replicas"], own["layers"])
-        one = Candidate(**own)
-        pricer = self.pricer(one.tp, split)
-        price, everyones = pricer.price(one), pricer.everyones_memory(one)
+            return self._replicated(local["replicas"], local["layers"])
+        item = Candidate(**local)
+        pricer = self.pricer(item.tp, split)
+        price, everyones = pricer.price(item), pricer.everyones_memory(item)
         memory = max(everyones, key=lambda kinds: sum(kinds.values()))
-        total = sum(sum(kinds.values()) for kinds in everyones) * (one.ranks // len(everyones))
+        total = sum(sum(kinds.values()) for kinds in everyones) * (item.ranks // len(everyones))
         if kind == "host":
             price, memory = self._from_host(price, memory)
-            total = sum(memory.values()) * one.ranks
+            total = sum(memory.values()) * item.ranks
         return price, memory, total
 
     def _from_host(self, price: LayoutPrice, memory: Memory) -> tuple[LayoutPrice, Memory]:
@@ -131,14 +131,14 @@ class SurveyedSystem:
         Weights come for the forward and for the backward, and gradients go, while blocks before and
         behind compute.
         """
-        each = self.told["bytes"]
-        moved_s = self.parameters * (2 * each["parameters"] + each["gradients"])
+        item = self.told["bytes"]
+        moved_s = self.parameters * (2 * item["parameters"] + item["gradients"])
         moved_s /= self.told["host_gbit"] * BYTES_PER_GBIT
         block = 2 * max(layer.parameters for layer in self.layers)
         held = {
             **memory,
             STATE: 0,
-            **{kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)},
+            **{kind: round(block * item[kind]) for kind in (PARAMETERS, GRADIENTS)},
         }
         exposed_s = price.exposed_s + max(0.0, moved_s - price.computing_s)
         return replace(price, exposed_s=exposed_s, update_s=0.0), held
@@ -152,11 +152,11 @@ class SurveyedSystem:
         """
         rows = self.told["batch"] // self.told["devices"]
         times, memories = [], []
-        for part, count, own in (
+        for part, count, local in (
             (self.layers[:layers], replicas, rows),
             (self.layers[layers:], 1, rows * replicas),
         ):
-            busy_s = own * 3 * sum(layer.flops for layer in part) / self.flops_s
+            busy_s = local * 3 * sum(layer.flops for layer in part) / self.flops_s
             gradients = sum(layer.parameters for layer in part) * self.told["bytes"]["gradients"]
             sums_s = self.network.exchange("all-reduce", range(count), round(gradients))
             times.append((busy_s, sums_s))
@@ -214,11 +214,11 @@ class SurveyRow:
     @property
     def rows(self) -> int:
         """Samples of a step."""
-        own = self.system.told["own"]
+        local = self.system.told["own"]
         batch: int = self.system.told["batch"]
         return (
-            batch * own["replicas"] // self.system.told["devices"]
-            if own["kind"] == "replicated"
+            batch * local["replicas"] // self.system.told["devices"]
+            if local["kind"] == "replicated"
             else batch
         )
 
@@ -238,36 +238,36 @@ def survey() -> Iterator[SurveyRow]:
 
 def figure_of(row: SurveyRow) -> float | None:
     """Return what is predicted for the figure that was published."""
-    told, step_s = row.system.told, row.own.seconds
-    if told["published"] is None:
+    text, step_s = row.system.told, row.own.seconds
+    if text["published"] is None:
         return None
-    if told["published"]["what"] == "tflops_per_device":
-        flops = (3 + told["recompute"]) * sum(layer.flops for layer in row.system.layers) * row.rows
-        return float(flops / step_s / told["devices"] / 1e12)
-    if told["published"]["what"] == "speedup":
+    if text["published"]["what"] == "tflops_per_device":
+        flops = (3 + text["recompute"]) * sum(layer.flops for layer in row.system.layers) * row.rows
+        return float(flops / step_s / text["devices"] / 1e12)
+    if text["published"]["what"] == "speedup":
         few = SurveyedSystem(
-            {**told, "devices": told["baseline"]["pp"], "per_node": told["baseline"]["pp"]}
+            {**text, "devices": text["baseline"]["pp"], "per_node": text["baseline"]["pp"]}
         )
-        return few.pricer().price(Candidate(**told["baseline"])).seconds / step_s
+        return few.pricer().price(Candidate(**text["baseline"])).seconds / step_s
     figures: dict[str, float] = {
         "step_s": step_s,
         "samples_per_s": row.rows / step_s,
         "total_bytes": float(row.total_bytes),
     }
-    return figures[told["published"]["what"]]
+    return figures[text["published"]["what"]]
 
 
 def describe_survey(row: SurveyRow) -> Iterator[str]:
     """Yield the lines that tell of one system."""
-    told, own, device = row.system.told, row.own, row.system.told["device"]
+    message, local, device = row.system.told, row.own, row.system.told["device"]
     held = sum(row.memory.values())
     fits = "fits" if held <= row.system.limit_bytes else "DOES NOT FIT"
     yield (
-        f"{told['system']}: {told['model']['name']}, {_count(row.system.parameters)}"
-        " parameters, on " + f"{told['devices']} x {device['name']}"
+        f"{message['system']}: {message['model']['name']}, {_count(row.system.parameters)}"
+        " parameters, on " + f"{message['devices']} x {device['name']}"
     )
     told_lines = [
-        ("paper", told["paper"]),
+        ("paper", message["paper"]),
         (
             "device",
             (
@@ -278,11 +278,11 @@ def describe_survey(row: SurveyRow) -> Iterator[str]:
         (
             "network",
             (
-                f"{told['per_node']} on a node, {told['inside_gbit']} Gbit/s inside,"
-                f" {told['across_gbit']} between"
+                f"{message['per_node']} on a node, {message['inside_gbit']} Gbit/s inside,"
+                f" {message['across_gbit']} between"
             ),
         ),
-        ("own", told["own"]["words"]),
+        ("own", message["own"]["words"]),
         (
             "",
             (
@@ -293,15 +293,15 @@ def describe_survey(row: SurveyRow) -> Iterator[str]:
         (
             "",
             (
-                f"step of {row.rows} samples {format_seconds(own.seconds, 3)},"
-                f" {row.rows / own.seconds:.4g} samples/s"
+                f"step of {row.rows} samples {format_seconds(local.seconds, 3)},"
+                f" {row.rows / local.seconds:.4g} samples/s"
             ),
         ),
         ("published", _published(row)),
     ]
     if row.factor is not None and not 1 / CLOSE <= row.factor <= CLOSE:
-        told_lines.append(("why", told.get("why", "not explained")))
-    told_lines.append(("assumed", told["assumed"]))
+        told_lines.append(("why", message.get("why", "not explained")))
+    told_lines.append(("assumed", message["assumed"]))
     for name, text in told_lines:
         first, *rest = wrap(text, WIDTH - 12)
         yield f"  {name:<10}{first}"

@@ -82,21 +82,21 @@ def _convolution(
 
 
 def _vgg(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
-    found, pixels, incoming = [], model["pixels"], 3
+    result, pixels, incoming = [], model["pixels"], 3
     for width, count in model["widths"]:
         for _ in range(count):
-            found.append(_convolution(pixels, incoming, width, itemsize, 2))
+            result.append(_convolution(pixels, incoming, width, itemsize, 2))
             incoming = width
         pixels //= 2
     incoming *= pixels**2
     for width in model["dense"]:
-        found.append(
+        result.append(
             DescribedLayer(
                 incoming * width, 2 * incoming * width, width * itemsize, 2 * width * itemsize
             )
         )
         incoming = width
-    return found
+    return result
 
 
 def _unet(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
@@ -112,24 +112,24 @@ def _unet(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
         (base << (i + 1), (base << i) // 2, (base << i) // 2, pixels >> i)
         for i in reversed(range(depth))
     ]
-    found = []
+    result = []
     for incoming, inside, outgoing, side in [*down, *middle, *up]:
         widths = [incoming, *[inside] * (model["convolutions"] - 1), outgoing]
-        found += [
+        result += [
             _convolution(side, a, b, itemsize, 4) for a, b in zip(widths, widths[1:], strict=False)
         ]
-    return found
+    return result
 
 
 def _even(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
     count = model["layers"]
-    one = DescribedLayer(
+    item = DescribedLayer(
         model["parameters"] / count,
         model["flops"] / count,
         model["value_bytes"],
         model["kept_bytes"] / count,
     )
-    return [one] * count
+    return [item] * count
 
 
 def _dense(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
@@ -182,21 +182,21 @@ class DescribedShapes:
     def _held(
         self, layers: Sequence[DescribedLayer], tp: int, zero: int, replicas: int
     ) -> StateBytes:
-        whole, unit = (
-            sum(each.parameters for each in layers) / tp,
-            max(each.parameters for each in layers) / tp,
+        full, unit = (
+            sum(layer.parameters for layer in layers) / tp,
+            max(layer.parameters for layer in layers) / tp,
         )
         parameters, gradients, state = (
             self.bytes_each[kind] for kind in ("parameters", "gradients", "state")
         )
         shares = [replicas if zero >= stage else 1 for stage in (3, 2, 1)]
-        count = max(1, round(whole / unit)) if unit else 1
+        count = max(1, round(full / unit)) if unit else 1
         return StateBytes(
-            round(whole * parameters / shares[0]),
-            round(whole * gradients / shares[1]),
-            round(whole * state / shares[2]),
+            round(full * parameters / shares[0]),
+            round(full * gradients / shares[1]),
+            round(full * state / shares[2]),
             round(unit * {0: 0, 1: 0, 2: gradients, 3: gradients + 2 * parameters}[zero]),
-            (round(whole * parameters / count),) * count,
+            (round(full * parameters / count),) * count,
         )
 
     def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
@@ -234,19 +234,19 @@ def profile_of(
     recompute = told["recompute"]
     times, inner = (
         1 + BACKWARD + recompute,
-        [each for each in layers if each.parameters and each.value_bytes],
+        [item for item in layers if item.parameters and item.value_bytes],
     )
 
-    def layer(number: int, one: DescribedLayer) -> LayerCost:
-        forward_s = rows * one.flops / flops_s
-        kept, value = (
-            (one.value_bytes if recompute else one.kept_bytes),
-            round(rows * one.value_bytes),
+    def layer(number: int, element: DescribedLayer) -> LayerCost:
+        forward_s = rows * element.flops / flops_s
+        saved, value = (
+            (element.value_bytes if recompute else element.kept_bytes),
+            round(rows * element.value_bytes),
         )
         rest = False, False, forward_s, forward_s, (times - 1) * forward_s
         # what comes in is in what it keeps
         return LayerCost(
-            str(number), value, 0, round(rows * kept), *rest, elements=round(one.parameters)
+            str(number), value, 0, round(rows * saved), *rest, elements=round(element.parameters)
         )
 
     # Two sums forward, two backward and, where the forward is computed again, two more:
@@ -255,16 +255,16 @@ def profile_of(
 
     def kept(shared: int) -> float:
         if not recompute:
-            return sum(each.kept_bytes for each in layers) / shared
-        inputs = sum(each.value_bytes for each in layers) / (
+            return sum(item.kept_bytes for item in layers) / shared
+        inputs = sum(item.value_bytes for item in layers) / (
             shared if told.get("partitioned") else 1
         )
-        return inputs + max(each.kept_bytes for each in layers) / shared
+        return inputs + max(item.kept_bytes for item in layers) / shared
 
     shares = {
         (1, 1): ShareCost(),
-        (tp, 1): ShareCost(1 / tp, kept(tp) / kept(1), sums if tp > 1 else ()),
+        (tp, 1): ShareCost(1 / tp, saved(tp) / saved(1), sums if tp > 1 else ()),
     }
-    seconds = rows * times * sum(each.flops for each in layers) / flops_s
-    steps = {rows: StepCost(seconds, update_s, rows * kept(1))}
-    return Profile(steps, shares, tuple(layer(i, each) for i, each in enumerate(layers)), rows)
+    seconds = rows * times * sum(item.flops for item in layers) / flops_s
+    steps = {rows: StepCost(seconds, update_s, rows * saved(1))}
+    return Profile(steps, shares, tuple(layer(i, item) for i, item in enumerate(layers)), rows)

@@ -36,7 +36,7 @@ def reach_goal(points: Sequence[Evaluation], goal: float) -> GoalReached | None:
     before: tuple[Evaluation, float] | None = None
     for middle in range(half, len(points) - half):
         point = points[middle]
-        mean = fmean(each.accuracy for each in points[middle - half : middle + half + 1])
+        mean = fmean(item.accuracy for item in points[middle - half : middle + half + 1])
         if mean >= goal:
             if before is None:
                 return GoalReached(point.batches, point.seconds)
@@ -58,7 +58,7 @@ def write(points: Sequence[Evaluation]) -> str:
 def read(text: str) -> list[Evaluation]:
     """Return what `write` wrote."""
     return [
-        Evaluation(*(float(word) for word in each.split()))
-        for each in text.split(";")
-        if each.strip()
+        Evaluation(*(float(word) for word in item.split()))
+        for item in text.split(";")
+        if item.strip()
     ]

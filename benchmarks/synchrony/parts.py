@@ -132,21 +132,23 @@ def sooner_table(content: Content) -> str:
     """
     parts = []
     for workers, slow in dict.fromkeys((row["workers"], row["slow"]) for row in content["rows"]):
-        own = _pick(content["rows"], workers=workers, slow=slow)
-        reference = _reached(content, own[0]) or GoalReached(own[0]["batches"], own[0]["seconds"])
-        rows = [(row, _reached(content, row) or GoalReached(0.0, 0.0)) for row in own]
+        local = _pick(content["rows"], workers=workers, slow=slow)
+        reference = _reached(content, local[0]) or GoalReached(
+            local[0]["batches"], local[0]["seconds"]
+        )
+        rows = [(row, _reached(content, row) or GoalReached(0.0, 0.0)) for row in local]
         columns: Columns = (
-            ("mode", lambda one: one[0]["mode"]),
-            ("batches to the goal", lambda one: number(one[1].batches or None, ".0f")),
-            ("time, s", lambda one: number(one[1].seconds or None)),
+            ("mode", lambda item: item[0]["mode"]),
+            ("batches to the goal", lambda item: number(item[1].batches or None, ".0f")),
+            ("time, s", lambda item: number(item[1].seconds or None)),
             (
                 "times sooner than bsp",
-                lambda one, best=reference: _ratio(best.seconds, one[1].seconds),
+                lambda item, best=reference: _ratio(best.seconds, item[1].seconds),
             ),
-            ("x statistics", lambda one, best=reference: _ratio(best.batches, one[1].batches)),
-            ("ms per batch", lambda one: f"{1e3 * one[0]['seconds'] / one[0]['batches']:.2f}"),
-            ("staleness, mean (max)", lambda one: _stale([one[0]])),
-            ("final accuracy, %", lambda one: f"{100 * one[0]['accuracy']:.2f}"),
+            ("x statistics", lambda item, best=reference: _ratio(best.batches, item[1].batches)),
+            ("ms per batch", lambda item: f"{1e3 * item[0]['seconds'] / item[0]['batches']:.2f}"),
+            ("staleness, mean (max)", lambda item: _stale([item[0]])),
+            ("final accuracy, %", lambda item: f"{100 * item[0]['accuracy']:.2f}"),
         )
         parts.append(f"**{workers} workers, {WORDS[slow]}**\n\n{render(columns, rows)}")
     return "\n\n".join(parts)
@@ -194,9 +196,9 @@ def _spread(runs: Sequence[Any]) -> float:
 
 
 def _stale(runs: Sequence[Any]) -> str:
-    found = [row["staleness"] for row in runs]
-    largest = max(each["max"] for each in found)
-    return f"{fmean(each['mean'] for each in found):.1f} ({largest:g})" if largest else "0"
+    result = [row["staleness"] for row in runs]
+    largest = max(item["max"] for item in result)
+    return f"{fmean(item['mean'] for item in result):.1f} ({largest:g})" if largest else "0"
 
 
 # ---- marks ----
@@ -206,7 +208,7 @@ def missed_times(content: Content) -> list[str]:
     """Return in words where one slow worker does not slow asp down by (N - 1 + 1/3) / N, or bsp
     threefold.
     """
-    found = []
+    result = []
     for workers in dict.fromkeys(row["workers"] for row in content["rows"]):
         for mode, expected in (("asp", workers / (workers - 2 / 3)), (REFERENCE, 3.0)):
             each_s = [
@@ -215,21 +217,21 @@ def missed_times(content: Content) -> list[str]:
                 for row in _pick(content["rows"], workers=workers, slow=slow, mode=mode)
             ]
             if abs(each_s[1] / each_s[0] / expected - 1) > 0.1:
-                found.append(
+                result.append(
                     f"{workers} workers, {mode}: one slow takes {each_s[1] / each_s[0]:.2f} times"
                     " as long"
                 )
-    return found
+    return result
 
 
 def missed_ranks(content: Content) -> list[str]:
     """Return in words where ranks of MPI are not as fast as simulated ones."""
-    found = []
+    result = []
     for row, simulated in zip(content["rows"], content["predicted"], strict=True):
         ratio = row["seconds"] / row["steps"] / (simulated["seconds"] / simulated["batches"])
         if abs(ratio - 1) > OFF:
-            found.append(f"{row['mode']}, {row['slow']}: measured / predicted {ratio:.2f}")
-    return found
+            result.append(f"{row['mode']}, {row['slow']}: measured / predicted {ratio:.2f}")
+    return result
 
 
 def missed_heterogeneity(content: Content) -> list[str]:

@@ -128,19 +128,19 @@ class MeasuredRun:
         self.group.barrier()
         self._begin_s = clock.now()
         self._copy(self.model.storage.data)
-        found = SegmentReport()
+        result = SegmentReport()
         for first in range(0, self.recipe.steps, per_epoch):
             count = min(per_epoch, self.recipe.steps - first)
             report = trainer.run(
                 self.loader, first // per_epoch, 0, count, first, rate, progress=done
             )
-            found = found.plus(report)
+            result = result.plus(report)
         self.group.barrier()  # a slow rank may still be at it
         seconds = self.group.share(clock.now() - self._begin_s)
         self._batches, self._due = float(self.recipe.steps), 0.0
         self._copy(self.model.storage.data)
         trainer.release()
-        stale = found.staleness or Staleness(1)
+        stale = result.staleness or Staleness(1)
         return {"seconds": seconds, "staleness": {"mean": stale.mean(), "max": stale.largest()}}
 
     def _copy(self, weights: list[Array]) -> None:
@@ -151,12 +151,12 @@ class MeasuredRun:
         while self._due <= batches:
             self._due += self.recipe.every
         now_s = clock.now() - self._begin_s
-        self._snapshots.append(Snapshot(batches, now_s, [each.copy() for each in weights]))
+        self._snapshots.append(Snapshot(batches, now_s, [weight.copy() for weight in weights]))
 
     def _evaluate(self) -> list[Evaluation]:
         """Return what the copies were worth; collective."""
         batch = next(iter(self._test.epoch(0)))  # this rank's part of all
-        found = []
+        result = []
         for number in range(int(self.group.share(len(self._snapshots)))):
             batches, seconds, weights = self._agree(number)
             for target, values in zip(self.model.storage.data, weights, strict=True):
@@ -166,8 +166,10 @@ class MeasuredRun:
                 loss = cross_entropy(logits, batch.y, reduction="sum").item()
             hits = float((np.argmax(logits.data, axis=-1) == batch.y).sum())
             sums = self.group.sum_floats([loss, hits])
-            found.append(Evaluation(batches, seconds, *(each / batch.global_rows for each in sums)))
-        return found
+            result.append(
+                Evaluation(batches, seconds, *(item / batch.global_rows for item in sums))
+            )
+        return result
 
     def _agree(self, number: int) -> tuple[float, float, list[Array]]:
         """Return a snapshot on all ranks: rank 0's, or the mean over the ranks and the latest
@@ -178,15 +180,15 @@ class MeasuredRun:
             mine = self._snapshots[number] if self.group.is_root else None
             batches, seconds = self.group.share(mine and (mine.batches, mine.seconds))
             weights = [
-                np.ascontiguousarray(each)
-                for each in (mine.weights if mine else self.model.storage.data)
+                np.ascontiguousarray(item)
+                for item in (mine.weights if mine else self.model.storage.data)
             ]
-            for each in weights:
-                self.group.broadcast(each)
+            for entry in weights:
+                self.group.broadcast(entry)
             return batches, seconds, weights
-        own = self._snapshots[number]
-        weights = [np.ascontiguousarray(each) for each in own.weights]
-        for each in weights:
-            self.group.all_reduce(each)
-            each /= self.group.size
-        return own.batches, self.group.max_floats([own.seconds])[0], weights
+        local = self._snapshots[number]
+        weights = [np.ascontiguousarray(weight) for weight in local.weights]
+        for entry in weights:
+            self.group.all_reduce(entry)
+            entry /= self.group.size
+        return local.batches, self.group.max_floats([local.seconds])[0], weights

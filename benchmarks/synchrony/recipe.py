@@ -76,8 +76,8 @@ class Recipe:
         """
         train, test, transform = data
         common = {"rank": rank, "world": world, "transform": transform, "workers": 0}
-        own = Loader(train, self.batch, seed=self.seed, partition=self.partition, **common)
-        return own, Loader(test, len(test), shuffle=False, **common)
+        local = Loader(train, self.batch, seed=self.seed, partition=self.partition, **common)
+        return local, Loader(test, len(test), shuffle=False, **common)
 
     def build(self, train: Dataset) -> tuple[Module, Optimizer]:
         """Return the network with its first weights, and its optimizer."""

@@ -45,8 +45,8 @@ def batch(rows: int, shape: tuple[int, ...]) -> Batch:
     x = generator.standard_normal((rows, *shape), np.float32)
     with Loader(
         Dataset("noise", x, generator.integers(0, CLASSES, rows), CLASSES), rows, workers=0
-    ).epoch(0) as found:
-        return next(found)
+    ).epoch(0) as result:
+        return next(result)
 
 
 def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -63,8 +63,8 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         for ranks in (group, alone)
     )
     take_turns([*shared, *serial], group, settings["rounds"])
-    for both, one in zip(shared, serial, strict=True):
-        step_s, serial_s = both.seconds(group), one.seconds(group)
+    for both, item in zip(shared, serial, strict=True):
+        step_s, serial_s = both.seconds(group), item.seconds(group)
         row = {"network": both.name, "tp": group.size, "steps": len(step_s)}
         rows.append(
             row

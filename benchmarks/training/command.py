@@ -88,9 +88,9 @@ def _run(options: argparse.Namespace, removed: Mapping[str, str]) -> None:
     facts: dict[str, str] = {}
     machine = {**machine_facts(), "vendor": read_cpu("vendor_id") or "unknown"}
     for name in options.cases:
-        for found in measure(name, options, torch, facts):
-            rows += found
-            say(tables.contestants(found, options.markdown))
+        for result in measure(name, options, torch, facts):
+            rows += result
+            say(tables.contestants(result, options.markdown))
             content = {
                 "machine": machine,
                 "removed": removed,

@@ -68,14 +68,14 @@ def nnmpi_field(case: Case, ranks: int, jit: bool, reduced: bool = False) -> lis
         Contestant(NNMPI, case.name, ranks, way)
         for way in (ways if case.large or reduced else [EAGER, *ways])
     ]
-    return [*plain, *(replace(each, jit=True) for each in plain if jit)]
+    return [*plain, *(replace(item, jit=True) for item in plain if jit)]
 
 
 def torch_field(case: Case, ranks: int, reduced: bool = False) -> list[Contestant]:
     """Return PyTorch's ways; in a reduced run one."""
     ways = ["contiguous", CHANNELS_LAST] if case.model == "cnn" else [""]
     plain = [Contestant(TORCH, case.name, ranks, way) for way in ways]
-    return plain[-1:] if reduced else [*plain, *(replace(each, tuned=True) for each in plain)]
+    return plain[-1:] if reduced else [*plain, *(replace(item, tuned=True) for item in plain)]
 
 
 def reference(case: Case, torch: bool) -> Contestant:

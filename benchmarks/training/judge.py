@@ -108,20 +108,20 @@ class Judge:
         losses, gradients = self._probe(team)
         trained = self._train(team)
         loss = fmean(losses)
-        found = GradientErrors(
+        result = GradientErrors(
             loss=abs(loss - self._loss) / abs(self._loss),
-            gradient=max(error(each, self._gradients) for each in gradients),
-            weights=max(error(each, self._weights) for each in trained),
+            gradient=max(error(gradient, self._gradients) for gradient in gradients),
+            weights=max(error(item, self._weights) for item in trained),
         )
         if team.contestant.side == NNMPI:
-            for name, value in vars(found).items():
+            for name, value in vars(result).items():
                 if isnan(value) or value > TOLERANCE:
                     raise WrongResultError(
                         f"{team.contestant.name} on {team.contestant.ranks} ranks, case"
                         f" {self.files.case.name}: its {name} is off by {value:.1e} of the largest,"
                         f" more than {TOLERANCE:g}"
                     )
-        return found
+        return result
 
     def _probe(self, team: Team) -> tuple[list[float], list[Arrays]]:
         """Return each rank's loss and gradients."""

@@ -42,13 +42,13 @@ def from_torch(case: Case, flat: NDArray[Any], like: Sequence[NDArray[Any]]) -> 
         like: nnmpi's, for the shapes.
     """
     numbers = [np.arange(array.size).reshape(array.shape) for array in like]
-    found, start = [], 0
+    result, start = [], 0
     for array, places in zip(like, to_torch(case, numbers), strict=True):
         values = np.empty(array.size, flat.dtype)
         values[places.reshape(-1)] = flat[start : start + array.size]
-        found.append(values.reshape(array.shape))
+        result.append(values.reshape(array.shape))
         start += array.size
-    return found
+    return result
 
 
 def split(flat: NDArray[Any], like: Sequence[NDArray[Any]]) -> Arrays:

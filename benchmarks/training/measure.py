@@ -76,13 +76,13 @@ def time_blocks(
     steps = steps_in_block(
         block_s, [_block(team, WARM_UP) and _block(team, 1)[-1] for team in teams]
     )
-    found: Mapping[Team, list[list[float]]] = {team: [[] for _ in CLOCKS] for team in teams}
+    result: Mapping[Team, list[list[float]]] = {team: [[] for _ in CLOCKS] for team in teams}
     for number in range(-1, rounds):  # the first round warms up
         for team in shuffled(teams, number):
-            for seconds, taken in zip(found[team], _block(team, steps), strict=True):
+            for seconds, taken in zip(result[team], _block(team, steps), strict=True):
                 if number >= 0:
                     seconds.append(taken / steps)
-    return steps, found
+    return steps, result
 
 
 def _block(team: Team, steps: int) -> list[float]:
@@ -97,12 +97,12 @@ def _block(team: Team, steps: int) -> list[float]:
 
 def _row(team: Team, steps: int, blocks_s: Sequence[float], errors: Mapping[str, float]) -> Row:
     """Return a contestant's row when its blocks are done."""
-    one = team.contestant
+    item = team.contestant
     row = {
-        "case": one.case,
-        "ranks": one.ranks,
-        "name": one.name,
-        "group": one.group,
+        "case": item.case,
+        "ranks": item.ranks,
+        "name": item.name,
+        "group": item.group,
         "steps": steps,
     }
     peak_bytes = max(team.ask("memory"))
@@ -117,17 +117,17 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     """Return for each case and number of ranks the fastest row of each group, and the medians of
     the rounds' ratios.
     """
-    found = []
-    for case, ranks in dict.fromkeys((each["case"], each["ranks"]) for each in rows):
-        mine = [each for each in rows if (each["case"], each["ranks"]) == (case, ranks)]
+    result = []
+    for case, ranks in dict.fromkeys((item["case"], item["ranks"]) for item in rows):
+        mine = [item for item in rows if (item["case"], item["ranks"]) == (case, ranks)]
         best = {
-            each["group"]: each
-            for each in sorted(mine, key=lambda row: median(row["blocks_s"]), reverse=True)
+            item["group"]: item
+            for item in sorted(mine, key=lambda row: median(row["blocks_s"]), reverse=True)
         }
         ratios = {
             f"{slow} / {fast}": ratio("ratio", best[slow]["blocks_s"], best[fast]["blocks_s"])
             for slow, fast in RATIOS
             if slow in best and fast in best
         }
-        found.append({"case": case, "ranks": ranks, "best": best, "ratios": ratios})
-    return found
+        result.append({"case": case, "ranks": ranks, "best": best, "ratios": ratios})
+    return result

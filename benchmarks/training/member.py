@@ -75,15 +75,15 @@ class Trainer(ABC):
         rows, dtype = self.case.batch // self.contestant.ranks, self.contestant.dtype
         part = slice(self.rank * rows, (self.rank + 1) * rows)
         both = (np.load(self.folder / f"{name}.npy", mmap_mode="r")[part] for name in ("x", "y"))
-        return [np.array(each, dtype if each.dtype.kind == "f" else each.dtype) for each in both]
+        return [np.array(item, dtype if item.dtype.kind == "f" else item.dtype) for item in both]
 
     def probe(self, lr: float) -> dict[str, Any]:
         """Do one step from the first weights, nnmpi's several times over; write the weights that it
         leaves.
         """
         for _ in range(REPEATS if self.contestant.side == NNMPI else 1):
-            found = self.train(lr, 1)
-        return found
+            result = self.train(lr, 1)
+        return result
 
     def train(self, lr: float, steps: int) -> dict[str, Any]:
         """Do some steps from the first weights; write the weights that they leave, one array after

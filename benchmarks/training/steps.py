@@ -71,13 +71,13 @@ def train(name: str, epochs: int, group: Group, folder: str) -> float:
 def loop(name: str, group: Group) -> float:
     """Return the seconds of a step of a compiled loop."""
     _, batch, hidden = CASES[name]
-    found = data.load(name)[0]
-    shape, classes = found.sample_shape, found.classes
+    result = data.load(name)[0]
+    shape, classes = result.sample_shape, result.classes
     model = (
         models.mlp(shape, classes, hidden) if hidden else models.cnn(shape, classes)
     ).initialize(seed=0)
     optimizer, parallel = optim.Adam(model.storage, lr=1e-5), nnmpi.DataParallel(model, group)
-    batches = list(Loader(found, batch, rank=group.rank, world=group.size).epoch(0))
+    batches = list(Loader(result, batch, rank=group.rank, world=group.size).epoch(0))
 
     def step(x: Tensor, y: Tensor, rows: int) -> Tensor:
         model.zero_grad()
@@ -91,8 +91,8 @@ def loop(name: str, group: Group) -> float:
 
     def epochs(count: int) -> float:
         begin = time.thread_time()
-        for each in count * batches:
-            compiled(each.x, each.y, each.global_rows).item()
+        for item in count * batches:
+            compiled(item.x, item.y, item.global_rows).item()
         return (time.thread_time() - begin) / (count * len(batches))
 
     count = -(-200 // len(batches))
@@ -103,9 +103,9 @@ def main() -> None:
     """Print a line."""
     keep_freed_memory()
     name, epochs, group = sys.argv[1], int(sys.argv[2]), nnmpi.start()
-    with tempfile.TemporaryDirectory(prefix="nnmpi-") as own, np.errstate(all="ignore"):
+    with tempfile.TemporaryDirectory(prefix="nnmpi-") as local, np.errstate(all="ignore"):
         trained_s, looped_s = (
-            train(name, epochs, group, on_root(group, lambda: own)),
+            train(name, epochs, group, on_root(group, lambda: local)),
             loop(name, group),
         )
         group.barrier()

@@ -20,7 +20,7 @@ def contestants(rows: Sequence[Row], markdown: bool) -> str:
         ("peak MiB", lambda row: mib(row["peak_bytes"])),
         (
             "error of loss, gradient, weights",
-            lambda row: ", ".join(f"{each:.0e}" for each in row["errors"].values()),
+            lambda row: ", ".join(f"{item:.0e}" for item in row["errors"].values()),
         ),
     )
     return render(columns, sorted(rows, key=lambda row: row["step_s"]), markdown)
@@ -35,8 +35,8 @@ def speeds(rows: Sequence[Row], markdown: bool) -> str:
         return ms(row["best"][group]["step_s"]) if group in row["best"] else MISSING
 
     def times(row: Row, both: str) -> str:
-        found = row["ratios"].get(both)
-        return MISSING if found is None else spread(found["ratio"], found["ratio_quartiles"])
+        result = row["ratios"].get(both)
+        return MISSING if result is None else spread(result["ratio"], result["ratio_quartiles"])
 
     columns = (
         *_CASE,

@@ -61,19 +61,19 @@ class Team:
         self._shared = (
             tempfile.mkdtemp(prefix="nnmpi-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ""
         )
-        own = dict.fromkeys(VARIABLES, self._shared) if self._shared else {}
-        environ = {**environment(), **own, **(TUNED_MALLOC if contestant.tuned else {})}
+        local = dict.fromkeys(VARIABLES, self._shared) if self._shared else {}
+        environ = {**environment(), **local, **(TUNED_MALLOC if contestant.tuned else {})}
         with open(self._output, "wb") as sink:
             self._processes = [
                 subprocess.Popen(
-                    each,
+                    item,
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
                     stderr=subprocess.STDOUT,
                     env=environ,
                     start_new_session=True,
                 )
-                for each in every
+                for item in every
             ]
 
     @property
@@ -150,8 +150,8 @@ class Teams:
                 listener.bind(str(address))
                 listener.listen(64)
                 listener.settimeout(1.0)
-                for number, each in enumerate(self._contestants):
-                    self._teams[each.name] = Team(each, self._folder, number)
+                for number, contestant in enumerate(self._contestants):
+                    self._teams[contestant.name] = Team(contestant, self._folder, number)
                     if number % AT_ONCE == AT_ONCE - 1 or number == len(self._contestants) - 1:
                         self._gather(listener, list(self))
         except BaseException:

@@ -65,8 +65,8 @@ class NnmpiTrainer(Trainer):
             for pool in pools
         ]
         mkl = installed_mkl()
-        found = {"blas": ", ".join(names if mkl is None else [f"mkl {mkl.version}", *names])}
-        return found if self._group is None else {**found, "mpi": self._group.comm.world.library}
+        result = {"blas": ", ".join(names if mkl is None else [f"mkl {mkl.version}", *names])}
+        return result if self._group is None else {**result, "mpi": self._group.comm.world.library}
 
     def close(self) -> None:
         """See `Trainer.close`."""

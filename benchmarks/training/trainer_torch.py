@@ -49,7 +49,9 @@ class TorchTrainer(Trainer):
             self._run = nn.parallel.DistributedDataParallel(
                 self._model, gradient_as_bucket_view=True
             )
-        self._parameters = [each for each in self._model.parameters() if each.requires_grad]
+        self._parameters = [
+            parameter for parameter in self._model.parameters() if parameter.requires_grad
+        ]
         self._optimizer = torch.optim.SGD(self._parameters, lr=0.01, fused=contestant.ranks == 1)
 
     def one_step(self) -> float:

@@ -80,12 +80,12 @@ def commands(
 def write_data(name: str, folder: Path, data_dir: Path | None) -> None:
     """Write a data set for PyTorch's script; images as bytes, as they come."""
     arrays = {}
-    for part, found in zip(
+    for part, result in zip(
         ("train", "test"), data.load(name, data_dir if name == "mnist" else None), strict=True
     ):
-        x = found.rows(np.arange(len(found)))
+        x = result.rows(np.arange(len(result)))
         arrays[f"x_{part}"] = (255 * x[..., 0]).round().astype(np.uint8) if x.ndim == 4 else x
-        arrays[f"y_{part}"] = found.y
+        arrays[f"y_{part}"] = result.y
     np.savez(folder / f"{name}.npz", **arrays)
 
 

@@ -285,10 +285,10 @@ def start(name: str, who: str, options: argparse.Namespace) -> dict[str, Any] | 
     threads |= {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "GLOO_SOCKET_IFNAME": "lo"}
     ran = subprocess.run(command, env={**os.environ, **threads}, capture_output=True, text=True)
     if ran.returncode == 0:
-        found: dict[str, Any] = json.loads(
+        result: dict[str, Any] = json.loads(
             next(line for line in ran.stdout.splitlines() if line.startswith("{"))
         )
-        return found
+        return result
     if who in OURS or "ModuleNotFoundError" not in ran.stderr:
         raise SystemExit(f"{who} on {name}:\n{ran.stderr}")
     return None

@@ -230,8 +230,8 @@ def library() -> SimpleNamespace:
     """Return what the zoo's models ask of a library."""
     layers = SimpleNamespace(
         **{
-            each.__name__: each
-            for each in (Module, Sequential, Linear, Conv2d, ConvTranspose2d, BatchNorm2d, Dropout)
+            item.__name__: item
+            for item in (Module, Sequential, Linear, Conv2d, ConvTranspose2d, BatchNorm2d, Dropout)
         },
         BatchNorm1d=BatchNorm2d,
         MaxPool2d=max_pool,
@@ -265,7 +265,7 @@ def make_step(model: Module, x: Any, y: Any) -> Callable[[], object]:
         )
         flat, tree = jax.tree.flatten(params)
         parts = zip(flat, jax.tree.leaves(grads), *map(jax.tree.leaves, moments), strict=True)
-        new = [update(*each, t + 1.0) for each in parts]
+        new = [update(*part, t + 1.0) for part in parts]
         params, *moments = (tree.unflatten(column) for column in zip(*new, strict=True))
         return params, moments, states, t + 1, loss
 

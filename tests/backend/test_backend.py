@@ -56,8 +56,8 @@ def test_the_devices_memory(pool: Any) -> None:
     during = backend.memory()
     assert during.used_bytes == before.used_bytes + 64 * MIB
     del array
-    kept = backend.memory()
-    assert (kept.used_bytes, kept.pool_bytes) == (before.used_bytes, during.pool_bytes)
+    saved = backend.memory()
+    assert (saved.used_bytes, saved.pool_bytes) == (before.used_bytes, during.pool_bytes)
     backend.release_memory()
     after = backend.memory()
     assert after.pool_bytes == after.used_bytes
@@ -113,8 +113,8 @@ def test_which_card_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         "0000:00:00.0 00000000000000000000000000000000",
         "0000:01:00.0 00000000000000000000000000000001",
     ]
-    assert [each.card for each in backends] == cards * 2
-    assert [each.device for each in backends[:2]] == [
+    assert [backend.card for backend in backends] == cards * 2
+    assert [backend.device for backend in backends[:2]] == [
         "Fake device, device 0",
         "Fake device, device 1",
     ]

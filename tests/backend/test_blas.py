@@ -38,23 +38,23 @@ def test_code_for_an_older_processor(
         " no\n"
     )
     assert find_older({}, cpu) is None
-    found = find_older({"OPENBLAS_CORETYPE": "Haswell"}, cpu)
-    assert (found is not None) == older
-    assert found is None or "unset it" in found
+    result = find_older({"OPENBLAS_CORETYPE": "Haswell"}, cpu)
+    assert (result is not None) == older
+    assert result is None or "unset it" in result
     assert read_cpu("cpu family", cpu) == family
     assert read_cpu("flags", tmp_path / "none") == ""
 
 
 def test_the_blas_is_numpys_own() -> None:
     other = {"user_api": "blas", "internal_api": "mkl", "filepath": "/x/scipy/lib.so"}
-    own = {
+    local = {
         "user_api": "blas",
         "internal_api": "openblas",
         "version": "0.3",
         "filepath": "/x/numpy.libs/lib.so",
     }
-    assert blas_pool([{"user_api": "openmp", "filepath": "/x/numpy"}, other, own]) is own
+    assert blas_pool([{"user_api": "openmp", "filepath": "/x/numpy"}, other, local]) is local
     assert blas_pool([other]) is other
-    assert name_blas(own | {"architecture": "Zen"}) == "openblas 0.3 (Zen)"
+    assert name_blas(local | {"architecture": "Zen"}) == "openblas 0.3 (Zen)"
     assert name_blas(other) == "mkl"
     assert name_blas(blas_pool([])) == "unknown BLAS"

@@ -101,8 +101,8 @@ def test_why_there_is_no_device(
     ],
 )
 def test_what_errors_mean(error: Exception, words: str | None) -> None:
-    found = explain_error(error, CARD)
-    assert found is None if words is None else words in str(found)
+    result = explain_error(error, CARD)
+    assert result is None if words is None else words in str(result)
 
 
 def test_out_of_memory() -> None:

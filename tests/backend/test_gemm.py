@@ -90,19 +90,23 @@ def cases(draw: st.DrawFn, kinds: list[tuple[Any, Any]]) -> Case:
     """Any products of up to three leading axes."""
     n, k, m = (draw(st.integers(0, 4)) for _ in range(3))
     leading = draw(st.lists(st.integers(1, 3), max_size=3))
-    one = [draw(st.sampled_from([length, length, 1])) for length in leading]
+    first = [draw(st.sampled_from([length, length, 1])) for length in leading]
     other = [
         1 if length == 1 and mine != 1 else length
-        for length, mine in zip(leading, one, strict=True)
+        for length, mine in zip(leading, first, strict=True)
     ]
     other = [draw(st.sampled_from([length, 1])) if mine == length else length
-             for length, mine in zip(other, one, strict=True)]  # fmt: skip
+             for length, mine in zip(other, first, strict=True)]  # fmt: skip
     other = other[
         draw(st.integers(0, len(other)))
-        if all(x == y for x, y in zip(one, leading, strict=True))
+        if all(x == y for x, y in zip(first, leading, strict=True))
         else 0 :
     ]
-    shapes = (*one, n, k), (*other, k, m), (*np.broadcast_shapes(tuple(one), tuple(other)), n, m)
+    shapes = (
+        (*first, n, k),
+        (*other, k, m),
+        (*np.broadcast_shapes(tuple(first), tuple(other)), n, m),
+    )
     lies = tuple(draw(layouts(len(shape))) for shape in shapes)
     return Case(
         shapes, lies, draw(st.booleans()), draw(st.sampled_from(kinds)), draw(st.integers(0, 99))
@@ -252,10 +256,10 @@ def test_tf32_where_it_is_asked_for() -> None:
     """Operands of float32 lose 13 bits in that mode alone, and those of float64 none."""
     cupy = load()
     value = np.array([[1 + 2.0**-20]])
-    one = cupy.ones((1, 1), "float32")
-    assert float(gemm(cupy, cupy.asarray(value.astype("float32")), one)[0, 0]) == value[0, 0]
+    item = cupy.ones((1, 1), "float32")
+    assert float(gemm(cupy, cupy.asarray(value.astype("float32")), item)[0, 0]) == value[0, 0]
     with use_precision("tf32"):
-        assert float(gemm(cupy, cupy.asarray(value.astype("float32")), one)[0, 0]) == 1
+        assert float(gemm(cupy, cupy.asarray(value.astype("float32")), item)[0, 0]) == 1
         assert float(gemm(cupy, cupy.asarray(value), cupy.ones((1, 1)))[0, 0]) == value[0, 0]
 
 
@@ -276,13 +280,13 @@ def test_a_recording_multiplies_again(on_device: bool, dtype: Any) -> None:
     for call in recorder.calls:
         call()
     rounded = 3 if on_device else np.float32(3 * (1 + 2.0**-20))
-    each = rounded if dtype == "float32" else 6
+    item = rounded if dtype == "float32" else 6
     np.testing.assert_array_equal(
-        (result if xp is np else result.get()).astype("float32"), np.full((2, 2), each)
+        (result if xp is np else result.get()).astype("float32"), np.full((2, 2), item)
     )
     np.testing.assert_array_equal(
         (total if xp is np else total.get()).astype("float32"),
-        np.full((2, 2), np.float32(3 + each)),
+        np.full((2, 2), np.float32(3 + item)),
     )
 
 

@@ -113,10 +113,10 @@ build.sources = lambda: sys.argv[0] + "{}"
 found = build.build(loops.bias_relu, build.write(2), build.read(1))
 print(sum(found.stats.cache_hits.values()), sum(found.stats.cache_misses.values()))
 """
-    found = [
+    result = [
         run(program.format(state), NUMBA_CACHE_DIR=str(tmp_path)) for state in ("old", "old", "new")
     ]
-    assert found == ["0 1", "1 0", "0 1"]
+    assert result == ["0 1", "1 0", "0 1"]
 
 
 def test_one_process_compiles_and_the_others_load(tmp_path):

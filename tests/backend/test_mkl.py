@@ -55,10 +55,10 @@ def test_what_stays_with_numpy() -> None:
     large, small = np.ones((128, 128), np.float32), np.ones((64, 64), np.float32)
     assert mkl.takes(large, large, None)
     apart = np.ones((256, 256), np.float32)[::2, ::2]
-    whole, stack = large.astype(int), large[None]
+    full, stack = large.astype(int), large[None]
     for a, b in (
         (small, small),
-        (whole, whole),
+        (full, full),
         (apart, large),
         (large, large.astype(float)),
         (stack, stack),

@@ -28,10 +28,10 @@ def test_a_stream_depends_on_seed_and_names_alone():
 
 def test_a_stream_stays_the_same_for_ever():
     """Runs of today can be repeated tomorrow, on any machine."""
-    found = stream(0, "init", "0.weight")
-    assert found.integers(0, 2**32, 3).tolist() == [2923923338, 2438366069, 2144230376]
+    result = stream(0, "init", "0.weight")
+    assert result.integers(0, 2**32, 3).tolist() == [2923923338, 2438366069, 2144230376]
     # of the system's entropy, for nothing
-    assert not isinstance(found.bit_generator.seed_seq, np.random.SeedSequence)
+    assert not isinstance(result.bit_generator.seed_seq, np.random.SeedSequence)
     assert key_pair("dropout", 0, 1, "2") == (1801620607, 657191060)
     assert random_bits(np, 5, 1, 3, (1, 2)).tolist() == [[339193201, 1213590225, 1817610303]]
 
@@ -48,12 +48,12 @@ def test_keys():
 def test_rows_know_their_place(first_row):
     """Drawn together or in parts, also where the counter starts over."""
     key = (2**32 - 2, 2**32 - 1)
-    whole = random_bits(np, first_row, 10, 7, key)
-    assert (whole.shape, whole.dtype) == ((10, 7), np.uint32)
+    full = random_bits(np, first_row, 10, 7, key)
+    assert (full.shape, full.dtype) == ((10, 7), np.uint32)
     for parts in (2, 3, 10, 13):
         pieces = [
             random_bits(np, first_row + part.start, len(part), 7, key) for part in split(10, parts)
         ]
-        np.testing.assert_array_equal(np.concatenate(pieces), whole)
+        np.testing.assert_array_equal(np.concatenate(pieces), full)
     assert random_bits(np, 0, 0, 5, key).shape == (0, 5)
     assert random_bits(np, 0, 5, 0, key).shape == (5, 0)

@@ -105,10 +105,10 @@ def test_memory_is_used_again(recorder):
 
 def test_a_view_keeps_the_memory(recorder):
     pool = MemoryPool()
-    whole = pool.allocate((4, 256), np.dtype("float64"))
-    assert whole.ctypes.data % 64 == 0
-    part = whole[1:, ::2].T
-    del whole
+    full = pool.allocate((4, 256), np.dtype("float64"))
+    assert full.ctypes.data % 64 == 0
+    part = full[1:, ::2].T
+    del full
     gc.collect()
     assert not pool.returned
     noted = alias(part)
@@ -127,10 +127,10 @@ def test_a_view_keeps_the_memory(recorder):
 def test_windows_do_not_keep_the_memory():
     """Between them and their array NumPy has an object that is no array."""
     pool = MemoryPool()
-    whole = pool.allocate((256,), np.dtype("float64"))
-    noted = alias(np.lib.stride_tricks.sliding_window_view(whole, 3)[::2])
-    whole[...] = np.arange(256)
-    del whole
+    full = pool.allocate((256,), np.dtype("float64"))
+    noted = alias(np.lib.stride_tricks.sliding_window_view(full, 3)[::2])
+    full[...] = np.arange(256)
+    del full
     assert len(pool.returned) == 1
     assert noted[1].tolist() == [2, 3, 4]
 
@@ -138,14 +138,14 @@ def test_windows_do_not_keep_the_memory():
 def test_short_results_lie_in_parts_of_what_long_ones_had():
     pool, kind = MemoryPool(), np.dtype("float64")
     long = [pool.allocate((n,), kind) for n in (1000, 800)]
-    places = [each.ctypes.data for each in long]
+    places = [item.ctypes.data for item in long]
     long.clear()
     short = [pool.allocate((n,), kind) for n in (300, 600, 400)]  # each where the least is left
-    assert [each.ctypes.data for each in short] == [places[1], places[0], places[0] + 4800]
+    assert [item.ctypes.data for item in short] == [places[1], places[0], places[0] + 4800]
     assert pool.size_bytes == 8000 + 6400
     short.clear()
     again = [pool.allocate((n,), kind) for n in (1000, 800)]  # the parts are one again
-    assert [each.ctypes.data for each in again] == places
+    assert [item.ctypes.data for item in again] == places
     assert pool.size_bytes == 8000 + 6400
 
 

@@ -14,11 +14,11 @@ def shared_memory(
     """Return the memory of a group as if its ranks were on these nodes, and their world kept the
     order or not.
     """
-    world, found = group.comm.world, list(group.nodes())
+    world, result = group.comm.world, list(group.nodes())
     keeps_order = world.keeps_order
-    group._nodes = found if nodes is None else list(nodes)
+    group._nodes = result if nodes is None else list(nodes)
     world.keeps_order = keeps_order if ordered is None else ordered
     try:
         return SharedMemory(group)
     finally:
-        group._nodes, world.keeps_order = found, keeps_order
+        group._nodes, world.keeps_order = result, keeps_order

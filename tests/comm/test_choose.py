@@ -36,7 +36,7 @@ def test_by_rule_short_messages_go_native_and_long_ones_do_not_go_back(
     names = [choose(nbytes, size, shared=shared).algorithm for nbytes in SIZES]
     assert names[0] == NATIVE
     assert set(names) <= {NATIVE, SHARED if shared else "ring"}
-    assert sum(one != other for one, other in zip(names, names[1:], strict=False)) == (
+    assert sum(name != other for name, other in zip(names, names[1:], strict=False)) == (
         0 if size == 1 else 1
     )
 

@@ -48,15 +48,15 @@ def expected(
 ) -> tuple[slice, Buffer]:
     """Return the part of the array that the operation promises on this rank, and what is in it."""
     size, everyones = group.size, [values(rank, n, dtype) for rank in range(group.size)]
-    total, own = np.sum(everyones, axis=0, dtype=dtype), part(n, size, group.rank)
+    total, local = np.sum(everyones, axis=0, dtype=dtype), part(n, size, group.rank)
     if operation == REDUCE_SCATTER.name:
-        return slice(own.start, own.stop), total[own.start : own.stop]
+        return slice(local.start, local.stop), total[local.start : local.stop]
     if operation == BROADCAST.name:
         return slice(None), everyones[0]
     if operation == ALL_GATHER.name:
         chunks = [part(n, size, rank) for rank in range(size)]
         return slice(None), np.concatenate(
-            [each[c.start : c.stop] for each, c in zip(everyones, chunks, strict=True)]
+            [everyone[c.start : c.stop] for everyone, c in zip(everyones, chunks, strict=True)]
         )
     if operation == NEIGHBOUR_AVERAGE.name and size > 2:
         mixed = (
@@ -70,7 +70,7 @@ def expected(
 
 def run_each_way(group: Group, pending: Pending, array: Buffer, operation: str) -> None:
     """Run it blocking and polled, again and again."""
-    where, wanted = expected(group, operation, array.size, array.dtype)
+    where, target = expected(group, operation, array.size, array.dtype)
     right = []
     for blocking in (True, False, True):
         array[...] = values(group.rank, array.size, array.dtype)
@@ -80,7 +80,7 @@ def run_each_way(group: Group, pending: Pending, array: Buffer, operation: str) 
             pending.start()
             while not pending.poll():
                 pass
-        right.append(bool(np.array_equal(array[where], wanted)))
+        right.append(bool(np.array_equal(array[where], target)))
     assert group.gather(right) == [[True] * 3] * group.size
 
 
@@ -139,8 +139,8 @@ def test_methods_of_the_group(group: Group) -> None:
         for algorithm in (NATIVE, "ring", "tree"):
             array = values(group.rank, 101)
             run(array, algorithm)
-            where, wanted = expected(group, operation, 101)
-            results.append(bool(np.array_equal(array[where], wanted)))
+            where, target = expected(group, operation, 101)
+            results.append(bool(np.array_equal(array[where], target)))
     assert group.gather(results) == [[True] * 6] * group.size
 
 
@@ -226,8 +226,8 @@ def test_hierarchical_sums_over_any_nodes(group: Group, layout: str) -> None:
 def test_neighbours_are_averaged(group: Group) -> None:
     array, size = values(group.rank, 50), group.size
     group.average_neighbours(array)
-    wanted = expected(group, NEIGHBOUR_AVERAGE.name, 50)[1] / {1: 1, 2: 2}.get(size, 4)
-    assert group.gather(bool(np.array_equal(array, wanted))) == [True] * size
+    target = expected(group, NEIGHBOUR_AVERAGE.name, 50)[1] / {1: 1, 2: 2}.get(size, 4)
+    assert group.gather(bool(np.array_equal(array, target))) == [True] * size
 
 
 # What is refused.
@@ -240,14 +240,14 @@ def test_arrays_that_differ_are_named_on_all_ranks(group: Group, call: str) -> N
     array = np.ones(
         10 if group.rank < last else 11, np.float32 if group.rank < last else np.float64
     )
-    found = group.gather(told(CommError, lambda: getattr(group, call)(array)))
+    result = group.gather(told(CommError, lambda: getattr(group, call)(array)))
     if group.size == 1:
-        assert found == [""]
+        assert result == [""]
         return
     others = "rank 0 has" if last == 1 else f"ranks 0-{last - 1} have"
     assert all(
         f"{others} 10 elements of float32; rank {last} has 11 elements of float64" in text
-        for text in found
+        for text in result
     )
 
 
@@ -257,7 +257,7 @@ def test_the_rank_whose_array_cannot_be_summed_is_named(group: Group) -> None:
     everyones = group.gather(
         told(NnmpiError, lambda: group.all_reduce(array if group.rank else array[::2]))
     )
-    assert all("has gaps" in found for found in everyones)
+    assert all("has gaps" in result for result in everyones)
 
 
 @pytest.mark.simulated
@@ -316,9 +316,9 @@ def test_parts(group: Group, dtype: str) -> None:
     )
     right = right and all(part.dtype == dtype for part in parts)
     numbers = np.arange(sum(counts)).astype(dtype)
-    own = group.reduce_scatter_v(numbers * (group.rank + 1), counts)
+    local = group.reduce_scatter_v(numbers * (group.rank + 1), counts)
     start, weight = sum(counts[: group.rank]), sum(range(1, group.size + 1))
-    right = right and np.array_equal(own, weight * numbers[start : start + counts[group.rank]])
+    right = right and np.array_equal(local, weight * numbers[start : start + counts[group.rank]])
     for call in (group.all_gather_v, group.reduce_scatter_v):
         with pytest.raises(ShapeError, match="are agreed"):
             call(np.zeros(sum(counts) + 99), counts)
@@ -328,9 +328,9 @@ def test_parts(group: Group, dtype: str) -> None:
 @pytest.mark.both_worlds
 def test_largest(group: Group) -> None:
     """Element by element, also of infinities."""
-    found = np.array([group.rank, -group.rank, -np.inf, np.inf if group.rank == 0 else 0.0])
-    group.all_reduce_max(found)
-    assert all(group.gather(found.tolist() == [group.size - 1, 0, -np.inf, np.inf]))
+    result = np.array([group.rank, -group.rank, -np.inf, np.inf if group.rank == 0 else 0.0])
+    group.all_reduce_max(result)
+    assert all(group.gather(result.tolist() == [group.size - 1, 0, -np.inf, np.inf]))
 
 
 @pytest.mark.simulated
@@ -348,10 +348,10 @@ def test_what_runs_is_what_was_proved(group: Group) -> None:
     def own(rank: int, size: int) -> tuple[Step, ...]:
         return ring(rank, size) if group.rank == 0 else tree(rank, size)
 
-    where, wanted = expected(group, ALL_REDUCE.name, 7)
+    where, target = expected(group, ALL_REDUCE.name, 7)
     for _ in range(2):
         array = values(group.rank, 7)
         group.all_reduce(array, fickle)
-        assert all(group.gather(bool((array[where] == wanted).all())))
-    found = told(CommError, lambda: group.all_reduce(values(group.rank, 7), own))
-    assert all(group.gather(("different steps by own" in found) is (group.size > 1)))
+        assert all(group.gather(bool((array[where] == target).all())))
+    result = told(CommError, lambda: group.all_reduce(values(group.rank, 7), own))
+    assert all(group.gather(("different steps by own" in result) is (group.size > 1)))

@@ -71,8 +71,8 @@ def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: P
 
 def test_simulate_and_list() -> None:
     words = ["--ranks", "4", "--bytes", "400", "--network", "alpha=1,beta=0.25,gamma=0.125"]
-    told = main(["simulate", "ring", *words])
-    assert told.startswith(
+    text = main(["simulate", "ring", *words])
+    assert text.startswith(
         "all-reduce by ring, 4 ranks, 400 B: 193.5 s, messages by alpha=1,beta=0.25,gamma=0.125\n"
     )
     assert (
@@ -150,8 +150,8 @@ def test_strange_machines_are_simulated_as_asked() -> None:
 def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path: Path) -> None:
     file = tmp_path / "fit.json"
     save_fit(make_fit(), file)  # 4 ranks on 2 nodes
-    told = main(["simulate", "hierarchical", "--bytes", "1MB", "--network", str(file)])
-    assert format_seconds(make_fit().predict("hierarchical", 2**20)) in told.splitlines()[0]
+    text = main(["simulate", "hierarchical", "--bytes", "1MB", "--network", str(file)])
+    assert format_seconds(make_fit().predict("hierarchical", 2**20)) in text.splitlines()[0]
     with pytest.raises(
         UsageError, match="there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 python"
     ):

@@ -26,9 +26,9 @@ FORMS = [name for name in COLLECTIVES if "hierarchical" not in name]
 def test_it_equals_the_closed_form(name: tuple[str, str], size: int) -> None:
     if name in POWERS and size & size - 1:
         pytest.skip("exact for powers of two")
-    nbytes, found = 4 * 60 * size, COLLECTIVES[name]
-    assert price(found, size, nbytes, UNIFORM) == pytest.approx(
-        found.seconds(size, nbytes, ALPHA, BETA, GAMMA)
+    nbytes, result = 4 * 60 * size, COLLECTIVES[name]
+    assert price(result, size, nbytes, UNIFORM) == pytest.approx(
+        result.seconds(size, nbytes, ALPHA, BETA, GAMMA)
     )
 
 
@@ -51,10 +51,10 @@ def test_two_levels_equal_their_closed_form(size: int, ranks_per_node: int) -> N
     count, depth, nbytes = size // ranks_per_node, log2(ranks_per_node), 2**20
     expected = 2 * depth * (ALPHA + nbytes * BETA) + (depth + (count - 1) / count) * nbytes * GAMMA
     expected += 2 * (count - 1) * 10 * ALPHA + 2 * (count - 1) / count * nbytes * 20 * BETA
-    found = simulate_collective(
+    result = simulate_collective(
         find_collective("all-reduce", "hierarchical", nodes), size, nbytes, machine
     )
-    assert max(found) == pytest.approx(expected, rel=1e-12)
+    assert max(result) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

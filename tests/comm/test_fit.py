@@ -52,7 +52,7 @@ def test_a_fit_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     ):
         save_fit(fit, file)
         assert load_fit(file) == fit
-    assert [each.name for each in file.parent.iterdir()] == ["fit.json"]
+    assert [item.name for item in file.parent.iterdir()] == ["fit.json"]
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         save_fit(make(facts={**FACTS, "cpu": object()}), file)
     assert load_fit(file) == make()
-    assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]
+    assert [item.name for item in tmp_path.iterdir()] == ["fit.json"]
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Grou
 
 def test_the_lines_have_both_links_and_every_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nnmpi.comm.fit, "EXAMPLES", (1000, 2**20))
-    told = list(describe_fit(make()))
-    text = "\n".join(told)
+    message = list(describe_fit(make()))
+    text = "\n".join(message)
     assert "messages inside a node, one way: latency 1 us" in text
     assert "messages between nodes, both ways: latency 10 us, 1.000 ns/B" in text
-    table = [line.split() for line in told[told.index("") + 1 :]]
+    table = [line.split() for line in message[message.index("") + 1 :]]
     assert table[0] == ["predicted", "1000", "B", "1", "MB"] and table[1] == [
         "native",
         "5",

@@ -70,8 +70,8 @@ def test_blocks_are_the_largest_that_are_complete(leaves: int, chosen: set[int])
     for leaf in chosen:
         tree.push(leaf, arrays[leaf])
     blocks = tree.blocks
-    found = [leaf for block in blocks for leaf in covered(block, leaves)]
-    assert found == sorted(chosen)
+    result = [leaf for block in blocks for leaf in covered(block, leaves)]
+    assert result == sorted(chosen)
     for (level, index), array in blocks.items():
         assert array.tobytes() == plain_sum(arrays, level, index).tobytes()
         if level < top(leaves):
@@ -87,7 +87,7 @@ def test_in_order_few_arrays_are_kept(leaves: int) -> None:
         tree.push(leaf, arrays[leaf])
         assert len(tree.blocks) <= top(leaves + 1)
         assert not any(
-            np.shares_memory(own, each) for own in tree.blocks.values() for each in arrays
+            np.shares_memory(local, array) for local in tree.blocks.values() for array in arrays
         )
 
 
@@ -223,7 +223,7 @@ def test_ranks_that_differ_are_refused_on_all(group: Group) -> None:
         )
         assert all(f"rank {last} has 3 leaves and a result of 4 float64" in text for text in wider)
     fewer = SumTree(2) if is_last and last else deal(group, [0] * 3, arrays)
-    told = complaints(group, fewer, np.empty(4, np.float32))
+    message = complaints(group, fewer, np.empty(4, np.float32))
     assert all(
-        (f"rank {last} has 2 leaves" in text) if last else text == "nothing" for text in told
+        (f"rank {last} has 2 leaves" in text) if last else text == "nothing" for text in message
     )

@@ -181,8 +181,8 @@ def test_traffic_is_counted_per_step(group: Group) -> None:
         traffic = exchange.traffic
         seen.append([traffic.bytes, traffic.calls, 0 <= group.comm.world.met_s < 60])
     exchange.free()
-    one = [8 * sum(LENGTHS), len(exchange.buckets), True] if group.size > 1 else [0, 0, True]
-    assert group.gather(seen) == [[one, one]] * group.size
+    item = [8 * sum(LENGTHS), len(exchange.buckets), True] if group.size > 1 else [0, 0, True]
+    assert group.gather(seen) == [[item, item]] * group.size
 
 
 @pytest.mark.both_worlds
@@ -271,13 +271,13 @@ def raised(make: object) -> str:
 def test_ranks_with_other_gradients_are_found_at_once(group: Group) -> None:
     last = group.size - 1
     n = 9 if group.rank == last and last else 8
-    found = raised(lambda: BucketExchange(group, [np.zeros(n)], [(0, 0, n)]).free())
+    result = raised(lambda: BucketExchange(group, [np.zeros(n)], [(0, 0, n)]).free())
     others = "rank 0 has" if last == 1 else f"ranks 0-{last - 1} have"
     expected = (
         f"CommError: the ranks would sum different gradients: {others} a bucket of 8 float64; "
         f"rank {last} has a bucket of 9 float64; build the same model on every rank"
     )
-    assert group.gather(found) == [expected if last else ""] * group.size
+    assert group.gather(result) == [expected if last else ""] * group.size
 
 
 # How gradients are grouped: pictures of buckets.
@@ -357,9 +357,9 @@ def test_what_ranks_send(algorithm: str, busiest: float | None, total: float | N
     def volume(group: Group) -> tuple[float, float] | None:
         buffers = [np.zeros(1000), np.zeros(64, "float32")]
         exchange = BucketExchange(group, buffers, [(0, 0, 1000), (1, 0, 64)], algorithm)
-        found = exchange.volume()
+        result = exchange.volume()
         exchange.free()
-        return found
+        return result
 
     assert find_collective("broadcast", "tree").sent(6) == [3, 0, 1, 0, 1, 0]
     nbytes = 8 * 1000 + 4 * 64

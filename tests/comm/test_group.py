@@ -52,8 +52,8 @@ def test_gather_gives_all_values_to_all(group: Group) -> None:
 def test_share_gives_the_roots_value_to_all(group: Group) -> None:
     for root in range(group.size):
         value = {"root": root, "text": "ü" * 10_000}
-        found = group.share(value if group.rank == root else object(), root)
-        assert all(group.gather(found == value))
+        result = group.share(value if group.rank == root else object(), root)
+        assert all(group.gather(result == value))
 
 
 @pytest.mark.simulated

@@ -85,6 +85,6 @@ def test_a_network_is_given_as_text() -> None:
     ],
 )
 def test_a_network_that_cannot_be_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="such as alpha_us=50,gbit=10") as told:
+    with pytest.raises(UsageError, match="such as alpha_us=50,gbit=10") as message:
         parse_network(text, 2)
-    assert repr(text) in str(told.value)
+    assert repr(text) in str(message.value)

@@ -42,11 +42,11 @@ def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends
     for number in range(3):
         messages.send(np.full((2, 3), 10 * group.rank + number, np.float32), after, tag=7)
     arrivals = [messages.receive(np.empty((2, 3), np.float32), before, tag=7) for _ in range(3)]
-    found = [float(arrival.wait()[1, 2]) for arrival in arrivals]
+    result = [float(arrival.wait()[1, 2]) for arrival in arrivals]
     messages.drain()
     left = messages.leaving
     messages.free()
-    assert all(group.gather(found == [10 * before + number for number in range(3)] and left == 0))
+    assert all(group.gather(result == [10 * before + number for number in range(3)] and left == 0))
 
 
 @pytest.mark.both_worlds
@@ -82,12 +82,12 @@ def test_a_long_message_is_cut_and_there_when_its_last_piece_is(
     group.barrier()
     messages.send(last, after, tag=0)
     leaving = messages.leaving
-    whole = come(arrival, messages) and bool(
+    full = come(arrival, messages) and bool(
         np.array_equal(arrival.wait(), np.arange(23.0) + before)
     )
     messages.drain()
     messages.free()
-    assert all(group.gather(whole and not half and leaving == 2))
+    assert all(group.gather(full and not half and leaving == 2))
 
 
 @pytest.mark.both_worlds
@@ -117,28 +117,28 @@ def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
 def test_arrays_of_any_kind_arrive(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 20)  # the longer ones travel in pieces
     for array in ARRAYS:
-        found = np.full(array.shape, 1, array.dtype)
+        result = np.full(array.shape, 1, array.dtype)
         with rendezvous(group) as channel:  # from rank to rank, as a bucket is passed on
-            sent = channel.receive(found, group.rank - 1) if group.rank else True
+            sent = channel.receive(result, group.rank - 1) if group.rank else True
             if group.rank < group.size - 1:
                 sent = channel.send(array, group.rank + 1) and sent
-        assert all(group.gather(sent and (group.rank == 0 or np.array_equal(found, array))))
+        assert all(group.gather(sent and (group.rank == 0 or np.array_equal(result, array))))
 
 
 @pytest.mark.simulated
 def test_nothing_moves_unless_both_can(group: Group) -> None:
     partner = group.rank ^ 1
-    found = np.zeros(2)
+    result = np.zeros(2)
     answers = []
     with rendezvous(group) as channel:
         if partner < group.size:
             for sends, takes in ((False, True), (True, False), (False, False)):
                 if group.rank % 2:
-                    answers.append(channel.receive(found if takes else None, partner))
+                    answers.append(channel.receive(result if takes else None, partner))
                 else:
                     answers.append(channel.send(np.ones(2) if sends else None, partner))
     assert not any(map(any, group.gather(answers)))
-    assert all(group.gather(not found.any()))
+    assert all(group.gather(not result.any()))
 
 
 @pytest.mark.simulated
@@ -152,15 +152,15 @@ def test_a_rendezvous_does_not_meet_the_groups_messages(group: Group) -> None:
     sums = np.ones(5)
     pending = group.bind(sums, "ring")
     pending.start()
-    found = np.zeros(3)
+    result = np.zeros(3)
     with rendezvous(group) as channel:
         if group.rank == 1:
-            channel.receive(found, 0)
+            channel.receive(result, 0)
         elif group.rank == 0 and group.size > 1:
             channel.send(np.full(3, 7.0), 1)
     pending.wait()
     assert all(group.gather(bool((sums == group.size).all())))
-    assert all(group.gather(group.rank != 1 or bool((found == 7).all())))
+    assert all(group.gather(group.rank != 1 or bool((result == 7).all())))
 
 
 @pytest.mark.both_worlds

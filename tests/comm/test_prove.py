@@ -124,8 +124,8 @@ def test_no_single_change_goes_unnoticed(key: tuple[str, str], size: int) -> Non
 def without(steps: Plan, *places: tuple[int, int]) -> Plan:
     """Return the steps without those of (rank, index)."""
     return [
-        [step for index, step in enumerate(own) if (rank, index) not in places]
-        for rank, own in enumerate(steps)
+        [step for index, step in enumerate(local) if (rank, index) not in places]
+        for rank, local in enumerate(steps)
     ]
 
 
@@ -177,11 +177,11 @@ ALL_SEND = (
         (HANDED_ON, BROADCAST, "rank 1, step 0 sends chunk 0 to rank 2 before anything is in it"),
         (ADDING, ALL_GATHER, "adds chunk 0 from rank 0 to nothing"),
         (
-            [own[1:] for own in plan(bruck_reduce_scatter, 4)],
+            [local[1:] for local in plan(bruck_reduce_scatter, 4)],
             REDUCE_SCATTER,
             "rank 0 ends without the part of ranks 1-2 in chunk 0",
         ),
-        ([own * 2 for own in plan(GOSSIP, 5)], NEIGHBOUR_AVERAGE, "more than 2 times"),
+        ([local * 2 for local in plan(GOSSIP, 5)], NEIGHBOUR_AVERAGE, "more than 2 times"),
         (
             both(reduce=True),
             replace(ALL_REDUCE, ends=lambda rank, chunk, size: 1),

@@ -40,9 +40,9 @@ def test_every_message_is_in_its_ranks_columns(name: tuple[str, str], size: int)
     picture = render(COLLECTIVES[name], size).split("\n\n")[1].splitlines()
     columns = [picture[0].index(f"rank {rank}") for rank in range(size)]
     cells = [
-        (columns.index(found.start()), *found.groups())
+        (columns.index(result.start()), *result.groups())
         for line in picture
-        for found in re.finditer(r"(?<=  )(\S+) (->|<\+|<-) (\d+)", line)
+        for result in re.finditer(r"(?<=  )(\S+) (->|<\+|<-) (\d+)", line)
     ]
     sent = sorted((rank, what, int(other)) for rank, what, arrow, other in cells if arrow == "->")
     come = sorted((int(other), what, rank) for rank, what, arrow, other in cells if arrow != "->")
@@ -52,7 +52,7 @@ def test_every_message_is_in_its_ranks_columns(name: tuple[str, str], size: int)
         (r, s.to) for r in range(size) for s in steps[r] if s.to is not None
     )
     assert sum(cell[2] == "<+" for cell in cells) == sum(
-        step.reduce for own in steps for step in own
+        step.reduce for local in steps for step in local
     )
     assert f"round {prove(COLLECTIVES[name], size).rounds - 1} " in "\n".join(picture)
 

@@ -130,7 +130,7 @@ def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(
             sums[(i + group.rank) % 3].start()
         under_way = list(sums)
         while under_way:
-            under_way = [one for one in under_way if not one.poll()]
+            under_way = [item for item in under_way if not item.poll()]
         right.append(np.array_equal(array, added(group.size, 1000, "int64", turn)))
     memory.free()
     assert all(map(all, group.gather(right)))
@@ -175,7 +175,7 @@ def test_an_array_that_lies_elsewhere_is_refused_on_all_ranks(group: Group) -> N
     array = memory.allocate(8, "float32")
     odd = np.zeros(8, "float32") if group.rank == group.size - 1 else array
     text = told(DeviceError, lambda: SharedSum(odd, memory))
-    assert all(group.size == 1 or "allocate()" in each for each in group.gather(text))
+    assert all(group.size == 1 or "allocate()" in item for item in group.gather(text))
     with pytest.raises(ShapeError, match="1-D"):
         SharedSum(np.zeros((2, 3)), memory)
 
@@ -206,18 +206,18 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_a_closed_twin_leaves_the_arrays(group: Group) -> None:
     """What the other has allocated is in use: gone, it would end the process at the next sum."""
-    whole = group.duplicate()
-    array = whole.memory().allocate(50, np.float32)
+    full = group.duplicate()
+    array = full.memory().allocate(50, np.float32)
     array[:] = 1
-    whole.all_reduce(array, "shared")
-    twin = whole.memory().twin(whole)
+    full.all_reduce(array, "shared")
+    twin = full.memory().twin(full)
     twin.allocate(7, "int64")
     twin.close()
-    whole.all_reduce(array, "shared")
-    assert (array == whole.size**2).all()
-    whole.memory().free()
+    full.all_reduce(array, "shared")
+    assert (array == full.size**2).all()
+    full.memory().free()
     assert twin.place(array) is None
-    whole.comm.free()
+    full.comm.free()
 
 
 @pytest.mark.mpi
@@ -225,33 +225,33 @@ def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
     """Not even where the group has its own in another object by then: freed twice, it may be
     somebody else's.
     """
-    whole = group.duplicate()
-    memory = whole.memory()
-    whole.comm = wrap(whole.comm.mpi)
+    full = group.duplicate()
+    memory = full.memory()
+    full.comm = wrap(full.comm.mpi)
     memory.free()
-    assert whole.sum_floats([1.0]) == [whole.size]
-    whole.comm.free()
+    assert full.sum_floats([1.0]) == [full.size]
+    full.comm.free()
 
 
 @pytest.mark.mpi
 def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None:
     """The old barriers count in pages that are gone: to touch them would end the process."""
-    whole = group.duplicate()
+    full = group.duplicate()
     for _ in range(3):
-        array = whole.memory().allocate(50, np.float32)
+        array = full.memory().allocate(50, np.float32)
         array[:] = 1
-        whole.all_reduce(array, "shared")
-        right = bool((array == whole.size).all())
-        old = whole.memory()
+        full.all_reduce(array, "shared")
+        right = bool((array == full.size).all())
+        old = full.memory()
         old.free()
-        assert all(whole.gather(right))
-        assert whole.memory() is not old
-        assert not whole.memory().closed
-    twin = whole.duplicate()
+        assert all(full.gather(right))
+        assert full.memory() is not old
+        assert not full.memory().closed
+    twin = full.duplicate()
     twin.all_reduce(twin.memory().allocate(5, np.float32), "shared")
     twin.free()
-    whole.free()
-    assert whole.comm.mpi == MPI.COMM_NULL
+    full.free()
+    assert full.comm.mpi == MPI.COMM_NULL
 
 
 @pytest.mark.mpi
@@ -263,14 +263,14 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(
     """Freed twice, a communicator would be an error, or somebody else's; what was closed refuses in
     a sentence.
     """
-    whole = group.duplicate()
+    full = group.duplicate()
     memory = shared_memory(
-        whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered
+        full, nodes=blocks_of_two(full) if nodes == "several" else None, ordered=ordered
     )
-    kept = memory.allocate(5, "float64")
+    saved = memory.allocate(5, "float64")
     memory.barrier_of(3)
     for give_back in (memory.close, memory.free):
-        assert memory.place(kept) is not None
+        assert memory.place(saved) is not None
         give_back()
         give_back()
         for ask in (
@@ -278,10 +278,10 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(
             lambda: memory.barrier_of(3),
             lambda: memory.allocate(1, "float32"),
             lambda: memory.common_all([]),
-            lambda: memory.twin(whole),
+            lambda: memory.twin(full),
         ):
             with pytest.raises(UsageError, match="was closed or freed; ask the group"):
                 ask()
-    assert memory.place(kept) is None
-    assert whole.sum_floats([1.0]) == [whole.size]
-    whole.free()
+    assert memory.place(saved) is None
+    assert full.sum_floats([1.0]) == [full.size]
+    full.free()

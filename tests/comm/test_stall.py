@@ -59,7 +59,7 @@ def test_when_it_is_over(
 
 def test_the_line_of_a_thread_is_outside_of_comm_and_of_pythons_library() -> None:
     room, library = str(Path(watchdog.__file__).parent), watchdog.LIBRARY
-    other, own = (
+    other, local = (
         f"Thread 0x{7:016x} (most recent call first):",
         f"Current thread 0x{9:016x} (most recent call first):",
     )
@@ -69,7 +69,7 @@ def test_the_line_of_a_thread_is_outside_of_comm_and_of_pythons_library() -> Non
     ]
     mine = '  File "/home/me/mine.py", line 3 in run'
     stacks = "\n".join(
-        [other, lines[0], "", own, *lines, mine, '  File "/home/me/mine.py", line 9 in <module>']
+        [other, lines[0], "", local, *lines, mine, '  File "/home/me/mine.py", line 9 in <module>']
     )
     assert find_line(stacks, 9) == "mine.py:3 in run"
     assert find_line(stacks, 7) == "threading.py:5 in wait"  # there is nothing else

@@ -182,7 +182,7 @@ def test_a_launcher_that_mpi_does_not_know_is_refused_once(
             )
             for folder in folders
         ]
-    endings = [each.result() for each in work]
+    endings = [item.result() for item in work]
     assert [ending.status for ending in endings] == [2, 2, 2]
     assert "started 3 processes" in endings[0].output
     assert endings[0].output.count("\n") == 1

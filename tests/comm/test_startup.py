@@ -85,8 +85,8 @@ FOREIGN = "started 4 processes, but mpi4py found another MPI, {}, in which each 
 def test_launchers_of_another_library_are_refused(
     vendor: str, launch: Launch | None, environ: dict[str, str], size: int | None, words: str
 ) -> None:
-    found = told(LaunchError, lambda: refuse_mismatch(vendor, launch, environ, size))
-    assert words in found and bool(words) == bool(found)
+    result = told(LaunchError, lambda: refuse_mismatch(vendor, launch, environ, size))
+    assert words in result and bool(words) == bool(result)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]
     wait.
     """
 
-    def gather(own: list[Any], everyones: list[Any]) -> SimpleNamespace:
-        everyones[0][:] = own[0]
+    def gather(local: list[Any], everyones: list[Any]) -> SimpleNamespace:
+        everyones[0][:] = local[0]
         return SimpleNamespace(Test=lambda: True)
 
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, Iallgather=gather)

@@ -16,24 +16,24 @@ from tests.comm.memory import shared_memory
 @pytest.mark.both_worlds
 def test_every_rank_sees_what_the_others_write_into_their_arrays(group: Group) -> None:
     memory = SharedMemory(group)
-    own = memory.allocate(1000 + group.rank, np.float32)
+    local = memory.allocate(1000 + group.rank, np.float32)
     zeros = (
-        bool((own == 0).all())
-        and own.size == 1000 + group.rank
-        and own.ctypes.data % PAGE_BYTES == 0
+        bool((local == 0).all())
+        and local.size == 1000 + group.rank
+        and local.ctypes.data % PAGE_BYTES == 0
     )
-    own[:] = memory.rank
+    local[:] = memory.rank
     memory.barrier()
     seen = [
         bool((part == rank).all()) and part.size == 500
-        for rank, part in enumerate(memory.parts(own[100:600]))
+        for rank, part in enumerate(memory.parts(local[100:600]))
     ]
     memory.barrier()
     right = (
         zeros
         and seen == [True] * memory.size
-        and memory.place(own[1:]) == (0, 4)
-        and memory.place(own.copy()) is None
+        and memory.place(local[1:]) == (0, 4)
+        and memory.place(local.copy()) is None
     )
     memory.free()
     assert all(group.gather(right))

@@ -32,18 +32,18 @@ def place(group: Group, layout: Layout, model: Module | None = None) -> Arrangem
 def test_the_stages_are_the_whole_model(group: Group) -> None:
     where = place(group, Layout(pp=group.size, dp=1))
     where.model.initialize(seed=4)
-    whole = deep().initialize(seed=4).state()
+    full = deep().initialize(seed=4).state()
     parts = group.gather(
         {name: [float(v) for v in value.reshape(-1)] for name, value in where.model.state().items()}
     )
-    found = {name: values for part in parts for name, values in part.items()}
-    right = found.keys() == whole.keys() and all(
-        np.allclose(found[name], value.reshape(-1)) for name, value in whole.items()
+    result = {name: values for part in parts for name, values in part.items()}
+    right = result.keys() == full.keys() and all(
+        np.allclose(result[name], value.reshape(-1)) for name, value in full.items()
     )
     lines = describe_stages(where)
     assert all(group.gather(bool(right)))
     assert all(group.gather(len(lines) == (group.size if group.size > 1 else 0)))
-    assert all(group.gather(sum(len(part) for part in parts) == len(whole)))
+    assert all(group.gather(sum(len(part) for part in parts) == len(full)))
 
 
 def refuse(
@@ -55,12 +55,12 @@ def refuse(
 ) -> None:
     try:
         place(group, layout, **options)
-        found = "nothing"
+        result = "nothing"
     except error as raised:
-        found = str(raised)
-    told = group.gather(found)
-    assert all(sentence in each for each in told), told
-    assert len(set(told)) == 1
+        result = str(raised)
+    text = group.gather(result)
+    assert all(sentence in item for item in text), text
+    assert len(set(text)) == 1
 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
@@ -93,9 +93,9 @@ def test_layouts_that_do_not_fit(group: Group) -> None:
 def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> None:
     """What all ranks have together is less than the whole model takes, and more than its parts."""
     model = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
-    whole = sum(parameter.size for parameter in model.parameters()) * 4 * 4
-    limit = whole // 2 if group.size == 1 else round(whole / group.size * 1.7)
-    if group.size == 1 or limit < whole:
+    full = sum(parameter.size for parameter in model.parameters()) * 4 * 4
+    limit = full // 2 if group.size == 1 else round(full / group.size * 1.7)
+    if group.size == 1 or limit < full:
         refuse(
             group,
             Layout(memory_limit=limit),

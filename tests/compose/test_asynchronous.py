@@ -64,7 +64,7 @@ def test_in_step_it_is_the_synchronous_run(group: Group, name: str) -> None:
         assert report.staleness is not None
         assert report.staleness.largest() == 0
         # Ranks without rows do their part as well.
-        assert [report.staleness.count(each) for each in range(group.size)] == [
+        assert [report.staleness.count(item) for item in range(group.size)] == [
             stop - first
         ] * group.size
     assert sum(report.totals.samples for report in reports) == 2 * ROWS
@@ -80,8 +80,8 @@ def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(
     slow = "ms=0.3;probability=0.3,factor=5"
     worker = make(group, sync, "momentum", slow, clip=1.0)
     before = weights(worker.model)
-    told: list[int] = []
-    reports = train(worker, progress=lambda one: told.append(one.totals.samples))
+    text: list[int] = []
+    reports = train(worker, progress=lambda item: text.append(item.totals.samples))
     values = everything(worker)
     assert equal_on_all(group, values)
     assert np.isfinite(values).all()
@@ -89,7 +89,7 @@ def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(
     rows = [report.totals.samples for report in reports]
     assert group.gather(rows) == [[48, 14, 12, 50]] * group.size
     if sync.has_server:
-        assert sum(told) == (sum(rows) if group.is_root else 0)
+        assert sum(text) == (sum(rows) if group.is_root else 0)
     assert [report.batches for report in reports] == [stop - first for _, first, stop in SEGMENTS]
     worker.release()
 
@@ -120,14 +120,14 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group) -> None
 
 
 def test_one_rank_out_of_step_is_the_serial_run_bit_for_bit(group: Group) -> None:
-    own = group.split(group.rank)
-    expected = all_reduced(own, "adam", build(dropout=0.2), clip=0.5)
+    local = group.split(group.rank)
+    expected = all_reduced(local, "adam", build(dropout=0.2), clip=0.5)
     for sync in (Sync("asp"), Sync("ssp", staleness=3), Sync("local")):
-        worker = make(own, sync, "adam", model=build(dropout=0.2), clip=0.5)
+        worker = make(local, sync, "adam", model=build(dropout=0.2), clip=0.5)
         train(worker)
         assert np.array_equal(weights(worker.model), expected), sync
         worker.release()
-    own.free()
+    local.free()
 
 
 def test_a_clipped_gradient_moves_the_weights_no_further_than_its_bound(group: Group) -> None:
@@ -156,10 +156,10 @@ def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
         make(group, Sync("asp"), loss=cross_entropy)
     worker = make(group, Sync("local"))
     if group.size > 1:
-        own = group.split(group.rank)
+        local = group.split(group.rank)
         with pytest.raises(UsageError, match="give Loader the rank and world of the group"):
-            worker.run(loader_of(own, worker.model), 0, 0, 1, 0, lambda step: 0.1)
-        own.free()
+            worker.run(loader_of(local, worker.model), 0, 0, 1, 0, lambda step: 0.1)
+        local.free()
     with pytest.raises(UsageError, match="release"):
         make(group, Sync("asp"), model=_taken(group))
     worker.release()

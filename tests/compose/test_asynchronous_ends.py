@@ -101,8 +101,8 @@ def move(group: Group, old: AsynchronousWorker, sync: Sync, name: str) -> Asynch
     new = make(group, sync, name, model=build("float64"))
     for parameter in new.model.parameters():
         parameter.data[...] = 7.0
-    for state, found in zip(new.state(), values, strict=True):
-        state.scatter(found.__getitem__)
+    for state, result in zip(new.state(), values, strict=True):
+        state.scatter(result.__getitem__)
     new.optimizer.steps = steps
     assert np.array_equal(everything(new), expected), sync
     return new

@@ -31,10 +31,10 @@ def test_nobody_is_further_ahead_than_the_bound(group: Group, bound: int) -> Non
     steps = [0] * group.size
     for first, stop in ((0, 9), (9, 10), (10, SMALL_BATCHES)):
         report = train(worker, ((0, first, stop),), SMALL)[0]
-        found = staleness(report)
+        result = staleness(report)
         assert report.lead <= bound
-        assert found.largest() <= (2 * bound + 1) * (group.size - 1)
-        steps = [before + found.count(number) for number, before in enumerate(steps)]
+        assert result.largest() <= (2 * bound + 1) * (group.size - 1)
+        steps = [before + result.count(number) for number, before in enumerate(steps)]
         # A worker that begins a step S steps ahead is S + 1 ahead when it has done it.
         assert max(steps) - min(steps) <= bound + 1
         assert sum(steps) == group.size * stop
@@ -49,8 +49,8 @@ def test_without_a_bound_nobody_waits_for_a_slow_rank(group: Group, slow: str) -
     # Steps long beside what a busy machine adds to them: otherwise all ranks are slow.
     worker = make(group, Sync("asp"), slow=f"ms=10;rank={number},factor=20")
     report = train(worker, ((0, 0, SMALL_BATCHES),), SMALL)[0]
-    counts = [staleness(report).count(each) for each in range(group.size)]
-    others = [count for each, count in enumerate(counts) if each != number]
+    counts = [staleness(report).count(item) for item in range(group.size)]
+    others = [count for item, count in enumerate(counts) if item != number]
     assert sum(counts) == group.size * SMALL_BATCHES
     assert counts[number] * 3 < max(others)
     assert report.lead > 4
@@ -64,22 +64,22 @@ def test_without_a_bound_nobody_waits_for_a_slow_rank(group: Group, slow: str) -
 )
 def test_a_slowed_rank_takes_as_long_as_it_should(group: Group, sync: Sync) -> None:
     skip_unless_fitting(group, sync)
-    told = list[Progress]()
+    text = list[Progress]()
     worker = make(group, sync, slow="ms=3;rank=0,factor=5")
-    report = train(worker, ((0, 0, 4),), progress=told.append)[0]
-    assert all(one.totals.compute_s >= 0.003 * (5 if one.worker == 0 else 1) for one in told)
-    assert not group.is_root or any(one.worker == 0 for one in told)
+    report = train(worker, ((0, 0, 4),), progress=text.append)[0]
+    assert all(item.totals.compute_s >= 0.003 * (5 if item.worker == 0 else 1) for item in text)
+    assert not group.is_root or any(item.worker == 0 for item in text)
     assert report.totals.per_step(report.totals.compute_s) >= 0.003
     assert report.totals.wall_s >= 0.015
     worker.release()
 
 
 def stale(*workers: list[int]) -> Staleness:
-    found = Staleness(len(workers))
+    result = Staleness(len(workers))
     for worker, values in enumerate(workers):
         for value in values:
-            found.add(worker, value)
-    return found
+            result.add(worker, value)
+    return result
 
 
 def test_segments_are_put_together_and_told() -> None:
@@ -89,14 +89,14 @@ def test_segments_are_put_together_and_told() -> None:
     second = SegmentReport(
         four, messages=12, bytes=10 * 2**20, staleness=stale([3], [0, 0]), disagreement=0.025
     )
-    told, sent = describe_segments(first.plus(second))
+    text, sent = describe_segments(first.plus(second))
     for words in (
         "1.00 on average, at most 3",
         "1 step ahead",
         "steps by worker: 3, 3",
         "differed by 2.5 %",
     ):
-        assert words in told
+        assert words in text
     assert sent.startswith("3 messages with 2 MB per step")
     many = describe_segments(SegmentReport(two, staleness=stale(*[[0]] * (SHOWN_WORKERS + 1))))
     assert many[0].endswith("steps by worker: " + ", ".join(["1"] * SHOWN_WORKERS) + ", ...")

@@ -83,10 +83,10 @@ LAYOUTS = {
 def test_a_module_that_thinks_of_others_is_the_serial_one(name: str) -> None:
     ranks, layout = LAYOUTS.get(name, (2, Layout(pp=2, dp=1)))
     right = simulate(lambda group: train(group, Careful, Layout(dp=1)), 1)[0]
-    for found, expected in zip(
+    for result, expected in zip(
         simulate(lambda group: train(group, Careful, layout), ranks)[0], right, strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-9)
+        np.testing.assert_allclose(result, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "fixed"])

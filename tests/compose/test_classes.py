@@ -39,7 +39,7 @@ def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) ->
     where = arrange(model, group, Layout(dp=1, tp=group.size), np.zeros((2, 4)))
     where.model.initialize()
     optimizer = optim.SGD(where.model.storage, lr=0.1)
-    found = told(
+    result = told(
         UsageError,
         lambda: Worker(
             where.model, optimizer, group, loss=lambda x, y: (x * x).sum(axis=1), arrangement=where
@@ -47,7 +47,9 @@ def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) ->
     )
     where.free()
     assert all(
-        group.gather(found == "" if group.size == 1 else "would see a part of them alone" in found)
+        group.gather(
+            result == "" if group.size == 1 else "would see a part of them alone" in result
+        )
     )
 
 
@@ -91,7 +93,7 @@ def test_a_head_that_leaves_parts(group: Group, name: str) -> None:
         outputs = Inference(where, worker.backend)(data.x[:7].astype("float64"))
         worker.release()
         where.free()
-        return [[each.loss for each in reports], [each.score for each in reports], outputs]
+        return [[report.loss for report in reports], [report.score for report in reports], outputs]
 
-    for found, right in zip(train(group), train(group.split(group.rank)), strict=True):
-        np.testing.assert_allclose(found, right, rtol=1e-9)
+    for result, right in zip(train(group), train(group.split(group.rank)), strict=True):
+        np.testing.assert_allclose(result, right, rtol=1e-9)

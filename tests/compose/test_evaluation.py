@@ -52,8 +52,8 @@ def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
     )
     report = worker.evaluate(batches.epoch(0))
     worker.release()
-    found = (report.loss, report.accuracy)
+    result = (report.loss, report.accuracy)
     assert (
-        group.gather([bool(np.allclose(found, expected(), rtol=1e-12)), report.samples])
+        group.gather([bool(np.allclose(result, expected(), rtol=1e-12)), report.samples])
         == [[True, ROWS]] * group.size
     )

@@ -94,12 +94,12 @@ def test_logits_are_those_of_whole_passes(kind: str) -> None:
     """For several sequences at once; outside of the block nothing is kept."""
     model = build(kind).initialize(1, "float64")
     tokens = np.random.default_rng(0).integers(0, TOKENS, (3, CONTEXT))
-    whole, memory = model(tokens).data, dict[str, object]()
+    full, memory = model(tokens).data, dict[str, object]()
     parts = [tokens[:, :4], *(tokens[:, i : i + 1] for i in range(4, CONTEXT))]
     with nn.continued(memory):
-        found = np.concatenate([model(each).data for each in parts], axis=1)
-    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-14)
-    assert np.array_equal(model(tokens).data, whole)
+        result = np.concatenate([model(part).data for part in parts], axis=1)
+    np.testing.assert_allclose(result, full, rtol=0, atol=1e-14)
+    assert np.array_equal(model(tokens).data, full)
 
 
 def test_what_cannot_be_written() -> None:

@@ -31,10 +31,10 @@ WAYS: list[dict[str, Any]] = [
 
 def make_batch(group: Group) -> Batch:
     """Return this rank's part of a batch."""
-    draws, own = np.random.default_rng(0), part(ROWS, group.size, group.rank)
+    draws, local = np.random.default_rng(0), part(ROWS, group.size, group.rank)
     x, y = draws.normal(size=(ROWS, 8, 8, 1)).astype("float32"), draws.integers(0, 10, ROWS)
-    rows = slice(own.start, own.stop)
-    cuts = (Cut(0, len(own), own.start),)
+    rows = slice(local.start, local.stop)
+    cuts = (Cut(0, len(local), local.start),)
     return Batch(x[rows], y[rows], np.arange(ROWS)[rows], cuts, ROWS, epoch=0, number=0)
 
 
@@ -77,10 +77,10 @@ def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, A
         seen.append(held())
     tracemalloc.stop()
     smallest = np.diff(seen, axis=0).min(axis=0)
-    found = group.gather([*smallest.tolist(), resident_bytes() - resident])
+    result = group.gather([*smallest.tolist(), resident_bytes() - resident])
     worker.release()
     # One number or tuple a step would be 1,400 bytes in a window, one object of ours 50 objects.
     # MPI's own store of messages grows by 2 MiB at once when another rank is late.
-    assert all(bytes_ < 1_000 and more < 25 and large < 2**22 for bytes_, more, large in found), (
-        found
+    assert all(bytes_ < 1_000 and more < 25 and large < 2**22 for bytes_, more, large in result), (
+        result
     )

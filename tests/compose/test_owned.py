@@ -35,14 +35,14 @@ def train(worker: Any, loader: Loader) -> np.ndarray[Any, Any]:
 
 
 def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group) -> None:
-    slow, found = Slow.parse("ms=0.3;probability=0.3,factor=3"), []
+    slow, result = Slow.parse("ms=0.3;probability=0.3,factor=3"), []
     for sync in (Sync("ssp", staleness=0), None):
         model = build()
         given = (model, optimizer_of(model, "momentum"), group)
         worker = Worker(*given) if sync is None else AsynchronousWorker(*given, sync, slow=slow)
-        found.append(train(worker, loader_of(group)))
+        result.append(train(worker, loader_of(group)))
         worker.release()
-    close = bool(np.allclose(found[1], found[0], rtol=1e-9, atol=1e-12))
+    close = bool(np.allclose(result[1], result[0], rtol=1e-9, atol=1e-12))
     assert group.gather(close) == [True] * group.size
 
 
@@ -64,7 +64,10 @@ def test_without_a_bound_everybody_keeps_to_its_own_samples(
     worker = AsynchronousWorker(model, optimizer_of(model), group, Sync("asp"), slow=slow)
     train(worker, loader_of(group))
     worker.release()
-    own = loader_of(group)._own[group.rank].tolist()
+    local = loader_of(group)._own[group.rank].tolist()
     counts = Counter(seen)
-    even = not seen or max(counts.values()) - min(counts[sample] for sample in own) <= 1
-    assert group.gather([set(seen) <= set(own), even]) == [[True, True]] * group.size, (own, counts)
+    even = not seen or max(counts.values()) - min(counts[sample] for sample in local) <= 1
+    assert group.gather([set(seen) <= set(local), even]) == [[True, True]] * group.size, (
+        local,
+        counts,
+    )

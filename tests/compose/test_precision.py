@@ -81,8 +81,8 @@ def fused(
     )
     here = any(module is fuse for _, module in model.named_modules())
     place = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
-    whole = layout is not None and layout.fixed
-    loader = Loader(train, 32, rank=place[0], world=place[1], microbatches=4, whole=whole)
+    full = layout is not None and layout.fixed
+    loader = Loader(train, 32, rank=place[0], world=place[1], microbatches=4, whole=full)
     return worker, fuse if here else None, loader
 
 
@@ -138,13 +138,13 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
         (unchanged, worker.optimizer.steps, worker.scaling.value, worker.scaling.skipped),
     ]
     changed = any((before[name] != value).any() for name, value in worker.model.state().items())
-    wanted = [
+    expected = [
         (False, 2.0**16),
         (True, 2.0**16, True, False),
         (False, 2.0**15, True),
         (True, 2, 2.0**15, 1),
     ]
-    everyone = group.gather([told == wanted or repr(told), changed])
+    everyone = group.gather([told == expected or repr(told), changed])
     worker.release()
     assert everyone == [[True, True]] * group.size, everyone
 

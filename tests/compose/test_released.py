@@ -39,13 +39,13 @@ def test_all_ranks_have_the_optimizers_state(group: Group, sync: Sync, name: str
     saved = worker.state()[1].to_dict(everywhere=True)
     worker.release()
     storage, slots = worker.model.storage, worker.optimizer.slots()
-    own = {
+    local = {
         f"{slot}/{span.parameter.name}": storage.view(span, slots[slot])
         for slot in slots
         for span in storage.spans
     }
-    assert own.keys() == saved.keys()
-    assert all(group.gather(all(np.array_equal(own[name], saved[name]) for name in own)))
+    assert local.keys() == saved.keys()
+    assert all(group.gather(all(np.array_equal(local[name], saved[name]) for name in local)))
     assert len(set(group.gather(worker.optimizer.steps))) == 1
 
 

@@ -261,7 +261,7 @@ class Inheriting(Doubling):
 
 def joining() -> nn.Module:
     """A layer of nnmpi's that calls a function which is not."""
-    return nn.Branches(nn.Linear(3, 3), nn.Tanh(), join=lambda found: found[0] + found[1])
+    return nn.Branches(nn.Linear(3, 3), nn.Tanh(), join=lambda result: result[0] + result[1])
 
 
 @pytest.mark.simulated(max_size=1)

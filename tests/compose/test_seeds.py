@@ -28,9 +28,9 @@ def run(sync: Sync, ranks: int, seed: int, cpu_factor: float = 1.0, **options: A
         worker.release()
         return reports, learnt
 
-    found = simulate(main, ranks, seed=seed, cpu_factor=cpu_factor)
-    assert len({learnt for _, learnt in found}) == 1  # all ranks meet with the same
-    return found[0]
+    result = simulate(main, ranks, seed=seed, cpu_factor=cpu_factor)
+    assert len({learnt for _, learnt in result}) == 1  # all ranks meet with the same
+    return result[0]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=["10", "120"])
@@ -57,5 +57,5 @@ def test_a_seed_is_repeatable(sync: Sync, cpu_factor: float) -> None:
     assert first[1] == again[1]
     if cpu_factor == 0:
         # A device is looked at until it has finished, and every look takes a simulated rank 0.1 us.
-        for one, other in zip(first[0], again[0], strict=True):
-            assert vars(one.totals) == pytest.approx(vars(other.totals), abs=1e-5)
+        for item, other in zip(first[0], again[0], strict=True):
+            assert vars(item.totals) == pytest.approx(vars(other.totals), abs=1e-5)

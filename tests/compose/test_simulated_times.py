@@ -56,20 +56,20 @@ def run(
         assert isinstance(trainer, Trainer)
         data = dataset(batches * BATCH)
         loader = Loader(data, BATCH, rank=group.rank, world=group.size, dtype="float64", workers=0)
-        told, began_s = list[Progress](), list[float]()
+        text, began_s = list[Progress](), list[float]()
 
         def rate(step: int) -> float:
             began_s.append(clock.now() / PACE_S)
             return 0.1
 
-        report = trainer.run(loader, 0, 0, batches, 0, rate, progress=told.append)
+        report = trainer.run(loader, 0, 0, batches, 0, rate, progress=text.append)
         trainer.release()
-        return report, told, began_s
+        return report, text, began_s
 
     link = Link.line(PACE_S * ALPHA_S, PACE_S * BYTE_S)
     machine = Machine(link, link, tuple(range(ranks))) if links else None
-    found = simulate(main, ranks, machine, seed, cpu_factor=0)
-    return Seen(found[0][0], found[0][1], [began_s for _, _, began_s in found])
+    result = simulate(main, ranks, machine, seed, cpu_factor=0)
+    return Seen(result[0][0], result[0][1], [began_s for _, _, began_s in result])
 
 
 def step(sync: Sync, ranks: int = 4, slow: str = "", few: int = 4, more: int = 12) -> float:
@@ -110,9 +110,9 @@ def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
         ALGORITHMS["ring"].seconds(4, NBYTES, ALPHA_S, BYTE_S),
         2 * (ALPHA_S + 8 * BYTE_S),
     )
-    found = step(Sync("local", local_steps=every))
+    result = step(Sync("local", local_steps=every))
     # now and then they ask for signals
-    assert found == pytest.approx(1 + (ring_s + rows_s) / every, abs=0.02)
+    assert result == pytest.approx(1 + (ring_s + rows_s) / every, abs=0.02)
     report = run(Sync("local", local_steps=every), 8).report
     assert report.staleness is not None and report.staleness.largest() == every - 1
 
@@ -120,10 +120,10 @@ def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_gossip_pays_for_its_neighbours_alone(ranks: int) -> None:
     talks = min(ranks - 1, 2)
-    found = step(Sync("gossip"), ranks)
+    result = step(Sync("gossip"), ranks)
     assert (
         1 + ALPHA_S + talks * NBYTES * BYTE_S - 1e-3
-        <= found
+        <= result
         <= 1 + talks * (ALPHA_S + NBYTES * BYTE_S) + 0.02
     )
 
@@ -137,7 +137,7 @@ def test_a_straggler_slows_gossip_down_no_faster_than_word_of_it_spreads() -> No
     for rank in range(16):
         away = max(0, min(rank, 16 - rank) - 1)
         expected = [step + 2 * max(0, step - away) for step in range(steps - 1)]
-        assert began[rank] == pytest.approx([0, *(3 + each for each in expected)], abs=0.01)
+        assert began[rank] == pytest.approx([0, *(3 + item for item in expected)], abs=0.01)
 
 
 @pytest.mark.parametrize("factor", [2, 8])
@@ -146,7 +146,7 @@ def test_asp_has_the_throughput_of_all_its_workers(factor: int) -> None:
     batches, workers = 100, 4
     slow = run(Sync("asp"), batches, workers, f"rank=1,factor={factor}", links=False)
     equal = run(Sync("asp"), batches, workers, links=False)
-    counts = Counter(each.worker for each in slow.told)
+    counts = Counter(item.worker for item in slow.told)
     assert equal.paces == pytest.approx(batches, abs=0.2)
     assert equal.paces / slow.paces == pytest.approx((workers - 1 + 1 / factor) / workers, rel=0.03)
     assert counts.total() == batches * workers and counts[0] / counts[1] == pytest.approx(
@@ -165,11 +165,11 @@ def test_staleness_of_equal_asp_workers_is_the_number_of_the_others(seed: int) -
 @pytest.mark.parametrize("bound", [0, 2, 5])
 def test_a_stale_synchronous_run_goes_at_the_pace_of_a_straggler_in_the_end(bound: int) -> None:
     """At any moment nobody is more than S steps ahead."""
-    found = run(Sync("ssp", staleness=bound), 50, slow="rank=1,factor=4", links=False)
+    result = run(Sync("ssp", staleness=bound), 50, slow="rank=1,factor=4", links=False)
     done, leads = [0] * 4, []
-    for each in found.told:
-        done[each.worker] += 1
+    for item in result.told:
+        done[item.worker] += 1
         leads.append(max(done) - min(done))
     # done: S ahead when begun, and one more
-    assert found.report.lead == bound and max(leads) == bound + 1
-    assert 4 * (49 - bound) - 1 < found.paces < 4 * 50 + 1
+    assert result.report.lead == bound and max(leads) == bound + 1
+    assert 4 * (49 - bound) - 1 < result.paces < 4 * 50 + 1

@@ -37,15 +37,15 @@ def train(
     trainer: Trainer, *ends: int, progress: Callable[[Progress], None] | None = None
 ) -> list[Totals]:
     """Train two epochs, in segments that end at these batches and at the end of each."""
-    loader, found = loader_of(trainer.group, trainer.model), []
+    loader, result = loader_of(trainer.group, trainer.model), []
     for epoch in range(2):
         points = [0, *ends, BATCHES]
         for first, stop in zip(points, points[1:], strict=False):
             step = epoch * BATCHES + first
-            found.append(
+            result.append(
                 trainer.run(loader, epoch, first, stop, step, rate, progress=progress).totals
             )
-    return found
+    return result
 
 
 @pytest.mark.simulated
@@ -53,17 +53,19 @@ def train(
 def test_each_trains_up_to_a_point_by_the_same_call(group: Group, kind: str) -> None:
     """And comes to the weights of the synchronous run, wherever its segments end."""
     trainer = KINDS[kind](group, NOT_SLOW)
-    told: list[Progress] = []
-    totals = train(trainer, 1, 4, progress=told.append)
+    text: list[Progress] = []
+    totals = train(trainer, 1, 4, progress=text.append)
     trainer.release()
     np.testing.assert_allclose(
         weights(trainer.model), all_reduced(group, "sgd", build()), rtol=1e-9, atol=1e-12
     )
-    assert [each.steps for each in totals] == [1, 3, BATCHES - 4] * 2
-    assert sum(each.samples for each in totals) == 2 * ROWS
-    assert all(0 < each.loss < 3 and 0 <= each.accuracy <= 1 and each.wall_s > 0 for each in totals)
+    assert [total.steps for total in totals] == [1, 3, BATCHES - 4] * 2
+    assert sum(total.samples for total in totals) == 2 * ROWS
+    assert all(
+        0 < total.loss < 3 and 0 <= total.accuracy <= 1 and total.wall_s > 0 for total in totals
+    )
     rank_hears = trainer.in_step or group.is_root
-    assert len(told) == (2 * BATCHES * trainer.reporters if rank_hears else 0)
+    assert len(text) == (2 * BATCHES * trainer.reporters if rank_hears else 0)
     assert trainer.scalars() == {"steps": 2 * BATCHES}
     assert (trainer.describe_exchange() == "") == (not trainer.in_step)
 
@@ -72,32 +74,33 @@ def test_each_trains_up_to_a_point_by_the_same_call(group: Group, kind: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_can_be_slow_on_purpose(group: Group, kind: str) -> None:
     trainer = KINDS[kind](group, SLOW)
-    told: list[Progress] = []
-    (first, _) = train(trainer, progress=told.append)
+    text: list[Progress] = []
+    (first, _) = train(trainer, progress=text.append)
     assert first.wall_s >= BATCHES * 0.002 * 3  # in step, all ranks say so: they meet in each step
     assert all(
-        one.totals.compute_s >= 0.002 * (3 if one.worker == group.rank == 0 else 1) for one in told
+        item.totals.compute_s >= 0.002 * (3 if item.worker == group.rank == 0 else 1)
+        for item in text
     )
-    assert [one.at_s for one in told[: len(told) // 2]] == sorted(
-        one.at_s for one in told[: len(told) // 2]
+    assert [item.at_s for item in text[: len(text) // 2]] == sorted(
+        item.at_s for item in text[: len(text) // 2]
     )
     trainer.release()
 
 
 def test_steps_in_step_are_those_of_the_library_user(group: Group) -> None:
     """`run` is `step` for each batch, bit for bit; its totals are the sums of their reports."""
-    one, other = (KINDS["in step"](group, NOT_SLOW) for _ in range(2))
+    first, other = (KINDS["in step"](group, NOT_SLOW) for _ in range(2))
     assert isinstance(other, Worker)
-    (totals, _) = train(one)
+    (totals, _) = train(first)
     losses = 0.0
     for epoch in range(2):
         for number, batch in enumerate(loader_of(group, other.model).epoch(epoch)):
             report = other.step(batch, lr=rate(epoch * BATCHES + number))
             losses += report.loss_sum if epoch == 0 else 0.0
-    assert np.array_equal(weights(one.model), weights(other.model))
+    assert np.array_equal(weights(first.model), weights(other.model))
     assert totals.loss_sum == losses
-    for each in (one, other):
-        each.release()
+    for item in (first, other):
+        item.release()
 
 
 def test_numbers_of_a_checkpoint_go_to_any_other_trainer(group: Group) -> None:

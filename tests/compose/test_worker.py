@@ -42,8 +42,8 @@ def make(
 
 def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
     """Return what each rank was told of a step."""
-    found = told(UsageError, lambda: worker.step(next(iter(loader.epoch(0)))))
-    return [str(each) for each in group.gather(found)]
+    result = told(UsageError, lambda: worker.step(next(iter(loader.epoch(0)))))
+    return [str(item) for item in group.gather(result)]
 
 
 @pytest.mark.simulated
@@ -60,11 +60,13 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     if group.size == 1:
         assert answers == [""]
     else:
-        wanted = (
+        expected = (
             "labels that count together, but the global batch 32; give Loader the rank and world of"
             " the replica"
         )
-        assert all(wanted in each and "arrangement.data_rank" in each for each in answers), answers
+        assert all(
+            expected in answer and "arrangement.data_rank" in answer for answer in answers
+        ), answers
 
 
 @pytest.mark.simulated(max_size=3)
@@ -122,11 +124,13 @@ def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str)
     worker = Worker(model, optim.SGD(model.storage, lr=0.1), group)
     train, _ = data.load("digits")
     batches = iter(Loader(train, 32, rank=group.rank, world=group.size).epoch(0))
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         for _ in range(2):
             worker.step(next(batches))
-    told = [str(each.message) for each in found if "is not found in the model" in str(each.message)]
+    told = [
+        str(item.message) for item in result if "is not found in the model" in str(item.message)
+    ]
     assert len(told) == (way == "closure" and group.is_root)
 
 
@@ -141,14 +145,18 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     )
     answers = refusal(group, worker, loader)
     assert (
-        answers == [""] if group.size == 1 else all("leave whole out" in each for each in answers)
+        answers == [""]
+        if group.size == 1
+        else all("leave whole out" in answer for answer in answers)
     )
     fixed, where = make(group, Layout(reduction="fixed"))
     shared = Loader(
         train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many
     )
-    found = told(UsageError, lambda: fixed.step(next(iter(shared.epoch(0)))))
-    assert all(group.gather(found == "" if group.size == 1 else "give Loader(whole=True)" in found))
+    result = told(UsageError, lambda: fixed.step(next(iter(shared.epoch(0)))))
+    assert all(
+        group.gather(result == "" if group.size == 1 else "give Loader(whole=True)" in result)
+    )
 
 
 @pytest.mark.simulated(max_size=16)  # no deeper than the model
@@ -175,8 +183,8 @@ def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
     worker.step(batch)
     for parameter in where.model.parameters():
         parameter.requires_grad = False
-    found = told(UsageError, lambda: worker.step(batch)) if group.rank == 0 else ""
-    assert group.rank or "make a new one after changing requires_grad" in found
+    result = told(UsageError, lambda: worker.step(batch)) if group.rank == 0 else ""
+    assert group.rank or "make a new one after changing requires_grad" in result
 
 
 @pytest.mark.mpi
@@ -243,8 +251,8 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
         *([Layout(dp=2, pp=group.size // 2)] * (group.size > 2)),
     ]
     for layout in layouts:
-        found = train(group, layout)
-        assert not group.is_root or found == pytest.approx(serial, rel=1e-5)
+        result = train(group, layout)
+        assert not group.is_root or result == pytest.approx(serial, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,12 @@ def test_nodes_that_share_a_folder_download_once_then_load(
         DataError, match=r"mnist is not in .*cache/mnist; let nnmpi.data.prepare\('mnist'\)"
     ):
         load("mnist")
-    said: list[str] = []
+    text: list[str] = []
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: prepare("mnist", report=said.append), range(4)))
-    assert found == [own_cache / "mnist"] * 4
-    assert len(site.requests) == len(said) == 4
-    assert said[0].startswith(
+        result = list(pool.map(lambda _: prepare("mnist", report=text.append), range(4)))
+    assert result == [own_cache / "mnist"] * 4
+    assert len(site.requests) == len(text) == 4
+    assert text[0].startswith(
         f"downloading {sources[0].filename} ({sources[0].size} B) from 127.0.0.1:"
     )
     assert len(load("mnist")[0]) == 20
@@ -99,10 +99,10 @@ def test_what_is_wrong_sends_to_the_next_mirror(
 def test_what_cannot_be_read_is_one_sentence(
     function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, wanted in (("mnist", "train-images-idx3-ubyte"), ("cifar10", "test_batch.bin")):
+    for name, expected in (("mnist", "train-images-idx3-ubyte"), ("cifar10", "test_batch.bin")):
         for folder in (tmp_path, tmp_path / "none"):
             with pytest.raises(
-                UsageError, match=f"data_dir {folder} lacks .*: looked there for {wanted}"
+                UsageError, match=f"data_dir {folder} lacks .*: looked there for {expected}"
             ):
                 function(name, folder)
     for name in ("iris", "digits", "table.csv"):

@@ -220,11 +220,14 @@ def test_arrays_that_do_not_fit_are_refused(
 
 def rewritten(content: bytes, **options: int) -> bytes:
     """Return the members of an archive, written again as zipfile is told."""
-    found = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(found, "w", **options) as new:
+    result = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(content)) as old,
+        zipfile.ZipFile(result, "w", **options) as new,
+    ):
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    return found.getvalue()
+    return result.getvalue()
 
 
 def altered(content: bytes, place: int, byte: int) -> bytes:

@@ -72,10 +72,10 @@ def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int
     source = Counted(item)
     for rank in range(3):
         options: dict[str, Any] = {"rank": rank, "world": 3, "seed": 4}
-        found, made = Loader(source, 5, **options), Loader(Dataset("d", X, Y, 3), 5, **options)
-        next(found.epoch(0))
+        result, made = Loader(source, 5, **options), Loader(Dataset("d", X, Y, 3), 5, **options)
+        next(result.epoch(0))
         source.read = [0] * 7
-        for ours, theirs in zip(found.epoch(1), made.epoch(1), strict=True):
+        for ours, theirs in zip(result.epoch(1), made.epoch(1), strict=True):
             np.testing.assert_array_equal(ours.x, theirs.x)
             np.testing.assert_array_equal(ours.y, theirs.y)
             assert (ours.x.dtype, ours.y.dtype, ours.targets) == (
@@ -100,10 +100,10 @@ def test_bytes_are_images_and_floats_are_targets() -> None:
 @pytest.mark.parametrize("library", ["", "pandas", "polars"])
 def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
     table = Frame(TABLE) if not library else pytest.importorskip(library).DataFrame(TABLE)
-    found = Loader(table, 3).dataset
-    assert isinstance(found, Dataset) and (found.columns, found.classes) == (("a", "b"), 3)
-    np.testing.assert_array_equal(found.x, X)
-    np.testing.assert_array_equal(found.y, Y)
+    result = Loader(table, 3).dataset
+    assert isinstance(result, Dataset) and (result.columns, result.classes) == (("a", "b"), 3)
+    np.testing.assert_array_equal(result.x, X)
+    np.testing.assert_array_equal(result.y, Y)
     texts = Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2).dataset
     assert (
         isinstance(texts, Dataset)

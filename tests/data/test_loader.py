@@ -28,8 +28,8 @@ def test_batch_holds_what_the_sampler_says() -> None:
     batches = list(loader.epoch(2))
     assert len(batches) == loader.batches_per_epoch == 3
     for number, batch in enumerate(batches):
-        (own,) = cut_batch((10, 10, 3)[number], 1, 3)
-        mine = order(23, seed=4, epoch=2)[10 * number + own.first_row :][: own.stop]
+        (local,) = cut_batch((10, 10, 3)[number], 1, 3)
+        mine = order(23, seed=4, epoch=2)[10 * number + local.first_row :][: local.stop]
         np.testing.assert_array_equal(batch.indices, mine)
         np.testing.assert_array_equal(batch.y, data.y[mine])
         np.testing.assert_allclose(batch.x, data.x[mine] / 255, rtol=1e-15)
@@ -65,12 +65,12 @@ def test_every_world_gets_the_serial_batches(n: int, size: int, world: int, epoc
     serial = batches(0, 1)
     parts = [batches(rank, world) for rank in range(world)]
     for field in ("x", "y", "indices"):
-        for mine, whole in zip(joined(parts, field), serial, strict=True):
-            np.testing.assert_array_equal(mine, getattr(whole, field))
+        for mine, full in zip(joined(parts, field), serial, strict=True):
+            np.testing.assert_array_equal(mine, getattr(full, field))
     for rank_batches in parts:
-        for batch, whole in zip(rank_batches, serial, strict=True):
-            assert batch.global_rows == len(whole.y)
-            np.testing.assert_array_equal(whole.y[batch.first_row :][: len(batch.y)], batch.y)
+        for batch, full in zip(rank_batches, serial, strict=True):
+            assert batch.global_rows == len(full.y)
+            np.testing.assert_array_equal(full.y[batch.first_row :][: len(batch.y)], batch.y)
 
 
 def test_cuts_say_where_the_microbatches_are() -> None:
@@ -78,11 +78,11 @@ def test_cuts_say_where_the_microbatches_are() -> None:
     each.
     """
     data = made_up()
-    whole = list(Loader(data, 10, workers=0).epoch(0))
+    full = list(Loader(data, 10, workers=0).epoch(0))
     batches = list(Loader(data, 10, rank=1, world=2, microbatches=3, workers=0).epoch(0))
     assert batches[1].cuts == (Cut(0, 2, 2, 0), Cut(2, 3, 6, 1), Cut(3, 4, 9, 2))
     assert batches[2].cuts == (Cut(0, 0, 1, 0), Cut(0, 0, 2, 1), Cut(0, 0, 3, 2))
-    for batch, serial in zip(batches, whole, strict=True):
+    for batch, serial in zip(batches, full, strict=True):
         assert batch.first_row == batch.cuts[0].first_row
         for cut in batch.cuts:
             there = slice(cut.first_row, cut.first_row + cut.stop - cut.start)
@@ -116,9 +116,9 @@ def test_threads_change_nothing(workers: int) -> None:
 
 def test_start_skips_batches_and_changes_nothing_else() -> None:
     loader = Loader(made_up(), 5, transform=AUGMENT)
-    whole, rest = list(loader.epoch(1)), list(loader.epoch(1, start=3))
+    full, rest = list(loader.epoch(1)), list(loader.epoch(1, start=3))
     assert [batch.number for batch in rest] == [3, 4]
-    for a, b in zip(whole[3:], rest, strict=True):
+    for a, b in zip(full[3:], rest, strict=True):
         np.testing.assert_array_equal(a.x, b.x)
     assert list(loader.epoch(1, start=5)) == []
 
@@ -215,7 +215,7 @@ def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
     """With 3 microbatches on 5 ranks two ranks have none, and all rows are there once."""
     data = made_up()
     serial = list(Loader(data, 10, microbatches=3, workers=0).epoch(0))
-    for number, whole in enumerate(serial):
+    for number, full in enumerate(serial):
         seen = {}
         for rank in range(5):
             batch = list(
@@ -225,11 +225,11 @@ def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
             seen |= {
                 cut.number: (cut.first_row, batch.x[cut.start : cut.stop]) for cut in batch.cuts
             }
-        assert seen.keys() == {cut.number for cut in whole.cuts}
-        for cut in whole.cuts:
+        assert seen.keys() == {cut.number for cut in full.cuts}
+        for cut in full.cuts:
             first_row, x = seen[cut.number]
             assert first_row == cut.first_row
-            np.testing.assert_array_equal(x, whole.x[cut.start : cut.stop])
+            np.testing.assert_array_equal(x, full.x[cut.start : cut.stop])
 
 
 # The sampler: every layout sees the same samples in the same batches and microbatches.
@@ -242,22 +242,22 @@ def test_microbatches_hold_the_same_rows_in_every_world(
     serial = cut_batch(rows, microbatches=microbatches)
     assert [
         row
-        for each in serial
-        for row in range(each.first_row, each.first_row + each.stop - each.start)
+        for item in serial
+        for row in range(item.first_row, item.first_row + item.stop - item.start)
     ] == list(range(rows))
     assert len(serial) == min(microbatches, rows)
-    for whole in (False, True):
-        ranks = [cut_batch(rows, rank, world, microbatches, whole) for rank in range(world)]
+    for full in (False, True):
+        ranks = [cut_batch(rows, rank, world, microbatches, full) for rank in range(world)]
         dealt = sorted(
-            (each.number, each.first_row, each.stop - each.start) for cuts in ranks for each in cuts
+            (cut.number, cut.first_row, cut.stop - cut.start) for cuts in ranks for cut in cuts
         )
-        dealt = [each for each in dealt if each[2]]
-        for each in serial:
-            mine = [(first, count) for number, first, count in dealt if number == each.number]
+        dealt = [item for item in dealt if item[2]]
+        for entry in serial:
+            mine = [(first, count) for number, first, count in dealt if number == entry.number]
             counts = [count for _, count in mine]
-            assert mine[0][0] == each.first_row and sum(counts) == each.stop - each.start
+            assert mine[0][0] == entry.first_row and sum(counts) == entry.stop - entry.start
             assert [first + count for first, count in mine[:-1]] == [first for first, _ in mine[1:]]
-            assert len(counts) == 1 if whole else max(counts) - min(counts) <= 1
+            assert len(counts) == 1 if full else max(counts) - min(counts) <= 1
 
 
 def test_order_is_a_function_of_seed_and_epoch_and_the_same_for_ever() -> None:
@@ -284,13 +284,13 @@ def test_every_sample_has_one_owner(n: int, workers: int, partition: str) -> Non
     owners = takers(n, workers, 2)
     owned = own_samples(labels, partition, 1, owners)
     assert sorted(np.concatenate(owned).tolist()) == list(range(n))
-    assert [len(each) for each in owned] == np.bincount(owners).tolist()
+    assert [len(item) for item in owned] == np.bincount(owners).tolist()
     if partition == "label":
         assert np.all(np.diff(labels[np.concatenate(owned)]) >= 0)
     for epoch in range(2):
-        found = own_order(owned, owners, 1, epoch)
+        result = own_order(owned, owners, 1, epoch)
         assert all(
-            sorted(found[owners == worker]) == sorted(each) for worker, each in enumerate(owned)
+            sorted(result[owners == worker]) == sorted(item) for worker, item in enumerate(owned)
         )
 
 
@@ -301,7 +301,7 @@ def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world: int
             LABELLED, 10, rank=rank, world=world, partition="label", microbatches=2, workers=0
         )
         plain = Loader(LABELLED, 10, rank=rank, world=world, microbatches=2, workers=0)
-        own = set(loader.order(7)[loader._owners == rank].tolist())
+        local = set(loader.order(7)[loader._owners == rank].tolist())
         seen = Counter[int]()
         for epoch in range(2):
             for batch, other in zip(loader.epoch(epoch), plain.epoch(epoch), strict=True):
@@ -312,6 +312,6 @@ def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world: int
                 )
                 assert batch.x[:, 0].astype(int).tolist() == batch.indices.tolist()
                 seen.update(batch.indices.tolist())
-            assert set(seen) <= own
+            assert set(seen) <= local
         # nothing is skipped between two turns
-        assert max(seen.values()) - min(seen[sample] for sample in own) <= 1
+        assert max(seen.values()) - min(seen[sample] for sample in local) <= 1

@@ -63,29 +63,29 @@ def predicted(text: Text, batch: Batch) -> Iterator[tuple[str, str]]:
     """Yield what is read and what is predicted, where something is."""
     end = text.tokenizer.end
     for x, y in zip(batch.x, batch.y, strict=True):
-        kept = y >= 0
-        assert not kept[kept.sum() :].any() and (x[~kept] == end).all()  # padding comes last
+        saved = y >= 0
+        assert not saved[saved.sum() :].any() and (x[~saved] == end).all()  # padding comes last
         yield (
-            text.tokenizer.decode(x[kept]),
-            "".join("#" if i == end else text.tokenizer.decode([i]) for i in y[kept]),
+            text.tokenizer.decode(x[saved]),
+            "".join("#" if i == end else text.tokenizer.decode([i]) for i in y[saved]),
         )
 
 
 @pytest.mark.parametrize("context", [3, 7, 40])
 def test_blocks_predict_every_token_but_the_first_once(txt: Path, context: int) -> None:
-    whole = "\n".join(LINES) + "\n"
+    full = "\n".join(LINES) + "\n"
     train, test = loaded(txt, context) if context < 40 else loaded(txt, 20)
-    told = ""
+    text = ""
     for part in (train, test):
         batch = next(iter(Loader(part, 99, shuffle=False, workers=0).epoch(0)))
         assert (batch.x.dtype, batch.x.shape) == (np.int64, (len(part), part.context))
         pairs = list(predicted(part, batch))
-        read, wanted = "".join(x for x, _ in pairs), "".join(y for _, y in pairs)
-        assert read[1:] == wanted[:-1]
-        told += read[:1] + wanted
-        assert batch.own_targets == batch.global_targets == len(wanted)
+        read, expected = "".join(x for x, _ in pairs), "".join(y for _, y in pairs)
+        assert read[1:] == expected[:-1]
+        text += read[:1] + expected
+        assert batch.own_targets == batch.global_targets == len(expected)
         assert {len(y) for _, y in pairs[:-1]} <= {part.context}
-    assert told == whole + "#"
+    assert text == full + "#"
 
 
 def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
     for part in (train, test):
         batch = next(iter(Loader(part, 99, shuffle=False, workers=0).epoch(0)))
         first = part.tokenizer.decode(batch.x[0, :1])
-        whole = first + "".join(y for _, y in predicted(part, batch))
-        assert whole.endswith("#")
-        documents.append(whole[:-1].split("#"))
-    assert [len(each) for each in documents] == [8, 3]
+        full = first + "".join(y for _, y in predicted(part, batch))
+        assert full.endswith("#")
+        documents.append(full[:-1].split("#"))
+    assert [len(document) for document in documents] == [8, 3]
     assert sorted(sum(documents, [])) == sorted(
         f"add {i} and {i}\nit is\r\n{2 * i}" for i in range(11)
     )
@@ -129,12 +129,12 @@ def test_sentences_are_as_long_as_the_longest_of_their_batch(txt: Path) -> None:
             pairs = list(predicted(part, batch))
             assert max(len(x) for x, _ in pairs) == batch.x.shape[1]
             seen += [(x, y) for x, y in pairs]
-    found = sorted(x[0] + y for x, y in seen)
+    result = sorted(x[0] + y for x, y in seen)
     expected = []
     for line in filter(None, LINES):
         pieces = [f"{line}#"[first : first + 11] for first in range(0, len(line), 10)]
         expected += pieces
-    assert found == sorted(expected)
+    assert result == sorted(expected)
 
 
 def test_every_rank_pads_alike_and_knows_all_tokens(txt: Path) -> None:
@@ -157,13 +157,13 @@ def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path: Path) -> N
     loader = Loader(train, 8, workers=0)
     orders = [loader.order(epoch) for epoch in (0, 0, 1)]
     assert np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[0], orders[2])
-    for each in orders:
-        assert sorted(each) == list(range(len(train)))
+    for order in orders:
+        assert sorted(order) == list(range(len(train)))
         spread = [
-            np.ptp(train.lengths[each[first : first + 8]]) for first in range(0, len(train), 8)
+            np.ptp(train.lengths[order[first : first + 8]]) for first in range(0, len(train), 8)
         ]
         assert max(spread) <= 8 and np.ptp(train.lengths) > 30
-        longest = [train.lengths[each[first]] for first in range(0, len(train), 8)]
+        longest = [train.lengths[order[first]] for first in range(0, len(train), 8)]
         assert longest != sorted(longest)
 
 
@@ -173,7 +173,7 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Pat
         for kind in ("bytes", "characters")
         for lines in (False, True)
     }
-    assert len(folders) == 4 == len([each for each in cache.iterdir() if each.is_dir()])
+    assert len(folders) == 4 == len([item for item in cache.iterdir() if item.is_dir()])
     before = {file: file.stat().st_mtime_ns for file in cache.rglob("*.bin")}
     source = TextSource(txt, "bytes")
     assert prepare_tokens(source) in folders
@@ -204,7 +204,7 @@ def test_nothing_is_left_of_tokens_that_could_not_be_made(txt: Path, cache: Path
         DataError, match=r"rows\.jsonl, line 2: the document is empty; remove the row"
     ):
         prepare_tokens(TextSource(path, "bytes"))
-    assert [each.name for each in cache.iterdir()] == [".lock"]
+    assert [item.name for item in cache.iterdir()] == [".lock"]
 
 
 def test_damaged_tokens_are_named(txt: Path) -> None:
@@ -324,29 +324,29 @@ def tokenizers(pairs: Path) -> list[Tokenizer]:
 def test_a_text_comes_back(pairs: Path, tmp_path: Path) -> None:
     """And the library reads what is saved."""
     library = pytest.importorskip("tokenizers")
-    for number, each in enumerate(tokenizers(pairs)):
-        ids = each.encode(TEXT)
-        assert all(0 <= token < each.vocabulary_size for token in ids) and each.end not in ids
+    for number, entry in enumerate(tokenizers(pairs)):
+        ids = entry.encode(TEXT)
+        assert all(0 <= token < entry.vocabulary_size for token in ids) and entry.end not in ids
         assert (
-            each.decode([*ids, each.end]) == TEXT
-            and each.decode([]) == ""
-            and each.encode("") == []
+            entry.decode([*ids, entry.end]) == TEXT
+            and entry.decode([]) == ""
+            and entry.encode("") == []
         )
         folder = tmp_path / str(number)
         folder.mkdir()
-        each.save(folder)
+        entry.save(folder)
         again = load_tokenizer(folder)
-        assert (again.encode(TEXT), again.identity) == (ids, each.identity)
-        assert (again.end, again.vocabulary_size) == (each.end, each.vocabulary_size)
-        assert type(again) is type(each)
+        assert (again.encode(TEXT), again.identity) == (ids, entry.identity)
+        assert (again.end, again.vocabulary_size) == (entry.end, entry.vocabulary_size)
+        assert type(again) is type(entry)
         theirs = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        assert theirs.encode(TEXT).ids == ids and theirs.decode([*ids, each.end]) == TEXT
-        assert theirs.get_vocab_size() == each.vocabulary_size
+        assert theirs.encode(TEXT).ids == ids and theirs.decode([*ids, entry.end]) == TEXT
+        assert theirs.get_vocab_size() == entry.vocabulary_size
         with pytest.raises(
-            UsageError, match=f"token {each.vocabulary_size} is outside the vocabulary of"
+            UsageError, match=f"token {entry.vocabulary_size} is outside the vocabulary of"
         ):
-            each.decode([each.vocabulary_size])
-    assert len({each.identity for each in tokenizers(pairs)}) == 3
+            entry.decode([entry.vocabulary_size])
+    assert len({item.identity for item in tokenizers(pairs)}) == 3
 
 
 def test_gpt2s_merges_are_applied(pairs: Path) -> None:
@@ -377,16 +377,16 @@ def test_a_vocabulary_that_would_lose_letters_is_refused(
 
 def test_half_a_character_is_no_text(pairs: Path) -> None:
     """A command line that is not UTF-8 has such."""
-    for each in tokenizers(pairs):
+    for item in tokenizers(pairs):
         with pytest.raises(UsageError, match=r"\\udcff|no tokens for the text"):
-            each.encode("a\udcff")
+            item.encode("a\udcff")
 
 
 def test_a_tokenizer_without_an_end_gets_one() -> None:
     library = pytest.importorskip("tokenizers")
     made = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    found = LibraryTokenizer(made)
-    assert found.end == found.vocabulary_size - 1 == 3 and found.name == "WordLevel"
+    result = LibraryTokenizer(made)
+    assert result.end == result.vocabulary_size - 1 == 3 and result.name == "WordLevel"
 
 
 def test_characters_that_were_not_in_the_text_are_named() -> None:

@@ -54,20 +54,20 @@ def test_every_sharding_sees_the_same_images(
 ) -> None:
     x = images()
     indices = np.random.default_rng(order_seed).permutation(24)
-    whole = transform(x, np.arange(24), epoch, 5)[indices]
+    full = transform(x, np.arange(24), epoch, 5)[indices]
     for part in np.split(indices, sorted(cuts)):
         mine = transform(x[part], part, epoch, 5)
         assert mine.shape == x[part].shape
-        np.testing.assert_array_equal(mine, whole[np.isin(indices, part)])
+        np.testing.assert_array_equal(mine, full[np.isin(indices, part)])
 
 
 @pytest.mark.parametrize("transform", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_dtype_stays_and_input_is_not_changed(transform: Transform, dtype: str) -> None:
     x = images().astype(dtype)
-    kept = x.copy()
+    saved = x.copy()
     assert transform(x, np.arange(24), 0, 0).dtype == dtype
-    np.testing.assert_array_equal(x, kept)
+    np.testing.assert_array_equal(x, saved)
 
 
 @pytest.mark.parametrize("transform", IMAGES, ids=repr)
@@ -135,8 +135,8 @@ def test_colors_and_holes() -> None:
     edge.
     """
     gray = np.broadcast_to(images(rows=60, channels=1), (60, 7, 7, 3)) * 0.5 + 0.2
-    found = ColorJitter(0.3, 0, 0)(gray, np.arange(60), 0, 0)
-    factors = (found / gray).reshape(60, -1)
+    result = ColorJitter(0.3, 0, 0)(gray, np.arange(60), 0, 0)
+    factors = (result / gray).reshape(60, -1)
     np.testing.assert_allclose(factors.min(1), factors.max(1), rtol=1e-5)
     assert 0.7 <= factors.min() < 0.75 and 1.25 < factors.max() <= 1.3
     flat = ColorJitter(0, 0.9, 0)(gray, np.arange(60), 0, 0)

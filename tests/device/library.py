@@ -16,16 +16,16 @@ PACKAGES = ("cupy", "cupyx", "cupy_backends")
 
 def load() -> Any:
     """Return the double, as the module `cupy` from now on; a real CuPy that is loaded makes way."""
-    found = sys.modules.get("cupy")
-    if found is None or not _is_double(found):
-        for name in [each for each in sys.modules if each.partition(".")[0] in PACKAGES]:
+    result = sys.modules.get("cupy")
+    if result is None or not _is_double(result):
+        for name in [module for module in sys.modules if module.partition(".")[0] in PACKAGES]:
             del sys.modules[name]
         sys.path.insert(1, str(FOLDER))  # the first is for programs, some of which replace it
         for name in ("cupyx", "cupy_backends.cuda.libs", "cupy"):
             # all of them now: a test may put the path back later
-            found = importlib.import_module(name)
-        found.cuda.runtime.settings().hidden = True  # other tests of this process have no device
-    return found
+            result = importlib.import_module(name)
+        result.cuda.runtime.settings().hidden = True  # other tests of this process have no device
+    return result
 
 
 def _is_double(module: Any) -> bool:

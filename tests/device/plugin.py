@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not run once more what is the same on the double, unless it is named in the command."""
     same = config.getoption("--backend") == "fake" and collection_path in [
-        TESTS_FOLDER / each for each in SAME
+        TESTS_FOLDER / item for item in SAME
     ]
     return True if same else None
 
@@ -103,7 +103,7 @@ def beyond(count: int, items: Sequence[pytest.Item]) -> list[pytest.Item]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [item for each in cases.values() for item in sorted(each, key=_place)[count:]]
+    return [item for case in cases.values() for item in sorted(case, key=_place)[count:]]
 
 
 def _place(item: pytest.Item) -> int:
@@ -174,9 +174,9 @@ class Everywhere:
         def numpy_backend() -> Any:
             return self._backend if self._on and module(sys._getframe(1)) != HOST else plain()
 
-        for each in list(sys.modules.values()):
-            if getattr(each, "numpy_backend", None) is plain:
-                each.numpy_backend = numpy_backend  # type: ignore[attr-defined]
+        for item in list(sys.modules.values()):
+            if getattr(item, "numpy_backend", None) is plain:
+                item.numpy_backend = numpy_backend  # type: ignore[attr-defined]
 
     def _put_uploads(self) -> None:
         """Upload what a test gives to a tensor or an operation."""
@@ -268,4 +268,4 @@ def is_host(x: Any) -> bool:
 
 
 def _is_among(x: Any, given: list[Any]) -> bool:
-    return is_host(x) and any(x is each or np.may_share_memory(x, each) for each in given)
+    return is_host(x) and any(x is item or np.may_share_memory(x, item) for item in given)

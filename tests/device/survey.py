@@ -59,17 +59,17 @@ def main() -> int:
 def survey() -> dict[str, Any]:
     """Return version, modules and classes of the installed CuPy."""
     cupy = importlib.import_module("cupy")
-    found: dict[str, Any] = {"version": cupy.__version__, "modules": {}, "classes": {}}
+    result: dict[str, Any] = {"version": cupy.__version__, "modules": {}, "classes": {}}
     for name in MODULES:
         module = importlib.import_module(name)
-        names = [each for each in dir(module) if not each.startswith("_")]
-        found["modules"][name] = {each: entry(getattr(module, each)) for each in names}
+        names = [item for item in dir(module) if not item.startswith("_")]
+        result["modules"][name] = {item: entry(getattr(module, item)) for item in names}
     for name in CLASSES:
         path, _, last = name.rpartition(".")
         kind = getattr(importlib.import_module(path), last)
-        names = [each for each in dir(kind) if not each.startswith("_")]
-        found["classes"][name] = {each: entry(getattr(kind, each)) for each in names}
-    return found
+        names = [item for item in dir(kind) if not item.startswith("_")]
+        result["classes"][name] = {item: entry(getattr(kind, item)) for item in names}
+    return result
 
 
 def entry(value: Any) -> str:
@@ -96,19 +96,19 @@ def parameters(function: Any) -> str:
 def _of_signature(signature: inspect.Signature) -> str:
     words: list[str] = []
     before = None
-    for each in signature.parameters.values():
-        if each.name in ("self", "cls"):
+    for parameter in signature.parameters.values():
+        if parameter.name in ("self", "cls"):
             continue
-        if before is each.POSITIONAL_ONLY and each.kind is not each.POSITIONAL_ONLY:
+        if before is parameter.POSITIONAL_ONLY and parameter.kind is not parameter.POSITIONAL_ONLY:
             words.append("/")
-        if each.kind is each.KEYWORD_ONLY and before not in (
-            each.KEYWORD_ONLY,
-            each.VAR_POSITIONAL,
+        if parameter.kind is parameter.KEYWORD_ONLY and before not in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
         ):
             words.append("*")
-        star = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
-        words.append(star + each.name + ("" if each.default is each.empty else "="))
-        before = each.kind
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        words.append(star + parameter.name + ("" if parameter.default is parameter.empty else "="))
+        before = parameter.kind
     return ", ".join(words + ["/"] * (before is inspect.Parameter.POSITIONAL_ONLY))
 
 

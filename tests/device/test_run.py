@@ -83,12 +83,12 @@ def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
         assert ending.status == 0, ending.output
     host, device = (records(tmp_path / backend) for backend in ("numpy", "cupy"))
     for key in ("loss", "grad_norm", "accuracy"):
-        ours, theirs = ([each[key] for each in of] for of in (device, host))
+        ours, theirs = ([item[key] for item in of] for of in (device, host))
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-6, err_msg=key)
     ends = [records(tmp_path / backend, "test")[0]["loss"] for backend in ("numpy", "cupy")]
     assert ends[0] == pytest.approx(ends[1], rel=1e-3)
     assert (
-        all(each["device_peak_bytes"] > 0 for each in device) and "device_peak_bytes" not in host[0]
+        all(item["device_peak_bytes"] > 0 for item in device) and "device_peak_bytes" not in host[0]
     )
 
 
@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_the_other_backend(order: tuple[str, str], tmp_path: 
     assert first.status == 0, first.output
     second = train(tmp_path, order[1], f"--resume {tmp_path / 'parts'} --max-steps 12")
     assert second.status == 0, second.output
-    losses = [[each["loss"] for each in records(tmp_path / name)] for name in ("whole", "parts")]
+    losses = [[item["loss"] for item in records(tmp_path / name)] for name in ("whole", "parts")]
     assert len(losses[1]) == 12
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 
@@ -153,8 +153,8 @@ def test_too_little_memory_on_one_rank_ends_all(tmp_path: Path) -> None:
         ending.output
     )
     assert "Traceback" not in ending.output
-    kept = sorted(each.name for each in (out / "checkpoints").iterdir() if each.is_dir())
-    assert kept and all("4" in each or "2" in each for each in kept)
+    saved = sorted(item.name for item in (out / "checkpoints").iterdir() if item.is_dir())
+    assert saved and all("4" in item or "2" in item for item in saved)
 
 
 def test_layouts_on_a_device_can_be_verified(tmp_path: Path) -> None:

@@ -10,6 +10,6 @@ from nnmpi.comm.group import Group
 @pytest.fixture
 def alone(group: Group) -> Iterator[Group]:
     """Every rank for itself."""
-    own = group.split(group.rank)
-    yield own
-    own.free()
+    local = group.split(group.rank)
+    yield local
+    local.free()

@@ -126,11 +126,11 @@ def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: A
 def kinds(world: int, setup: Setup, **options: Any) -> list[Layout]:
     """Return a layout of each kind that so many ranks have, under the schedules in turn."""
     chosen = {tuple(size > 1 for size in mesh): mesh for mesh in meshes(world, layers(setup))}
-    found = []
+    result = []
     for number, mesh in enumerate(sorted(chosen.values())):
         schedule = SCHEDULES[(world + 2 * number) % len(SCHEDULES)]
-        found.append(spread(setup, mesh, schedule, **options))
-    return found
+        result.append(spread(setup, mesh, schedule, **options))
+    return result
 
 
 def layers(setup: Setup) -> int:
@@ -155,7 +155,7 @@ def _in_turn(number: int, mesh: tuple[int, int, int]) -> Case:
 
 @cache
 def _all() -> tuple[Case, ...]:
-    found: list[Case] = []
+    result: list[Case] = []
     seen: dict[tuple[bool, ...], int] = {}
     for mesh in (mesh for world in WORLDS for mesh in meshes(world)):
         kind = tuple(size > 1 for size in mesh)
@@ -164,7 +164,7 @@ def _all() -> tuple[Case, ...]:
             schedule = SCHEDULES[(row + j) % len(SCHEDULES)] if mesh[1] > 1 else SCHEDULES[0]
             seen[kind] = number = seen.get(kind, 0) + (j == len(MODELS) - 1)
             algorithm = ALGORITHMS[(3 * number + j) % len(ALGORITHMS)] if mesh[0] > 1 else "auto"
-            before = sum(case.schedule == schedule and case.pp > 1 for case in found)
+            before = sum(case.schedule == schedule and case.pp > 1 for case in result)
             memory = MEMORIES[before % 2] if mesh[1] > 1 else None
-            found.append(Case(model, *mesh, schedule, algorithm, memory=memory))
-    return tuple(found)
+            result.append(Case(model, *mesh, schedule, algorithm, memory=memory))
+    return tuple(result)

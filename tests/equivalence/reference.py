@@ -111,19 +111,19 @@ def serial_run(
     setup: Setup, alone: Group, layout: Layout | None = None, **worker_options: Any
 ) -> Run:
     """Return the run of one rank, made by the first test that asks for it; not to be changed."""
-    wanted = (setup, layout, worker_options, on_device())
-    while wanted in _under_way:
+    expected = (setup, layout, worker_options, on_device())
+    while expected in _under_way:
         clock.sleep(LOOK_S)
-    for asked, found in _serial_runs:
-        if asked == wanted:
-            return found
-    _under_way.append(wanted)
+    for asked, result in _serial_runs:
+        if asked == expected:
+            return result
+    _under_way.append(expected)
     try:
-        found = run(setup, alone, layout, **worker_options)
+        result = run(setup, alone, layout, **worker_options)
     finally:
-        _under_way.remove(wanted)
-    _serial_runs.append((wanted, found))
-    return found
+        _under_way.remove(expected)
+    _serial_runs.append((expected, result))
+    return result
 
 
 def build(
@@ -153,8 +153,8 @@ def place(worker: Worker) -> tuple[int, int]:
 
 def batches(setup: Setup, worker: Worker) -> Iterator[Batch]:
     """Yield a rank's parts of the batches, epoch after epoch."""
-    whole = worker.arrangement.layout.fixed
-    yield from parts(setup, *place(worker), whole)
+    full = worker.arrangement.layout.fixed
+    yield from parts(setup, *place(worker), full)
 
 
 def parts(setup: Setup, rank: int = 0, world: int = 1, whole: bool = False) -> Iterator[Batch]:
@@ -230,7 +230,7 @@ def differences(parallel: Run, serial: Run, setup: Setup, exact: bool = False) -
         *([] if exact else [("evaluation", steps, parallel.evaluation, serial.evaluation)]),
         *((name, steps, parallel.weights[name], value) for name, value in serial.weights.items()),
     ]
-    found = []
+    result = []
     for name, step, ours, theirs in pairs:
         ours, theirs = np.asarray(ours), np.asarray(theirs)
         error = float(np.abs(ours - theirs).max(initial=0)) / max(
@@ -238,16 +238,16 @@ def differences(parallel: Run, serial: Run, setup: Setup, exact: bool = False) -
         )
         limit = 0.0 if exact else tolerance(setup.dtype, step, setup.optimizer)
         if not error <= limit:
-            found.append(f"{name} differs by {error:.3g}, more than {limit:.3g}")
-    return found
+            result.append(f"{name} differs by {error:.3g}, more than {limit:.3g}")
+    return result
 
 
 def assert_same(
     group: Group, parallel: Run, serial: Run | None, setup: Setup, what: str, exact: bool = False
 ) -> None:
     """Fail on all ranks if a run differs from the serial one, which rank 0 has."""
-    found = differences(parallel, serial, setup, exact) if serial is not None else []
-    everyones = group.gather([found, parallel.losses, parallel.norms])
+    result = differences(parallel, serial, setup, exact) if serial is not None else []
+    everyones = group.gather([result, parallel.losses, parallel.norms])
     assert not everyones[0][0], f"{what}: {everyones[0][0]}"
     assert all(theirs[1:] == everyones[0][1:] for theirs in everyones), (
         f"{what}: ranks report different numbers"

@@ -100,12 +100,12 @@ def everything(ranks: int, setup: Setup) -> list[Layout | None]:
     """Return a layout for each (dp, pp, tp), with the schedules in turn, and recomputation in every
     second one.
     """
-    found: list[Layout | None] = []
+    result: list[Layout | None] = []
     for number, mesh in enumerate(meshes(ranks, layers(setup))):
         schedule = SCHEDULES[(number + ranks) % len(SCHEDULES)]
         memory = MEMORIES[(number + ranks) % 2] if mesh[1] > 1 else None
-        found.append(spread(setup, mesh, schedule, activation_memory=memory))
-    return found
+        result.append(spread(setup, mesh, schedule, activation_memory=memory))
+    return result
 
 
 def recomputed(ranks: int, setup: Setup) -> list[Layout | None]:
@@ -131,9 +131,9 @@ def each_layer(ranks: int, setup: Setup) -> list[Layout | None]:
 
 def single_layers(ranks: int, setup: Setup) -> list[Layout | None]:
     """Return pipelines of one layer a stage: the first flattens, another is an activation alone."""
-    found = [mesh for mesh in meshes(ranks, layers(setup)) if mesh[1] > 1 and mesh[2] == 1]
+    result = [mesh for mesh in meshes(ranks, layers(setup)) if mesh[1] > 1 and mesh[2] == 1]
     return [
-        Layout(dp, pp, 1, split=(*[1] * (pp - 1), layers(setup) - pp + 1)) for dp, pp, _ in found
+        Layout(dp, pp, 1, split=(*[1] * (pp - 1), layers(setup) - pp + 1)) for dp, pp, _ in result
     ]
 
 

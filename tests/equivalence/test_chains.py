@@ -50,6 +50,6 @@ def test_weights_are_the_serial_runs_from_the_start(group: Group, alone: Group) 
         serial = build(setup, alone).model.state()
         for layout in kinds(group.size, setup):
             worker = build(setup, group, layout)
-            found = worker.state()[0].to_dict(everywhere=True)
-            assert all(np.array_equal(found[name], value) for name, value in serial.items())
+            result = worker.state()[0].to_dict(everywhere=True)
+            assert all(np.array_equal(result[name], value) for name, value in serial.items())
             release(worker)

@@ -21,18 +21,18 @@ def test_evaluating_between_steps_changes_nothing(group: Group, alone: Group) ->
     setup = NOISY
 
     def work(worker: Any) -> list[float]:
-        found: list[float] = []
+        result: list[float] = []
         for batch in islice(batches(setup, worker), 4):
             report = evaluate(setup, worker)
             assert report.samples == 90
-            found += [report.loss, report.accuracy, worker.step(batch).loss]
+            result += [report.loss, report.accuracy, worker.step(batch).loss]
         release(worker)
-        return found
+        return result
 
     expected = work(build(setup, alone))
     for layout in kinds(group.size, setup):
-        found = work(build(setup, group, layout, synchronous_sends=True))
-        assert all(group.gather(found == pytest.approx(expected, rel=1e-9))), layout
+        result = work(build(setup, group, layout, synchronous_sends=True))
+        assert all(group.gather(result == pytest.approx(expected, rel=1e-9))), layout
 
 
 def test_evaluation_uses_running_statistics_and_leaves_them(group: Group) -> None:

@@ -54,9 +54,9 @@ def serial(
 def move(old: Worker, new: Worker) -> None:
     """Give one worker's state to another, through the whole arrays on rank 0."""
     for mine, theirs in zip(old.state(), new.state(), strict=True):
-        whole: dict[str, Array] = {}
-        mine.gather(lambda name, array, into=whole: into.update({name: array.copy()}))
-        theirs.scatter(whole.__getitem__)
+        full: dict[str, Array] = {}
+        mine.gather(lambda name, array, into=full: into.update({name: array.copy()}))
+        theirs.scatter(full.__getitem__)
     new.optimizer.steps = old.optimizer.steps
 
 
@@ -71,14 +71,14 @@ def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, 
     chosen = kinds(group.size, setup)
     for first, second in zip(chosen, chosen[1:] + chosen[:1], strict=True):
         before = build(setup, group, first)
-        found = steps(setup, before, 0, BEFORE)
+        result = steps(setup, before, 0, BEFORE)
         after = build(setup, group, second)
         for parameter in after.model.parameters():
             parameter.data[...] = 9.0
         move(before, after)
         release(before)
-        found += steps(setup, after, BEFORE, STEPS)
-        assert np.allclose(found, losses, rtol=limit, atol=0)
+        result += steps(setup, after, BEFORE, STEPS)
+        assert np.allclose(result, losses, rtol=limit, atol=0)
         mine = arrays(after)
         release(after)
         wrong = [
@@ -95,8 +95,8 @@ def test_under_fixed_sums_it_goes_on_with_the_same_bits(group: Group, alone: Gro
     losses, _ = serial(setup, group, alone, Layout(reduction="fixed"))
     layout = Layout(dp=group.size, reduction="fixed")
     before, after = build(setup, group, layout), build(setup, group, layout)
-    found = steps(setup, before, 0, BEFORE)
+    result = steps(setup, before, 0, BEFORE)
     move(before, after)
-    assert found + steps(setup, after, BEFORE, STEPS) == losses
+    assert result + steps(setup, after, BEFORE, STEPS) == losses
     release(before)
     release(after)

@@ -71,13 +71,13 @@ def length(arrays: dict[str, Array]) -> float:
 def errors(parallel: Run, alone: Run, start: dict[str, Array]) -> dict[str, float]:
     """Return relative errors of losses, the first gradient, and how far the weights moved."""
     moved = length({name: alone.weights[name] - start[name] for name in start})
-    found = {
+    result = {
         "losses": float(np.abs(np.subtract(parallel.losses, alone.losses) / alone.losses).max()),
         "weights": distance(parallel.weights, alone.weights, moved),
     }
     if parallel.gradient:  # a fused update uses it up
-        found["gradient"] = distance(parallel.gradient, alone.gradient, length(alone.gradient))
-    return found
+        result["gradient"] = distance(parallel.gradient, alone.gradient, length(alone.gradient))
+    return result
 
 
 def start(setup: Setup) -> dict[str, Array]:
@@ -113,8 +113,8 @@ def test_it_is_the_run_of_one_rank(group: Group, alone: Group, name: str, precis
     limit = GROWTH.get(name, GROWTH["cnn"]) * ROUNDING[precision]
     for layout in layouts(group.size, setup):
         parallel = run(setup, group, layout, synchronous_sends=True, **options)
-        found = {} if reference is None else errors(parallel, reference, start(setup))
-        wrong = {what: error for what, error in found.items() if not error <= limit}
+        result = {} if reference is None else errors(parallel, reference, start(setup))
+        wrong = {what: error for what, error in result.items() if not error <= limit}
         everyone = group.gather([wrong, parallel.losses])
         assert not everyone[0][0], f"{layout}: {everyone[0][0]}, more than {limit:.2g}"
         assert all(theirs[1] == everyone[0][1] for theirs in everyone), (

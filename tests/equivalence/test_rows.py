@@ -56,7 +56,7 @@ def test_a_layout_is_the_serial_run(setup: Setup, layout: Layout) -> None:
     parallel = simulate(lambda group: run(setup, group, layout), ranks)
     assert not differences(parallel[0], serial, setup)
     assert all(
-        (each.losses, each.norms) == (parallel[0].losses, parallel[0].norms) for each in parallel
+        (item.losses, item.norms) == (parallel[0].losses, parallel[0].norms) for item in parallel
     )
 
 

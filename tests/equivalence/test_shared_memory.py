@@ -72,7 +72,7 @@ def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer:
         fused.scalars() == plain.scalars(),
         all(np.array_equal(ours[name], theirs[name]) for name in theirs),
     ]
-    assert all(map(all, ranks.gather([bool(each) for each in right])))
+    assert all(map(all, ranks.gather([bool(item) for item in right])))
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
@@ -112,14 +112,14 @@ def test_without_room_it_goes_another_way_and_says_so(
     worker = build(ranks, **way)
     monkeypatch.undo()
     steps = train(worker, batches(ranks))
-    told = "has only 0 free" in worker.notice + str(worker.parallel.exchange.choices)
-    whole = worker.exchange.is_fused or {c.algorithm for c in worker.parallel.exchange.choices} == {
+    text = "has only 0 free" in worker.notice + str(worker.parallel.exchange.choices)
+    full = worker.exchange.is_fused or {c.algorithm for c in worker.parallel.exchange.choices} == {
         "shared"
     }
     # it simply chooses something else
     silent = "allreduce" in way and (ranks.size == 1 or way["allreduce"] == "auto")
-    outcome = [told or silent or (whole and left.windows >= 0), np.isfinite(steps).all()]
+    outcome = [text or silent or (full and left.windows >= 0), np.isfinite(steps).all()]
     outcome += [
         np.allclose(worker.model.storage.data[0], reference.model.storage.data[0], atol=2e-3)
     ]
-    assert all(map(all, ranks.gather([bool(each) for each in outcome])))
+    assert all(map(all, ranks.gather([bool(item) for item in outcome])))

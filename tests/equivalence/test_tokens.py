@@ -56,16 +56,16 @@ def test_a_mean_is_over_the_labels_that_count(group: Group) -> None:
     net, updated = model(), model()
     batch = next(iter(Loader(tokens(), BATCH, microbatches=3).epoch(0)))
     report = Worker(updated, optim.SGD(updated.storage, lr=0.3), group).step(batch)
-    kept = batch.y >= 0
+    saved = batch.y >= 0
     logits = net(Tensor(batch.x)).numpy()
     losses = (
         np.log(np.exp(logits).sum(-1))
         - np.take_along_axis(logits, np.maximum(batch.y, 0)[..., None], -1)[..., 0]
     )
-    assert report.targets == batch.own_targets == batch.global_targets == kept.sum() != kept.size
-    assert batch.targets == tuple(kept[cut.start : cut.stop].sum() for cut in batch.cuts)
-    assert report.loss == pytest.approx(losses[kept].mean(), rel=1e-13)
-    assert report.accuracy == (logits.argmax(-1) == batch.y)[kept].mean() <= 1
+    assert report.targets == batch.own_targets == batch.global_targets == saved.sum() != saved.size
+    assert batch.targets == tuple(saved[cut.start : cut.stop].sum() for cut in batch.cuts)
+    assert report.loss == pytest.approx(losses[saved].mean(), rel=1e-13)
+    assert report.accuracy == (logits.argmax(-1) == batch.y)[saved].mean() <= 1
     assert report.samples == BATCH
     net.zero_grad()
     ops.cross_entropy(net(Tensor(batch.x)), batch.y, ignore_index=IGNORED).backward()
@@ -78,13 +78,13 @@ def test_workers_that_meet_after_every_step_do(sync: Sync) -> None:
     """A local step and a mean weighted by tokens, or gradients that a server adds up, are the
     synchronous step.
     """
-    ((expected, whole),) = simulate(trained, 1)
+    ((expected, full),) = simulate(trained, 1)
     for weights, totals in simulate(partial(trained, sync=sync), 3):
         for name, value in expected.items():
             np.testing.assert_allclose(weights[name], value, rtol=1e-11, atol=1e-13, err_msg=name)
-        assert totals.targets == whole.targets and 0 <= totals.accuracy <= 1
+        assert totals.targets == full.targets and 0 <= totals.accuracy <= 1
         if sync.mode != "local":  # whose ranks see their own weights between two means
-            assert totals.loss == pytest.approx(whole.loss, rel=1e-11)
+            assert totals.loss == pytest.approx(full.loss, rel=1e-11)
 
 
 def test_samples_of_ones_own_are_counted_over_all_workers() -> None:
@@ -95,9 +95,9 @@ def test_samples_of_ones_own_are_counted_over_all_workers() -> None:
         batch = list(loader.epoch(1))[1]
         return batch.own_targets, batch.targets
 
-    found = simulate(main, 3)
-    assert sum(own for own, _ in found) == sum(found[0][1])
-    assert len({targets for _, targets in found}) == 1
+    result = simulate(main, 3)
+    assert sum(own for own, _ in result) == sum(result[0][1])
+    assert len({targets for _, targets in result}) == 1
 
 
 def test_a_loss_that_ignores_what_is_counted_is_refused(group: Group) -> None:

@@ -63,14 +63,15 @@ def call(sample: Sample, backend: Backend, kinds: Sequence[Any]) -> dict[str, An
         for number, values in enumerate(sample.fixed)
     ]
     result = sample.function(*leaves, *fixed)
-    found = {"result": result.data}
+    matches = {"result": result.data}
     if result.requires_grad:
         seed = np.random.default_rng(5).uniform(-1, 1, result.shape)
         # a number that every mode has
         result.backward(backend.asarray(rounded(seed, BF16).astype(result.dtype)))
-        found |= {f"gradient {number}": leaf.grad for number, leaf in enumerate(leaves)}
+        matches |= {f"gradient {number}": leaf.grad for number, leaf in enumerate(leaves)}
     return {
-        name: np.asarray(backend.to_host(value)).astype(np.float64) for name, value in found.items()
+        name: np.asarray(backend.to_host(value)).astype(np.float64)
+        for name, value in matches.items()
     }
 
 

@@ -72,7 +72,7 @@ def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain
 
 def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]]) -> Sample:
     """Return the row of a function of samples and parameters."""
-    return Sample(public, name, function, [anywhere(*each) for each in sizes], (), len(sizes) - 1)
+    return Sample(public, name, function, [anywhere(*size) for size in sizes], (), len(sizes) - 1)
 
 
 def dense(public: str, function: Any, form: str = "") -> list[Sample]:
@@ -134,12 +134,12 @@ def losses() -> list[Sample]:
         "smooth": (None, 0.1, np.int32),
         "ignored": (3, 0.0, np.uint8),
     }
-    found = []
+    result = []
     for reduction in ("mean", "sum", "none"):
         for function in (ops.mse, ops.mae, ops.huber, ops.binary_cross_entropy):
             near = partial(function, reduction=reduction)
             target = [positive(ROWS, COLUMNS)]
-            found.append(
+            result.append(
                 Sample(
                     f"ops.{function.__name__}",
                     reduction,
@@ -158,7 +158,7 @@ def losses() -> list[Sample]:
                 label_smoothing=smoothing,
             )
             labels = [DRAW.integers(0, COLUMNS, ROWS).astype(dtype)]
-            found.append(
+            result.append(
                 Sample(
                     "ops.cross_entropy",
                     f"{reduction} {name}",
@@ -167,7 +167,7 @@ def losses() -> list[Sample]:
                     labels,
                 )
             )
-    return found
+    return result
 
 
 TABLE: list[Sample] = [

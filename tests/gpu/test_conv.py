@@ -107,7 +107,7 @@ def on_device(device: Backend, function: Any, case: Case, mode: str) -> list[Any
     assert y.dtype == (dtype if low is None else low)
     assert all(leaf.grad.dtype == leaf.data.dtype for leaf in leaves)
     return [
-        xp.asnumpy(each).astype(np.float64) for each in (y.data, *(leaf.grad for leaf in leaves))
+        xp.asnumpy(item).astype(np.float64) for item in (y.data, *(leaf.grad for leaf in leaves))
     ]
 
 
@@ -143,7 +143,7 @@ def test_windows_lie_in_the_memory_of_their_images(device: Backend) -> None:
     used = device.memory().used_bytes
     seen = windows(x, (3, 3), (1, 1), (1, 1))
     parts = [seen, seen[:, 1:], seen.transpose(1, 0, 2, 3, 4, 5)]
-    assert all(each.data.mem is x.data.mem for each in parts)
+    assert all(part.data.mem is x.data.mem for part in parts)
     assert device.memory().used_bytes == used
 
 

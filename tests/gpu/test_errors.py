@@ -117,7 +117,7 @@ def test_an_index_out_of_range_is_refused(device: Backend) -> None:
 
 def test_attention_without_its_kernels(device: Backend) -> None:
     """By the library's functions alone, forward and backward."""
-    found = []
+    result = []
     for backend in (device, numpy_backend()):
         x = Tensor(
             backend.asarray(np.random.default_rng(0).normal(size=(2, 5, 12))), requires_grad=True
@@ -125,8 +125,8 @@ def test_attention_without_its_kernels(device: Backend) -> None:
         with jit(False):
             y = ops.attention(x, 2, causal=True)
             y.backward(backend.asarray(np.linspace(-1, 1, y.size).reshape(y.shape)))
-        found.append([backend.to_host(each) for each in (y.data, x.grad)])
-    for ours, host in zip(*found, strict=True):
+        result.append([backend.to_host(item) for item in (y.data, x.grad)])
+    for ours, host in zip(*result, strict=True):
         np.testing.assert_allclose(ours, host, 1e-12, 1e-12)
 
 

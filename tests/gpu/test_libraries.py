@@ -60,13 +60,13 @@ def test_product(device: Backend, sizes: Any, ways: tuple[str, str], mode: str) 
             results.append(place)
             twice = gemm(device.xp, here, there, out=place.copy(), add=True)
             results.append(twice / twice.dtype.type(2))
-    for found in results:
-        error = np.abs(device.to_host(found).astype(np.float64) - right).max()
+    for result in results:
+        error = np.abs(device.to_host(result).astype(np.float64) - right).max()
         assert error <= TOLERANCES[mode] * terms.max()
 
 
 def test_float32_is_not_rounded_to_tf32(device: Backend) -> None:
     """Unless it is asked for: 1 + 2^-20 has more bits than TF32."""
     a = device.asarray(np.full((256, 256), 1 + 2.0**-20, np.float32))
-    found = device.to_host(gemm(device.xp, a, device.asarray(np.eye(256, dtype=np.float32))))
-    assert (found == np.float32(1 + 2.0**-20)).all()
+    result = device.to_host(gemm(device.xp, a, device.asarray(np.eye(256, dtype=np.float32))))
+    assert (result == np.float32(1 + 2.0**-20)).all()

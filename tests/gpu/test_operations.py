@@ -40,9 +40,9 @@ def apart(sample: Sample, device: Backend, mode: str, least: float = 0.0) -> lis
     sample = exact(sample, mode)
     right = call(sample, numpy_backend(), [np.dtype(FLOAT64)] * len(sample.inputs))
     with precise(mode):
-        found = call(sample, device, dtypes(sample, mode))
+        result = call(sample, device, dtypes(sample, mode))
     # NumPy, where it stands in for the kernels too, adds up thousands of rows one after another
-    return differences(found, right, TOLERANCES[mode] * (2 if is_stand_in(device) else 1), least)
+    return differences(result, right, TOLERANCES[mode] * (2 if is_stand_in(device) else 1), least)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -70,16 +70,16 @@ def replay(sample: Sample, device: Backend) -> None:
     """Compare a call's replays with it; where products lie elsewhere, they may add up in another
     order.
     """
-    leaves = [Tensor(device.asarray(np.array(each)), requires_grad=True) for each in sample.inputs]
-    fixed = [device.asarray(each) for each in sample.fixed]
-    values = [[each * factor for each in sample.inputs] for factor in (0.5, 1.0)]
+    leaves = [Tensor(device.asarray(np.array(item)), requires_grad=True) for item in sample.inputs]
+    fixed = [device.asarray(item) for item in sample.fixed]
+    values = [[item * factor for item in sample.inputs] for factor in (0.5, 1.0)]
     check_replays(
         lambda *given: sample.function(*given, *fixed), leaves, values, TOLERANCES[FLOAT64]
     )
 
 
 @pytest.mark.parametrize(
-    "sample", {each.public: each for each in reversed(TABLE)}.values(), ids=lambda x: x.public
+    "sample", {item.public: item for item in reversed(TABLE)}.values(), ids=lambda x: x.public
 )
 def test_every_operation_replays(device: Backend, sample: Sample) -> None:
     replay(sample, device)
@@ -113,9 +113,9 @@ def test_results_are_rounded_to_nearest(device: Backend, mode: str) -> None:
     bias = np.linspace(1, 2, 2**14 + 1, dtype=np.float32)[:-1]
     x, weight = device.zeros((3, 1), low), device.zeros((1, bias.size), np.float32)
     with precise(mode):
-        found = ops.linear_relu(*map(Tensor, (x, weight, device.asarray(bias)))).data
+        result = ops.linear_relu(*map(Tensor, (x, weight, device.asarray(bias)))).data
     np.testing.assert_array_equal(
-        device.to_host(found).astype("float32"), [bias.astype(low).astype("float32")] * 3
+        device.to_host(result).astype("float32"), [bias.astype(low).astype("float32")] * 3
     )
 
 
@@ -130,11 +130,11 @@ def test_relu_stops_gradients_at_0(device: Backend, bias: bool) -> None:
     ]
     results = []
     for backend in (device, numpy_backend()):
-        leaves = [Tensor(backend.asarray(each), requires_grad=True) for each in arrays]
+        leaves = [Tensor(backend.asarray(array), requires_grad=True) for array in arrays]
         y = ops.linear_relu(*leaves)
         y.backward(backend.asarray(np.arange(54, dtype="float32").reshape(9, 6)))
         results.append(
-            [backend.to_host(each) for each in (y.data, *(leaf.grad for leaf in leaves))]
+            [backend.to_host(item) for item in (y.data, *(leaf.grad for leaf in leaves))]
         )
     for ours, host in zip(*results, strict=True):
         np.testing.assert_array_equal(ours, host)
@@ -142,7 +142,7 @@ def test_relu_stops_gradients_at_0(device: Backend, bias: bool) -> None:
 
 def test_every_operation_with_a_kernel_is_in_the_table() -> None:
     """And in the host's is every operation there is, see `tests.tensor.test_operations`."""
-    found = {sample.public for sample in TABLE} | {
-        f"ops.{each}" for each in ("conv2d", "conv_relu", "conv_relu_pool")
+    result = {sample.public for sample in TABLE} | {
+        f"ops.{item}" for item in ("conv2d", "conv_relu", "conv_relu_pool")
     }
-    assert {row.public for row in OPS} <= found
+    assert {row.public for row in OPS} <= result

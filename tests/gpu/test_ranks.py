@@ -104,8 +104,8 @@ def assert_equal(
 ) -> None:
     """Fail on all ranks if a run on the device differs from the host's in float64 on any."""
     right = train(group, numpy_backend(), setup, FLOAT64, layout)
-    found = train(group, device, setup, mode, layout, **options)
-    words = group.gather(differences(found, {name: right[name] for name in found}, LIMITS[mode]))
+    result = train(group, device, setup, mode, layout, **options)
+    words = group.gather(differences(result, {name: right[name] for name in result}, LIMITS[mode]))
     assert not any(words), words
 
 
@@ -113,7 +113,7 @@ def assert_equal(
 @pytest.mark.parametrize(
     ("setup", "algorithm", "overlap"),
     [
-        *(("mlp", each, True) for each in ALGORITHMS),
+        *(("mlp", item, True) for item in ALGORITHMS),
         ("mlp", "ring", False),
         ("resnet", "ring", True),
     ],
@@ -159,7 +159,7 @@ LAYOUTS = [
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("setup", "mode", "name"), [row(*each) for each in LAYOUTS])
+@pytest.mark.parametrize(("setup", "mode", "name"), [row(*item) for item in LAYOUTS])
 def test_layout(group: Group, device: Backend, setup: str, mode: str, name: str) -> None:
     """Pipelines, layers shared out, mixes of them, sums in a fixed order; in bfloat16 activations
     travel so, too.
@@ -196,8 +196,8 @@ def asynchronous(group: Group, backend: Backend, sync: Sync, epochs: int = 2) ->
 def test_asynchronous_modes_that_wait(group: Group, device: Backend, sync: Sync) -> None:
     """Servers in step, local steps, gossip: what they do does not depend on who is faster."""
     skip_unless_fitting(group, sync)
-    right, found = (asynchronous(group, backend, sync) for backend in (numpy_backend(), device))
-    words = group.gather(differences(found, right, LIMITS[FLOAT64]))
+    right, result = (asynchronous(group, backend, sync) for backend in (numpy_backend(), device))
+    words = group.gather(differences(result, right, LIMITS[FLOAT64]))
     assert not any(words), words
 
 
@@ -208,7 +208,7 @@ def test_asynchronous_modes_that_run_free(group: Group, device: Backend, sync: S
     ranks agree.
     """
     skip_unless_fitting(group, sync)
-    found = asynchronous(group, device, sync, epochs=12)
-    everyones = group.gather([float(value.sum()) for value in found.values()])
-    assert all(each == everyones[0] for each in everyones)
-    assert float(found["loss"]) < 0.95  # three classes by chance: 1.1
+    result = asynchronous(group, device, sync, epochs=12)
+    everyones = group.gather([float(value.sum()) for value in result.values()])
+    assert all(everyone == everyones[0] for everyone in everyones)
+    assert float(result["loss"]) < 0.95  # three classes by chance: 1.1

@@ -115,8 +115,8 @@ class Training:
 def test_training_is_the_hosts(device: Backend, name: str, mode: str) -> None:
     """SGD in each precision beside NumPy in float64."""
     right = Training(MODELS[name], "sgd", numpy_backend(), FLOAT64).course()
-    found = Training(MODELS[name], "sgd", device, mode).course()
-    assert not apart(found, right, LIMITS[mode])
+    result = Training(MODELS[name], "sgd", device, mode).course()
+    assert not apart(result, right, LIMITS[mode])
 
 
 @pytest.mark.parametrize("mode", [FLOAT64, FLOAT32])
@@ -124,8 +124,8 @@ def test_training_is_the_hosts(device: Backend, name: str, mode: str) -> None:
 def test_optimizers_are_the_hosts(device: Backend, optimizer: str, mode: str) -> None:
     """Each of them on the smallest model."""
     right = Training(MODELS["mlp"], optimizer, numpy_backend(), FLOAT64).course()
-    found = Training(MODELS["mlp"], optimizer, device, mode).course()
-    assert not apart(found, right, LIMITS[mode])
+    result = Training(MODELS["mlp"], optimizer, device, mode).course()
+    assert not apart(result, right, LIMITS[mode])
 
 
 @pytest.mark.parametrize("mode", [FLOAT32, BF16])

@@ -39,27 +39,27 @@ def test_collectives_keep_their_contracts(
 ) -> None:
     """Whole numbers, which every order of adding sums exactly; blocking, polled and waited for."""
     dtype = bfloat16() if kind == "bfloat16" else np.dtype(kind)
-    whole = [
+    full = [
         np.random.default_rng(rank).integers(-9, 9, n).astype(dtype) for rank in range(group.size)
     ]
-    total = np.sum([each.astype(np.float64) for each in whole], axis=0).astype(dtype)
+    total = np.sum([item.astype(np.float64) for item in full], axis=0).astype(dtype)
     parts = [
-        slice(own.start, own.stop)
-        for own in (part(n, group.size, rank) for rank in range(group.size))
+        slice(local.start, local.stop)
+        for local in (part(n, group.size, rank) for rank in range(group.size))
     ]
     where = parts[group.rank] if operation == REDUCE_SCATTER.name else slice(None)
-    wanted = {
+    expected = {
         ALL_REDUCE.name: total,
         REDUCE_SCATTER.name: total[where],
-        BROADCAST.name: whole[0],
+        BROADCAST.name: full[0],
         ALL_GATHER.name: np.concatenate(
-            [each[own] for each, own in zip(whole, parts, strict=True)]
+            [item[local] for item, local in zip(full, parts, strict=True)]
         ),
     }[operation]
     array = device.xp.empty(n, dtype)
     bound, right = group.bind(array, algorithm, 5, operation), []
     for turn in range(3):
-        array[...] = device.asarray(whole[group.rank])
+        array[...] = device.asarray(full[group.rank])
         if turn == 0:
             bound.run()
         else:
@@ -68,7 +68,7 @@ def test_collectives_keep_their_contracts(
             pass
         if turn == 2:
             bound.wait()
-        right.append(device.to_host(array[where]).tobytes() == wanted.tobytes())
+        right.append(device.to_host(array[where]).tobytes() == expected.tobytes())
     assert group.gather(right) == [[True] * 3] * group.size
 
 

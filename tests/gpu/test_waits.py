@@ -85,13 +85,13 @@ def test_few_waits_a_step(
     microbatches: int,
 ) -> None:
     """For its numbers, and for the gradient's length; not for forward, backward and update."""
-    one = worker(real_device, group, build, clip=0.1)
+    item = worker(real_device, group, build, clip=0.1)
     loader = Loader(digits(), 12, microbatches=microbatches, transform=Normalize.fit(digits()))
-    given = loader.epoch(0, backend=one.backend)
-    one.step(next(given))
+    given = loader.epoch(0, backend=item.backend)
+    item.step(next(given))
     for _ in range(2):
         with watched(real_device, monkeypatch) as counts:
-            report = one.step(next(given))
+            report = item.step(next(given))
         assert counts["stream"] <= 3
         assert np.isfinite(report.loss) and 0 <= report.accuracy <= 1 and report.grad_norm > 0
     given.close()
@@ -101,11 +101,11 @@ def test_one_wait_an_evaluation(
     real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many batches it has; the loader waits for its copies, of two batches before."""
-    one = worker(real_device, group)
+    item = worker(real_device, group)
     loader = Loader(digits(), 16, workers=0)
-    given = loader.epoch(0, backend=one.backend)
+    given = loader.epoch(0, backend=item.backend)
     with watched(real_device, monkeypatch) as counts:
-        report = one.evaluate(given)
+        report = item.evaluate(given)
     assert report.samples == len(digits())
     assert counts["stream"] <= 2  # the other one is the loader's, at its end
     given.close()
@@ -119,11 +119,11 @@ def test_one_wait_for_a_gradient_of_ones_own(
     model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
     numerics = Numerics(clip=0.1)
     sgd = optim.SGD(model.storage, 0.1)
-    one = AsynchronousWorker(model, sgd, group, Sync("asp"), backend=backend, numerics=numerics)
+    item = AsynchronousWorker(model, sgd, group, Sync("asp"), backend=backend, numerics=numerics)
     batch = next(Loader(dataset, 32, microbatches=2).epoch(0, backend=backend))
-    one.compute(batch, 0)
+    item.compute(batch, 0)
     with watched(real_device, monkeypatch) as counts:
-        _, norm = one.compute(batch, 1)
+        _, norm = item.compute(batch, 1)
     assert counts["stream"] <= 3 and norm > 0
 
 
@@ -145,7 +145,7 @@ def test_nobody_waits_without_a_word(
         model, group, layout, np.zeros((4, *dataset.sample_shape), "float32"), "float32", backend
     )
     model = where.model.initialize(seed=0, backend=backend)
-    one = Worker(
+    item = Worker(
         model,
         optim.Adam(model.storage),
         group,
@@ -163,13 +163,13 @@ def test_nobody_waits_without_a_word(
         workers=0,
     )
     given = loader.epoch(0, backend=backend)
-    one.step(next(given))
+    item.step(next(given))
     with watched(real_device, monkeypatch) as counts:
-        report = one.step(next(given))
+        report = item.step(next(given))
     given.close()
     assert np.isfinite(report.loss)
     assert counts["stream"] or not model.storage.grads  # each copy between ranks is waited for
-    one.release()
+    item.release()
 
 
 @pytest.mark.parametrize("rows", [6, 0])
@@ -180,7 +180,7 @@ def test_statistics_over_ranks_are_the_hosts(
     statistics.
     """
     x = np.random.default_rng(0).standard_normal((rows, 5)).astype("float32")
-    found = []
+    result = []
     for backend in (real_device, numpy_backend()):
         model = nn.Sequential(nn.BatchNorm(5)).initialize(backend=backend)
         model[0].all_reduce = lambda array: array * 2  # another rank has the same rows
@@ -194,23 +194,23 @@ def test_statistics_over_ranks_are_the_hosts(
         arrays = [
             y.data,
             given.grad,
-            *(each.grad for each in model.parameters()),
-            *(each.data for _, each in model.named_buffers()),
+            *(parameter.grad for parameter in model.parameters()),
+            *(buffer.data for _, buffer in model.named_buffers()),
         ]
-        found.append([backend.to_host(array) for array in arrays])
-    for ours, theirs in zip(*found, strict=True):
+        result.append([backend.to_host(array) for array in arrays])
+    for ours, theirs in zip(*result, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     if not rows:
-        assert not found[0][-2].any() and (found[0][-1] == 1).all()
+        assert not result[0][-2].any() and (result[0][-1] == 1).all()
 
 
 def test_a_label_that_is_no_class_is_found_on_the_host(real_device: Backend, group: Group) -> None:
     """The kernel cannot say so; the error names the row."""
-    one = worker(real_device, group)
-    batch = next(Loader(digits(), 8).epoch(0, backend=one.backend))
+    item = worker(real_device, group)
+    batch = next(Loader(digits(), 8).epoch(0, backend=item.backend))
     batch.labels[5] = 11
     with pytest.raises(ShapeError, match=r"label 11 in row 5 of the batch is outside 0\.\.9"):
-        one.step(batch)
+        item.step(batch)
 
 
 def test_an_index_without_a_row_is_found_on_the_host(real_device: Backend, group: Group) -> None:
@@ -219,26 +219,26 @@ def test_an_index_without_a_row_is_found_on_the_host(real_device: Backend, group
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).initialize(
         backend=backend
     )
-    one = Worker(model, optim.SGD(model.storage, lr=0.1), group, backend=backend)
+    item = Worker(model, optim.SGD(model.storage, lr=0.1), group, backend=backend)
     (batch,) = Loader(digits(), len(digits()), shuffle=False, workers=0).epoch(0)
     indices = np.zeros((len(batch.y), 3), np.int64)
     indices[4, 1] = 7
     object.__setattr__(batch, "x", indices)
     with pytest.raises(ShapeError, match=r"index 7 in row 4 of the batch is outside 0\.\.6"):
-        one.step(batch)
+        item.step(batch)
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight(real_device: Backend, group: Group) -> None:
     """It is found when the step's numbers are read, before the update, and its place is told."""
-    one = worker(real_device, group)
-    before = one.model.state()
-    batch = next(Loader(digits(), 8).epoch(0, backend=one.backend))
+    item = worker(real_device, group)
+    before = item.model.state()
+    batch = next(Loader(digits(), 8).epoch(0, backend=item.backend))
     batch.x[3] = float("nan")
     with pytest.raises(
         DivergenceError, match="the first values that are not finite are in the input on rank 0"
     ):
-        one.step(batch)
-    for name, values in one.model.state().items():
+        item.step(batch)
+    for name, values in item.model.state().items():
         np.testing.assert_array_equal(values, before[name])
 
 

@@ -134,13 +134,13 @@ def table(suites: list[Suite], seconds: float) -> str:
     for outcome in (SKIPPED, LEFT_OUT):
         lines += [
             f"{outcome} {count}: {reason}"
-            for (found, reason), count in why.most_common()
-            if found == outcome
+            for (result, reason), count in why.most_common()
+            if result == outcome
         ]
     for suite in suites:
         again = [
-            ("UNSTEADY (failed, and passed again by itself)", each)
-            for each in suite.unsteady.items()
+            ("UNSTEADY (failed, and passed again by itself)", item)
+            for item in suite.unsteady.items()
         ]
         failed = [("FAILED", (test, suite.reasons.get(test, ""))) for test in suite.failures]
         for word, (test, reason) in again + failed:

@@ -220,11 +220,11 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             for number in safe
             if self._acts[number].before == {"": None}
         }
-        kept = []
+        saved = []
         for number, act in enumerate(self._acts):
             if number not in safe and number > gone.get(os.path.dirname(act.path), -1):
-                kept.append(act)
-        self._acts = kept
+                saved.append(act)
+        self._acts = saved
 
     def _move(self, source: str, target: str) -> None:
         """Let what is known of a place go with it to another one."""
@@ -283,10 +283,10 @@ def read_tree(place: str) -> Tree | None:
         return {"": Path(place).read_bytes()}
     if not os.path.isdir(place):
         return None
-    found: Tree = {"": None}
+    result: Tree = {"": None}
     for path in Path(place).rglob("*"):
-        found[str(path.relative_to(place))] = path.read_bytes() if path.is_file() else None
-    return found
+        result[str(path.relative_to(place))] = path.read_bytes() if path.is_file() else None
+    return result
 
 
 def write_tree(place: str, tree: Tree) -> None:

@@ -42,7 +42,7 @@ def options(ranks: int, among: Sequence[int], everything: bool, rest: bool = Fal
     but = ["--but-plain"] * rest
     if ranks == 0:
         return ["--sizes", "1", *but] if everything else ["--quick"]
-    shared = [each for each in among if each > ALONE or not everything]
+    shared = [item for item in among if item > ALONE or not everything]
     return [
         *([] if everything and ranks <= FEW else ["--quick"]),
         "--deal",
@@ -87,9 +87,9 @@ def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> 
     place = test.nodeid.removeprefix("tests/")
     dealt = is_dealt(test) and not (is_contract(test) and ranks > FEW)
     needed = test.get_closest_marker("needs_ranks")
-    able = [each for each in among if needed is None or each in needed.args]
+    able = [item for item in among if needed is None or item in needed.args]
     if slow is not None:
-        able = [each for each in able if each <= FEW]
+        able = [item for item in able if item <= FEW]
     if not able or not dealt:
         return ""
     return (

@@ -168,17 +168,17 @@ class Recorder:
         """Leave out what is done, and what is not for this run where that is asked for."""
         launch = read_launch(os.environ)
         ranks = 1 if launch is None else launch.size
-        kept, others = [], []
+        saved, others = [], []
         for item in items:
             reason = left_out.reason(item, ranks, config.option.quick, config.option.deal)
             if config.option.but_plain and left_out.is_plain(item, 0 if launch is None else ranks):
                 reason = "a plain scripts/test runs it"
             if reason:
                 self._writer.write(item.nodeid, records.LEFT_OUT, reason)
-            (kept if not reason and self._is_wanted(item.nodeid) else others).append(item)
+            (saved if not reason and self._is_wanted(item.nodeid) else others).append(item)
         if others:
             config.hook.pytest_deselected(items=others)
-            items[:] = kept
+            items[:] = saved
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note that the test has begun."""
@@ -360,8 +360,8 @@ def _what(report: pytest.TestReport) -> str:
     if crash is None:
         return report.longreprtext.partition("\n")[0]
     entries = getattr(report.longrepr.reprtraceback, "reprentries", [])  # type: ignore[union-attr]
-    found = [getattr(entry, "reprfileloc", None) for entry in entries]
-    places = [at for at in found if at is not None and not PYTEST.search(at.path)]
+    result = [getattr(entry, "reprfileloc", None) for entry in entries]
+    places = [at for at in result if at is not None and not PYTEST.search(at.path)]
     calls = " < ".join(f"{at.path}:{at.lineno}" for at in reversed(places[-CALLS:]))
     return crash.message.partition("\n")[0] + (f"\n    at {calls}" if calls else "")
 

@@ -72,11 +72,11 @@ def read(folder: Path, ranks: int) -> Records:
     names = dict.fromkeys(line["test"] for log in logs for line in log)
     outcomes = {}
     for name in names:
-        found = [log[name]["outcome"] for log in ended if name in log]
-        if FAILED in found:
+        result = [log[name]["outcome"] for log in ended if name in log]
+        if FAILED in result:
             outcomes[name] = FAILED
-        elif len(found) == ranks:
-            outcomes[name] = PASSED if PASSED in found else found[0]
+        elif len(result) == ranks:
+            outcomes[name] = PASSED if PASSED in result else result[0]
     complete = all((folder / f"{rank}.ok").exists() for rank in range(ranks))
     culprit = (
         None
@@ -128,12 +128,14 @@ def _words(folder: Path, ranks: int) -> str:
 
     Texts that differ in no more than the rank they name are the same.
     """
-    said: dict[str, tuple[str, list[str]]] = {}
+    message: dict[str, tuple[str, list[str]]] = {}
     for rank in range(ranks):
         path = folder / f"{rank}.err"
         text = path.read_text(errors="replace").strip() if path.exists() else ""
         if text:
-            said.setdefault(re.sub(r"rank \d+ of", "rank", text), (text, []))[1].append(str(rank))
+            message.setdefault(re.sub(r"rank \d+ of", "rank", text), (text, []))[1].append(
+                str(rank)
+            )
     return "\n".join(
-        f"---- rank {', '.join(who)} of {ranks} ----\n{text}" for text, who in said.values()
+        f"---- rank {', '.join(who)} of {ranks} ----\n{text}" for text, who in message.values()
     )

@@ -201,7 +201,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     def live(group: Group) -> None:
         with ExitStack() as stack:
             values = _Values(group, stack)
-            pyfuncitem.obj(**{name: values.of(name, each) for name, each in given.items()})
+            pyfuncitem.obj(**{name: values.of(name, item) for name, item in given.items()})
 
     simulate(
         live,
@@ -226,13 +226,13 @@ class _Values:
         if isinstance(given, Simulation):
             return self._group
         if name == "tmp_path":
-            own = given / f"rank-{self._group.rank}"
-            own.mkdir(exist_ok=True)
-            return own
+            local = given / f"rank-{self._group.rank}"
+            local.mkdir(exist_ok=True)
+            return local
         if not isinstance(given, PerRank):
             return given
         if id(given) not in self._made:
-            values = {key: self.of(key, each) for key, each in given.given.items()}
+            values = {key: self.of(key, item) for key, item in given.given.items()}
             is_context = inspect.isgeneratorfunction(given.make)
             made = (contextmanager(given.make) if is_context else given.make)(**values)
             self._made[id(given)] = self._stack.enter_context(made) if is_context else made

@@ -144,14 +144,14 @@ class Suite:
                 cwd=ROOT,
             )
             self.folder = None
-            found = records.read(folder, max(1, self.ranks))
-        self.outcomes |= found.outcomes
-        self.reasons |= found.reasons
-        if found.words:
-            self.say(f"\n{found.words}\n")
+            result = records.read(folder, max(1, self.ranks))
+        self.outcomes |= result.outcomes
+        self.reasons |= result.reasons
+        if result.words:
+            self.say(f"\n{result.words}\n")
         # A failure is known to the exit status (mpirun may hide it), to the records, or to the
         # proofs that are missing.
-        if found.complete and (ending.status == 0 or self.failures):
+        if result.complete and (ending.status == 0 or self.failures):
             return False
         how = (
             f"was killed after {ending.seconds:.0f} s"
@@ -159,11 +159,11 @@ class Suite:
             else f"ended with status {ending.status}"
         )
         how = f"The run on {self.name} {how}"
-        self.say(f"\n{how}" + (f" in {found.culprit}\n" if found.culprit else "\n"))
-        culprit = found.culprit or f"({how} outside of the tests)"
+        self.say(f"\n{how}" + (f" in {result.culprit}\n" if result.culprit else "\n"))
+        culprit = result.culprit or f"({how} outside of the tests)"
         self.outcomes[culprit] = FAILED
         self.reasons.setdefault(culprit, how)
-        return found.culprit is not None
+        return result.culprit is not None
 
     def _command(self) -> list[str]:
         """Return the command: pytest, under mpirun or not."""
@@ -181,7 +181,7 @@ class Suite:
 def _spoke_long_ago(folder: Path) -> bool:
     """Return whether a rank under MPI reported a failure `LOST_S` ago."""
     spoken = [path.stat() for path in folder.glob("*.err")]
-    return any(found.st_size > 0 and time.time() - found.st_mtime > LOST_S for found in spoken)
+    return any(result.st_size > 0 and time.time() - result.st_mtime > LOST_S for result in spoken)
 
 
 def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], None]) -> None:
@@ -193,7 +193,7 @@ def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], N
     parts: list[tuple[Suite, Suite]] = []  # of each suite
 
     def run_lane(number: int, claims: str) -> None:
-        for suite in sorted(suites, key=lambda each: -each.ranks):
+        for suite in sorted(suites, key=lambda item: -item.ranks):
             if stopped.is_set() or (all_claimed.is_set() if suite.ranks == 0 else number > 0):
                 continue
             printed: list[str] = []

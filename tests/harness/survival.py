@@ -239,7 +239,7 @@ class _Machine:
             if (
                 not faulty
                 or "Traceback" in text
-                or not any(each in text for each in EXPECTED_ERRORS)
+                or not any(item in text for item in EXPECTED_ERRORS)
             ):
                 self.wrong = (
                     f"start with {self.left} faults to come: {type(error).__name__}: {error}"
@@ -313,7 +313,7 @@ def _judge_end(run: Path, wanted: list[bytes] | None) -> str:
     own.
     """
     records = read_metrics(run / "metrics.jsonl")
-    trained = [each["global_step"] for each in records if each["kind"] == "train"]
+    trained = [record["global_step"] for record in records if record["kind"] == "train"]
     if (
         trained != sorted(set(trained))
         or trained[-1:] != [STEPS]
@@ -334,10 +334,10 @@ def _judge_end(run: Path, wanted: list[bytes] | None) -> str:
 def sweep(first: int, last: int) -> tuple[int, str] | None:
     """Return the first seed of a range that fails, and how; None where all is well."""
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as name, quick_trainings():
-        wanted = undisturbed(Path(name) / "undisturbed")
+        expected = undisturbed(Path(name) / "undisturbed")
         for seed in range(first, last):
             run = Path(name) / f"run-{seed}"
-            if wrong := survive(seed, run, wanted):
+            if wrong := survive(seed, run, expected):
                 return seed, wrong
             shutil.rmtree(run, ignore_errors=True)
     return None

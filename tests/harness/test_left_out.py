@@ -31,7 +31,7 @@ def runs_on(test: Any, among: list[int], quick: bool = True) -> list[int]:
 def test_what_is_dealt_out_runs_once(among: list[int]) -> None:
     names = [f"equivalence/test_a.py::test_b[{number}]" for number in range(300)]
     runs = [runs_on(item(name), among) for name in names]
-    assert all(len(each) == 1 for each in runs)
+    assert all(len(run) == 1 for run in runs)
     assert min(runs.count([size]) for size in among) > 0.7 * len(names) / len(among)
 
 
@@ -51,7 +51,7 @@ def test_where_a_test_runs(name: str, marks: Any, among: list[int], wanted: list
 
 def test_what_is_slow_is_dealt_to_few_ranks() -> None:
     slow = [item(f"equivalence/test_a.py::test_b[{n}]", slow=("why",)) for n in range(20)]
-    assert {tuple(runs_on(each, left_out.ALL_RANKS[1:], quick=False)) for each in slow} == {
+    assert {tuple(runs_on(entry, left_out.ALL_RANKS[1:], quick=False)) for entry in slow} == {
         (2,),
         (3,),
         (4,),
@@ -76,18 +76,18 @@ def test_simulated_trainings_are_dealt_to_few_ranks(
 def test_options_of_a_run() -> None:
     """A plain one leaves out what is slow; with --all it runs on few ranks."""
     quick, deal = ["--quick"], ["--deal", "2,3,4,6,8"]
-    wanted = {
+    expected = {
         0: ["--sizes", "1"],
         **dict.fromkeys([1, 2, 3, 4], deal),
         **dict.fromkeys([6, 8], quick + deal),
     }
     assert {
-        ranks: options(ranks, left_out.ALL_RANKS, everything=True) for ranks in wanted
-    } == wanted
-    wanted = {0: quick, 3: [*quick, "--deal", "2,3,4"]}
+        ranks: options(ranks, left_out.ALL_RANKS, everything=True) for ranks in expected
+    } == expected
+    expected = {0: quick, 3: [*quick, "--deal", "2,3,4"]}
     assert {
-        ranks: options(ranks, left_out.QUICK_RANKS, everything=False) for ranks in wanted
-    } == wanted
+        ranks: options(ranks, left_out.QUICK_RANKS, everything=False) for ranks in expected
+    } == expected
 
 
 PLANTED = """
@@ -132,5 +132,5 @@ def test_plain_and_rest_are_all(ranks: int, tmp_path: Path) -> None:
     assert plain and rest and not plain & rest
     # Dealt to fewer numbers of ranks, tests of a plain run may be among these ranks' that --all
     # gives to others.
-    whole = passed(left_out.ALL_RANKS, everything=True, rest=False)
-    assert rest < whole <= plain | rest and (ranks or whole == plain | rest)
+    full = passed(left_out.ALL_RANKS, everything=True, rest=False)
+    assert rest < full <= plain | rest and (ranks or full == plain | rest)

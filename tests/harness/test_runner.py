@@ -365,10 +365,10 @@ def test_records_of_several_ranks(tmp_path: Path) -> None:
     ranks[1].finish()
     with (tmp_path / "1.log").open("a") as file:
         file.write('{"test": "d", "outco')
-    found = read(tmp_path, 2)
-    assert found.outcomes == {"a": PASSED, "b": SKIPPED, "c": FAILED}
-    assert (found.culprit, found.reasons, found.complete) == ("c", {"b": "why"}, False)
-    assert found.words == "---- rank 1 of 2 ----\nwords"
+    result = read(tmp_path, 2)
+    assert result.outcomes == {"a": PASSED, "b": SKIPPED, "c": FAILED}
+    assert (result.culprit, result.reasons, result.complete) == ("c", {"b": "why"}, False)
+    assert result.words == "---- rank 1 of 2 ----\nwords"
 
 
 def test_a_launcher_that_starts_nothing_is_asked_once_more(tmp_path: Path) -> None:

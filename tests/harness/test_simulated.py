@@ -42,9 +42,9 @@ def test_sizes(group):
 @pytest.fixture
 def alone(group: Group) -> Iterator[list[int]]:
     """A list of this rank's own."""
-    own = [group.rank]
-    yield own
-    assert own == [group.rank, -group.rank]
+    local = [group.rank]
+    yield local
+    assert local == [group.rank, -group.rank]
 
 
 @pytest.fixture

@@ -50,8 +50,8 @@ class Tree:
     def each_import(self) -> Iterator[tuple[Source, Import]]:
         """Yield every import with its file."""
         for source in self.sources:
-            for found in self.imports[source.path]:
-                yield source, found
+            for result in self.imports[source.path]:
+                yield source, result
 
 
 def violations(root: Path) -> list[str]:
@@ -67,30 +67,35 @@ def lower_layers_only(tree: Tree) -> Iterator[str]:
             yield (
                 f"{source.path}:1: {source.part} is in no layer; add it to tests/layering/layers.py"
             )
-    for source, found in _inside(tree):
-        own, other = source.part, part_of(found.target)
-        if own == other or not own or own not in layers.LAYER_OF or other not in layers.LAYER_OF:
+    for source, result in _inside(tree):
+        local, other = source.part, part_of(result.target)
+        if (
+            local == other
+            or not local
+            or local not in layers.LAYER_OF
+            or other not in layers.LAYER_OF
+        ):
             continue
-        mine, theirs = layers.LAYER_OF[own], layers.LAYER_OF[other]
+        mine, theirs = layers.LAYER_OF[local], layers.LAYER_OF[other]
         where = (
-            f"{source.path}:{found.line}: {own} (layer {mine}) imports {found.target} (layer"
+            f"{source.path}:{result.line}: {local} (layer {mine}) imports {result.target} (layer"
             f" {theirs})"
         )
         if theirs > mine:
             yield f"{where}; a module imports only lower layers"
         elif theirs == mine > 0:
             yield f"{where}; the parts of one layer do not import one another"
-        elif other in layers.STRANGERS.get(own, ()):
-            yield f"{where}; {own} must not know {other}"
+        elif other in layers.STRANGERS.get(local, ()):
+            yield f"{where}; {local} must not know {other}"
 
 
 def strategies_apart(tree: Tree) -> Iterator[str]:
     """No parallel strategy imports another."""
-    for source, found in _inside(tree):
-        own, other = (_strategy_of(module) for module in (source.module, found.target))
-        if own and other and own != other:
+    for source, result in _inside(tree):
+        local, other = (_strategy_of(module) for module in (source.module, result.target))
+        if local and other and local != other:
             yield (
-                f"{source.path}:{found.line}: one strategy imports another, {found.target}; use a"
+                f"{source.path}:{result.line}: one strategy imports another, {result.target}; use a"
                 " third file"
             )
 
@@ -105,44 +110,44 @@ def defining_module(tree: Tree) -> Iterator[str]:
     """Inside the package the module that defines a name is imported, never a package's
     `__init__`.
     """
-    for source, found in _inside(tree):
-        if found.target in tree.packages and source.module != PACKAGE:
+    for source, result in _inside(tree):
+        if result.target in tree.packages and source.module != PACKAGE:
             yield (
-                f"{source.path}:{found.line}: imports the package {found.target}; import the module"
+                f"{source.path}:{result.line}: imports the package {result.target}; import the module"
                 " that defines it"
             )
-        elif source.is_init and source.part and not found.target.startswith(f"{source.module}."):
+        elif source.is_init and source.part and not result.target.startswith(f"{source.module}."):
             yield (
-                f"{source.path}:{found.line}: an __init__ exports only its own package, not"
-                f" {found.target}"
+                f"{source.path}:{result.line}: an __init__ exports only its own package, not"
+                f" {result.target}"
             )
 
 
 def libraries_at_home(tree: Tree) -> Iterator[str]:
     """mpi4py only in comm/mpi, cupy only in backend; pickle nowhere."""
-    for source, found in tree.each_import():
-        library = found.target.partition(".")[0]
+    for source, result in tree.each_import():
+        library = result.target.partition(".")[0]
         home = layers.HOMES.get(library)
         if home is not None and not source.path.startswith(f"{PACKAGE}/{home}/"):
-            yield f"{source.path}:{found.line}: imports {library}, which only {home}/ may"
+            yield f"{source.path}:{result.line}: imports {library}, which only {home}/ may"
         if library in layers.PICKLES and source.path not in layers.PICKLERS:
             yield (
-                f"{source.path}:{found.line}: imports {library}; nothing is pickled, in files or"
+                f"{source.path}:{result.line}: imports {library}; nothing is pickled, in files or"
                 " messages"
             )
 
 
 def imports_on_top(tree: Tree) -> Iterator[str]:
     """Imports stand at the top of the file, except of optional libraries."""
-    for source, found in tree.each_import():
-        is_optional = found.target.partition(".")[0] in layers.OPTIONAL
+    for source, result in tree.each_import():
+        is_optional = result.target.partition(".")[0] in layers.OPTIONAL
         if (
-            found.is_late
+            result.is_late
             and not is_optional
-            and (source.path, found.target) not in layers.LATE_IMPORTS
+            and (source.path, result.target) not in layers.LATE_IMPORTS
         ):
             yield (
-                f"{source.path}:{found.line}: imports {found.target} inside a function; only"
+                f"{source.path}:{result.line}: imports {result.target} inside a function; only"
                 " optional libraries are"
             )
 
@@ -197,12 +202,12 @@ def documented(tree: Tree) -> Iterator[str]:
 
 def one_meaning(tree: Tree) -> Iterator[str]:
     """A class name stands in one file."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for source in tree.sources:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
-    for name, places in found.items():
+                result.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+    for name, places in result.items():
         if len(places) > 1:
             yield f"{places[-1]}: {name} is a class of {places[0]}, too; one name means one thing"
 
@@ -214,17 +219,17 @@ def references_exist(tree: Tree) -> Iterator[str]:
     for source in tree.sources:
         yield from dead_references(tree, source.path, source.text)
         written = ast.get_docstring(source.tree) or ""
-        for found in UNQUOTED.finditer(written):
-            if not refers(tree, found[1]):
-                yield f"{source.path}:1: names {found[0]}, which does not exist"
+        for result in UNQUOTED.finditer(written):
+            if not refers(tree, result[1]):
+                yield f"{source.path}:1: names {result[0]}, which does not exist"
 
 
 def dead_references(tree: Tree, path: str, text: str) -> Iterator[str]:
     """Yield a sentence for each path of the package in backquotes that leads nowhere."""
-    for found in QUOTED.finditer(text):
-        if not refers(tree, found[1]):
-            line = text[: found.start()].count("\n") + 1
-            yield f"{path}:{line}: names {found[0]}, which does not exist"
+    for result in QUOTED.finditer(text):
+        if not refers(tree, result[1]):
+            line = text[: result.start()].count("\n") + 1
+            yield f"{path}:{line}: names {result[0]}, which does not exist"
 
 
 def refers(tree: Tree, words: str) -> bool:
@@ -253,9 +258,9 @@ def _defined(tree: ast.Module) -> set[str]:
 def no_cycles(tree: Tree) -> Iterator[str]:
     """No modules that import one another when they are loaded."""
     edges = {source.module: set[str]() for source in tree.sources}
-    for source, found in _inside(tree):
-        if not found.is_late and not found.is_for_types and source.module != PACKAGE:
-            edges[source.module].add(found.target)
+    for source, result in _inside(tree):
+        if not result.is_late and not result.is_for_types and source.module != PACKAGE:
+            edges[source.module].add(result.target)
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -280,7 +285,7 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
 
 def _inside(tree: Tree) -> Iterator[tuple[Source, Import]]:
     """Yield the imports of the package's own modules."""
-    return ((source, found) for source, found in tree.each_import() if _is_inside(found))
+    return ((source, result) for source, result in tree.each_import() if _is_inside(result))
 
 
 def _is_inside(found: Import) -> bool:
@@ -324,8 +329,8 @@ def _assigned(node: ast.AST) -> set[str]:
         if isinstance(node, ast.AnnAssign)
         else []
     )
-    bound = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
-    return {each.id for each in bound if isinstance(each.ctx, ast.Store)}
+    bound = [item for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)]
+    return {item.id for item in bound if isinstance(item.ctx, ast.Store)}
 
 
 def _changes(function: ast.AST) -> Iterator[tuple[int, str]]:

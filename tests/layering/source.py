@@ -127,5 +127,5 @@ def _base(node: ast.ImportFrom, source: Source) -> str:
     if node.level == 0:
         return node.module or ""
     names = source.module.split(".")
-    kept = names[: len(names) - node.level + source.is_init]
-    return ".".join([*kept, *([node.module] if node.module else [])])
+    saved = names[: len(names) - node.level + source.is_init]
+    return ".".join([*saved, *([node.module] if node.module else [])])

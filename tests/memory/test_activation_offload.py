@@ -124,19 +124,19 @@ def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
     assert measured < bandwidth
     forward.plan = forward.find_plan(2 * 2**20 + 2**16)
     forward.bandwidth = measured
-    prices, plans, found = [], (forward.plan, forward.plans.plan(forward.plans.all)), []
+    prices, plans, result = [], (forward.plan, forward.plans.plan(forward.plans.all)), []
     for plan in plans:
         forward.plan = plan
         prices.append(forward.price)
-    while len(found) < 40 and not any(abs(each - 1) <= 0.05 for each in found):
+    while len(result) < 40 and not any(abs(item - 1) <= 0.05 for item in result):
         ratios = []
         for forward.plan, price in zip(plans, prices, strict=True):
             begin = time.perf_counter()
             forward(x).sum().backward()
             ratios.append((time.perf_counter() - begin) / price.seconds)
-        found.append(ratios[0] / ratios[1])
+        result.append(ratios[0] / ratios[1])
     assert prices[0].moved and not prices[1].moved
-    assert abs(found[-1] - 1) <= 0.05, found
+    assert abs(result[-1] - 1) <= 0.05, result
     forward.release()
 
 
@@ -144,7 +144,9 @@ def _live():
     """Return how many objects of nnmpi's classes there are; the double of a device keeps a log of
     its own.
     """
-    return sum(str(type(each).__module__).startswith("nnmpi.") for each in gc.get_objects())
+    return sum(
+        str(type(get_object).__module__).startswith("nnmpi.") for get_object in gc.get_objects()
+    )
 
 
 def test_many_passes_leave_nothing_behind(tmp_path):
@@ -162,10 +164,10 @@ def test_many_passes_leave_nothing_behind(tmp_path):
     forward.plan = forward.find_plan(forward.plans.least)
     assert forward.price.moved
     model.zero_grad()
-    one, other = forward(x).sum(), forward(x).sum()
-    one.backward()
+    first, other = forward(x).sum(), forward(x).sum()
+    first.backward()
     other.backward()
-    twice = [np.copy(Tensor(each).numpy()) for each in model.storage.grads]
+    twice = [np.copy(Tensor(grad).numpy()) for grad in model.storage.grads]
     forward(x)
     model.zero_grad()
     for _ in range(2):

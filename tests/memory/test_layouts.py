@@ -45,10 +45,10 @@ def compare(setup, layout, folder, allreduce, **changes):
     both = layout, replace(layout, **offload, **changes)
     ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
     options = {"allreduce": allreduce, "fused_update": False}
-    plain, found = (
+    plain, result = (
         simulate(lambda group, at=at: run(setup, group, at, **options), ranks)[0] for at in both
     )
-    assert not differences(found, plain, setup, exact=True)
+    assert not differences(result, plain, setup, exact=True)
     assert not list(folder.iterdir())  # the file has no name
 
 
@@ -56,7 +56,7 @@ def compare(setup, layout, folder, allreduce, **changes):
 @pytest.mark.parametrize(
     ("setup", "layout", "changes"),
     ROWS,
-    ids=lambda each: each.model.__name__ if isinstance(each, Setup) else str(each),
+    ids=lambda item: item.model.__name__ if isinstance(item, Setup) else str(item),
 )
 def test_every_layout_gives_its_own_bits(setup, layout, changes, tmp_path):
     """Also where weights are gathered again, and where they stand once."""

@@ -56,10 +56,10 @@ def train(
                 worker.step(batch)
         else:
             worker.step(batch)
-    found, (line, *kinds) = nnmpi.memory.report(), worker.memory()
+    result, (line, *kinds) = nnmpi.memory.report(), worker.memory()
     assert kinds and max(map(len, kinds)) <= 98
     worker.release()
-    return found, line, to_chrome({group.rank: timeline.events})["traceEvents"]
+    return result, line, to_chrome({group.rank: timeline.events})["traceEvents"]
 
 
 @pytest.mark.host_only("memory that a node's ranks share is the host's")
@@ -67,15 +67,15 @@ def train(
 def test_what_is_predicted_is_what_is_measured(zero: int) -> None:
     """Of the kinds that formulas know; batches and activations are counted, too."""
     for allreduce in ("native", "shared"):
-        for found, line, _ in simulate(lambda group, way=allreduce: train(group, zero, way), 3):  # type: ignore[misc]
-            assert tuple(found.peaks) == KINDS
-            assert found.predicted == {kind: found.peaks[kind] for kind in found.predicted}
-            assert len(found.predicted) == 3
-            assert found.peaks[BATCHES] >= 2 * (6 * 4 + 8)  # 2 or 3 of 8 samples with their labels
-            assert found.peaks[ACTIVATIONS] >= 2 * sum(HIDDEN) * 4
-            assert found.held[ACTIVATIONS] == 0
-            assert found.peak <= sum(found.peaks.values())
-            assert (found.peaks[COMMUNICATION] > 0) == (zero > 1)  # slots and scratch
+        for result, line, _ in simulate(lambda group, way=allreduce: train(group, zero, way), 3):  # type: ignore[misc]
+            assert tuple(result.peaks) == KINDS
+            assert result.predicted == {kind: result.peaks[kind] for kind in result.predicted}
+            assert len(result.predicted) == 3
+            assert result.peaks[BATCHES] >= 2 * (6 * 4 + 8)  # 2 or 3 of 8 samples with their labels
+            assert result.peaks[ACTIVATIONS] >= 2 * sum(HIDDEN) * 4
+            assert result.held[ACTIVATIONS] == 0
+            assert result.peak <= sum(result.peaks.values())
+            assert (result.peaks[COMMUNICATION] > 0) == (zero > 1)  # slots and scratch
             assert "as predicted" in line
 
 
@@ -104,7 +104,7 @@ def test_each_stage_of_zero_takes_less_than_the_one_before() -> None:
         simulate(lambda group, stage=stage: train(group, stage, hidden=(32,) * 8), 4)
         for stage in range(4)
     ]
-    peaks = [max(found.peak for found, _, _ in ranks) for ranks in stages]
+    peaks = [max(result.peak for result, _, _ in ranks) for ranks in stages]
     assert peaks == sorted(set(peaks), reverse=True)
 
 
@@ -113,8 +113,8 @@ def test_it_is_drawn_where_a_trace_is_recorded() -> None:
     (_, _, rows), *_ = simulate(lambda group: train(group, 2, trace=True), 2)
     curve = [row["args"] for row in rows if row["ph"] == "C"]
     assert len(curve) == 6
-    assert all(set(each) == set(KINDS) for each in curve)
-    assert [each[ACTIVATIONS] > 0 for each in curve] == [False, True] * 3
+    assert all(set(item) == set(KINDS) for item in curve)
+    assert [item[ACTIVATIONS] > 0 for item in curve] == [False, True] * 3
 
 
 def test_mistakes_are_refused() -> None:

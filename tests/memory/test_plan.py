@@ -28,13 +28,13 @@ def random_chain(draw, count):
     costs, before = [], 0
     for i in range(count):
         last = i == count - 1
-        value, kept = 0 if last else draw.randint(1, 9), draw.randint(0, 18)
+        value, saved = 0 if last else draw.randint(1, 9), draw.randint(0, 18)
         costs.append(
             LayerCost(
                 str(i),
                 value,
                 before,
-                kept,
+                saved,
                 draw.random() < 0.5,
                 not last and draw.random() < 0.5,
                 *(float(draw.randint(1, 9)) for _ in range(3)),
@@ -78,11 +78,11 @@ def quickest(costs, budget, bandwidth=inf, bound=inf):
             sets = (after._values, after._kept, after._away, after._back)
             waits = (
                 after._idle_s,
-                *(after.done[each] for each in sorted(after._back | set(after.leaving))),
+                *(after.done[item] for item in sorted(after._back | set(after.leaving))),
             )
-            times = (after.seconds, *(max(each, after.seconds) for each in waits))
+            times = (after.seconds, *(max(wait, after.seconds) for wait in waits))
             known = seen.setdefault((*map(frozenset, sets), after._grad, after.leaving), [])
-            if not any(all(a <= b for a, b in zip(each, times, strict=True)) for each in known):
+            if not any(all(a <= b for a, b in zip(item, times, strict=True)) for item in known):
                 known.append(times)
                 number += 1
                 heapq.heappush(waiting, (least, number, after))
@@ -182,10 +182,10 @@ def test_the_command_draws_and_says_what_it_costs():
     assert "moved     14 MB, at 8 MB/s" in main(
         ["plan", "--layers", "6", "--budget", "50%", "--bandwidth", "8MiB"]
     )
-    told = main(["plan", "--layers", "8", "--budget", "50%"])
+    text = main(["plan", "--layers", "8", "--budget", "50%"])
     assert (
-        "budget    23.5 MB (24641536 bytes)\n" in told
-        and "K forward and kept (small: again)" in told
+        "budget    23.5 MB (24641536 bytes)\n" in text
+        and "K forward and kept (small: again)" in text
     )
     for words, complaint in (
         (["--layers", "6", "--budget", "1"], "give at least"),

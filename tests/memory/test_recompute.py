@@ -90,9 +90,9 @@ def test_every_budget_gives_the_bits(name, away, tmp_path):
         moved += forward.price.moved
         model.zero_grad()
         model.load_state(first)
-        found = one_pass(forward, x, y, model)
+        result = one_pass(forward, x, y, model)
         assert forward.price.peak <= budget
-        for ours, theirs in zip(found, ordinary, strict=True):
+        for ours, theirs in zip(result, ordinary, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert len(seen) > 1 and bool(moved) == away
     assert not list(tmp_path.iterdir())  # the file has no name
@@ -107,10 +107,10 @@ def test_gradients_are_added_up():
     with nn.training():
         forward(x, lambda logits: ops.cross_entropy(logits, y))
     assert all(grad is None or not grad.any() for grad in (p.grad for p in model.parameters()))
-    found = one_pass(forward, x, y, model, again=2)
+    result = one_pass(forward, x, y, model, again=2)
     model.zero_grad()
     ordinary = one_pass(lambda x, head: head(model(Tensor(x))), x, y, model, again=2)
-    np.testing.assert_array_equal(found[1], ordinary[1])
+    np.testing.assert_array_equal(result[1], ordinary[1])
 
 
 def test_what_a_layer_keeps_is_what_its_operations_save():

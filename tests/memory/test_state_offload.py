@@ -36,7 +36,7 @@ def steps(group, layout):
     worker = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange)
     for batch in Loader(data, 4, rank=where.data_rank, world=where.data_ranks, workers=0).epoch(0):
         worker.step(batch)
-    state = [each.to_dict(everywhere=True) for each in worker.state()]
+    state = [item.to_dict(everywhere=True) for item in worker.state()]
     report, line = nnmpi.memory.report(), worker.memory()[0]
     worker.release()
     return report, state, line
@@ -47,7 +47,9 @@ def test_a_model_that_does_not_fit_trains(tmp_path):
     """Of 16 P bytes with Adam, 8 P are there with its state out, and with weights out 4 P and
     units.
     """
-    elements = sum(-(-each.size // 16) * 16 for each in models.mlp((9,), 3, (64,) * 9).parameters())
+    elements = sum(
+        -(-parameter.size // 16) * 16 for parameter in models.mlp((9,), 3, (64,) * 9).parameters()
+    )
     out = {"offload": str(tmp_path), "offload_state": "optimizer"}
     near = 9 * elements
     message = (
@@ -92,7 +94,9 @@ def test_an_optimizer_updates_what_comes(momentum, tmp_path):
             model(nnmpi.Tensor(backend.asarray(np.ones((2, 9), "float32")))).sum().backward()
             optimizer.step()
         assert (optimizer.state_bytes > 0) == (momentum > 0 and not away)
-        slots = [backend.to_host(each) for arrays in optimizer.slots().values() for each in arrays]
+        slots = [
+            backend.to_host(array) for arrays in optimizer.slots().values() for array in arrays
+        ]
         runs.append([*slots, *model.state().values()])
     for ours, theirs in zip(*runs, strict=True):
         np.testing.assert_array_equal(ours, theirs)

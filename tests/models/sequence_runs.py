@@ -18,13 +18,13 @@ def batch(step: int, rank: int, world: int, whole: bool = False) -> Batch:
     rows, time = SHAPES[step]
     x, y = (draw.integers(0, TOKENS, (rows, time)) for _ in range(2))
     y[np.arange(time) >= draw.integers(0, time + 1, (rows, 1))] = IGNORED
-    everyones, own = (
+    everyones, local = (
         cut_batch(rows, microbatches=MICROBATCHES),
         cut_batch(rows, rank, world, MICROBATCHES, whole),
     )
-    targets = tuple(int((y[each.start : each.stop] >= 0).sum()) for each in everyones)
-    places = [np.arange(each.stop - each.start) + each.first_row for each in own]
+    targets = tuple(int((y[everyone.start : everyone.stop] >= 0).sum()) for everyone in everyones)
+    places = [np.arange(item.stop - item.start) + item.first_row for item in local]
     indices = np.concatenate([np.zeros(0, np.int64), *places])
     return Batch(
-        x[indices], y[indices], indices, own, rows, 0, step, len(everyones), targets=targets
+        x[indices], y[indices], indices, local, rows, 0, step, len(everyones), targets=targets
     )

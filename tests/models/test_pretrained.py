@@ -90,9 +90,9 @@ def test_each_rank_reads_its_part(folder: Path, layout: Layout) -> None:
         where.model.initialize(2, "float64")
         load_pretrained(where.model, folder)
         for name, parameter in where.model.named_parameters():
-            whole = expected[name]
+            full = expected[name]
             assert np.array_equal(
-                parameter.data, whole if parameter.region is None else parameter.region.take(whole)
+                parameter.data, full if parameter.region is None else parameter.region.take(full)
             )
         return len(where.model.parameters())
 

@@ -66,8 +66,8 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     before = model.state()
     write_torch(tmp_path / "torch.safetensors", model, x[:1])
     model.initialize(seed=2)
-    found = from_torch(torch_weights(model, x[:1]), read_torch(tmp_path / "torch.safetensors"))
-    model.load_state(found)
+    result = from_torch(torch_weights(model, x[:1]), read_torch(tmp_path / "torch.safetensors"))
+    model.load_state(result)
     assert {name: array.tolist() for name, array in model.state().items()} == {
         name: array.tolist() for name, array in before.items()
     }
@@ -134,7 +134,7 @@ def _resnet(t: Any, residual: Any) -> Any:
 
     def twin(module: Any) -> Any:
         if isinstance(module, nn.Sequential):
-            return t.Sequential(*(twin(each) for _, each in module.children()))
+            return t.Sequential(*(twin(item) for _, item in module.children()))
         if isinstance(module, nn.Residual):
             return residual(
                 twin(module.body), None if module.shortcut is None else twin(module.shortcut)

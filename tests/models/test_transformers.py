@@ -46,8 +46,8 @@ def test_loss_and_gradients_are_theirs(tmp_path):
     assert np.isclose(loss.item(), expected.item(), rtol=1e-13)
     grads = {name: np.asarray(parameter.grad) for name, parameter in ours.named_parameters()}
     save_pretrained(tmp_path / "grads", grads, size.heads)  # under their names
-    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "grads", dtype=torch.float64)
-    for mine, twin in zip(found.parameters(), model.parameters(), strict=True):
+    matches = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "grads", dtype=torch.float64)
+    for mine, twin in zip(matches.parameters(), model.parameters(), strict=True):
         assert (mine - twin.grad).abs().max() <= 1e-12 * twin.grad.abs().max()
 
 
@@ -74,8 +74,8 @@ def test_they_read_the_tokenizer_beside_it(tmp_path):
         end=ours.end,
     )
     ours.save(tmp_path)
-    found = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert found.encode("to\nbe", add_special_tokens=False) == ours.encode("to\nbe")
-    assert found.decode(ours.encode("to\nbe")) == "to\nbe"
+    result = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert result.encode("to\nbe", add_special_tokens=False) == ours.encode("to\nbe")
+    assert result.decode(ours.encode("to\nbe")) == "to\nbe"
     config = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).config
-    assert found.eos_token_id == config.eos_token_id == ours.end
+    assert result.eos_token_id == config.eos_token_id == ours.end

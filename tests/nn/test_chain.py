@@ -63,10 +63,10 @@ def test_every_cut_gives_the_whole_model(stages: int) -> None:
     layers = open_chain(model)
     for cut in cuts(len(layers), stages):
         value: Any = Tensor(x, requires_grad=True)
-        first, kept = value, {}
+        first, saved = value, {}
         for stage, number in zip(cut_chain(layers, cut), cut, strict=True):
-            assert tuple(sorted(kept)) == kept_at(layers, number.start)
-            value = run_layers(stage, join_layers(stage), value, kept)
+            assert tuple(sorted(saved)) == kept_at(layers, number.start)
+            value = run_layers(stage, join_layers(stage), value, saved)
         value.sum().backward()
         assert first.grad is not None
         assert np.array_equal(value.data, expected[0])
@@ -78,11 +78,11 @@ def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
     expected = model((8, 8, 1), 10).initialize(seed=3).state()
     built = model((8, 8, 1), 10)
     layers = open_chain(built)
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     for stage in cut_chain(layers, [range(2), range(2, 5), range(5, len(layers))]):
-        found |= ModelPart(built, stage).initialize(seed=3).state()
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], value) for name, value in expected.items())
+        result |= ModelPart(built, stage).initialize(seed=3).state()
+    assert result.keys() == expected.keys()
+    assert all(np.array_equal(result[name], value) for name, value in expected.items())
 
 
 def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:
@@ -126,9 +126,9 @@ def test_a_part_without_an_optimizer_group_of_the_model_knows_it() -> None:
     first, last = (
         ModelPart(model, layers) for layers in cut_chain(open_chain(model), [range(2), range(2, 3)])
     )
-    for part, own in ((first, "body"), (last, "head")):
+    for part, local in ((first, "body"), (last, "head")):
         part.initialize(group=lambda name, _: "head" if name.startswith("2") else "body")
-        assert part.storage.groups == [own]
+        assert part.storage.groups == [local]
         SGD(part.storage, lr=0.1, weight_decay={"head": 0.1, "body": 0.2})
         with pytest.raises(
             UsageError, match="'tail', which does not exist; choose from: body, head"

@@ -142,8 +142,8 @@ def test_tuples_and_dictionaries_of_results():
     both = nnmpi.compile(lambda x: (x + 1, None, x * 2))
     named = nnmpi.compile(lambda x: {"sum": x.sum()})
     for x in (X, X + 1):
-        one, nothing, two = both(x)
-        np.testing.assert_array_equal(one.data, x + 1)
+        item, nothing, two = both(x)
+        np.testing.assert_array_equal(item.data, x + 1)
         np.testing.assert_array_equal(two.data, x * 2)
         assert nothing is None
         assert named(x)["sum"].item() == x.sum()
@@ -296,12 +296,12 @@ def test_gradients_of_loose_leaves_are_the_callers(size):
     def step(x: Tensor) -> None:
         (leaf * x).sum().backward()
 
-    compiled, kept = nnmpi.compile(step), []
+    compiled, saved = nnmpi.compile(step), []
     for value in (1.0, 2.0, 3.0):
         leaf.grad = None
         compiled(np.full(size, value))
-        kept.append(leaf.grad)
-    assert [set(each.tolist()) for each in kept] == [{1.0}, {2.0}, {3.0}]
+        saved.append(leaf.grad)
+    assert [set(item.tolist()) for item in saved] == [{1.0}, {2.0}, {3.0}]
     for total in (7.0, 11.0, 15.0):  # now it adds up
         compiled(np.full(size, 4.0))
         assert set(leaf.grad.tolist()) == {total}
@@ -367,8 +367,8 @@ def test_a_mode_inside_leads_back_to_that_of_the_time():
 
     def both(x):
         with nn.evaluation():
-            kept = model(x)
-        return kept, model(x)
+            saved = model(x)
+        return saved, model(x)
 
     step = nnmpi.compile(both)
     for number in range(3):

@@ -32,7 +32,7 @@ def samples(count: int, seed: int = 0) -> Any:
 
 def by_hand(layer: nn.MixtureOfExperts, x: Any, top_k: int, capacity: float | None) -> Any:
     """Return the result, position by position."""
-    w1, b1, w2, b2 = (each.data for each in (layer.w1, layer.b1, layer.w2, layer.b2))
+    w1, b1, w2, b2 = (item.data for item in (layer.w1, layer.b1, layer.w2, layer.b2))
     p, y = softmax(Tensor(x) @ layer.gate.weight).data, np.zeros_like(x)
     for s, sample in enumerate(x):
         taken = [0] * EXPERTS
@@ -59,7 +59,7 @@ def test_the_formula_and_its_gradients(top_k: int, capacity: float | None) -> No
     def function(x: Tensor, p: Tensor, *weights: Tensor) -> Tensor:
         return Experts(Gate(top_k, capacity, 0.0), None, None, lambda: None)(x, p, *weights)
 
-    weights = [each.data.copy() for each in (layer.w1, layer.b1, layer.w2, layer.b2)]
+    weights = [item.data.copy() for item in (layer.w1, layer.b1, layer.w2, layer.b2)]
     check_gradients(function, [x, softmax(Tensor(x) @ layer.gate.weight).data, *weights])
 
 
@@ -68,13 +68,13 @@ def test_a_graph_that_is_kept_has_another_backward_pass() -> None:
         layer_of(2, None, 0.1).initialize(seed=1, dtype="float64"),
         Tensor(samples(2), requires_grad=True),
     )
-    loss, found = layer(x).sum(), []
+    loss, result = layer(x).sum(), []
     for keeps in (True, False):
         x.grad = None
         layer.zero_grad()
         loss.backward(retain_graph=keeps)
-        found.append([each.grad.copy() for each in (x, *layer.parameters())])
-    for first, second in zip(*found, strict=True):
+        result.append([item.grad.copy() for item in (x, *layer.parameters())])
+    for first, second in zip(*result, strict=True):
         np.testing.assert_array_equal(first, second)
 
 
@@ -88,7 +88,7 @@ def test_no_positions_have_no_result() -> None:
 
 def test_one_expert_is_the_multilayer_perceptron() -> None:
     mixture = nn.MixtureOfExperts(FEATURES, 1, 1, 3).initialize(seed=1, dtype="float64")
-    w1, b1, w2, b2 = (each.data[0] for each in (mixture.w1, mixture.b1, mixture.w2, mixture.b2))
+    w1, b1, w2, b2 = (item.data[0] for item in (mixture.w1, mixture.b1, mixture.w2, mixture.b2))
     x = samples(2)
     np.testing.assert_allclose(
         mixture(x).data, gelu(Tensor(x @ w1 + b1), "tanh").data @ w2 + b2, rtol=1e-12
@@ -132,7 +132,7 @@ def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
         for rank in range(group.size)
     ]
     stops = np.cumsum(counts)
-    everything, own = (
+    everything, local = (
         samples(stops[-1], 3),
         slice(stops[group.rank] - counts[group.rank], stops[group.rank]),
     )
@@ -140,20 +140,20 @@ def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
     shared = layer_of(top_k, capacity, 0.3)
     share_experts(nn.Sequential(shared), group)
     shared.initialize(seed=2, dtype="float64")
-    whole, part = (
-        Tensor(each, requires_grad=True) for each in (everything, everything[own].copy())
+    full, part = (
+        Tensor(item, requires_grad=True) for item in (everything, everything[local].copy())
     )
     trace, weights = Timeline(), np.random.default_rng(5).normal(size=everything.shape)
     with nn.training(weight=0.25):
-        y = serial(whole)
+        y = serial(full)
         (y * weights).sum().backward()
         with recording(trace):
             z = shared(part)
-            (z * weights[own]).sum().backward()
+            (z * weights[local]).sum().backward()
     experts = split(EXPERTS, group.size)[group.rank]
     right = [
-        np.allclose(z.data, y.data[own], rtol=1e-12, atol=1e-14),
-        np.allclose(part.grad, whole.grad[own], rtol=1e-11, atol=1e-13),
+        np.allclose(z.data, y.data[local], rtol=1e-12, atol=1e-14),
+        np.allclose(part.grad, full.grad[local], rtol=1e-11, atol=1e-13),
         *(
             np.allclose(
                 mine.grad, theirs.grad[experts.start : experts.stop], rtol=1e-11, atol=1e-13
@@ -176,7 +176,7 @@ def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
     p = softmax(Tensor(everything) @ serial.gate.weight).data
     chosen, taken = Gate(top_k, capacity, 0.3).choose(np, p)
     home = np.repeat(range(group.size), counts)[:, None, None]
-    owner = np.array([r for r, each in enumerate(split(EXPERTS, group.size)) for _ in each])[chosen]
+    owner = np.array([r for r, item in enumerate(split(EXPERTS, group.size)) for _ in item])[chosen]
     away = taken & (owner != home)
     n, m = int((away & (home == group.rank)).sum()), int((away & (owner == group.rank)).sum())
     numbers = (EXPERTS - len(experts)) * 8 if group.size > 1 else 0

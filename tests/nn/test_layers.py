@@ -25,38 +25,38 @@ def both_ways(lstm, x):
     """Compute a bidirectional LSTM step by step, by its formulas."""
     x = x.data
     for pair in (lstm.layers[:2], lstm.layers[2:]):
-        found = []
-        for each in pair:
+        result = []
+        for item in pair:
             h, c, times = 0.0, 0.0, range(x.shape[1])
-            found.append(np.empty((*x.shape[:2], each.recurrent.shape[0])))
-            for t in reversed(times) if each.reverse else times:
+            result.append(np.empty((*x.shape[:2], item.recurrent.shape[0])))
+            for t in reversed(times) if item.reverse else times:
                 gates = (
-                    x[:, t] @ each.weight.data
-                    + h * np.ones((1, 3)) @ each.recurrent.data
-                    + each.bias.data
+                    x[:, t] @ item.weight.data
+                    + h * np.ones((1, 3)) @ item.recurrent.data
+                    + item.bias.data
                 )
                 *opened, new = np.split(gates, 4, axis=1)
-                inwards, kept, outwards = (1 / (1 + np.exp(-gate)) for gate in opened)
-                c = kept * c + inwards * np.tanh(new)
-                h = found[-1][:, t] = outwards * np.tanh(c)
-        x = np.concatenate(found, 2)
+                inwards, saved, outwards = (1 / (1 + np.exp(-gate)) for gate in opened)
+                c = saved * c + inwards * np.tanh(new)
+                h = result[-1][:, t] = outwards * np.tanh(c)
+        x = np.concatenate(result, 2)
     return Tensor(x)
 
 
 def gru(layers, x):
     """Compute a GRU step by step, by its formulas."""
     x = x.data
-    for each in layers.layers:
-        h, found = np.zeros((len(x), 3)), []
+    for layer in layers.layers:
+        h, result = np.zeros((len(x), 3)), []
         for t in range(x.shape[1]):
-            own, product = x[:, t] @ each.weight.data + each.bias.data, h @ each.recurrent.data
+            local, product = x[:, t] @ layer.weight.data + layer.bias.data, h @ layer.recurrent.data
             r, z = (
                 1 / (1 + np.exp(-a - b))
-                for a, b in zip(*(np.split(g[:, :6], 2, 1) for g in (own, product)), strict=True)
+                for a, b in zip(*(np.split(g[:, :6], 2, 1) for g in (local, product)), strict=True)
             )
-            h = (1 - z) * np.tanh(own[:, 6:] + r * (product[:, 6:] + each.bias_n.data)) + z * h
-            found.append(h)
-        x = np.stack(found, 1)
+            h = (1 - z) * np.tanh(local[:, 6:] + r * (product[:, 6:] + layer.bias_n.data)) + z * h
+            result.append(h)
+        x = np.stack(result, 1)
     return Tensor(x)
 
 
@@ -268,9 +268,9 @@ def test_every_layer_is_here():
     test_pytorch_script.py.
     """
     classes = {
-        found.__name__
+        result.__name__
         for name in nnmpi.nn.__all__
-        if inspect.isclass(found := getattr(nnmpi.nn, name))
+        if inspect.isclass(result := getattr(nnmpi.nn, name))
     }
     assert {name for name in classes if not name.endswith("Loss")} - NO_LAYERS == {
         name.split()[0] for name in LAYERS
@@ -294,8 +294,8 @@ def test_the_mode():
 def test_dropout_of_channels_drops_all_pixels_of_a_sample_s_channel():
     layer = nn.Dropout2d(0.5).initialize()
     with nn.training():
-        kept = layer(np.ones((64, 3, 2, 4), "float32")).data.sum((1, 2)) / 6
-    assert {*np.unique(kept)} == {0.0, 2.0} and 0.3 < (kept > 0).mean() < 0.7
+        saved = layer(np.ones((64, 3, 2, 4), "float32")).data.sum((1, 2)) / 6
+    assert {*np.unique(saved)} == {0.0, 2.0} and 0.3 < (saved > 0).mean() < 0.7
 
 
 def test_dropout_drops_in_training_only():

@@ -215,13 +215,13 @@ def test_a_copied_model_has_a_storage_of_its_own(duplicate):
     # copied without values
     assert np.array_equal(fresh.initialize(3)[0].weight.data, model[0].weight.data)
     before = model.state()
-    found = duplicate(model)
-    assert found[2].weight is found[0].weight and found.storage.groups == model.storage.groups
-    optimizer = SGD(found.storage, lr=1.0, weight_decay={"weight": 0.5})
-    found(np.ones((2, 3), "float32")).sum().backward()
+    result = duplicate(model)
+    assert result[2].weight is result[0].weight and result.storage.groups == model.storage.groups
+    optimizer = SGD(result.storage, lr=1.0, weight_decay={"weight": 0.5})
+    result(np.ones((2, 3), "float32")).sum().backward()
     optimizer.step()
     moved = {
-        name for name, value in found.state().items() if not np.array_equal(value, before[name])
+        name for name, value in result.state().items() if not np.array_equal(value, before[name])
     }
     assert moved == {"0.weight", "1.weight", "1.bias", "2.bias"}
     assert all(np.array_equal(value, before[name]) for name, value in model.state().items())
@@ -266,10 +266,10 @@ def _share() -> Sequential:
 
 def test_each_is_the_region_of_what_the_whole_would_draw() -> None:
     part = _share().initialize(seed=3, dtype="float64")
-    whole = Sequential(*(Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).initialize(
+    full = Sequential(*(Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).initialize(
         seed=3, dtype="float64"
     )
     for (name, mine), (_, other) in zip(
-        part.named_parameters(), whole.named_parameters(), strict=True
+        part.named_parameters(), full.named_parameters(), strict=True
     ):
         assert np.array_equal(mine.data, other.data[:, : WIDTH // RANKS]), name

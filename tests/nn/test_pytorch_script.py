@@ -98,9 +98,9 @@ def test_a_loss_computed_in_evaluation_warns(monkeypatch: pytest.MonkeyPatch) ->
     for layer in (nn.Dropout(), nn.BatchNorm(3)):
         with pytest.warns(
             UserWarning, match=r"compute the loss within `with nn.training\(step="
-        ) as told:
+        ) as text:
             loss(layer).backward()
-        assert [each.filename for each in told] == [__file__]
+        assert [item.filename for item in text] == [__file__]
         (loss() + loss(layer) * 0).detach()  # what nobody asks a gradient of
         with warnings.catch_warnings(action="error"):
             for mode in (nn.training(), nn.evaluation()):

@@ -30,25 +30,25 @@ class Named(Module):
 # ---------------------------------------------------------------- initial values
 def test_the_same_seed_gives_the_same_values():
     """Bit by bit, again and again; another seed gives others; every parameter has its own."""
-    one, two, other = (model().initialize(seed).state() for seed in (3, 3, 4))
-    for name in one:
-        assert one[name].tobytes() == two[name].tobytes()
-    assert not np.array_equal(one["0.weight"], other["0.weight"])
-    assert not np.array_equal(one["0.weight"].ravel()[:4], one["3.weight"].ravel()[:4])
+    first, two, other = (model().initialize(seed).state() for seed in (3, 3, 4))
+    for name in first:
+        assert first[name].tobytes() == two[name].tobytes()
+    assert not np.array_equal(first["0.weight"], other["0.weight"])
+    assert not np.array_equal(first["0.weight"].ravel()[:4], first["3.weight"].ravel()[:4])
 
 
 def test_values_do_not_depend_on_the_rest_of_the_model():
     """Not on the order of its layers, nor on other layers that were replaced: only on seed and full
     name.
     """
-    one = Named(a=Linear(3, 4), b=Conv2d(1, 2, 3), c=Embedding(5, 2)).initialize(seed=1).state()
+    item = Named(a=Linear(3, 4), b=Conv2d(1, 2, 3), c=Embedding(5, 2)).initialize(seed=1).state()
     two = (
         Named(c=Embedding(7, 2), b=Conv2d(1, 2, 3), x=Linear(9, 9), a=Linear(3, 4))
         .initialize(seed=1)
         .state()
     )
     for name in ("a.weight", "a.bias", "b.weight", "b.bias"):
-        np.testing.assert_array_equal(one[name], two[name])
+        np.testing.assert_array_equal(item[name], two[name])
     first = Sequential(Linear(3, 4), ReLU(), Linear(4, 2)).initialize(seed=1)
     before = first.state()
     first.replace("0", Sequential(Linear(3, 8), Linear(8, 4)))
@@ -125,17 +125,17 @@ def test_there_and_back():
     assert list(state) == [
         "0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "1.running_mean", "1.running_variance",
     ]  # fmt: skip
-    kept = {name: values.copy() for name, values in state.items()}
+    saved = {name: values.copy() for name, values in state.items()}
     for flat in made.storage.data:
         flat[...] = 7
     made[1].running_mean.data[...] = 7
     other = model().initialize(seed=2)
-    other.load_state(kept)
+    other.load_state(saved)
     for name, values in state.items():
-        np.testing.assert_array_equal(values, kept[name])  # a copy: nothing above reached it
+        np.testing.assert_array_equal(values, saved[name])  # a copy: nothing above reached it
         np.testing.assert_array_equal(other.state()[name], values)
     assert np.shares_memory(other[0].weight.data, other.storage.data[0])
-    assert not np.array_equal(kept["1.running_mean"], np.zeros(4))
+    assert not np.array_equal(saved["1.running_mean"], np.zeros(4))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ def check_replays(function, leaves, values, tolerance=0):
         return y
 
     def run(function):
-        found = [function().data, *[leaf.grad for leaf in leaves]]
-        return [None if each is None else np.array(to_host(each)) for each in found]
+        result = [function().data, *[leaf.grad for leaf in leaves]]
+        return [None if item is None else np.array(to_host(item)) for item in result]
 
     compiled = nnmpi.compile(step)
     compiled()

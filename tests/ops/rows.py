@@ -36,7 +36,7 @@ def linear_case(draw: Draw) -> Case:
 def linear_relu_case(draw: Draw) -> Case:
     """The same with ReLU on top, away from its kink: all sums are positive or all are negative."""
     leading, i, o = draw_shape(draw, most=2), draw(st.integers(0, 3)), draw(st.integers(0, 3))
-    x, weight = (abs(each) for each in arrays(draw, anywhere, [(*leading, i), (i, o)]))
+    x, weight = (abs(item) for item in arrays(draw, anywhere, [(*leading, i), (i, o)]))
     sign = draw(st.sampled_from((1.0, -1.0)))
     return Case(ops.linear_relu, [x, sign * weight, np.full(o, sign)])
 
@@ -128,7 +128,7 @@ def conv_relu_pool(draw: Draw) -> Case:
     )
     stride, dilation = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     pool = tuple(draw(st.integers(1, 3)) for _ in range(2))
-    h, w = (stride * (each - 1) + 1 + draw(st.integers(0, 3)) for each in pool)
+    h, w = (stride * (item - 1) + 1 + draw(st.integers(0, 3)) for item in pool)
     weight = 1e-3 * array(draw, anywhere, (side, side, channels, channels))
     weight[side // 2, side // 2] += np.eye(channels)
     inputs = [array(draw, distinct, (images, h, w, channels)), weight, np.zeros(channels)]

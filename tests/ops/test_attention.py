@@ -50,7 +50,7 @@ def split(packed, parts, heads):
 
 def near(ours, exact, dtype):
     """Compare arrays with the largest element of all as the measure."""
-    largest = max(abs(each).max(initial=0) for each in exact)
+    largest = max(abs(item).max(initial=0) for item in exact)
     for mine, theirs in zip(ours, exact, strict=True):
         assert mine.dtype == dtype
         np.testing.assert_allclose(
@@ -187,8 +187,8 @@ def test_nan_of_later_positions_is_not_seen(of, dtype):
         np.testing.assert_array_equal(np.isnan(eager[1]).any(axis=(0, 1, 3)), np.arange(150) == at)
     compiled = nnmpi.compile(step)
     compiled()
-    for one, other in zip([compiled().data, *[leaf.grad for leaf in leaves]], eager, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for first, other in zip([compiled().data, *[leaf.grad for leaf in leaves]], eager, strict=True):
+        np.testing.assert_array_equal(first, other)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

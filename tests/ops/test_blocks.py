@@ -68,8 +68,8 @@ def test_blocks_do_not_matter(name, size, elements, monkeypatch):
         function, [Tensor(np.zeros_like(a), requires_grad=True) for a in arrays], [arrays]
     )
     monkeypatch.setattr(import_module("nnmpi.backend.sums"), "ELEMENTS", 10**6)
-    for one, other in zip(results, run(function, arrays, grad), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+    for result, other in zip(results, run(function, arrays, grad), strict=True):
+        np.testing.assert_allclose(result, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])
@@ -91,6 +91,6 @@ def test_layer_norm_in_float32(rows, features):
     np.testing.assert_array_equal(y.data[0], leaves[2].data)
     # of a constant row: the eps alone keeps it from being infinitely steep
     exact[1][0], leaves[0].grad[0] = 0, 0
-    for one, other in zip([y.data, *[leaf.grad for leaf in leaves]], exact, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * max(1, abs(other).max()))
+    for first, other in zip([y.data, *[leaf.grad for leaf in leaves]], exact, strict=True):
+        np.testing.assert_allclose(first, other, rtol=0, atol=2e-6 * max(1, abs(other).max()))
     assert all(leaf.grad is leaf.buffer for leaf in leaves[1:])

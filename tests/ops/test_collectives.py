@@ -43,8 +43,8 @@ def draw(
 
 def product(group: Group, space: str, a: Array, b: Array) -> float:
     """Return the inner product of vectors that lie so on the ranks."""
-    own = float((a * b).sum())
-    return own if space == WHOLE else group.sum_floats([own])[0]
+    local = float((a * b).sum())
+    return local if space == WHOLE else group.sum_floats([local])[0]
 
 
 def check_adjoint(
@@ -131,9 +131,9 @@ def test_halo(group: Group, frame: RowWindows) -> None:
     needed = frame.needed(group.size, group.rank)
     y = draw(group, OWN, (2, len(needed), 2, 3), placement, seed=5)
     check_adjoint(group, (PARTS, OWN), x, y, lambda leaf: halo(leaf, group, frame))
-    whole = draw(group, WHOLE, shape, placement, seed=4)
+    full = draw(group, WHOLE, shape, placement, seed=4)
     padded = np.pad(
-        whole,
+        full,
         ((0, 0), (frame.padding, frame.padding + frame.reach), (0, 0), (0, 0)),
         constant_values=7,
     )
@@ -194,7 +194,7 @@ PUBLIC: dict[
 
 
 def cuts(n: int, size: int) -> list[int]:
-    return [each.stop for each in split(n, size)][:-1]
+    return [item.stop for item in split(n, size)][:-1]
 
 
 @pytest.mark.both_worlds(max_size=5)
@@ -206,13 +206,13 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
     everyones = [of_ranks(rank, length) for rank, length in enumerate(lengths)]
     leaf = Tensor(everyones[group.rank].copy(), requires_grad=True)
     result = function(leaf, group)
-    wanted = reference(everyones, group.rank)
-    same = result.shape == wanted.shape and np.allclose(result.data, wanted, rtol=1e-14)
-    weight = of_ranks(100 + group.rank, wanted.shape[1])
+    expected = reference(everyones, group.rank)
+    same = result.shape == expected.shape and np.allclose(result.data, expected, rtol=1e-14)
+    weight = of_ranks(100 + group.rank, expected.shape[1])
     (result * result * weight).sum().backward()
 
     def loss(rank: int, place: tuple[int, int], step: float) -> float:
-        changed = [each.copy() for each in everyones]
+        changed = [everyone.copy() for everyone in everyones]
         changed[rank][place] += step
         theirs = [(reference(changed, r), r) for r in range(group.size)]
         return sum(float((y * y * of_ranks(100 + r, y.shape[1])).sum()) for y, r in theirs)
@@ -223,8 +223,8 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
             for place in np.ndindex(2, lengths[group.rank])
         ]
     ).reshape(2, -1)
-    found = np.zeros_like(leaf.data) if leaf.grad is None else leaf.grad
-    right = np.allclose(found, numerical, rtol=1e-6, atol=1e-6) and np.array_equal(
+    matches = np.zeros_like(leaf.data) if leaf.grad is None else leaf.grad
+    right = np.allclose(matches, numerical, rtol=1e-6, atol=1e-6) and np.array_equal(
         leaf.data, everyones[group.rank]
     )
     assert group.gather([bool(same), bool(right)]) == [[True, True]] * group.size
@@ -294,8 +294,8 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
 def test_what_does_not_fit_is_refused_on_all_ranks(
     group: Group, function: Callable[..., Tensor], error: type[Exception], words: str
 ) -> None:
-    said = told(error, lambda: function(np.ones(group.size), group))
-    assert all(re.search(words, each) for each in group.gather(said)), said
+    text = told(error, lambda: function(np.ones(group.size), group))
+    assert all(re.search(words, item) for item in group.gather(text)), text
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
@@ -307,8 +307,8 @@ def test_a_compiled_step_agrees_each_time(group: Group) -> None:
     sums = [float(gather(Tensor(np.full(2 + group.rank, value))).data) for value in (1.0, 1.0, 2.0)]
     total = sum(2 + rank for rank in range(group.size))
     assert group.gather(sums) == [[total, total, 2.0 * total]] * group.size
-    said = told(CommError, lambda: gather(Tensor(np.ones(2 + 2 * group.rank))))
-    assert all("was recorded for lengths" in each for each in group.gather(said)), said
+    text = told(CommError, lambda: gather(Tensor(np.ones(2 + 2 * group.rank))))
+    assert all("was recorded for lengths" in item for item in group.gather(text)), text
     dealt = nnmpi.compile(lambda x: ops.all_to_all(x, group, [1] * group.size))
     assert "list of lengths inside a compiled step" in told(
         UsageError, lambda: dealt(Tensor(np.ones(group.size)))

@@ -78,9 +78,9 @@ def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=Tr
 
     given = arrays if for_x else arrays[1:]
     expected = run(partial(apply, chain), given, np.float64, False)
-    found = run(partial(apply, fused), given, np.float32, True)
+    result = run(partial(apply, fused), given, np.float32, True)
     assert isinstance(nodes[1].algorithm, kind)
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(result, expected, strict=True):
         assert mine.dtype == np.float32
         np.testing.assert_allclose(
             mine, theirs, rtol=0, atol=0 if whole else 2e-6 * abs(theirs).max(initial=1e-3)
@@ -94,8 +94,8 @@ def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=Tr
     [
         (3, 6, 4, 5, 7),
         *(
-            once_more(each, True, KERNELS)
-            for each in ((1, 2, 2, 6, 1), (2, 2, 30, 7, 33), (3, 14, 14, 8, 16))
+            once_more(item, True, KERNELS)
+            for item in ((1, 2, 2, 6, 1), (2, 2, 30, 7, 33), (3, 14, 14, 8, 16))
         ),
     ],
 )
@@ -140,11 +140,11 @@ def test_images_of_one_shade(shade):
     x[...] = shade
     bias[...] = 0
     arrays = [x, weight, bias]
-    expected, found = run(chain, arrays, np.float64, False), run(fused, arrays, np.float32, True)
+    expected, result = run(chain, arrays, np.float64, False), run(fused, arrays, np.float32, True)
     for i in (0, 2, 3):
         # of equal elements rounding may choose another: the images' gradient may lie elsewhere
         np.testing.assert_allclose(
-            found[i], expected[i], rtol=0, atol=4e-6 * max(1, abs(expected[i]).max())
+            result[i], expected[i], rtol=0, atol=4e-6 * max(1, abs(expected[i]).max())
         )
 
 
@@ -192,7 +192,7 @@ def test_a_compiled_step_is_the_eager_one():
     """Bit for bit, by both kernels, with other values."""
     first, second = (
         draw((2, 12, 8, 1, 5)),
-        [Tensor(each, requires_grad=True) for each in draw((2, 6, 4, 5, 7))[1:]],
+        [Tensor(item, requires_grad=True) for item in draw((2, 6, 4, 5, 7))[1:]],
     )
 
     def function(*leaves):

@@ -33,8 +33,8 @@ def run(function, arrays, dtype, compiled):
 def compare(function, arrays, share=2e-6):
     """Compare with the plain operation in float64, within a share of the largest."""
     expected = run(function, arrays, np.float64, False)
-    found = run(function, arrays, np.float32, True)
-    for mine, theirs in zip(found, expected, strict=True):
+    result = run(function, arrays, np.float32, True)
+    for mine, theirs in zip(result, expected, strict=True):
         assert mine.shape == theirs.shape
         assert mine.dtype == np.float32
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=share * abs(theirs).max(initial=1e-3))

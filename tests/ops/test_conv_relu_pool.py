@@ -37,14 +37,16 @@ def compare(arrays, expected=chain, function=conv_relu_pool, **options):
 
     y, grads = run(expected, arrays, grad, "float64", **options)
     for dtype, tolerance in (("float64", 1e-13), ("float32", 2e-6)):
-        found, found_grads = run(function, arrays, grad, dtype, **options)
-        assert found.shape == y.shape
-        assert found.dtype == dtype
-        np.testing.assert_allclose(found, y, rtol=0, atol=tolerance * np.abs(y).max(initial=1e-300))
-        for one, other in zip(found_grads, grads, strict=True):
-            assert one.dtype == dtype
+        result, found_grads = run(function, arrays, grad, dtype, **options)
+        assert result.shape == y.shape
+        assert result.dtype == dtype
+        np.testing.assert_allclose(
+            result, y, rtol=0, atol=tolerance * np.abs(y).max(initial=1e-300)
+        )
+        for found_grad, other in zip(found_grads, grads, strict=True):
+            assert found_grad.dtype == dtype
             np.testing.assert_allclose(
-                one, other, rtol=0, atol=tolerance * np.abs(other).max(initial=1e-300)
+                found_grad, other, rtol=0, atol=tolerance * np.abs(other).max(initial=1e-300)
             )
 
 
@@ -121,13 +123,13 @@ def test_nan_and_infinity():
     )
     x[0, 2, 3, 0], x[1, 5, 5, 1] = np.nan, np.inf
     with np.errstate(invalid="ignore"):
-        one, other = (
+        first, other = (
             f(Tensor(x), Tensor(weight), Tensor(bias), padding=1).data
             for f in (conv_relu_pool, chain)
         )
-    assert np.isnan(one).any()
-    assert np.isinf(one).any()
-    np.testing.assert_allclose(one, other)
+    assert np.isnan(first).any()
+    assert np.isinf(first).any()
+    np.testing.assert_allclose(first, other)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 16])
@@ -143,5 +145,5 @@ def test_replayed(function, channels, monkeypatch):
     first, *others = (
         [rng.standard_normal(shape, dtype=np.float32) for shape in shapes] for _ in range(3)
     )
-    leaves = [Tensor(each, requires_grad=True) for each in first]
+    leaves = [Tensor(item, requires_grad=True) for item in first]
     check_replays(partial(function, padding=1), leaves, others)

@@ -24,22 +24,22 @@ def test_the_rate_is_right(rate, seed):
     """Of 100,000 elements, within 4 standard deviations; so are single rows and columns, within
     5.
     """
-    kept = mask(rate, key_pair("test", seed))
+    saved = mask(rate, key_pair("test", seed))
     deviation = np.sqrt(rate * (1 - rate))
-    assert abs(kept.mean() - (1 - rate)) < 4 * deviation / np.sqrt(kept.size)
+    assert abs(saved.mean() - (1 - rate)) < 4 * deviation / np.sqrt(saved.size)
     for axis, n in ((0, ROWS), (1, COLUMNS)):
-        assert np.abs(kept.mean(axis) - (1 - rate)).max() < 5 * deviation / np.sqrt(n)
+        assert np.abs(saved.mean(axis) - (1 - rate)).max() < 5 * deviation / np.sqrt(n)
 
 
 def test_what_is_kept_is_scaled():
     """So that the mean stays; the gradient goes the same way."""
     x = Tensor(np.random.default_rng(0).uniform(1, 2, (ROWS, COLUMNS)), requires_grad=True)
     y = dropout(x, 0.25, (1, 2))
-    kept = y.data != 0
-    np.testing.assert_allclose(y.data, x.data * kept / 0.75, rtol=1e-15)
+    saved = y.data != 0
+    np.testing.assert_allclose(y.data, x.data * saved / 0.75, rtol=1e-15)
     assert abs(y.data.mean() / x.data.mean() - 1) < 0.01
     y.backward(np.full(y.shape, 3.0))
-    np.testing.assert_allclose(x.grad, kept * 4.0, rtol=1e-15)
+    np.testing.assert_allclose(x.grad, saved * 4.0, rtol=1e-15)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 200, 300])
@@ -59,11 +59,11 @@ def test_another_key_is_another_mask():
         for what in ((0, 0, "1"), (0, 1, "1"), (0, 0, "2"), (1, 0, "1"), (0, 0, "11"))
     ]
     masks = [mask(0.5, key) for key in keys]
-    for i, one in enumerate(masks):
+    for i, first in enumerate(masks):
         for j, other in enumerate(masks[:i]):
             for shift in (0, 1, 2):
-                agree = (one[shift:] == other[: ROWS - shift]).mean()
-                assert abs(agree - 0.5) < 4 * 0.5 / np.sqrt(one.size - shift * COLUMNS), (
+                agree = (first[shift:] == other[: ROWS - shift]).mean()
+                assert abs(agree - 0.5) < 4 * 0.5 / np.sqrt(first.size - shift * COLUMNS), (
                     i,
                     j,
                     shift,

@@ -94,10 +94,10 @@ def test_values_and_gradients_are_near_those_of_float64(case: str, precision: st
     reference, exact = run(case, None)
     assert y.dtype == (LOW[precision] if CASES[case][3] else FLOAT32)
     check_near(y.data, reference.data, precision, "the result")
-    for number, (x, wanted) in enumerate(zip(inputs, exact, strict=True)):
-        assert x.grad is not None and wanted.grad is not None
+    for number, (x, expected) in enumerate(zip(inputs, exact, strict=True)):
+        assert x.grad is not None and expected.grad is not None
         assert x.grad.dtype == x.dtype
-        check_near(x.grad, wanted.grad, precision, f"gradient {number}")
+        check_near(x.grad, expected.grad, precision, f"gradient {number}")
 
 
 def test_a_sum_of_many_is_not_lost() -> None:

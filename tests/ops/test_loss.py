@@ -49,8 +49,8 @@ def test_ignored_labels():
     wild[1] = [np.nan, np.inf, -np.inf]
     with np.errstate(invalid="ignore"):
         value, grad = run(cross_entropy, wild, labels, ignore_index=-7)
-    kept, kept_grad = run(cross_entropy, LOGITS[[0, 2]], labels[[0, 2]])
-    np.testing.assert_allclose(value, kept, rtol=1e-15)
+    saved, kept_grad = run(cross_entropy, LOGITS[[0, 2]], labels[[0, 2]])
+    np.testing.assert_allclose(value, saved, rtol=1e-15)
     np.testing.assert_allclose(grad[[0, 2]], kept_grad, rtol=1e-15)
     np.testing.assert_array_equal(grad[1], 0)
 
@@ -94,11 +94,11 @@ def test_squared_and_binary_errors_by_hand():
     """Each reduction is what it says."""
     x, t = LOGITS, 1 / (1 + LABELS[:, None] + np.arange(3))
     s = 1 / (1 + np.exp(-x))
-    for loss, each in (
+    for loss, item in (
         (mse, (x - t) ** 2),
         (binary_cross_entropy, -t * np.log(s) - (1 - t) * np.log(1 - s)),
     ):
-        for reduction, expected in (("none", each), ("sum", each.sum()), ("mean", each.mean())):
+        for reduction, expected in (("none", item), ("sum", item.sum()), ("mean", item.mean())):
             np.testing.assert_allclose(run(loss, x, t, reduction)[0], expected, rtol=1e-12)
 
 

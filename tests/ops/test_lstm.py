@@ -37,10 +37,10 @@ def test_packed_and_one_by_one_are_the_same(bidirectional: bool) -> None:
     y, grads = run(model, padded, LENGTHS)
     sums = [np.zeros_like(grad) for grad in grads]
     for row, length in enumerate(LENGTHS):
-        alone, own = run(model, X[row : row + 1, :length], None)
+        alone, local = run(model, X[row : row + 1, :length], None)
         np.testing.assert_allclose(y[row, :length], alone[0], rtol=0, atol=1e-14)
         assert not y[row, length:].any()
-        for total, grad in zip(sums, own, strict=True):
+        for total, grad in zip(sums, local, strict=True):
             total += grad
     for grad, total in zip(grads, sums, strict=True):
         np.testing.assert_allclose(grad, total, rtol=0, atol=1e-12)
@@ -64,12 +64,12 @@ def test_compiled() -> None:
         return loss
 
     for scale in (1.0, 0.5, 2.0):
-        found = step(Tensor(here(scale * X))).item()
+        result = step(Tensor(here(scale * X))).item()
         grads = [Tensor(p.grad).numpy().copy() for p in model.parameters()]
         model.zero_grad()
         loss = (model(Tensor(here(scale * X))) ** 2).sum()
         loss.backward()
-        assert found == loss.item()
+        assert result == loss.item()
         assert all(
             np.array_equal(a, Tensor(p.grad).numpy())
             for a, p in zip(grads, model.parameters(), strict=True)

@@ -68,8 +68,8 @@ def test_statistics_over_ranks_are_those_of_the_whole_batch(shares, dtype, offse
     ranks = Ranks(run, parts, sums=3).results
     tolerance = (1e-12 if dtype == "float64" else 2e-5) * (1 + offset)
     for number in (0, 1):
-        whole = np.concatenate([result[number] for result in ranks])
-        np.testing.assert_allclose(whole, serial[number], atol=tolerance)
+        full = np.concatenate([result[number] for result in ranks])
+        np.testing.assert_allclose(full, serial[number], atol=tolerance)
     for number in (2, 3):
         np.testing.assert_allclose(
             sum(result[number] for result in ranks), serial[number], atol=10 * tolerance
@@ -86,10 +86,10 @@ def test_nothing_cancels_far_from_zero():
     """At a mean of 1e8 the variance over two ranks is still right to many digits."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((8, 3)) + 1e8
-    one = Tensor(np.ones(3))
-    serial = batch_norm(Tensor(x), one, one)[0].data
+    item = Tensor(np.ones(3))
+    serial = batch_norm(Tensor(x), item, item)[0].data
     ranks = Ranks(
-        lambda part, reduce: batch_norm(Tensor(x[part]), one, one, all_reduce=reduce)[0].data,
+        lambda part, reduce: batch_norm(Tensor(x[part]), item, item, all_reduce=reduce)[0].data,
         (slice(0, 5), slice(5, 8)),
         2,
     )
@@ -110,11 +110,11 @@ def test_infinite_variance_is_nan(dtype):
         x = Tensor(
             np.random.default_rng(0).standard_normal((3, 4)).astype(dtype), requires_grad=True
         )
-        one, zero = (Tensor(np.full(4, value, dtype)) for value in (1, 0))
-        before = function(x, one, zero).data.copy()
+        item, zero = (Tensor(np.full(4, value, dtype)) for value in (1, 0))
+        before = function(x, item, zero).data.copy()
         x.data[1, 2] = huge
         with np.errstate(over="ignore", invalid="ignore"):
-            y = function(x, one, zero)
+            y = function(x, item, zero)
             y.backward(np.ones((3, 4), dtype))
         before[place] = np.nan
         np.testing.assert_array_equal(y.data, before)

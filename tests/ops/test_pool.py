@@ -87,5 +87,5 @@ def test_nan_is_not_hidden():
     values = np.zeros((1, 4, 4, 1))
     values[0, 1, 1, 0] = np.nan
     for kind in (max_pool2d, avg_pool2d):
-        found = np.isnan(kind(Tensor(values), 2).data).ravel()
-        np.testing.assert_array_equal(found, [True, False, False, False])
+        result = np.isnan(kind(Tensor(values), 2).data).ravel()
+        np.testing.assert_array_equal(result, [True, False, False, False])

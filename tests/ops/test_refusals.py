@@ -208,6 +208,6 @@ LABEL = pytest.mark.host_only(
 def test_what_does_not_fit(function, inputs, options, error, words):
     with pytest.raises(error, match=words):
         function(
-            *(Tensor(np.zeros(each)) if isinstance(each, tuple) else each for each in inputs),
+            *(Tensor(np.zeros(item)) if isinstance(item, tuple) else item for item in inputs),
             **options,
         )

@@ -90,7 +90,7 @@ def test_it_is_taken(function, spec):
 @pytest.mark.parametrize("bias", [True, False])
 def test_black_regions_give_zeros_to_a_relu(bias: bool) -> None:
     """A bias of 0 must leave 0 there: a ReLU would let half of the rounding errors through."""
-    images, found = np.zeros((4, 16, 16, 16)), []
+    images, result = np.zeros((4, 16, 16, 16)), []
     images[:, 5:9, 6:11] = np.random.default_rng(0).normal(size=(4, 4, 5, 16))
     for dtype in ("float32", "float64"):
         layers = [nn.Conv2d(16, 16, 3, padding=1, bias=bias) for _ in range(2)]
@@ -100,6 +100,6 @@ def test_black_regions_give_zeros_to_a_relu(bias: bool) -> None:
                 layer.bias.data[...] = 0
         h = layers[0](images.astype(dtype))
         (ops.relu(layers[1](ops.relu(h))) * np.arange(16).astype(dtype)).sum().backward()
-        found.append([np.array(parameter.grad) for parameter in model.parameters()])
-    for single, double in zip(*found, strict=True):
+        result.append([np.array(parameter.grad) for parameter in model.parameters()])
+    for single, double in zip(*result, strict=True):
         np.testing.assert_allclose(single, double, rtol=0, atol=2e-6 * np.abs(double).max())

@@ -50,10 +50,10 @@ def test_float32_squares_that_overflow_or_underflow(size):
 def test_what_is_not_finite_comes_through_and_is_left_in_place(bad, dtype):
     """Clipping cannot mend such a gradient: the norm says so, and the arrays keep the evidence."""
     grads = [np.ones(5, dtype), np.array([2, bad, 3], dtype)]
-    kept = [grad.copy() for grad in grads]
+    saved = [grad.copy() for grad in grads]
     norm = clip_by_global_norm(grads, 1.0)
     assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
-    for grad, copy in zip(grads, kept, strict=True):
+    for grad, copy in zip(grads, saved, strict=True):
         np.testing.assert_array_equal(grad, copy)
 
 
@@ -63,14 +63,14 @@ def test_what_is_not_finite_comes_through_and_is_left_in_place(bad, dtype):
 )
 def test_clipped_gradients_point_the_same_way_and_are_short_enough(lists, max_norm):
     grads = [np.array(values) for values in lists]
-    kept = np.concatenate(grads)
+    saved = np.concatenate(grads)
     norm = clip_by_global_norm(grads, max_norm)
-    assert norm == pytest.approx(np.linalg.norm(kept), rel=1e-13)
+    assert norm == pytest.approx(np.linalg.norm(saved), rel=1e-13)
     assert global_norm(grads) <= max_norm
     shrink = max_norm / (norm + 1e-6)
-    np.testing.assert_allclose(np.concatenate(grads), kept * min(1, shrink), rtol=1e-13)
+    np.testing.assert_allclose(np.concatenate(grads), saved * min(1, shrink), rtol=1e-13)
     if shrink >= 1:
-        np.testing.assert_array_equal(np.concatenate(grads), kept)
+        np.testing.assert_array_equal(np.concatenate(grads), saved)
 
 
 def test_no_large_copy_is_made():
@@ -111,15 +111,15 @@ def test_at_its_smallest_no_step_is_skipped() -> None:
 
 
 def test_its_state_is_put_back() -> None:
-    one, other = LossScale(good_steps=5), LossScale(good_steps=5)
-    one.shrink()
-    one.grow()
-    one.grow()
-    other.load(one.state())
+    first, other = LossScale(good_steps=5), LossScale(good_steps=5)
+    first.shrink()
+    first.grow()
+    first.grow()
+    other.load(first.state())
     for _ in range(3):
-        one.grow()
+        first.grow()
         other.grow()
-    assert one.state() == other.state() == {"value": FIRST, "good": 0, "skipped": 1}
+    assert first.state() == other.state() == {"value": FIRST, "good": 0, "skipped": 1}
 
 
 @pytest.mark.parametrize(

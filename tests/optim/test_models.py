@@ -79,7 +79,7 @@ def test_a_frozen_parameter_stays(make: Any) -> None:
     """
     model = Sometimes().initialize()
     optimizer = make(model.storage)
-    own = next(
+    local = next(
         slice(span.start, span.stop)
         for span in model.storage.spans
         if span.parameter.name == "first.weight"
@@ -88,7 +88,7 @@ def test_a_frozen_parameter_stays(make: Any) -> None:
         model.first.weight.requires_grad = not frozen
         before, state = (
             model.state(),
-            [arrays[0][own].copy() for arrays in optimizer.slots().values()],
+            [arrays[0][local].copy() for arrays in optimizer.slots().values()],
         )
         model.zero_grad()
         model(X, True).sum().backward()
@@ -97,7 +97,7 @@ def test_a_frozen_parameter_stays(make: Any) -> None:
         assert ("first.weight" in moved) is not frozen
         assert "second.weight" in moved
         for arrays, values in zip(optimizer.slots().values(), state, strict=True):
-            assert bool((arrays[0][own] == values).all()) is frozen
+            assert bool((arrays[0][local] == values).all()) is frozen
 
 
 def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> list[Any]:
@@ -128,10 +128,10 @@ def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> l
                 parameter.requires_grad = not 1 <= step < 4
             worker.step(batch)
             step += 1
-    found = [each.to_dict() for each in worker.state()]
+    result = [item.to_dict() for item in worker.state()]
     worker.release()
     where.free()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> l
 )
 def test_a_frozen_parameter_stays_on_all_ranks(layout: Layout, fused: bool | None) -> None:
     right = simulate(lambda group: train_thawing(group, Layout(), GradientExchange()), 1)[0]
-    found = simulate(
+    result = simulate(
         lambda group: train_thawing(group, layout, GradientExchange(fused_update=fused)), 2
     )[0]
-    for ours, theirs in zip(found, right, strict=True):
+    for ours, theirs in zip(result, right, strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             np.testing.assert_allclose(value, theirs[name], rtol=1e-9, atol=1e-15, err_msg=name)

@@ -85,9 +85,9 @@ def test_work_is_dealt_out_evenly(size: int) -> None:
 
 @pytest.mark.parametrize("shape", SIZES)
 def test_singular_values_come_near_to_one(shape: tuple[int, int]) -> None:
-    found = orthogonalize(np.random.default_rng(0).normal(size=shape))
-    values = np.linalg.svd(found, compute_uv=False)
-    assert found.shape == shape
+    result = orthogonalize(np.random.default_rng(0).normal(size=shape))
+    values = np.linalg.svd(result, compute_uv=False)
+    assert result.shape == shape
     assert ((values > 0.5) & (values < 1.3)).all()
     assert not orthogonalize(np.zeros(shape)).any()
 
@@ -106,7 +106,7 @@ def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         name: torch.nn.Parameter(torch.tensor(p.data.T.copy())) for name, p in parameters.items()
     }
     matrices, rest = (
-        [p for p in theirs.values() if (p.ndim == 2) == wanted] for wanted in (True, False)
+        [p for p in theirs.values() if (p.ndim == 2) == expected] for expected in (True, False)
     )
     muon = torch.optim.Muon(matrices, 0.01, 0.1, 0.95, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, 0.01, weight_decay=0.1)
@@ -155,7 +155,7 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
         ),
     ]
     for kind, words, call in rows:
-        assert all(words in each for each in group.gather(told(kind, call)))
+        assert all(words in item for item in group.gather(told(kind, call)))
 
 
 def test_experts_and_their_biases_are_no_matrices() -> None:

@@ -61,10 +61,10 @@ def trained(make, data, steps=5):
 @every_optimizer
 def test_block_size_does_not_change_a_bit(make, monkeypatch):
     """Cut into blocks of 8 elements, every shape gets the same bits as in one piece."""
-    whole = trained(make, values(SHAPES))
+    full = trained(make, values(SHAPES))
     monkeypatch.setattr(optimizer, "HOST_BLOCK_BYTES", 64)
-    for one, other in zip(whole, trained(make, values(SHAPES)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for first, other in zip(full, trained(make, values(SHAPES)), strict=True):
+        np.testing.assert_array_equal(first, other)
 
 
 @every_optimizer
@@ -73,7 +73,7 @@ def test_a_step_allocates_nothing_and_leaves_gradients_alone(make):
     same afterwards.
     """
     data, grads = values([200_000, 100_000]), values([200_000, 100_000], seed=1)
-    kept = [grad.copy() for grad in grads]
+    saved = [grad.copy() for grad in grads]
     optimizer = make(Arrays(data, grads))
     optimizer.step()
     tracemalloc.start()
@@ -85,7 +85,7 @@ def test_a_step_allocates_nothing_and_leaves_gradients_alone(make):
     finally:
         tracemalloc.stop()
     assert peak - before < 4096
-    for grad, copy in zip(grads, kept, strict=True):
+    for grad, copy in zip(grads, saved, strict=True):
         np.testing.assert_array_equal(grad, copy)
 
 
@@ -106,8 +106,8 @@ def test_a_loaded_state_continues_bit_for_bit(make):
     train(second, 5)
 
     assert second.steps == 10
-    for one, other in zip(expected, second.storage.data, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for item, other in zip(expected, second.storage.data, strict=True):
+        np.testing.assert_array_equal(item, other)
 
 
 @pytest.mark.parametrize("which", ["data", "grads"])
@@ -134,19 +134,19 @@ def test_weight_decay_by_group():
 def test_groups_have_rates_of_their_own(kind):
     """Each is updated as by an optimizer of its own; a schedule's rate is the largest one's."""
     data, rates = values([5, 4, 3]), {"body": 0.125, "head": 0.5}
-    storage = Arrays([each.copy() for each in data], values([5, 4, 3]), ["body", "head", "body"])
+    storage = Arrays([item.copy() for item in data], values([5, 4, 3]), ["body", "head", "body"])
     together = kind(storage, rates)
     parts = zip(data, storage.grads, storage.groups, strict=True)
-    alone = [kind(Arrays([each], [grad]), rates[group]) for each, grad, group in parts]
+    alone = [kind(Arrays([item], [grad]), rates[group]) for item, grad, group in parts]
     assert together.lr == 0.5
     for factor in (1, 0.5):
         together.lr = 0.5 * factor
         together.step()
-        for each, group in zip(alone, storage.groups, strict=True):
-            each.lr = rates[group] * factor
-            each.step()
-    for one, other in zip(storage.data, data, strict=True):
-        np.testing.assert_array_equal(one, other)
+        for entry, group in zip(alone, storage.groups, strict=True):
+            entry.lr = rates[group] * factor
+            entry.step()
+    for first, other in zip(storage.data, data, strict=True):
+        np.testing.assert_array_equal(first, other)
 
 
 class Moving(Arrays):
@@ -159,12 +159,12 @@ class Moving(Arrays):
 
 def test_an_optimizer_follows_a_storage_that_moves():
     storage, plain = Moving(values([3]), values([3])), Arrays(values([3]), values([3]))
-    moved, kept = SGD(storage, 0.1, momentum=0.9), SGD(plain, 0.1, momentum=0.9)
+    moved, saved = SGD(storage, 0.1, momentum=0.9), SGD(plain, 0.1, momentum=0.9)
     moved.step()
-    kept.step()
+    saved.step()
     storage.move([storage.data[0].copy()], [storage.grads[0].copy()])
     moved.step()
-    kept.step()
+    saved.step()
     np.testing.assert_array_equal(storage.data[0], plain.data[0])
     storage.move([np.zeros(4)], [np.zeros(4)])
     with pytest.raises(ShapeError, match="other ones than before"):
@@ -183,8 +183,8 @@ def test_other_arrays_share_the_state(make):
     first.step()
     other = first.over(Arrays([array.copy() for array in storage.data], storage.grads))
     assert type(other) is type(first)
-    for each in (expected, other):
-        each.step()
+    for item in (expected, other):
+        item.step()
     for mine, theirs in zip(other.storage.data, expected.storage.data, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     with pytest.raises(ShapeError, match="other ones than before"):
@@ -194,17 +194,17 @@ def test_other_arrays_share_the_state(make):
 def test_parts_of_the_buffers_are_updated_alone():
     """Two halves, one after the other, are a whole update; what is frozen stays."""
     storage, plain = Arrays(values([9]), values([9])), Arrays(values([9]), values([9]))
-    halves, whole = SGD(storage, 0.1), SGD(plain, 0.1)
+    halves, full = SGD(storage, 0.1), SGD(plain, 0.1)
     first, second = halves.cut([slice(0, 4)]), halves.cut([slice(4, 9)], limit_bytes=16)
     assert [block.data.size for block in second] == [2, 2, 1]
-    whole.step()
+    full.step()
     halves.update(first)
     np.testing.assert_array_equal(storage.data[0][:4], plain.data[0][:4])
     assert not np.array_equal(storage.data[0][4:], plain.data[0][4:])
-    kept = storage.data[0][4:6].copy()
+    saved = storage.data[0][4:6].copy()
     halves.update(second, [(0, slice(4, 6))])
     np.testing.assert_array_equal(storage.data[0][6:], plain.data[0][6:])
-    np.testing.assert_array_equal(storage.data[0][4:6], kept)
+    np.testing.assert_array_equal(storage.data[0][4:6], saved)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -223,7 +223,7 @@ def test_processes_that_train_apart_are_warned(
         nullcontext(())
         if shared
         else pytest.warns(UserWarning, match=r"2 processes .* set model\.storage\.shared = True$")
-    ) as told:
+    ) as text:
         optimizer.step()
-    assert all(each.filename == __file__ for each in told)
+    assert all(item.filename == __file__ for item in text)
     optimizer.step()

@@ -98,8 +98,8 @@ def test_one_cycle_is_that_of_pytorch() -> None:
         0.049519368,
         4e-6,
     ]
-    found = [OneCycle(1.0, 10)(step) for step in range(12)]
-    assert found == pytest.approx([*theirs, 4e-6, 4e-6], abs=1e-9)
+    result = [OneCycle(1.0, 10)(step) for step in range(12)]
+    assert result == pytest.approx([*theirs, 4e-6, 4e-6], abs=1e-9)
 
 
 def test_one_cycle_may_begin_at_its_top() -> None:

@@ -164,11 +164,11 @@ def test_compiled_as_the_plain_update(name):
     pytest.importorskip("numba")
     expected = train(CASES[name], np.float64, (70001,))
     with jit():
-        found = train(CASES[name], np.float32, (70001,))
+        result = train(CASES[name], np.float32, (70001,))
     plain = train(CASES[name], np.float32, (70001,))
     with jit():  # float64 is left to NumPy
         np.testing.assert_array_equal(train(CASES[name], np.float64, (70001,))[0], expected[0])
-    for mine, theirs, wide in zip(found, plain, expected, strict=True):
+    for mine, theirs, wide in zip(result, plain, expected, strict=True):
         bound = 1e-5 * abs(wide).max()  # Adam's first updates divide numbers near 0 by one another
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=bound)
         assert abs(mine - wide).max() <= 2 * abs(theirs - wide).max() + 1e-7

@@ -80,17 +80,17 @@ def look(
     )
     words = [CHROMIUM, *OPTIONS.split(), "--window-size=1400,1000"]
     words += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", file.as_uri()]
-    told = _start(words, folder / "user-1") or _start(words, folder / "user-2")
-    if not told:
+    text = _start(words, folder / "user-1") or _start(words, folder / "user-2")
+    if not text:
         file.write_text('<pre id="found">1</pre>')
         if not _start(words, folder / "user-3"):
             pytest.skip("Chromium does not come to the end of an empty page")
-    assert told, "Chromium has not come to the end of the page, twice"
-    found: dict[str, Any] = json.loads(html.unescape(told))
-    assert not found.pop("errors") and "error" not in found, found
-    assert found.pop("width") <= WIDTHS[width], "the page is wider than its window"
-    assert (sum(map(int, re.findall(r"\d+", found.pop("paper"))[:3])) < 200) == dark
-    return found
+    assert text, "Chromium has not come to the end of the page, twice"
+    result: dict[str, Any] = json.loads(html.unescape(text))
+    assert not result.pop("errors") and "error" not in result, result
+    assert result.pop("width") <= WIDTHS[width], "the page is wider than its window"
+    assert (sum(map(int, re.findall(r"\d+", result.pop("paper"))[:3])) < 200) == dark
+    return result
 
 
 def _start(words: list[str], user: Path) -> str:
@@ -103,5 +103,5 @@ def _start(words: list[str], user: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         return ""
-    told = re.search(r'<pre id="found">(.+?)</pre>', ran.stdout, re.DOTALL)
-    return told[1] if told else ""
+    text = re.search(r'<pre id="found">(.+?)</pre>', ran.stdout, re.DOTALL)
+    return text[1] if text else ""

@@ -31,21 +31,21 @@ def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one) -> None:
     `price`.
     """
     for size in (2, 3, 5, 8):
-        found = animation(one, size)
-        held = [row[:] for row in found["begins"]]
-        for message in found["messages"]:
+        result = animation(one, size)
+        held = [row[:] for row in result["begins"]]
+        for message in result["messages"]:
             for chunk, after in zip(message["chunks"], message["after"], strict=True):
                 held[message["to"]][chunk] = after
-        wanted = [
+        expected = [
             [one.contract.ends(rank, chunk, size) for chunk in range(one.contract.chunks(size))]
             for rank in range(size)
         ]
-        for row, right in zip(held, wanted, strict=True):
+        for row, right in zip(held, expected, strict=True):
             assert all(
                 parts is None or int(text, 16) == parts
                 for text, parts in zip(row, right, strict=True)
             )
-        latencies, buffers = max(message["clock"] for message in found["messages"])
+        latencies, buffers = max(message["clock"] for message in result["messages"])
         assert (latencies, buffers) == pytest.approx(coefficients(one, size))
 
 
@@ -53,10 +53,10 @@ def test_a_film_ends_as_the_contract_says_when_its_price_is_over(one) -> None:
 def test_the_coefficients_are_the_price(ranks: int) -> None:
     """On any uniform link, whatever latency and bandwidth are: so sliders may put them in."""
     nbytes = 4 * ranks * 840
-    for one in COLLECTIVES.values():
-        latencies, buffers = coefficients(one, ranks)
+    for item in COLLECTIVES.values():
+        latencies, buffers = coefficients(item, ranks)
         for alpha, beta in ((1e-3, 1e-10), (1e-7, 1e-6)):
-            exact = price(one, ranks, nbytes, Machine.uniform(alpha, beta))
+            exact = price(item, ranks, nbytes, Machine.uniform(alpha, beta))
             assert latencies * alpha + buffers * nbytes * beta == pytest.approx(exact, rel=1e-9)
 
 
@@ -90,7 +90,9 @@ def test_a_ring_is_stepped_through_with_keys(
         told.push(texts(".figures"), count("svg rect.part"));
         return { told };
     """
-    before, parts, second, said, over, all_parts = look(ring, script, tmp_path, width, dark)["told"]
+    before, parts, second, message, over, all_parts = look(ring, script, tmp_path, width, dark)[
+        "told"
+    ]
     ring_s, tree_s = (
         price(COLLECTIVES["all-reduce", name], 4, 2**20, Machine.uniform(1e-5, 8e-10))
         for name in ("ring", "tree")
@@ -100,7 +102,7 @@ def test_a_ring_is_stepped_through_with_keys(
     )
     assert second.startswith("round 2 of 6") and second.endswith("8 messages")
     assert (
-        said
+        message
         == "0 adds to 1: chunk 2; 1 adds to 2: chunk 3; 2 adds to 3: chunk 0; 3 adds to 0: chunk 1"
     )
     assert parts == 2 * 4 * 4 and all_parts == 2 * 4 * everyone(4).bit_count() * 4
@@ -117,11 +119,11 @@ def test_a_page_has_the_price_of_the_command_line(tmp_path: Path, network: tuple
     (tmp_path / "mine.py").write_text(
         "from nnmpi.comm.algorithms.ring import ring\ndef mine(rank, size): return ring(rank, size)"
     )
-    own, file = f"{tmp_path}/mine.py:mine", tmp_path / "mine.html"
-    comm(["render", own, "--ranks", "8", "--html", str(file), *network])
+    local, file = f"{tmp_path}/mine.py:mine", tmp_path / "mine.html"
+    comm(["render", local, "--ranks", "8", "--html", str(file), *network])
     text = look(file.read_text(), 'return { told: texts(".figures")[0] };', tmp_path)["told"]
-    told = re.search(r": ([\d.]+) ms", comm(["simulate", own, "--ranks", "8", *network]))
-    assert told and text.endswith(f" of {float(told[1]):.3g} ms, 0 messages")
+    message = re.search(r": ([\d.]+) ms", comm(["simulate", local, "--ranks", "8", *network]))
+    assert message and text.endswith(f" of {float(message[1]):.3g} ms, 0 messages")
 
 
 def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
@@ -138,9 +140,9 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
     """
     crossings, server, undrawn, long, tiny = look(ring, script, tmp_path)["told"]
     machine = Machine.uniform(1e-5, 8e-10)
-    found = re.search(r"ring and tree cross at ([\d.]+) KB", crossings)
-    assert found
-    around = [round(float(found[1]) * 1024 * part / 64) * 64 for part in (0.9, 1.1)]
+    result = re.search(r"ring and tree cross at ([\d.]+) KB", crossings)
+    assert result
+    around = [round(float(result[1]) * 1024 * part / 64) * 64 for part in (0.9, 1.1)]
     ring_s, tree_s = (
         [price(COLLECTIVES["all-reduce", name], 4, n, machine) for n in around]
         for name in ("ring", "tree")
@@ -168,7 +170,7 @@ def test_a_pipeline_is_stepped_through(
         told.push(texts(".figures")[0]);
         return { told };
     """
-    figures, over, themes, early, kept, gpipe = look(pipeline, script, tmp_path, width, dark)[
+    figures, over, themes, early, saved, gpipe = look(pipeline, script, tmp_path, width, dark)[
         "told"
     ]
     # of the page around it; with none of its own that of the system
@@ -177,7 +179,7 @@ def test_a_pipeline_is_stepped_through(
         "ms"
     )
     assert (
-        early.endswith("ms") and len(kept) == 3 and all(text.startswith("keeps") for text in kept)
+        early.endswith("ms") and len(saved) == 3 and all(text.startswith("keeps") for text in saved)
     )
     assert gpipe == "30 ms, bubble 20.0 %, keeps at most 8 8 8 activations"
 
@@ -191,19 +193,23 @@ def test_a_plans_film_is_its_price() -> None:
     price = price_plan(costs, plan, 8.0)
     actions = price.rows
     assert (actions[-1][5], price.moved, price.again) == (price.seconds, 32, 0)
-    assert max(each[6] for each in actions) == price.peak and all(
-        each[6] >= each[7] for each in actions
+    assert max(action[6] for action in actions) == price.peak and all(
+        action[6] >= action[7] for action in actions
     )
     assert all(
-        one[5] == other[3] <= other[4] <= other[5]
-        for one, other in zip(actions, actions[1:], strict=False)
+        item[5] == other[3] <= other[4] <= other[5]
+        for item, other in zip(actions, actions[1:], strict=False)
     )
-    assert [each[8] for each in actions if each[8]] == [[1.0, 5.0], [8.0, 12.0]]
-    assert {f"{each[0]}{each[1]}": each[4] - each[3] for each in actions if each[4] > each[3]} == {
+    assert [action[8] for action in actions if action[8]] == [[1.0, 5.0], [8.0, 12.0]]
+    assert {
+        f"{action[0]}{action[1]}": action[4] - action[3]
+        for action in actions
+        if action[4] > action[3]
+    } == {
         "A0": 3.0,
         "B0": 2.0,
     }
-    assert [each[2] for each in actions[:3]] == ["K  ", "O- ", "=K "]
+    assert [action[2] for action in actions[:3]] == ["K  ", "O- ", "=K "]
 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", True), ("phone", False)])
@@ -221,7 +227,7 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
         told.push(texts(".figures")[0]);
         return { told };
     """
-    first, boxes, lines, early, kept, end, least = look(
+    first, boxes, lines, early, saved, end, least = look(
         file.read_text(), script, tmp_path, width, dark
     )["told"]
     this = re.search(
@@ -234,7 +240,7 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
         early.startswith("action 2 of ")
         and "O0 (layer 0): what was kept begins to go out; clock 1 s" in early
     )
-    assert kept.startswith("18 s, at most 30 MB of ") and kept.endswith("; 0 layers again")
+    assert saved.startswith("18 s, at most 30 MB of ") and saved.endswith("; 0 layers again")
     assert end.startswith("action 17 of 17, B0")
     assert re.search(r"least +([\d.]+ MB)", printed)[1] in least and not least.endswith(
         "; 0 layers again"

@@ -48,8 +48,8 @@ def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_pa
     files = tmp_path / "a.svg", tmp_path / "b.svg"
     for file in files:
         main([*words.split(), str(file)])
-    found = files[0].read_text()
-    assert texts <= set(re.findall(r">([^<>]+)</text>", found)) and found == files[1].read_text()
+    result = files[0].read_text()
+    assert texts <= set(re.findall(r">([^<>]+)</text>", result)) and result == files[1].read_text()
     with pytest.raises(
         UsageError, match=r"a\.gif is no \.svg, \.png, \.pdf; .* such as picture\.svg"
     ):
@@ -69,17 +69,17 @@ def test_words_lie_over_nothing(tmp_path: Path) -> None:
         Bar("a", 1.001, 2, "k", "last"),
     ]
     Picture("Thin", "", [*row, Bar("b", 0, 0.001, "k", "behind")]).save(tmp_path / "a.svg")
-    found = re.findall(r">([^<>]+)</text>", (tmp_path / "a.svg").read_text())
-    assert {"word", "last", "behind"} <= set(found) and "gone" not in found
+    result = re.findall(r">([^<>]+)</text>", (tmp_path / "a.svg").read_text())
+    assert {"word", "last", "behind"} <= set(result) and "gone" not in result
     nothing = Picture("Nothing", "bytes", [Bar("a", 0, 0, "sent", "0")])
     nothing.save(tmp_path / "a.svg")
     assert str(nothing).splitlines()[2] == "a   0"
 
 
 def test_arrows_are_the_messages_that_are_proved() -> None:
-    found = picture(tree := find_collective("all-reduce", "tree"), 5)
-    assert len(found.arrows) == prove(tree, 5).messages
-    assert found.arrows[0] == Arrow("rank 1", 0, "rank 0", 1, "added", "all") and found.kinds == [
+    result = picture(tree := find_collective("all-reduce", "tree"), 5)
+    assert len(result.arrows) == prove(tree, 5).messages
+    assert result.arrows[0] == Arrow("rank 1", 0, "rank 0", 1, "added", "all") and result.kinds == [
         "added",
         "copied",
     ]

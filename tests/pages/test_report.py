@@ -75,7 +75,7 @@ def run(tmp_path: Path) -> Path:
         {"kind": "staleness", "global_step": 4, "mean": 1.0, "max": 2, "workers": [WORKER]}
     )
     (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in records) + '{"kind": "tr'
+        "".join(json.dumps(record) + "\n" for record in records) + '{"kind": "tr'
     )
     (folder / "starts.jsonl").write_text(
         json.dumps({"command": COMMAND, "ranks": 2, "folder": str(tmp_path), "facts": FACTS}) + "\n"
@@ -84,21 +84,22 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_numbers_are_the_runs(run: Path) -> None:
-    found = gather(run)
+    result = gather(run)
     assert (
-        found["head"][0] == ["layout", "dp 2, 2 ranks on 1 node (here)"] and len(found["head"]) == 3
+        result["head"][0] == ["layout", "dp 2, 2 ranks on 1 node (here)"]
+        and len(result["head"]) == 3
     )
-    assert [each["kind"] for each in found["results"]] == ["eval", "test"]
-    titles = [each["title"] for each in found["charts"]]
+    assert [item["kind"] for item in result["results"]] == ["eval", "test"]
+    titles = [item["title"] for item in result["charts"]]
     assert titles == ["Loss", "Loss over time"]  # a rate that stays, a straight line, is none
-    assert [line["name"] for line in found["charts"][0]["lines"]] == ["training", "test data"]
-    assert found["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
-    assert found["times"] == pytest.approx(
+    assert [line["name"] for line in result["charts"][0]["lines"]] == ["training", "test data"]
+    assert result["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
+    assert result["times"] == pytest.approx(
         {"compute": 0.003, "synchronization": 0.001, "other": 0.001}
     )
-    assert found["parts"] == [[step, 0.003, 0.0, 0.001, 0.0] for step in (1, 2, 3, 4)]
-    assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
-    assert found["staleness"] == {"heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
+    assert result["parts"] == [[step, 0.003, 0.0, 0.001, 0.0] for step in (1, 2, 3, 4)]
+    assert result["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
+    assert result["staleness"] == {"heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
     given = [
         ["--lr", "0.25"],
         ["--jit", "on"],
@@ -106,8 +107,8 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
         ["--hidden", "3 4"],
         ["--dp", "2"],
     ]
-    assert sorted(found["options"]) == sorted(given)
-    assert found["commands"] == [
+    assert sorted(result["options"]) == sorted(given)
+    assert result["commands"] == [
         "python -m nnmpi.train --model mlp --hidden 3 4 --config lr.toml    # ranks: 2"
     ]
 
@@ -138,7 +139,7 @@ def test_what_is_drawn_is_what_a_person_reads(run: Path) -> None:
     # as the bars beside it
     assert PAINT["synchronization"] in times and PAINT["waiting for stages"] not in times
     left = [
-        float(each) for each in re.findall(r'"drawn", \[([^]]*)', text["Accuracy"])[0].split(", ")
+        float(entry) for entry in re.findall(r'"drawn", \[([^]]*)', text["Accuracy"])[0].split(", ")
     ]
     assert left == pytest.approx([0.5, 0.03, 0.01, 0.005]) and '"LogScale"' in text["Accuracy"]
     assert '"flipped": true' in text["Accuracy"] and '"$name: @y{0.[00000]}<br>' in text["Accuracy"]
@@ -152,13 +153,15 @@ def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> N
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
     main([str(run), "--tensorboard", str(tmp_path / "events")])
     (file,) = (tmp_path / "events").iterdir()
-    content, found = file.read_bytes(), []
+    content, result = file.read_bytes(), []
     while content:
         (length,) = struct.unpack_from("<Q", content)
-        found.append(events.Event.FromString(content[12 : 12 + length]))
+        result.append(events.Event.FromString(content[12 : 12 + length]))
         content = content[16 + length :]
     scalars = [
-        (each.step, value.tag, value.simple_value) for each in found for value in each.summary.value
+        (item.step, value.tag, value.simple_value)
+        for item in result
+        for value in item.summary.value
     ]
     assert (3, "train/loss", pytest.approx(4 / 3)) in scalars and (
         4,
@@ -225,8 +228,8 @@ def test_without_bokeh_the_page_says_what_draws_its_curves(
     assert main([str(run)]).endswith(
         "shows the run in a browser; for its curves: pip install bokeh"
     )
-    found = look((run / "report.html").read_text(), 'return { told: texts("h2") };', run)
-    assert "Curves" in found["told"] and "Loss" not in found["told"]
+    result = look((run / "report.html").read_text(), 'return { told: texts("h2") };', run)
+    assert "Curves" in result["told"] and "Loss" not in result["told"]
 
 
 def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> None:
@@ -237,7 +240,7 @@ def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> N
         main([str(tmp_path)])
     (tmp_path / "metrics.jsonl").write_text("")
     main([str(tmp_path), "--out", str(tmp_path / "page.html")])
-    found = look(
+    result = look(
         (tmp_path / "page.html").read_text(), 'return { headings: texts("h2") };', tmp_path
     )
-    assert found["headings"] == ["What it was", "Commands"]
+    assert result["headings"] == ["What it was", "Commands"]

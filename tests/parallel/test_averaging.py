@@ -76,11 +76,11 @@ def train(
     averaging: Averaging, model: nn.Sequential, parts: list[range], steps: int, first: int = 0
 ) -> None:
     """Let this rank do steps on its part of each batch."""
-    own = parts[averaging.group.rank]
+    local = parts[averaging.group.rank]
     for step in range(first, first + steps):
         x, y = batch(step, parts[-1].stop)
-        update(model, averaging.optimizer, x[own.start : own.stop], y[own.start : own.stop])
-        averaging.after_step(step, len(own))
+        update(model, averaging.optimizer, x[local.start : local.stop], y[local.start : local.stop])
+        averaging.after_step(step, len(local))
 
 
 def flat(arrays: list[Any]) -> Any:
@@ -139,9 +139,9 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: s
     train(local, model, list(split(rows, group.size)), steps)
     before = flat(model.storage.data)
     disagreement = local.synchronize()
-    whole, optimizer = serial(SGD[kind], rows, steps)
+    full, optimizer = serial(SGD[kind], rows, steps)
     right = [
-        close(before, flat(whole.storage.data)),
+        close(before, flat(full.storage.data)),
         bool(np.array_equal(before, flat(model.storage.data))),
         disagreement == 0,
         all(
@@ -165,12 +165,12 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(grou
         group, model.storage, optim.SGD(model.storage, lr=0.2), 1, outer_lr=0.5, outer_momentum=0.9
     )
     train(outer, model, list(split(rows, group.size)), steps)
-    whole, _ = serial(partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True), rows, steps)
+    full, _ = serial(partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True), rows, steps)
     plain = LocalSGD(group, network().storage, optim.SGD(network().storage, lr=0.1), 1, 1.0, 0.0)
-    right = [close(flat(model.storage.data), flat(whole.storage.data)), not plain.optimizer.kept]
+    right = [close(flat(model.storage.data), flat(full.storage.data)), not plain.optimizer.kept]
     assert everywhere(group, right), right
-    for each in (outer, plain):
-        each.release()
+    for item in (outer, plain):
+        item.release()
     assert not outer.optimizer.kept  # another strategy finds the optimizer's own state
 
 
@@ -204,13 +204,13 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
         ages.append(local.steps_since_average(step))
         train(local, model, parts, 1, step)
     alone = []
-    for own in parts:
+    for mine in parts:
         other = network()
         optimizer = ADAM(other.storage)
         for step in range(3):
             x, y = batch(step, rows)
-            update(other, optimizer, x[own.start : own.stop], y[own.start : own.stop])
-        alone.append(flat(other.storage.data) * (len(own) / rows))
+            update(other, optimizer, x[mine.start : mine.stop], y[mine.start : mine.stop])
+        alone.append(flat(other.storage.data) * (len(mine) / rows))
     right = [
         close(flat(model.storage.data), sum(alone)),
         same_bits(group, model.storage.data),
@@ -235,12 +235,14 @@ def test_a_synchronization_makes_one_of_all(group: Group, rows: str) -> None:
     """Weights weighted by rows and state plainly, the same bits everywhere; and how far apart they
     were.
     """
-    own = {"equal": [4] * group.size, "unequal": list(range(group.size)), "none": [0] * group.size}[
-        rows
-    ]
+    mine = {
+        "equal": [4] * group.size,
+        "unequal": list(range(group.size)),
+        "none": [0] * group.size,
+    }[rows]
     model = network()
     local = LocalSGD(group, model.storage, ADAM(model.storage), every=100)
-    local.after_step(0, own[group.rank])
+    local.after_step(0, mine[group.rank])
     values = scatter(local)
     slots = local.optimizer.slots()
     for arrays in slots.values():
@@ -248,9 +250,9 @@ def test_a_synchronization_makes_one_of_all(group: Group, rows: str) -> None:
             array[...] = group.rank
     local.optimizer.steps = 5 + group.rank
     disagreement = local.synchronize()
-    shares = np.array(own) / sum(own) if sum(own) else np.full(group.size, 1 / group.size)
-    mean = sum(share * each for share, each in zip(shares, values, strict=True))
-    squares = np.mean([np.sum((each - mean) ** 2) for each in values])
+    shares = np.array(mine) / sum(mine) if sum(mine) else np.full(group.size, 1 / group.size)
+    mean = sum(share * value for share, value in zip(shares, values, strict=True))
+    squares = np.mean([np.sum((value - mean) ** 2) for value in values])
     met = flat(model.storage.data)
     right = [
         close(met, mean),
@@ -328,8 +330,8 @@ def test_frozen_parameters_keep_their_bits(group: Group) -> None:
             bool(np.array_equal(frozen.data, before)),
             not np.array_equal(moved, network()[2].weight.data),
         ]
-        for each in averaging:
-            each.release()
+        for item in averaging:
+            item.release()
         assert everywhere(group, right), right
 
 
@@ -337,17 +339,17 @@ def test_frozen_parameters_keep_their_bits(group: Group) -> None:
 def test_device_arrays_go_through_the_host(group: Group) -> None:
     """The same numbers; a NumPy array that meets a device array would raise."""
     for number in range(min(group.size, 2)):
-        found = []
+        result = []
         for backend in (numpy_backend(), device_backend()):
             model = network(backend)
             averaging = all_kinds(group, model.storage)
             train(averaging[number], model, list(split(13, group.size)), 5)
             before = flat(model.storage.data)
             disagreement = averaging[number].synchronize()
-            found.append([before, flat(model.storage.data), np.array(disagreement)])
-            for each in averaging:
-                each.release()
-        assert all(group.gather(all(map(close, *found))))
+            result.append([before, flat(model.storage.data), np.array(disagreement)])
+            for item in averaging:
+                item.release()
+        assert all(group.gather(all(map(close, *result))))
 
 
 @pytest.mark.mpi(min_size=2)

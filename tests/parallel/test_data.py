@@ -67,11 +67,11 @@ def test_input_that_is_not_finite_is_named_on_all_ranks(group: Group, bad: float
     if group.rank == 0:
         batch.x[0, 0] = bad
     with np.errstate(invalid="ignore", over="ignore"):
-        found = outcomes(group, caught(lambda: worker.step(batch)))
+        result = outcomes(group, caught(lambda: worker.step(batch)))
     unchanged = all((value == before[name]).all() for name, value in worker.model.state().items())
     assert all(group.gather(unchanged))
-    assert all(kind == DivergenceError.__name__ for kind, _ in found), found
-    assert all("step 2" in text and "the input on rank 0" in text for _, text in found), found
+    assert all(kind == DivergenceError.__name__ for kind, _ in result), result
+    assert all("step 2" in text and "the input on rank 0" in text for _, text in result), result
 
 
 @pytest.mark.simulated
@@ -85,9 +85,9 @@ def test_gradient_that_overflows_is_named(group: Group) -> None:
 
     worker = worker_for(group, loss=steep)
     with np.errstate(invalid="ignore", over="ignore"):
-        found = outcomes(group, caught(lambda: worker.step(batch_of(group))))
-    assert all(kind == DivergenceError.__name__ for kind, _ in found), found
-    assert all("gradient of '3.bias'" in text for _, text in found), found
+        result = outcomes(group, caught(lambda: worker.step(batch_of(group))))
+    assert all(kind == DivergenceError.__name__ for kind, _ in result), result
+    assert all("gradient of '3.bias'" in text for _, text in result), result
 
 
 @pytest.mark.simulated
@@ -137,7 +137,7 @@ def test_parameter_that_one_rank_alone_uses(group: Group) -> None:
     norms = group.gather(
         [float(np.abs(p.grad).sum()) for p in model.parameters() if p.grad is not None]
     )
-    assert all(each == norms[0] for each in norms) and all(n > 0 for n in norms[0]), norms
+    assert all(norm == norms[0] for norm in norms) and all(n > 0 for n in norms[0]), norms
 
 
 @pytest.mark.simulated

@@ -77,8 +77,8 @@ class Setting:
 
     def sum_gradients(self) -> None:
         """Sum the ordinary set's gradients over the ranks."""
-        for one in self._sums:
-            one.run()
+        for item in self._sums:
+            item.run()
 
     def update_both(self, turn: int) -> None:
         """Draw gradients, and update both sets from them."""
@@ -161,23 +161,23 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
 def test_numbers_are_added_up_on_the_way(group: Group) -> None:
     """The sums are those of the same step on every rank, and the length is not disturbed."""
     memory = SharedMemory(group)
-    setting, found = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
+    setting, result = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
     for turn in range(STEPS):
         setting.draw(turn)
         numbers = [turn + 0.1 * group.rank, float(group.rank == 0), *[1.0] * (5 * turn // 2)]
-        found.append(setting.fused.reduce(numbers))
+        result.append(setting.fused.reduce(numbers))
         setting.fused.update()
     lengths = [setting.fused.reduce()[0], setting.fused.reduce()[1]]
-    everyone = group.gather(found)
+    everyone = group.gather(result)
     memory.free()
-    wanted = [
+    expected = [
         [turn * group.size + 0.05 * group.size * (group.size - 1), 1.0] for turn in range(STEPS)
     ]
     assert all(theirs == everyone[0] for theirs in everyone)
-    assert all(np.allclose(sums[:2], two) for (_, sums), two in zip(found, wanted, strict=True)), (
-        found
-    )
-    assert [len(sums) for _, sums in found] == [2, 4, 7] and set(found[2][1][2:]) == {group.size}
+    assert all(
+        np.allclose(sums[:2], two) for (_, sums), two in zip(result, expected, strict=True)
+    ), result
+    assert [len(sums) for _, sums in result] == [2, 4, 7] and set(result[2][1][2:]) == {group.size}
     assert lengths[1] == []
 
 

@@ -67,14 +67,14 @@ class Setting:
         """Fail on all ranks unless the action raises this on all."""
         try:
             action()
-            found = "nothing was raised"
+            result = "nothing was raised"
         except Exception as error:
-            found = (
+            result = (
                 ""
                 if isinstance(error, kind) and text in str(error)
                 else f"{type(error).__name__}: {error}"
             )
-        assert not any(self.group.gather(found)), found
+        assert not any(self.group.gather(result)), result
 
 
 @pytest.mark.simulated
@@ -348,13 +348,13 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
     parallel = DataParallel(setting.model, group)
     again = "build (it|the model) again and use load_state"
     optimizer = sgd(setting.model)
-    for each, how in (
+    for item, how in (
         (setting.model, again),
         (group, again),
         (optimizer, "keep both by nnmpi.save"),
     ):
         with pytest.raises(NnmpiError, match=how):
-            duplicate(each)
+            duplicate(item)
     parallel.release()
 
 
@@ -432,7 +432,7 @@ def test_one_number_is_no_loss(layout: Layout, name: str) -> None:
 @pytest.mark.simulated
 def test_a_loss_for_each_label_is_added_up(group: Group) -> None:
     """Whatever the ranks' rows; a declared sum is the same, and so is nnmpi's own."""
-    own = _losses(group, Layout(), None)
+    local = _losses(group, Layout(), None)
     for loss in (
         partial(ops.cross_entropy, reduction="none"),
         partial(ops.cross_entropy, reduction="sum"),
@@ -440,7 +440,7 @@ def test_a_loss_for_each_label_is_added_up(group: Group) -> None:
         lambda z, y: ops.cross_entropy(z, y, reduction="none"),
         lambda z, y, reduction="sum": ops.cross_entropy(z, y, reduction=reduction),
     ):
-        np.testing.assert_allclose(_losses(group, Layout(), loss), own, rtol=1e-12)
+        np.testing.assert_allclose(_losses(group, Layout(), loss), local, rtol=1e-12)
 
 
 def _losses(group: Group, layout: Layout, loss: Any) -> list[float]:
@@ -458,7 +458,7 @@ def _losses(group: Group, layout: Layout, loss: Any) -> list[float]:
     loader = Loader(
         data, 7, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0
     )
-    found = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
+    result = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
     worker.release()
     where.free()
-    return found
+    return result

@@ -103,9 +103,9 @@ def make(
 
 def equal(found: dict[str, Array], expected: dict[str, Array]) -> bool:
     return list(found) == list(expected) and all(
-        (found[name].shape, found[name].dtype) == (each.shape, each.dtype)
-        and np.array_equal(found[name], each)
-        for name, each in expected.items()
+        (found[name].shape, found[name].dtype) == (item.shape, item.dtype)
+        and np.array_equal(found[name], item)
+        for name, item in expected.items()
     )
 
 
@@ -137,10 +137,10 @@ def test_every_holder_gets_its_part(group: Group, layout: Layout) -> None:
 def test_what_any_layout_gives_any_other_takes(group: Group) -> None:
     for first in LAYOUTS:
         for second in LAYOUTS:
-            found = make(first, group, filled=True)[0].to_dict()
+            result = make(first, group, filled=True)[0].to_dict()
             state, _ = make(second, group, filled=False)
             state.scatter(
-                found.__getitem__, {name: ArraySpec.of(array) for name, array in found.items()}
+                result.__getitem__, {name: ArraySpec.of(array) for name, array in result.items()}
             )
             assert all(group.gather(equal(state.to_dict(everywhere=True), WHOLE)))
 

@@ -71,10 +71,10 @@ EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("way", [ULYSSES, RING])
 @pytest.mark.parametrize("name", EQUAL)
 def test_what_a_module_may_do(name: str, way: str) -> None:
-    wanted = setup(own(EQUAL[name]))
-    (serial,) = simulate(lambda group: serial_run(wanted, group), 1)
-    found = simulate(lambda group: run(wanted, group, Layout(sp=3, sp_attention=way)), 3)[0]
-    assert not differences(found, serial, wanted)
+    expected = setup(own(EQUAL[name]))
+    (serial,) = simulate(lambda group: serial_run(expected, group), 1)
+    result = simulate(lambda group: run(expected, group, Layout(sp=3, sp_attention=way)), 3)[0]
+    assert not differences(result, serial, expected)
 
 
 REFUSED: dict[str, tuple[Callable[..., Module], str]] = {
@@ -157,17 +157,17 @@ def test_the_bytes_are_those_of_the_formulas(ranks: int, time: int, heads: int) 
     """In elements of 8 bytes, by rank and altogether."""
     batch, features, others = 2, 3 * heads, range(ranks)
     t, f = (
-        [len(each) for each in split(time, ranks)],
-        [3 * len(each) for each in split(heads, ranks)],
+        [len(item) for item in split(time, ranks)],
+        [3 * len(item) for item in split(heads, ranks)],
     )
     # of one of q, k, v to heads, and of y to positions
-    one = [8 * batch * t[r] * (features - f[r]) for r in others]
+    first = [8 * batch * t[r] * (features - f[r]) for r in others]
     other = [8 * batch * f[r] * (time - t[r]) for r in others]
-    each_way, total = [3 * a + b for a, b in zip(one, other, strict=True)], 4 * sum(one)
+    each_way, total = [3 * a + b for a, b in zip(first, other, strict=True)], 4 * sum(first)
     assert total == 8 * 4 * batch * (time * features - sum(np.multiply(t, f)))
     assert sent(ranks, ULYSSES, time, heads, False) == (each_way, total)
     assert sent(ranks, ULYSSES, time, heads, True) == (
-        [4 * (a + b) for a, b in zip(one, other, strict=True)],
+        [4 * (a + b) for a, b in zip(first, other, strict=True)],
         2 * total,
     )
     t = [sum(map(len, zigzag(time, ranks, r))) for r in others]
@@ -175,7 +175,7 @@ def test_the_bytes_are_those_of_the_formulas(ranks: int, time: int, heads: int) 
     gradients = [8 * 2 * batch * features * (time - t[r]) for r in others]
     total = 8 * 2 * batch * features * time * (ranks - 1)
     assert sent(ranks, RING, time, heads, False) == (forward, total)
-    both = [2 * one + other for one, other in zip(forward, gradients, strict=True)]
+    both = [2 * element + other for element, other in zip(forward, gradients, strict=True)]
     assert sent(ranks, RING, time, heads, True) == (both, 3 * total)
     if ranks == 2:  # where all have as much: what the papers say
         assert each_way == [8 * 4 * batch * time * features * (ranks - 1) // ranks**2] * 2

@@ -90,18 +90,20 @@ def test_the_bytes_of_state_are_those_of_the_formulas(name: str, ranks: int) -> 
     model = MODELS[name]()
     units, shared = cut_units(model, 1, 4)
     # rounded to 64 bytes
-    lengths = [sum(-(-each.size // 16) * 16 for each in unit.parameters) for unit in units]
-    apart = sum(-(-each.size // 16) * 16 for each in shared)
-    whole, unit = sum(lengths) + apart, max(lengths) + apart
+    lengths = [
+        sum(-(-parameter.size // 16) * 16 for parameter in unit.parameters) for unit in units
+    ]
+    apart = sum(-(-item.size // 16) * 16 for item in shared)
+    full, unit = sum(lengths) + apart, max(lengths) + apart
     slots = max(lengths[0::2]) + max(lengths[1::2]) + apart
 
     def main(group: Group) -> list[int]:
-        own = sum(len(part(length, ranks, group.rank)) for length in [*lengths, apart])
+        local = sum(len(part(length, ranks, group.rank)) for length in [*lengths, apart])
         formulas = (
-            16 * whole,
-            8 * whole + 8 * own,
-            4 * whole + 12 * own + 4 * unit,
-            16 * own + 4 * (slots + unit),
+            16 * full,
+            8 * full + 8 * local,
+            4 * full + 12 * local + 4 * unit,
+            16 * local + 4 * (slots + unit),
         )
         totals = []
         for stage in (0, *STAGES):
@@ -144,14 +146,14 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
             )
             optimizer.step()
         held = sum(len(array) for array in model.storage.data)
-        whole = sum(int(count) for count in group.sum_floats([held]))
+        full = sum(int(count) for count in group.sum_floats([held]))
         parallel.release()
-        return whole, parallel.traffic.bytes
+        return full, parallel.traffic.bytes
 
     for stage, times in zip(STAGES, (8, 8, 12), strict=True):
-        one, two = (simulate(lambda group, n=n: main(group, stage, n), ranks) for n in (1, 2))  # type: ignore[misc]  # noqa: B023
+        item, two = (simulate(lambda group, n=n: main(group, stage, n), ranks) for n in (1, 2))  # type: ignore[misc]  # noqa: B023
         elements, told = two[0]
-        assert two.bytes - one.bytes == (ranks - 1) * times * elements
+        assert two.bytes - item.bytes == (ranks - 1) * times * elements
         assert told == (times * elements if ranks > 1 else 0)
 
 
@@ -159,7 +161,7 @@ def test_a_checkpoint_of_any_stage_goes_on_in_any_other() -> None:
     """Its arrays are the whole model's; each rank takes its part of them, bit for bit."""
 
     def main(group: Group) -> None:
-        kept: dict[str, Array] = {}
+        saved: dict[str, Array] = {}
         for stage in (3, 1, 0, 2, 3):
             where = arrange(
                 MODELS["gpt"](), group, Layout(zero=stage, memory_limit=2**40, unit_bytes=1)
@@ -167,9 +169,9 @@ def test_a_checkpoint_of_any_stage_goes_on_in_any_other() -> None:
             where.model.initialize(seed=stage, storage=where.storage)
             optimizer = optim.Adam(where.model.storage)
             worker = Worker(where.model, optimizer, group, arrangement=where)
-            if kept:
+            if saved:
                 for state in worker.state():
-                    state.scatter(kept.__getitem__)
+                    state.scatter(saved.__getitem__)
             else:
                 worker.step(
                     next(
@@ -178,13 +180,13 @@ def test_a_checkpoint_of_any_stage_goes_on_in_any_other() -> None:
                         ).epoch(0)
                     )
                 )
-            found = {
+            result = {
                 name: array
                 for state in worker.state()
                 for name, array in state.to_dict(everywhere=True).items()
             }
-            assert not kept or all((found[name] == array).all() for name, array in kept.items())
-            kept = found
+            assert not saved or all((result[name] == array).all() for name, array in saved.items())
+            saved = result
             worker.release()
 
     simulate(main, 3)
@@ -305,18 +307,18 @@ def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)).initialize(
             seed=0, dtype="float64"
         )
-        found, norms = parallel(model, group), []
+        result, norms = parallel(model, group), []
         optimizer, mine = optim.SGD(model.storage, lr=0.5), part(12, group.size, group.rank)
         for _ in range(3):
             model.zero_grad()
             loss = ops.cross_entropy(
                 model(x[mine.start : mine.stop]), y[mine.start : mine.stop], reduction="sum"
             )
-            found.backward(loss, samples=12)
+            result.backward(loss, samples=12)
             norms.append(optim.clip_by_global_norm(model.storage.grads, 0.1))
             optimizer.step()
-        if isinstance(found, nnmpi.ShardedDataParallel):
-            found.gather_model()
+        if isinstance(result, nnmpi.ShardedDataParallel):
+            result.gather_model()
         return norms, model.state()
 
     ((norms, weights),) = simulate(lambda group: main(group, nnmpi.DataParallel), 1)
@@ -339,10 +341,10 @@ def train_small(group: Group, model: Module, layout: Layout) -> list[float]:
     worker = Worker(where.model, optim.Adam(where.model.storage), group, arrangement=where)
     replica = {"rank": where.data_rank, "world": where.data_ranks}
     loader = Loader(data, 8, microbatches=2, workers=0, **replica)
-    found = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
+    result = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
     worker.release()
     where.free()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -353,9 +355,9 @@ def test_a_stage_of_a_pipeline_without_parameters(stage: int) -> None:
         return train_small(group, nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), layout)
 
     layout = Layout(dp=2, pp=2, zero=stage) if stage == 1 else Layout(dp=2, zero=stage)
-    found = simulate(lambda group: main(group, layout), 4 if stage == 1 else 2)[0]
+    result = simulate(lambda group: main(group, layout), 4 if stage == 1 else 2)[0]
     np.testing.assert_allclose(
-        found, simulate(lambda group: main(group, Layout()), 1)[0], rtol=1e-5
+        result, simulate(lambda group: main(group, Layout()), 1)[0], rtol=1e-5
     )
 
 
@@ -455,9 +457,9 @@ def test_the_table_of_the_memory_page_is_what_runs_hold(apart: bool, tmp_path: P
         machine = parse_network("gbit=10", ranks) if apart else None
         simulate(partial(train, [*words.split(), "--quiet"]), ranks, machine)
         last = [
-            each
-            for each in read_metrics(tmp_path / stage / "metrics.jsonl")
-            if each["kind"] == "train"
+            item
+            for item in read_metrics(tmp_path / stage / "metrics.jsonl")
+            if item["kind"] == "train"
         ][-1]
         held[stage] = sum(
             last[f"memory_{kind}"] for kind in ("parameters", "gradients", "optimizer")

@@ -65,9 +65,9 @@ def find(fault: Fault, scratch: Path) -> str:
             )
         except subprocess.TimeoutExpired:
             return "(a test that hangs)"
-    found = FAILED.search(ended.stdout)
-    if found:
-        return found.group(1)
+    result = FAILED.search(ended.stdout)
+    if result:
+        return result.group(1)
     return (
         f"NOT FOUND: {fault.tests} ends with status {ended.returncode}:"
         f" {ended.stdout[-200:].strip()!r}"
@@ -99,11 +99,11 @@ def main() -> int:
         return 0
     missed = 0
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
-        for fault, found in zip(
-            chosen, pool.map(lambda each: find(each, Path(scratch)), chosen), strict=True
+        for fault, result in zip(
+            chosen, pool.map(lambda item: find(item, Path(scratch)), chosen), strict=True
         ):
-            missed += found.startswith(("GONE", "NOT"))
-            print(f"{fault.name:40} {found}", flush=True)
+            missed += result.startswith(("GONE", "NOT"))
+            print(f"{fault.name:40} {result}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} planted faults are found")
     return int(missed > 0)
 

@@ -36,10 +36,12 @@ def read(*texts: str) -> Schedule:
     programs: Programs = []
     for text in texts:
         items = [
-            [instruction(word) for word in found.strip("()").split()]
-            for found in _ITEM.findall(text)
+            [instruction(word) for word in result.strip("()").split()]
+            for result in _ITEM.findall(text)
         ]
-        programs.append([own[0] if len(own) == 1 else Together(tuple(own)) for own in items])
+        programs.append(
+            [local[0] if len(local) == 1 else Together(tuple(local)) for local in items]
+        )
     return Schedule("by hand", len(texts), len(texts), 2, tuple(map(tuple, programs)))
 
 
@@ -141,7 +143,9 @@ def test_stages_of_one_rank_follow_one_another(
     order: dict[Item, Item] = {first: second, second: first}
     swapped = replace(
         schedule,
-        programs=tuple(tuple(order.get(one, one) for one in own) for own in schedule.programs),
+        programs=tuple(
+            tuple(order.get(item, item) for item in local) for local in schedule.programs
+        ),
     )
     with pytest.raises(
         ScheduleError, match=f"{first} does not stand behind {second}, which it needs"
@@ -210,13 +214,13 @@ def test_two_messages_in_the_wrong_order_are_noticed_in_every_schedule() -> None
         schedule = place_reductions(add_transfers(make(name, 4, 4, virtual)))
 
         def swap(programs: Programs) -> None:
-            own = programs[1]
+            local = programs[1]
             first, second = [
                 i
-                for i, one in enumerate(own)
-                if isinstance(one, Instruction) and one.kind in RECEIVES
+                for i, item in enumerate(local)
+                if isinstance(item, Instruction) and item.kind in RECEIVES
             ][:2]
-            own[first], own[second] = own[second], own[first]
+            local[first], local[second] = local[second], local[first]
 
         assert _is_refused(spoiled(schedule, swap)), name
 
@@ -229,8 +233,8 @@ def test_a_backward_without_its_reduction_is_noticed_in_every_schedule() -> None
             def late(programs: Programs) -> None:
                 at = [
                     i
-                    for i, one in enumerate(programs[0])
-                    if isinstance(one, Instruction) and one.kind in BACKWARD
+                    for i, program in enumerate(programs[0])
+                    if isinstance(program, Instruction) and program.kind in BACKWARD
                 ]
                 programs[0].append(programs[0].pop(at[-1]))
 

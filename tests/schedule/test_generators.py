@@ -110,7 +110,9 @@ def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
 
 def test_gpipe_goes_back_with_the_last_microbatch_first() -> None:
     backwards = [
-        one.microbatch for one in make("gpipe", 2, 4).instructions(1) if one.kind is Kind.B
+        instruction.microbatch
+        for instruction in make("gpipe", 2, 4).instructions(1)
+        if instruction.kind is Kind.B
     ]
     assert backwards == [3, 2, 1, 0]
 

@@ -26,8 +26,8 @@ def sums(cut: Cut, numbers: Sequence[int]) -> list[int]:
 
 def goodness(cut: Cut, times: Sequence[int]) -> tuple[int, int]:
     """Return (slowest stage, sum of squares): less is better."""
-    found = sums(cut, times)
-    return max(found), sum(each**2 for each in found)
+    result = sums(cut, times)
+    return max(result), sum(item**2 for item in result)
 
 
 @drawn(many_layers, st.data())

@@ -41,8 +41,12 @@ def test_every_piece_of_work_is_in_its_ranks_row(
     assert head.startswith("time ") and len(rows) == ranks
     for rank, row in enumerate(rows):
         labels = re.findall(r"\d*[FBIW]\d+", row.removeprefix(f"rank {rank}"))
-        work = [str(one) for one in schedule.instructions(rank) if one.kind in COMPUTE]
-        assert labels == [one if virtual > 1 else one.removeprefix(str(rank)) for one in work]
+        work = [
+            str(instruction)
+            for instruction in schedule.instructions(rank)
+            if instruction.kind in COMPUTE
+        ]
+        assert labels == [item if virtual > 1 else item.removeprefix(str(rank)) for item in work]
     assert len({len(row) for row in rows if row.endswith(("|", "+"))} | {0}) <= 1 + ranks
 
 

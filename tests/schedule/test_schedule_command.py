@@ -26,10 +26,10 @@ def test_grid_and_figures() -> None:
 
 
 def test_what_thin_stages_keep_is_told_in_whole_ranks() -> None:
-    told = main(["--pipeline", "interleaved", *COMMAND.split()[2:]])
+    text = main(["--pipeline", "interleaved", *COMMAND.split()[2:]])
     assert (
         "11 9 7 5   (of each rank: stages x microbatches; in whole ranks' layers: 5.5 4.5 3.5 2.5)"
-        in told
+        in text
     )
 
 

@@ -39,14 +39,14 @@ def test_two_stages_two_microbatches_by_hand() -> None:
         Kind.SEND_GRAD: (0.5, 0.5),
     }
     simulation = simulate_schedule(lowered("1f1b", 2, 2), costs)
-    found = spans(simulation)
-    assert found["0F1"] == (2.0, 4.0)
-    assert found["0SEND_ACT1"] == (4.0, 5.0)
-    assert found["1F0"] == (3.0, 6.0)
-    assert found["1RECV_ACT1"] == (11.0, 11.0)  # it has long been there
-    assert found["0RECV_GRAD0"] == (4.0, 11.5)
-    assert found["1B1"] == (14.0, 19.0)
-    assert found["0B1"] == (19.5, 23.5)
+    result = spans(simulation)
+    assert result["0F1"] == (2.0, 4.0)
+    assert result["0SEND_ACT1"] == (4.0, 5.0)
+    assert result["1F0"] == (3.0, 6.0)
+    assert result["1RECV_ACT1"] == (11.0, 11.0)  # it has long been there
+    assert result["0RECV_GRAD0"] == (4.0, 11.5)
+    assert result["1B1"] == (14.0, 19.0)
+    assert result["0B1"] == (19.5, 23.5)
     assert simulation.makespan_s == 23.5
     assert simulation.busy_s == (12.0, 16.0)
     assert simulation.bubble == pytest.approx(1 - 28 / 47)
@@ -80,9 +80,9 @@ def test_what_holds_of_every_simulation(
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
     simulation = simulate_schedule(schedule, even_costs(schedule.stages, message_s=message_s))
-    found = {span.instruction: span for span in simulation.spans}
+    result = {span.instruction: span for span in simulation.spans}
     assert (
-        len(found)
+        len(result)
         == len(simulation.spans)
         == sum(len(list(schedule.instructions(r))) for r in range(ranks))
     )
@@ -90,9 +90,11 @@ def test_what_holds_of_every_simulation(
         work = [s for s in simulation.spans if s.rank == rank and s.instruction.kind in COMPUTE]
         assert all(before.end_s <= after.begin_s for before, after in pairwise(work))
         assert simulation.busy_s[rank] <= simulation.makespan_s + 1e-9
-    for one, span in found.items():
-        if one.kind is Kind.F and schedule.is_cut(one.stage - 1):
-            assert span.begin_s >= found[Kind.F.at(one.stage - 1, one.microbatch)].end_s + message_s
+    for item, span in result.items():
+        if item.kind is Kind.F and schedule.is_cut(item.stage - 1):
+            assert (
+                span.begin_s >= result[Kind.F.at(item.stage - 1, item.microbatch)].end_s + message_s
+            )
     assert 0 <= simulation.bubble < 1
 
 

@@ -341,16 +341,16 @@ def launch_variables(output: str) -> dict[str, str]:
 
 
 def test_open_mpi_is_told_of_one_machine(checkout: Checkout) -> None:
-    found = launch_variables(checkout.run()[1])
-    assert found["OMPI_MCA_btl"] == found["OMPI_MCA_mtl"] == "^ofi"
-    assert found["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
-    assert found["PRTE_MCA_ess_base_forward_signals"] == "15"
+    result = launch_variables(checkout.run()[1])
+    assert result["OMPI_MCA_btl"] == result["OMPI_MCA_mtl"] == "^ofi"
+    assert result["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert result["PRTE_MCA_ess_base_forward_signals"] == "15"
 
 
 def test_what_the_user_set_stays(checkout: Checkout) -> None:
-    own = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_rmaps_default_mapping_policy": "core"}
-    assert launch_variables(checkout.run(**own)[1]) | own == launch_variables(
-        checkout.run(**own)[1]
+    local = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_rmaps_default_mapping_policy": "core"}
+    assert launch_variables(checkout.run(**local)[1]) | local == launch_variables(
+        checkout.run(**local)[1]
     )
 
 
@@ -358,8 +358,8 @@ def test_what_the_user_set_stays(checkout: Checkout) -> None:
     "several", [{"SLURM_JOB_NUM_NODES": "2"}, {"PRTE_MCA_prte_default_hostfile": "hosts"}]
 )
 def test_several_machines_are_left_to_open_mpi(checkout: Checkout, several: dict[str, str]) -> None:
-    found = launch_variables(checkout.run(**several)[1])
-    assert {name: value for name, value in found.items() if name not in several} == {}
+    result = launch_variables(checkout.run(**several)[1])
+    assert {name: value for name, value in result.items() if name not in several} == {}
 
 
 def test_two_scripts_at_once_take_turns(checkout: Checkout) -> None:

@@ -92,11 +92,11 @@ def shape(draw: Draw, least: int = 0, most: int = 3, side: int = 0) -> Shape:
 
 def broadcasting(draw: Draw, count: int) -> list[Shape]:
     """Draw shapes that broadcast: axes of one shape left out in front, or of length 1."""
-    whole = shape(draw)
+    full = shape(draw)
     shapes = []
     for _ in range(count):
-        start = draw(st.integers(0, len(whole)))
-        shapes.append(tuple(1 if draw(st.integers(0, 3)) == 0 else n for n in whole[start:]))
+        start = draw(st.integers(0, len(full)))
+        shapes.append(tuple(1 if draw(st.integers(0, 3)) == 0 else n for n in full[start:]))
     return shapes
 
 

@@ -103,11 +103,11 @@ def method(name, arguments, **sizes):
 
 def another_shape(draw: Draw, x: np.ndarray) -> tuple[list[int]]:
     """Another shape of the same number of elements, one size left open where it can be."""
-    wanted = list(draw(st.permutations(x.shape))) + [1] * draw(st.integers(0, 1))
-    i = draw(st.integers(0, len(wanted) - 1))
-    if all(n for j, n in enumerate(wanted) if j != i) and draw(st.booleans()):
-        wanted[i] = -1
-    return (wanted,)
+    expected = list(draw(st.permutations(x.shape))) + [1] * draw(st.integers(0, 1))
+    i = draw(st.integers(0, len(expected) - 1))
+    if all(n for j, n in enumerate(expected) if j != i) and draw(st.booleans()):
+        expected[i] = -1
+    return (expected,)
 
 
 def an_order(draw: Draw, x: np.ndarray) -> list[int]:
@@ -138,9 +138,9 @@ def concatenate(draw: Draw) -> Case:
 
 def stack(draw: Draw) -> Case:
     """Tensors of one shape along a new axis."""
-    each = draw_shape(draw, most=2)
-    axis = draw(st.integers(-len(each) - 1, len(each)))
-    inputs = arrays(draw, anywhere, [each] * draw(st.integers(1, 3)))
+    item = draw_shape(draw, most=2)
+    axis = draw(st.integers(-len(item) - 1, len(item)))
+    inputs = arrays(draw, anywhere, [item] * draw(st.integers(1, 3)))
     return Case(lambda *tensors: tensor.stack(tensors, axis), inputs)
 
 

@@ -222,13 +222,16 @@ def test_numbers_are_weak(dtype, number):
 @pytest.mark.parametrize("number", [np.float64(0.25), np.float32(0.25), np.int64(1)])
 def test_options_are_weak(number):
     """NumPy's numbers as options change no dtype either."""
-    x, one = Tensor(np.ones((2, 2), np.float32), requires_grad=True), Tensor(np.ones(2, np.float32))
+    x, item = (
+        Tensor(np.ones((2, 2), np.float32), requires_grad=True),
+        Tensor(np.ones(2, np.float32)),
+    )
     results = [
         x.clip(low=number),
         x.clip(high=number),
         nnmpi.ops.leaky_relu(x, number),
-        nnmpi.ops.batch_norm(x, one, one, number)[0],
-        nnmpi.ops.layer_norm(x, one, one, number),
+        nnmpi.ops.batch_norm(x, item, item, number)[0],
+        nnmpi.ops.layer_norm(x, item, item, number),
         x.pad([(1, 1), (0, 0)], number),
     ]
     if number < 1:

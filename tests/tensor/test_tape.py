@@ -174,17 +174,17 @@ def gradients(
             waiting.append(deferred)
     for deferred in waiting:
         deferred.finish()
-    found = {n: p.grad for n, p in model.named_parameters()}
-    assert all(grad is not None for grad in found.values())
-    return inputs, {n: np.array(grad) for n, grad in found.items()}
+    result = {n: p.grad for n, p in model.named_parameters()}
+    assert all(grad is not None for grad in result.values())
+    return inputs, {n: np.array(grad) for n, grad in result.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_halves_make_a_whole(name: str) -> None:
-    whole, halves = gradients(name, halves=False), gradients(name, halves=True)
-    assert all(np.array_equal(a, b) for a, b in zip(whole[0], halves[0], strict=True))
-    assert whole[1].keys() == halves[1].keys()
-    for parameter, grad in whole[1].items():
+    full, halves = gradients(name, halves=False), gradients(name, halves=True)
+    assert all(np.array_equal(a, b) for a, b in zip(full[0], halves[0], strict=True))
+    assert full[1].keys() == halves[1].keys()
+    for parameter, grad in full[1].items():
         np.testing.assert_array_equal(halves[1][parameter], grad, err_msg=parameter)
 
 
@@ -244,7 +244,7 @@ def test_written_parameters():
         (Tensor(np.ones(weight.shape, "float32"), requires_grad=True) * weight).sum(),
     )
     # as PipeDream does before it updates
-    model.storage.move(data=[each.copy() for each in model.storage.data])
+    model.storage.move(data=[item.copy() for item in model.storage.data])
     optimizer.step()
     total.backward()  # nor does this
     stashed.backward()

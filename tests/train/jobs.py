@@ -31,12 +31,12 @@ def processes(mark: str) -> list[int]:
     """Return the processes with this text among their arguments: those of one job, if the text
     names its folder.
     """
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if mark in path.read_text(errors="replace") and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-    return found
+                result.append(int(path.parent.name))
+    return result
 
 
 def send(number: signal.Signals, mark: str, to: str = "all", rank: int | None = None) -> None:
@@ -54,9 +54,9 @@ def send(number: signal.Signals, mark: str, to: str = "all", rank: int | None = 
 def _rank(process: int) -> int | None:
     """Return a process's rank, by what the launcher has told it; None for the launcher."""
     entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    told = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
-    found = told.get(b"OMPI_COMM_WORLD_RANK", told.get(b"PMI_RANK"))
-    return None if found is None else int(found)
+    text = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+    result = text.get(b"OMPI_COMM_WORLD_RANK", text.get(b"PMI_RANK"))
+    return None if result is None else int(result)
 
 
 def once(

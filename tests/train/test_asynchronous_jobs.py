@@ -32,9 +32,9 @@ def check_told(run: Path, output: str, first_epoch: int) -> None:
     records = [
         record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"
     ]
-    told = re.findall(r"epoch (\d+)/\d+: .*\n((?:  [^ ].*\n)*)", output)
-    assert told
-    for number, text in told:
+    message = re.findall(r"epoch (\d+)/\d+: .*\n((?:  [^ ].*\n)*)", output)
+    assert message
+    for number, text in message:
         if int(number) <= first_epoch:  # it may have begun in another job
             continue
         mine = [record for record in records if int(number) - 1 < record["epoch"] <= int(number)]
@@ -107,7 +107,7 @@ def test_a_signal_on_one_rank_saves_whole_batches(
     assert ending.status == 128 + signal.SIGTERM
     assert ending.output.count("stopped by SIGTERM after step ") == 1
     step = int(ending.output.split("after step ")[1].split(";")[0])
-    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == [
+    assert sorted(item.name for item in (run / "checkpoints").iterdir()) == [
         "latest",
         f"step-{step:08d}",
     ]

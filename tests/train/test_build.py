@@ -120,9 +120,11 @@ def test_the_loaders_get_their_options(group: Group) -> None:
     )
     assert (other.train_loader.microbatches, other.test_loader.microbatches) == (3, 1)
     assert (other.train_loader.dtype, other.train_loader.seed) == ("float64", 5)
-    names = [type(each).__name__ for each in other.train_loader.transform.transforms]
+    names = [type(transform).__name__ for transform in other.train_loader.transform.transforms]
     assert names == ["Shift", "Flip", "Normalize"]
-    assert [type(each).__name__ for each in other.test_loader.transform.transforms] == ["Normalize"]
+    assert [type(transform).__name__ for transform in other.test_loader.transform.transforms] == [
+        "Normalize"
+    ]
     assert inputs(normalize=False).train_loader.transform is None
     assert inputs(batch_size=5000).batch_size == 1438
 
@@ -140,10 +142,10 @@ def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(
     assert each_time.train_loader.dataset is each_time.train
     once = inputs()
     normalize = Normalize.fit(once.train)
-    for found, loader in ((once.train, once.train_loader), (once.test, once.test_loader)):
+    for result, loader in ((once.train, once.train_loader), (once.test, once.test_loader)):
         assert loader.transform is None
         options = {"shuffle": loader.shuffle, "transform": normalize, "workers": 0}
-        expected = Loader(found, loader.batch_size, **options)
+        expected = Loader(result, loader.batch_size, **options)
         for ours, theirs in zip(loader.epoch(1), expected.epoch(1), strict=True):
             assert ours.x.tobytes() == theirs.x.tobytes()
             assert ours.x.dtype == theirs.x.dtype
@@ -156,14 +158,14 @@ def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(
 
 def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
     """Or it would not have the same bits."""
-    for options, stages, wanted in (
+    for options, stages, expected in (
         ({}, 1, 1),
         ({}, 2, 8),
         ({"reduction": "fixed"}, 1, 16),
         ({"reduction": "fixed"}, 8, 16),
         ({"reduction": "fixed", "microbatches": 6}, 8, 6),
     ):
-        assert count_microbatches(assemble(options), stages, 32) == wanted
+        assert count_microbatches(assemble(options), stages, 32) == expected
     assert count_microbatches(assemble({"reduction": "fixed"}), 2, 5) == 5
 
 
@@ -185,7 +187,7 @@ def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> No
     def program(group: Group) -> None:
         iris, digits = (assemble({"dataset": name, "model": "mlp"}) for name in ("iris", "digits"))
         first, second, third = (
-            load_inputs(each, group, lambda _: None, (0, 1)) for each in (iris, digits, iris)
+            load_inputs(item, group, lambda _: None, (0, 1)) for item in (iris, digits, iris)
         )
         assert (len(first.train), len(second.train)) == (120, 1438)
         assert first.signature.sample_shape != second.signature.sample_shape

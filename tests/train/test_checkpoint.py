@@ -109,7 +109,7 @@ def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_seriall
         )
 
     def everything(worker: Worker) -> list[dict[str, Array]]:
-        return [each.to_dict(everywhere=True) for each in worker.state()]
+        return [item.to_dict(everywhere=True) for item in worker.state()]
 
     for step, layout in enumerate(layouts, 1):
         writes = worker_of(layout, group, seed=0)
@@ -144,11 +144,11 @@ def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
     folder = RunFolder(shared(group, tmp_path))
     save_at(make_worker(group), folder, group, step=4)
     worker = make_worker(group, **options)  # type: ignore[arg-type]
-    before, kept = fill(worker, -9.0), find(folder, group)
-    found = text_on_all(
-        group, lambda: restore(worker, kept, folder, RunState(samples=9)), CheckpointError
+    before, saved = fill(worker, -9.0), find(folder, group)
+    result = text_on_all(
+        group, lambda: restore(worker, saved, folder, RunState(samples=9)), CheckpointError
     )
-    assert text in found and str(folder.checkpoints / "step-00000004") in found
+    assert text in result and str(folder.checkpoints / "step-00000004") in result
     assert all(group.gather(equal(arrays_of(worker), before)))
 
 
@@ -179,14 +179,14 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
             " device); older ones are intact"
         )
         group.barrier()  # rank 0 tidies up last
-        assert sorted(each.name for each in folder.checkpoints.iterdir()) == [
+        assert sorted(item.name for item in folder.checkpoints.iterdir()) == [
             "latest",
             "step-00000004",
         ]
         group.barrier()
     save_at(worker, folder, group, step=8)
-    kept = find(folder, group)
-    assert kept is not None and kept.values["step"] == 8
+    saved = find(folder, group)
+    assert saved is not None and saved.values["step"] == 8
 
 
 def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the_disk(
@@ -207,15 +207,15 @@ def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the
             saver.save(worker, RunState(step=4, samples=9))
             fill(worker, -9.0)
             assert not saver.is_affordable(1e9)
-            assert [each.name for each in folder.checkpoints.iterdir()] == [".step-00000004.tmp"]
+            assert [item.name for item in folder.checkpoints.iterdir()] == [".step-00000004.tmp"]
             ready.set()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fall()
-    found = read_checkpoint(folder.checkpoints / "step-00000004")
+    result = read_checkpoint(folder.checkpoints / "step-00000004")
     assert equal(
-        {name: file[name] for file in (found.model, found.optimizer) for name in file.specs},
+        {name: file[name] for file in (result.model, result.optimizer) for name in file.specs},
         expected,
     )
 

@@ -50,7 +50,7 @@ def make(step: int, value: float = 0.0) -> Content:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir())
+    return sorted(item.name for item in folder.iterdir())
 
 
 def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_an_older_step_saved_again_removes_the_future(tmp_path: Path) -> None:
         save(tmp_path, make(step), keep=5)
     save(tmp_path, make(2, 9.0), keep=5)
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert found.model["w"][0, 0] == 9
+    result = load_checkpoint(tmp_path)
+    assert result is not None
+    assert result.model["w"][0, 0] == 9
 
 
 def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_a_crash_while_saving_leaves_a_whole_checkpoint(
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill cleans nothing up
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, make(2, 2.0), keep=1)
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert (found.values["step"], found.model["w"][0, 0]) in ((1, 1.0), (2, 2.0))
+    result = load_checkpoint(tmp_path)
+    assert result is not None
+    assert (result.values["step"], result.model["w"][0, 0]) in ((1, 1.0), (2, 2.0))
     save(tmp_path, make(2, 3.0), keep=1)
     assert names(tmp_path) == ["latest", "step-00000002"]
 
@@ -157,12 +157,12 @@ def test_damage_is_found_and_an_older_checkpoint_taken(
     save(tmp_path, make(1), keep=3)
     newest = save(tmp_path, make(2), keep=3)
     damage(newest / name)
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert (found.values["step"], found.folder.name) == (1, "step-00000001")
-    assert len(found.notices) == 1
-    assert str(newest / name) in found.notices[0]
-    assert text in found.notices[0]
+    result = load_checkpoint(tmp_path)
+    assert result is not None
+    assert (result.values["step"], result.folder.name) == (1, "step-00000001")
+    assert len(result.notices) == 1
+    assert str(newest / name) in result.notices[0]
+    assert text in result.notices[0]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 1}', "[" * 10**5])
@@ -181,10 +181,10 @@ def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(
     save(tmp_path, make(1), keep=3)
     file = save(tmp_path, make(2), keep=3) / "state.json"
     file.write_text(file.read_text().replace('"epoch": 2', '"epoch": 3'))
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert found.values["step"] == 1
-    assert "state.json is damaged: its SHA-256" in found.notices[0]
+    result = load_checkpoint(tmp_path)
+    assert result is not None
+    assert result.values["step"] == 1
+    assert "state.json is damaged: its SHA-256" in result.notices[0]
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
@@ -202,6 +202,6 @@ def test_without_a_usable_latest_the_newest_is_taken(tmp_path: Path, latest: str
     (tmp_path / "latest").unlink()
     if latest is not None:
         (tmp_path / "latest").write_text(latest)
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert found.values["step"] == 2
+    result = load_checkpoint(tmp_path)
+    assert result is not None
+    assert result.values["step"] == 2

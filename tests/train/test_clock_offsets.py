@@ -14,11 +14,11 @@ def test_clocks_of_other_nodes_are_ahead(group: Group, monkeypatch: pytest.Monke
     planted = [100.0 * (rank % 2) for rank in range(group.size)]
     for nodes in ([rank % 2 for rank in range(group.size)], [0] * group.size):
         monkeypatch.setattr(group, "nodes", lambda nodes=nodes: nodes)
-        found = offsets(group, lambda: time.perf_counter() + planted[group.rank])
-        wanted = [ahead * (node > 0) for ahead, node in zip(planted, nodes, strict=True)]
+        result = offsets(group, lambda: time.perf_counter() + planted[group.rank])
+        expected = [ahead * (node > 0) for ahead, node in zip(planted, nodes, strict=True)]
         assert all(
             group.gather(
-                all(abs(own - right) < 1 for own, right in zip(found, wanted, strict=True))
+                all(abs(local - right) < 1 for local, right in zip(result, expected, strict=True))
             )
         )
-        assert group.gather(found) == [found] * group.size
+        assert group.gather(result) == [result] * group.size

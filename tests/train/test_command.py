@@ -39,10 +39,10 @@ def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile()
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    found = [
+    result = [
         line for line in done.stdout.splitlines() if line.startswith(("collects:", "too many:"))
     ]
-    assert found == ["collects: False", "collects: True", "too many: []"]
+    assert result == ["collects: False", "collects: True", "too many: []"]
 
 
 def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path: 
     assert "Traceback" not in ending.output
     assert "Warning" not in ending.output
     assert "on rank " in ending.output
-    saved = sorted(each.name for each in (tmp_path / "run" / "checkpoints").iterdir())
+    saved = sorted(item.name for item in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved[0] == "latest"
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() in saved
 
@@ -94,7 +94,7 @@ def test_one_process_trains_without_mpirun_and_prints_its_epochs(tmp_path: Path)
     assert ending.status == 0
     assert "1 rank on 1 node" in ending.output
     assert [f"epoch {n}/2: " in ending.output for n in (1, 2, 3)] == [True, True, False]
-    (run,) = (each for each in (tmp_path / "runs").iterdir() if not each.is_symlink())
+    (run,) = (item for item in (tmp_path / "runs").iterdir() if not item.is_symlink())
     assert run.name.startswith("iris-mlp-")
     assert json.loads((run / "config.json").read_text())["out"] == f"runs/{run.name}"
 
@@ -134,7 +134,7 @@ def test_a_signal_to_the_launcher_keeps_what_was_done(
 ) -> None:
     """Half a second is what Open MPI's leaves its ranks: on a busy machine once more."""
     tries = (interrupted(tmp_path / f"run-{number}-{attempt}", number) for attempt in range(3))
-    latest = next(each for each in tries if each.exists())
+    latest = next(item for item in tries if item.exists())
     assert read_checkpoint(latest.parent / latest.read_text().strip()).values["step"] > 1
 
 
@@ -181,7 +181,7 @@ def test_a_signal_saves_the_last_whole_step(
     assert ending.output.count(f"stopped by {number.name} after step ") == 1
     assert f"go on with: python -m nnmpi.train --resume {run}" in ending.output
     step = int(ending.output.split("after step ")[1].split(";")[0])
-    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == [
+    assert sorted(item.name for item in (run / "checkpoints").iterdir()) == [
         "latest",
         f"step-{step:08d}",
     ]

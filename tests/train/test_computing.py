@@ -28,9 +28,9 @@ from nnmpi.train.config import Config
 def threads() -> set[int]:
     """Return how many threads each BLAS has."""
     return {
-        each["num_threads"]
-        for each in threadpoolctl.threadpool_info()
-        if each["user_api"] == "blas"
+        item["num_threads"]
+        for item in threadpoolctl.threadpool_info()
+        if item["user_api"] == "blas"
     }
 
 
@@ -87,11 +87,11 @@ def test_how_much_a_run_multiplies() -> None:
     """
     assert work(IRIS, samples(120, 4)) == (4 * 50 + 50 * 3 - 150 + 500) * 120 * 100
     images = samples(60000, 28, 28, 1)
-    whole = work(MNIST, images)
-    assert whole > 60000 * 784 * (9 * 32 + 9 * 32 * 64)
-    assert work([*MNIST, "--max-steps", "10"], images) == whole * 640 / 60000
+    entire = work(MNIST, images)
+    assert entire > 60000 * 784 * (9 * 32 + 9 * 32 * 64)
+    assert work([*MNIST, "--max-steps", "10"], images) == entire * 640 / 60000
     full = ["--batch-size", "full", "--max-steps", "10"]
-    assert work([*MNIST, *full], images) == whole
+    assert work([*MNIST, *full], images) == entire
     gpt = ["--model", "gpt", "--layers", "1", "--features", "8", "--heads", "1", "--epochs", "1"]
     short, long = (work(gpt, samples(5, length, tokens=True)) for length in (16, 32))
     assert long > 2 * short
@@ -121,11 +121,11 @@ def test_when_numbas_kernels_compute(
     """Where it is installed and the run is long enough, or where it is asked for."""
     monkeypatch.setattr(computing, "installed_numba", lambda: version)
     monkeypatch.setattr(computing, "_loads", lambda: True)
-    config, found = choose_computing(
+    config, result = choose_computing(
         parse(words), models.cnn((28, 28, 1), 10), samples(60000, 28, 28, 1), numpy_backend(), group
     )
     assert config.run.jit == chosen
-    assert found.removeprefix("kernels: ").startswith(said) and bool(found) == bool(said)
+    assert result.removeprefix("kernels: ").startswith(said) and bool(result) == bool(said)
 
 
 @pytest.mark.simulated(max_size=4)
@@ -142,18 +142,18 @@ def test_one_rank_without_numba_is_enough(
         monkeypatch.setattr(computing, "_loads", lambda: True)
         monkeypatch.setattr(computing, name, lambda: next(answers))
     group.barrier()
-    config, found = choose_computing(
+    config, result = choose_computing(
         parse(MNIST), models.cnn((28, 28, 1), 10), samples(60000, 28, 28, 1), numpy_backend(), group
     )
-    assert (config.run.jit, found) == ("off", "")
+    assert (config.run.jit, result) == ("off", "")
 
 
 def weights(folder: Path) -> list[Any]:
     """Return the hashes of a run's weights, and whether it has used numba's kernels."""
-    ended, kept = (
+    ended, saved = (
         json.loads((folder / name).read_text()) for name in ("finished.json", "config.json")
     )
-    return [ended["weights_sha256"], kept["jit"]]
+    return [ended["weights_sha256"], saved["jit"]]
 
 
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")

@@ -36,8 +36,8 @@ def test_everything_of_a_registry_may_be_asked_for(
     section: type, option: str, names: tuple[str, ...]
 ) -> None:
     """The option's type is written out, for type checkers; it has the names of the registry."""
-    literal, own = get_args(get_type_hints(section)[option])
-    assert (get_args(literal), own) == (names, Custom)
+    literal, local = get_args(get_type_hints(section)[option])
+    assert (get_args(literal), local) == (names, Custom)
 
 
 WRONG_SCHEDULES = (

@@ -107,7 +107,7 @@ def run(words: str, ranks: int) -> list[float]:
     )
     simulate(lambda group: train([*words.split(), "--out", str(folder)], group), ranks)
     return [
-        each["loss"] for each in read_metrics(folder / "metrics.jsonl") if each["kind"] == "train"
+        item["loss"] for item in read_metrics(folder / "metrics.jsonl") if item["kind"] == "train"
     ]
 
 

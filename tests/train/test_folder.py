@@ -23,7 +23,7 @@ def test_the_resolved_configuration_lies_in_the_folder(tmp_path: Path) -> None:
     folder.check_free()
     folder.create(Config())
     assert assemble(json.loads(folder.config.read_text())) == Config()
-    assert [each.name for each in folder.path.iterdir()] == ["config.json"]
+    assert [item.name for item in folder.path.iterdir()] == ["config.json"]
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
@@ -62,9 +62,11 @@ def test_a_place_that_the_system_refuses_is_named_with_its_reason(
 
 def test_default_names_are_not_taken_twice(tmp_path: Path) -> None:
     """By jobs that begin in the same second, of which none has written anything yet."""
-    found = {default_folder(Config(), tmp_path) for _ in range(3)}
-    assert len(found) == 3
-    assert all(each.name.startswith("digits-cnn-20") and not list(each.iterdir()) for each in found)
+    result = {default_folder(Config(), tmp_path) for _ in range(3)}
+    assert len(result) == 3
+    assert all(
+        item.name.startswith("digits-cnn-20") and not list(item.iterdir()) for item in result
+    )
 
 
 def test_a_run_that_is_refused_leaves_no_folder(
@@ -88,7 +90,7 @@ def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path:
     os.waitpid(child, 0)
     assert len(list(tmp_path.iterdir())) == 1
     write_atomically(tmp_path / "latest", b"step-2")
-    assert [each.name for each in tmp_path.iterdir()] == ["latest"]
+    assert [item.name for item in tmp_path.iterdir()] == ["latest"]
 
 
 # One job at a time writes a run.
@@ -114,5 +116,5 @@ def test_a_run_in_use_is_neither_resumed_nor_written_over(
             with pytest.raises(UsageError, match="is in use"):
                 main(more.split(), group)
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
-    assert [each.name for each in (tmp_path / "new").iterdir()] == [LOCK_FILE]
+    assert [item.name for item in (tmp_path / "new").iterdir()] == [LOCK_FILE]
     main(f"--resume {run} --max-steps 3".split(), group)

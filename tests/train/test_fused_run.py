@@ -31,11 +31,11 @@ def test_it_ends_with_the_weights_of_shared_sums_and_goes_on_where_it_was(
     group: Group, train: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fused = train(f"{WORDS} --max-steps 6")
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     plain = train(f"{WORDS} --max-steps 6 --allreduce shared")
     broken = train(f"{WORDS} --max-steps 4")
     train(f"--resume {broken} --max-steps 6")
     if group.is_root:  # whose folders they are
-        assert "fused with the update, through shared memory" in said
+        assert "fused with the update, through shared memory" in text
         assert checkpoint(fused) == checkpoint(plain)
         assert checkpoint(broken) == checkpoint(fused)

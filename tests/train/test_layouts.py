@@ -41,16 +41,16 @@ def layouts(world: int, name: str) -> list[Layout]:
     meshes = {(world, 1, 1), (1, 1, world)}
     meshes |= {(world // n, n, 1) for n in (2, 3) if world % n == 0}
     meshes |= {(world // 4, 2, 2)} if world % 4 == 0 else set()
-    found = [
+    result = [
         Layout(*mesh, split=[len(part) for part in split(layers, mesh[1])])
         for mesh in sorted(meshes)
     ]
     if world % 2 == 0:
         parts = [len(part) for part in split(layers, 4)]
-        found.append(
+        result.append(
             Layout(world // 2, 2, 1, schedule="interleaved", virtual_stages=2, split=parts)
         )
-    return found
+    return result
 
 
 class Job:
@@ -126,11 +126,11 @@ def test_it_goes_on_under_another_layout(group: Group, tmp_path: Path, name: str
         after = Job(group, name, second, seed=9)
         after.restore(folder)
         after.train(2, STEPS)
-        found = after.arrays()
+        result = after.arrays()
         wrong = [
             key
             for key, array in expected.items()
-            if not np.allclose(found[key], array, rtol=1e-8, atol=1e-10)
+            if not np.allclose(result[key], array, rtol=1e-8, atol=1e-10)
         ]
         assert not any(group.gather(wrong)), (first, second, wrong)
         before.close()
@@ -151,11 +151,11 @@ def test_with_a_fixed_order_of_sums_it_goes_on_with_the_same_bits(
         before, after = Job(group, "mlp", first), Job(group, "mlp", second, seed=9)
         before.train(0, 2)
         before.save(folder, step=2)
-        said = after.restore(folder)[1:]
-        assert all(each.endswith(": equal bit for bit") for each in said)
+        text = after.restore(folder)[1:]
+        assert all(item.endswith(": equal bit for bit") for item in text)
         after.train(2, STEPS)
-        found = after.arrays()
-        wrong = [key for key, array in expected.items() if not np.array_equal(found[key], array)]
+        result = after.arrays()
+        wrong = [key for key, array in expected.items() if not np.array_equal(result[key], array)]
         assert not any(group.gather(wrong)), (first, second, wrong)
         before.close()
         after.close()

@@ -75,9 +75,9 @@ def test_an_output_that_takes_nothing_is_survived_to_the_end_of_the_process(comm
 
 @pytest.mark.parametrize("command", ["> /dev/null", "| head -n 1", "> /dev/full"])
 def test_what_could_not_be_written_is_an_error_for_those_who_ask(command: str) -> None:
-    status, said = shell(command, "c.check()")
+    status, text = shell(command, "c.check()")
     assert status == int("full" in command)
-    assert ("could not be written: No space left on device" in said) == bool(status)
+    assert ("could not be written: No space left on device" in text) == bool(status)
 
 
 TIMES = {"steps": 2, "compute_s": 0.02}  # each computes for 10 ms
@@ -100,8 +100,8 @@ TIMES = {"steps": 2, "compute_s": 0.02}  # each computes for 10 ms
     ],
 )
 def test_hosts_are_compared_with_one(times: dict[str, float], hosts: int, words: str) -> None:
-    said = compare_hosts(Totals(**TIMES, **times), hosts)
-    assert re.search(words, said), said
+    text = compare_hosts(Totals(**TIMES, **times), hosts)
+    assert re.search(words, text), text
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

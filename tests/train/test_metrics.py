@@ -30,7 +30,7 @@ def write(file: Path, *records: dict[str, Any]) -> None:
 
 
 def steps(file: Path) -> list[int]:
-    return [each["global_step"] for each in read_metrics(file)]
+    return [item["global_step"] for item in read_metrics(file)]
 
 
 def test_an_existing_file_is_continued(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
         tmp_path / "metrics.jsonl",
         {"global_step": 1, "loss": float("nan"), "x": float("inf"), "y": 1.0},
     )
-    (found,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert (found["loss"], found["x"], found["y"]) == (None, None, 1.0)
+    (result,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (result["loss"], result["x"], result["y"]) == (None, None, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_lines_after_the_checkpoint_and_the_final_test_go(tmp_path: Path) -> Non
     evaluation = {"kind": "eval", "global_step": 2}
     write(file, train(1), train(2), evaluation, {"kind": "test", "global_step": 2}, train(3))
     assert cut_metrics(file, 2) == 2
-    assert [(each["kind"], each["global_step"]) for each in read_metrics(file)] == [
+    assert [(item["kind"], item["global_step"]) for item in read_metrics(file)] == [
         ("train", 1),
         ("train", 2),
         ("eval", 2),

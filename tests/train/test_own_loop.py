@@ -42,8 +42,8 @@ def test_it_goes_on_to_the_same_bits(group: Group, tmp_path: Path, by_hand: bool
 
     def run(seed: int, stop: int | None) -> dict[str, np.ndarray]:
         model, optimizer, loader = make(group, seed)
-        own = DataParallel(model, group) if by_hand else Worker(model, optimizer, group)
-        loop: Any = (model, optimizer, group) if by_hand else own
+        local = DataParallel(model, group) if by_hand else Worker(model, optimizer, group)
+        loop: Any = (model, optimizer, group) if by_hand else local
         place = resume(folder, loop)
         assert place == ({"epoch": 1, "batch": STOP} if seed else {})
         for epoch in range(place.get("epoch", 0), 3):
@@ -52,22 +52,22 @@ def test_it_goes_on_to_the_same_bits(group: Group, tmp_path: Path, by_hand: bool
                     with training(step=optimizer.steps, first_row=batch.first_row):
                         loss = cross_entropy(model(batch.x), batch.y, reduction="sum")
                     model.zero_grad()
-                    own.backward(loss, samples=batch.global_targets)
+                    local.backward(loss, samples=batch.global_targets)
                     optimizer.step()
                 else:
-                    own.step(batch)
+                    local.step(batch)
                 if (epoch, batch.number + 1) == (1, stop):
                     save(folder, loop, epoch=epoch, batch=batch.number + 1)
-                    own.release()
+                    local.release()
                     return {}
-        own.release()
+        local.release()
         return model.state()
 
     expected = run(0, None)
     run(0, STOP)
-    found = run(1, None)
+    result = run(1, None)
     for name, value in expected.items():
-        assert value.tobytes() == found[name].tobytes(), name
+        assert value.tobytes() == result[name].tobytes(), name
 
 
 @pytest.mark.simulated(max_size=2)
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
     assert resume(folder, loop) == {}
     for optimizer.steps in (1, 2, 3):
         save(folder, loop, keep=2)
-    assert group.share([each.name for each in steps(Path(folder))]) == [
+    assert group.share([item.name for item in steps(Path(folder))]) == [
         "step-00000003",
         "step-00000002",
     ]

@@ -38,14 +38,14 @@ def test_help_lists_every_option_once_with_help() -> None:
 
 def test_help_is_short_or_on_a_group() -> None:
     """Without a word the options of the first week, with an option those of its group."""
-    told = {}
+    text = {}
     for topic in ("", "all", "pp"):
         with pytest.raises(HelpAsked) as caught:
             parse(["--help", topic])
-        told[topic] = str(caught.value)
-    assert told[""].count("\n") < 130 < 2 * told["pp"].count("\n") < told["all"].count("\n")
-    assert "--help NAME" in told[""]
-    assert "--virtual-stages" in told["pp"] and "--lr " not in told["pp"]
+        text[topic] = str(caught.value)
+    assert text[""].count("\n") < 130 < 2 * text["pp"].count("\n") < text["all"].count("\n")
+    assert "--help NAME" in text[""]
+    assert "--virtual-stages" in text["pp"] and "--lr " not in text["pp"]
 
 
 def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_options_are_not_read_from_what_may_have_no_end(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("form", [["{}", ""], ["{}="]])
 def test_an_empty_path_is_not_this_folder(name: str, form: list[str]) -> None:
     with pytest.raises(UsageError, match=f"^{name} is empty; give a path, or leave {name} out$"):
-        parse(["--epochs", "3", *(each.format(name) for each in form)])
+        parse(["--epochs", "3", *(item.format(name) for item in form)])
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> N
     folder, lines = train(pp=group.size, model="resnet", trace=True, batch_size=719, verbose=True)
     right = True
     if group.is_root and group.size > 1:
-        told = "\n".join(lines)
+        text = "\n".join(lines)
         with gzip.open(folder / "trace.json.gz", "rt") as file:
             trace = json.load(file)
         recorded = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
@@ -61,9 +61,9 @@ def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> N
         done = [name for _, _, name, _, _ in spans(trace)]
         last, microbatches = group.size - 1, 4 * group.size
         checks = [
-            f"pipeline:    1f1b, {group.size} stages, {microbatches} microbatches of" in told,
-            f"stage {last}:     pipeline rank {last}, layer" in told,
-            "pipeline pass" in told and "simulated" in told and "waiting for stages" in told,
+            f"pipeline:    1f1b, {group.size} stages, {microbatches} microbatches of" in text,
+            f"stage {last}:     pipeline rank {last}, layer" in text,
+            "pipeline pass" in text and "simulated" in text and "waiting for stages" in text,
             not breaches(trace),
             ranks == {f"rank {rank}: d0 p{rank} t0" for rank in range(group.size)},
             done.count(f"{last}F{microbatches - 1}") == 2,
@@ -71,7 +71,7 @@ def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> N
             all(row["wait_s"] > 0 for row in recorded),
         ]
         right = all(checks)
-        assert right, (checks, told)
+        assert right, (checks, text)
     everywhere(group, right)
 
 
@@ -112,8 +112,8 @@ def test_a_trace_that_cannot_be_written_does_not_cost_the_run(group: Group, trai
         (taken / "trace.json.gz").mkdir(parents=True)
     group.barrier()
     folder, lines = train(max_steps=3, trace=True, out=str(taken))
-    told = "\n".join(lines)
+    text = "\n".join(lines)
     right = not group.is_root or (
-        "  no trace: the trace cannot be written to " in told and "3 steps in" in told
+        "  no trace: the trace cannot be written to " in text and "3 steps in" in text
     )
     everywhere(group, right and (folder / "checkpoints" / "latest").exists())

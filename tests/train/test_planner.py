@@ -81,17 +81,17 @@ def made_up(ranks: int, batch_size: int = 16) -> Profile:
     elements = [
         sum(p.size for p in ModelPart(model, [layer]).parameters()) for layer in open_chain(model)
     ]
-    each = [1e-6 + 1e-9 * batch_size * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
+    item = [1e-6 + 1e-9 * batch_size * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
     layers = tuple(
         LayerCost(
             *(str(i), 64 * batch_size, 0, 500 * batch_size, False, False),
             *(seconds / 3, seconds / 3, 2 * seconds / 3),
             elements=n,
         )
-        for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
+        for i, (seconds, n) in enumerate(zip(item, elements, strict=True))
     )
     steps = {
-        rows: StepCost(sum(each) * rows / batch_size, 1e-4, 500 * rows * len(each))
+        rows: StepCost(sum(item) * rows / batch_size, 1e-4, 500 * rows * len(item))
         for rows in (1, batch_size)
     }
     shared = {
@@ -132,17 +132,17 @@ def layouts(one: Pricer) -> list[Candidate]:
 
 
 def test_the_search_finds_the_least_prices() -> None:
-    one = pricer(4, 2)
-    prices = sorted((one.price(each).seconds, each) for each in layouts(one))
-    for kept in (1, 3, 10):
-        found = search(one, kept=kept)
-        assert [each.price.seconds for each in found.best] == [
-            seconds for seconds, _ in prices[:kept]
+    element = pricer(4, 2)
+    prices = sorted((element.price(item).seconds, item) for item in layouts(element))
+    for saved in (1, 3, 10):
+        result = search(element, kept=saved)
+        assert [item.price.seconds for item in result.best] == [
+            seconds for seconds, _ in prices[:saved]
         ]
-        assert found.looked_at == len(prices)
-    firsts = {each.kind: seconds for seconds, each in reversed(prices)}
-    found = search(one, kept=3, kind=lambda each: each.kind)
-    assert [each.price.seconds for each in found.best] == sorted(firsts.values())[:3]
+        assert result.looked_at == len(prices)
+    firsts = {item.kind: seconds for seconds, item in reversed(prices)}
+    result = search(element, kept=3, kind=lambda entry: entry.kind)
+    assert [item.price.seconds for item in result.best] == sorted(firsts.values())[:3]
 
 
 STAGES, REPLICAS = Candidate(pp=4, microbatches=4), Candidate(dp=4)
@@ -161,10 +161,10 @@ def test_each_measured_number_is_in_the_prices_that_it_belongs_to(
     field: str, dearer: list[Candidate], unchanged: list[Candidate]
 ) -> None:
     plain, other = pricer(4, 4), pricer(4, 4, field, 3.0)
-    for each in dearer:
-        assert other.price(each).seconds > plain.price(each).seconds, each
-    for each in unchanged:
-        assert other.price(each).seconds == pytest.approx(plain.price(each).seconds), each
+    for item in dearer:
+        assert other.price(item).seconds > plain.price(item).seconds, item
+    for item in unchanged:
+        assert other.price(item).seconds == pytest.approx(plain.price(item).seconds), item
 
 
 def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> None:
@@ -173,8 +173,8 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
         near.price(replace(STAGES, schedule="gpipe", microbatches=count)) for count in (4, 16)
     )
     assert few.bubble_s / few.computing_s > 1.5 * many.bubble_s / many.computing_s > 0
-    for each in (REPLICAS, STAGES, SHARED):
-        assert far.price(each).seconds > near.price(each).seconds
+    for item in (REPLICAS, STAGES, SHARED):
+        assert far.price(item).seconds > near.price(item).seconds
     slower_s = far.network.message(0, 1, 256) - near.network.message(0, 1, 256)
     # over three links, and back
     assert far.price(STAGES).bubble_s - near.price(STAGES).bubble_s > 5.5 * slower_s
@@ -196,18 +196,21 @@ def test_a_pipeline_takes_about_what_its_simulation_takes(
     name: str, virtual: int, off: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prices, "END_S", 0.0)  # what messages take of the processor
-    one, each = pricer(2, 2), Candidate(pp=2, schedule=name, virtual_stages=virtual, microbatches=4)
-    price, layers = one.price(each), one.profile.layers
+    element, item = (
+        pricer(2, 2),
+        Candidate(pp=2, schedule=name, virtual_stages=virtual, microbatches=4),
+    )
+    price, layers = element.price(item), element.profile.layers
     whole_s = sum(layer.seconds for layer in layers)
-    cuts = one.shapes.cuts(2, virtual)
+    cuts = element.shapes.cuts(2, virtual)
     stage_s = [
-        one.profile.step(4, "seconds") * sum(layers[i].seconds for i in cut) / whole_s
+        element.profile.step(4, "seconds") * sum(layers[i].seconds for i in cut) / whole_s
         for cut in cuts
     ]
     times = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
     costs = {kind: [part * seconds for seconds in stage_s] for kind, part in times.items()}
     simulated_s = simulate_schedule(lower(make(name, 2, 4, virtual)), costs).makespan_s
-    told_s = price.computing_s + price.bubble_s - 2 * one.network.message(0, 1, 64 * 4)
+    told_s = price.computing_s + price.bubble_s - 2 * element.network.message(0, 1, 64 * 4)
     assert told_s == pytest.approx(simulated_s, rel=off)
 
 
@@ -219,10 +222,10 @@ def test_state_is_that_of_the_ledger_to_the_byte(one: Candidate) -> None:
         with ready(work, one.options(), 4, group, numpy_backend()) as (worker, _):
             return dict(worker.ledger.report().held)
 
-    found, told = simulate(run, 2), pricer(2, 1).memory(one)
+    result, text = simulate(run, 2), pricer(2, 1).memory(one)
     for kind in (GRADIENTS, STATE):
-        assert told[kind] == max(each[kind] for each in found), kind
-    assert told[PARAMETERS] >= max(each[PARAMETERS] for each in found)  # once on a node
+        assert text[kind] == max(item[kind] for item in result), kind
+    assert text[PARAMETERS] >= max(item[PARAMETERS] for item in result)  # once on a node
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -231,53 +234,55 @@ def test_activations_of_stages_are_near_those_of_the_ledger(recompute: bool) -> 
     table = Dataset("table", np.ones((1024, 64), np.float32), np.zeros(1024, np.int64), 8)
     work = workload(1024, table, model="mlp", hidden=[32, 32, 32])
     (times,) = simulate(lambda group: profile.measure(work, group, 2, [], numpy_backend()), 1)
-    one = Candidate(pp=2, schedule="gpipe", microbatches=4, recompute=recompute)
+    item = Candidate(pp=2, schedule="gpipe", microbatches=4, recompute=recompute)
     priced = work.pricer(times, PlannedNetwork("", Machine.uniform(0.0, 0.0), 2), numpy_backend())
-    options = {**one.options(), "split": tuple(map(len, priced.shapes.cuts(2, 1)))}
+    options = {**item.options(), "split": tuple(map(len, priced.shapes.cuts(2, 1)))}
 
     def run(group: Group) -> int:
         with ready(work, options, None, group, numpy_backend()) as (worker, _):
             return worker.ledger.report().peaks[ACTIVATIONS]
 
     counted = max(simulate(run, 2, cpu_factor=0.0))
-    told = priced.memory(one)[ACTIVATIONS]
-    assert 0.85 * counted <= told <= (5 if recompute else 2) * counted
+    text = priced.memory(item)[ACTIVATIONS]
+    assert 0.85 * counted <= text <= (5 if recompute else 2) * counted
 
 
 def test_memory_that_is_tight_asks_for_least_activations_and_names_the_least() -> None:
-    one = pricer(2, 2)
-    plain = min(sum(one.memory(each).values()) for each in layouts(one) if not each.recompute)
-    found = search(one, plain - 1)
-    assert all(each.bytes < plain and each.candidate.recompute for each in found.best)
-    assert any("bytes on a rank" in reason for reason in found.refused)
+    element = pricer(2, 2)
+    plain = min(
+        sum(element.memory(item).values()) for item in layouts(element) if not item.recompute
+    )
+    result = search(element, plain - 1)
+    assert all(item.bytes < plain and item.candidate.recompute for item in result.best)
+    assert any("bytes on a rank" in reason for reason in result.refused)
     with pytest.raises(LayoutError, match=r"would with (\d+): give that much") as refused:
-        search(one, 1000)
+        search(element, 1000)
     least = int(str(refused.value).split("would with ")[1].split(":")[0])
-    assert search(one, least).best
+    assert search(element, least).best
     with pytest.raises(LayoutError):
-        search(one, least - 1)
+        search(element, least - 1)
 
 
 def test_what_is_found_is_told_in_lines_and_in_options() -> None:
-    found = search(pricer(4, 2))
-    assert max(map(len, plan.describe(found))) <= 100
+    result = search(pricer(4, 2))
+    assert max(map(len, plan.describe(result))) <= 100
     piped = replace(
-        found.best[0], candidate=replace(HALVES, recompute=True), split=(2, 2, 1, 1)
+        result.best[0], candidate=replace(HALVES, recompute=True), split=(2, 2, 1, 1)
     ).options()
-    told = {
+    text = {
         "pp": 4,
         "pipeline": "zero-bubble",
         "microbatches": 4,
         "activation_memory": "least",
         "split": (2, 2, 1, 1),
     }
-    assert {name: piped[name] for name in told} == told
+    assert {name: piped[name] for name in text} == text
 
 
 def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
-    found, refused = candidates(8, 4, [(1, 1), (2, 1)], 6)
-    assert {each.ranks for each in found} == {8}
-    assert {each.schedule for each in found if each.pp > 1} >= {"gpipe", "1f1b", "zero-bubble"}
+    result, refused = candidates(8, 4, [(1, 1), (2, 1)], 6)
+    assert {item.ranks for item in result} == {8}
+    assert {item.schedule for item in result if item.pp > 1} >= {"gpipe", "1f1b", "zero-bubble"}
     for word in ("replicas than rows", "stages than the model", "microbatches than", "shared out"):
         assert any(word in reason for reason in refused), word
 
@@ -312,9 +317,9 @@ def test_networks_that_there_are_not_are_refused(word: str, nodes: int, match: s
 
 
 def test_a_network_has_the_rate_that_is_said() -> None:
-    found = simulate(lambda group: take_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
-    assert found.nodes == (0, 0, 1, 1)
-    assert found.message(0, 2, 2 * 10**9) - found.message(0, 2, 10**9) == pytest.approx(8 / 10)
+    result = simulate(lambda group: take_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
+    assert result.nodes == (0, 0, 1, 1)
+    assert result.message(0, 2, 2 * 10**9) - result.message(0, 2, 10**9) == pytest.approx(8 / 10)
 
 
 # ---- measuring ----
@@ -324,14 +329,14 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     """Shares are measured as far as the model can have them; without a folder nothing is kept."""
     table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
     work = workload(16, table, model="mlp", hidden=[8])
-    found = simulate(
+    result = simulate(
         lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)], numpy_backend()), 2
     )[0]
-    assert sorted(found.steps) == [1, 8, 16]
-    assert found.shares[2, 1].exchanges and (1, 2) not in found.shares
+    assert sorted(result.steps) == [1, 8, 16]
+    assert result.shares[2, 1].exchanges and (1, 2) not in result.shares
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
     measured: list[int] = []
-    monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or found)
+    monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or result)
 
     def take(batch_size: int = 16) -> Profile:
         other = workload(batch_size, table, model="mlp", hidden=[8])
@@ -339,7 +344,7 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
             0
         ]
 
-    assert take() == take() == found and len(measured) == 1
+    assert take() == take() == result and len(measured) == 1
     (file,) = tmp_path.glob("profile-*.json")
     take(8)
     assert len(measured) == 2
@@ -352,7 +357,7 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         raise UsageError("this user has no home folder")
 
     monkeypatch.setattr(profile, "cache_folder", homeless)
-    assert take() == found and len(measured) == 6
+    assert take() == result and len(measured) == 6
 
 
 # ---- --layout auto, and the command ----
@@ -373,8 +378,8 @@ def test_a_run_goes_with_the_layout_that_was_chosen(
     assert "planner: " in console
     for words in ("race: ", "chosen: ", "step predicted "):
         assert (words in console) == searched or words == "chosen: "
-    kept = json.loads((out / "config.json").read_text())
-    assert kept["layout"] == "given"
+    saved = json.loads((out / "config.json").read_text())
+    assert saved["layout"] == "given"
 
 
 def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,15 +392,15 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
         return 1e-9 / group.share(len(ran))  # less than any prediction: the first heat is the last
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
-    told = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
-    monkeypatch.setattr(auto_layout, "take_network", lambda *_: told)
+    text = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
+    monkeypatch.setattr(auto_layout, "take_network", lambda *_: text)
     config = parse([*SMALL, "--layout", "auto", "--jit", "off"])
 
     def chosen() -> ChosenLayout:
         return simulate(lambda group: choose(config, group, numpy_backend(), lambda _: None), 2)[0]
 
     first, count = chosen(), len(ran)
-    assert len({str(each) for each in ran}) == auto_layout.RACERS
+    assert len({str(item) for item in ran}) == auto_layout.RACERS
     assert first.config == config.having(**ran[-1], layout="given")
     again = chosen()
     assert (again.config, len(ran)) == (first.config, count)

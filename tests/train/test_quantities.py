@@ -58,7 +58,7 @@ def run(words: str, ranks: int = 1, out: str = "run") -> list[dict[str, Any]]:
 def numbers(records: list[dict[str, Any]]) -> np.ndarray:
     """Return losses, gradients and scores in their order; times stay out."""
     names = ("loss", "grad_norm", "rmse", "r2", "accuracy")
-    return np.array([each[name] for each in records for name in names if name in each])
+    return np.array([record[name] for record in records for name in names if name in record])
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -71,10 +71,10 @@ def test_the_sum_over_samples_is_a_mean_over_elements(name: str, shape: tuple[in
     outputs, targets = draw.normal(size=(7, int(np.prod(shape[1:])))), draw.uniform(size=shape)
     ours, theirs = (Tensor(here(outputs), requires_grad=True) for _ in range(2))
     loss = SumError(name)(ours, here(targets)) / 7
-    wanted = ERRORS[name](theirs, here(targets.reshape(outputs.shape)))
+    expected = ERRORS[name](theirs, here(targets.reshape(outputs.shape)))
     loss.backward()
-    wanted.backward()
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-13)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
     np.testing.assert_allclose(Tensor(ours.grad).numpy(), Tensor(theirs.grad).numpy(), rtol=1e-13)
     flat = targets.reshape(outputs.shape)
     score = (
@@ -100,11 +100,11 @@ def test_every_layout_gives_the_serial_numbers(words: str, layouts: list[tuple[i
     serial = run(words)
     assert np.isfinite(numbers(serial)).all()
     for number, (ranks, layout) in enumerate(layouts):
-        found = run(f"{words} {layout}", ranks, f"run{number}")
+        result = run(f"{words} {layout}", ranks, f"run{number}")
         kinds = ("eval", "test") if "--sync" in layout else ("train", "eval", "test")
         ours, theirs = (
-            numbers([each for each in records if each["kind"] in kinds])
-            for records in (found, serial)
+            numbers([record for record in records if record["kind"] in kinds])
+            for records in (result, serial)
         )
         assert np.allclose(ours, theirs, rtol=1e-9), layout
 
@@ -114,11 +114,13 @@ def test_keys_and_the_place_of_the_accuracy() -> None:
     weights are the best.
     """
     records = run("--dataset houses.csv --target price --loss mse --epochs 4 --keep-best")
-    for each in records:
-        assert list(each)[3:6] == ["loss", "rmse", "r2"] and "accuracy" not in each
+    for item in records:
+        assert list(item)[3:6] == ["loss", "rmse", "r2"] and "accuracy" not in item
     last, file = records[-1], json.loads(Path("run/finished.json").read_text())
     assert file["rmse"] == last["rmse"] == pytest.approx(last["loss"] ** 0.5)
-    best = min((each for each in records if each["kind"] == "eval"), key=lambda each: each["loss"])
+    best = min(
+        (record for record in records if record["kind"] == "eval"), key=lambda item: item["loss"]
+    )
     assert Path("run/checkpoints/best").read_text().strip() == f"step-{best['global_step']:08d}"
 
 
@@ -137,7 +139,7 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
             simulate(lambda group, words=f"{out} {layout}": evaluate(words.split(), group), ranks)
             assert f"test {printed}," in capfd.readouterr().out
         model = nnmpi.load(out)
-        found = model.predict(X)
+        result = model.predict(X)
         simulate(lambda group, words=f"{out} {name}": predict(words.split(), group), 2)
         lines = capfd.readouterr().out.splitlines()
         simulate(
@@ -145,17 +147,21 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         )
         values = json.loads(capfd.readouterr().out)["samples"]
         if name == "sold.csv":
-            assert lines[0] == "class,no,yes" and found.shape == (50, 2)
-            assert np.allclose(found.sum(1), 1)
-            assert [each["class"] for each in values] == [("no", "yes")[i] for i in found.argmax(1)]
+            assert lines[0] == "class,no,yes" and result.shape == (50, 2)
+            assert np.allclose(result.sum(1), 1)
+            assert [value["class"] for value in values] == [
+                ("no", "yes")[i] for i in result.argmax(1)
+            ]
             continue
-        assert found.shape == (50, *model.signature.target_shape)
-        assert np.allclose([each["values"] for each in values], found, rtol=1e-6)
+        assert result.shape == (50, *model.signature.target_shape)
+        assert np.allclose([value["values"] for value in values], result, rtol=1e-6)
         assert lines[0] == (
-            "value" if found.ndim == 1 else ",".join(f"value_{i + 1}" for i in range(found[0].size))
+            "value"
+            if result.ndim == 1
+            else ",".join(f"value_{i + 1}" for i in range(result[0].size))
         )
         table = np.array([list(map(float, line.split(","))) for line in lines[1:]])
-        assert np.allclose(table, found.reshape(50, -1), rtol=1e-5, atol=1e-12)
+        assert np.allclose(table, result.reshape(50, -1), rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +230,10 @@ def test_a_worker_knows_losses_by_name() -> None:
             sets, 50, rank=group.rank, world=group.size, shuffle=False, dtype="float64"
         )
         outputs = model(Tensor(X.astype(np.float64))).numpy()
-        wanted = np.mean((outputs[:, 0] - SUMS.astype(np.float32)) ** 2)
+        expected = np.mean((outputs[:, 0] - SUMS.astype(np.float32)) ** 2)
         report = worker.step(next(iter(loader.epoch(0))))
-        assert report.loss == pytest.approx(wanted, rel=1e-12) and report.rmse == pytest.approx(
-            wanted**0.5
+        assert report.loss == pytest.approx(expected, rel=1e-12) and report.rmse == pytest.approx(
+            expected**0.5
         )
         assert np.isnan(report.accuracy)
         worker.release()

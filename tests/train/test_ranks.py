@@ -85,9 +85,9 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(
     loader = Loader(load("iris")[0], 1, rank=group.rank, world=group.size)
     done: list[int] = []
 
-    def note(one: Progress) -> None:
-        done.append(one.batch)
-        if one.batch == 5 and group.rank == group.size - 1:
+    def note(item: Progress) -> None:
+        done.append(item.batch)
+        if item.batch == 5 and group.rank == group.size - 1:
             os.kill(os.getpid(), number)
 
     with StopSignals() as stop:
@@ -114,7 +114,7 @@ def test_only_rank_0_writes_and_prints(
     main(f"--model mlp --dataset iris --epochs 2 --batch-size 50 --out {out}".split(), group)
     group.barrier()  # rank 0 still writes when the others are done
     assert ("test accuracy" in capsys.readouterr().out) == group.is_root
-    assert [each["global_step"] for each in read_metrics(out / "metrics.jsonl")] == [3, 6, 6, 6]
+    assert [item["global_step"] for item in read_metrics(out / "metrics.jsonl")] == [3, 6, 6, 6]
 
 
 @pytest.mark.parametrize(

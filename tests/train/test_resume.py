@@ -79,12 +79,12 @@ def assert_near(one: Path, other: Path, *names: str) -> None:
 
 @pytest.mark.slow(ONCE_MORE)
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    full, broken = tmp_path / "whole", tmp_path / "broken"
     words = (
         "--model mlp --hidden 32 --dropout 0.2 --augment shift --optimizer sgd --momentum 0.9 --lr"
         " 0.05 --epochs 8 --batch-size 50 --eval-every 7steps --save-every 3steps --log-every 1"
     )
-    assert train(tmp_path, f"{words} --out {whole}", ranks=2).status == 0
+    assert train(tmp_path, f"{words} --out {full}", ranks=2).status == 0
     moments = random.Random(7)
     for attempt in range(3):
         begin = f"{words} --out {broken}" if attempt == 0 else f"--resume {broken}"
@@ -101,11 +101,11 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> 
             "the run ended before it was killed"
         )
     assert train(tmp_path, f"--resume {broken}", ranks=2).status == 0
-    assert_same_end(whole, broken)
+    assert_same_end(full, broken)
 
 
 def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    full, broken = tmp_path / "whole", tmp_path / "broken"
     words = (
         "--model mlp --dataset iris --lr-schedule constant --eval-every 0 --save-every 0"
         " --log-every 1"
@@ -120,8 +120,8 @@ def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> N
     ending = train(tmp_path, f"--resume {broken} --max-steps 30")
     assert ending.status == 0
     assert "has no checkpoint yet: starting at the beginning" in ending.output
-    assert train(tmp_path, f"{words} 30 --out {whole}").status == 0
-    assert_same_end(whole, broken)
+    assert train(tmp_path, f"{words} 30 --out {full}").status == 0
+    assert_same_end(full, broken)
 
 
 @pytest.mark.slow(ONCE_MORE)
@@ -144,13 +144,13 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     words = (
         "--model mlp --dataset iris --dtype float64 --batch-size 25 --dropout 0.1 --max-steps 12"
     )
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    simulated(f"{words} --out {whole}", 1)
+    full, moved = tmp_path / "whole", tmp_path / "moved"
+    simulated(f"{words} --out {full}", 1)
     # in the middle of the schedule, with which it goes on
     simulated(f"{words} --stop-after 7 --out {moved}", 2)
     simulated(f"--resume {moved}", 3)
     assert "the run had 2 ranks and goes on with 3: equal up to rounding" in capsys.readouterr().out
-    assert_near(whole, moved, "model")
+    assert_near(full, moved, "model")
 
 
 def test_a_checkpoint_resumes_under_another_layout(
@@ -160,20 +160,20 @@ def test_a_checkpoint_resumes_under_another_layout(
         "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --lr-schedule"
         " constant"
     )
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    simulated(f"{words} --max-steps 9 --out {whole}", 1)
+    full, moved = tmp_path / "whole", tmp_path / "moved"
+    simulated(f"{words} --max-steps 9 --out {full}", 1)
     pipeline = (
         # which stay among its options, and do nothing without
         "--pp 2 --pipeline interleaved --virtual-stages 2"
     )
     simulated(f"{words} --max-steps 3 {pipeline} --out {moved}", 2)
     simulated(f"--resume {moved} --max-steps 6 --pp 1 --tp 2", 2)
-    told = (
+    text = (
         "the run had dp 1 x pp 2 x tp 1 and goes on with dp 1 x pp 1 x tp 2: equal up to rounding"
     )
-    assert told in capsys.readouterr().out
+    assert text in capsys.readouterr().out
     simulated(f"--resume {moved} --max-steps 9 --tp 1", 1)
-    assert_near(whole, moved, "model", "optimizer")
+    assert_near(full, moved, "model", "optimizer")
 
 
 def test_a_pipeline_that_was_what_is_missing_stays_one(tmp_path: Path) -> None:

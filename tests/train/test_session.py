@@ -72,27 +72,27 @@ def same(one: Path, other: Path) -> bool:
 
 def rates(run: Path) -> list[float]:
     return [
-        each["learning_rate"]
-        for each in read_metrics(run / "metrics.jsonl")
-        if each["kind"] == "train"
+        item["learning_rate"]
+        for item in read_metrics(run / "metrics.jsonl")
+        if item["kind"] == "train"
     ]
 
 
 def test_metrics_have_their_keys(train: Train) -> None:
     records = read_metrics(train("--epochs 3 --log-every 2") / "metrics.jsonl")
-    assert [each["kind"] for each in records] == ["train", "eval"] * 3 + ["test"]
-    assert [each["global_step"] for each in records] == [2, 2, 4, 4, 6, 6, 6]
+    assert [item["kind"] for item in records] == ["train", "eval"] * 3 + ["test"]
+    assert [item["global_step"] for item in records] == [2, 2, 4, 4, 6, 6, 6]
     for record in records:
         trained = TRAIN_KEYS + ["device_peak_bytes"] * on_device()
         assert list(record) == [*(trained if record["kind"] == "train" else EVAL_KEYS), "time"]
         assert all(value is not None for value in record.values())
     assert records[-1]["accuracy"] == records[-2]["accuracy"]
-    assert [each["epoch"] for each in records[:3]] == [1.0, 1.0, 2.0]
+    assert [item["epoch"] for item in records[:3]] == [1.0, 1.0, 2.0]
 
 
 def test_the_folder_holds_everything(train: Train) -> None:
     run = train("--epochs 5 --save-every 1")
-    wanted = [
+    expected = [
         ".lock",
         "checkpoints",
         "config.json",
@@ -101,9 +101,9 @@ def test_the_folder_holds_everything(train: Train) -> None:
         "metrics.jsonl",
         "starts.jsonl",
     ]
-    assert sorted(each.name for each in run.iterdir()) == sorted(wanted)
+    assert sorted(item.name for item in run.iterdir()) == sorted(expected)
     steps = ["step-00000006", "step-00000008", "step-00000010"]  # the last three
-    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", *steps]
+    assert sorted(item.name for item in (run / "checkpoints").iterdir()) == ["latest", *steps]
     config = json.loads((run / "config.json").read_text())
     assert (config["epochs"], config["dataset"], config["resume"]) == (5, "iris", None)
 
@@ -160,7 +160,7 @@ def test_the_header_says_what_runs_on_what(
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.splitlines() if line.startswith("epoch")) <= 100
     names = [line.split(":")[0] for line in printed.splitlines()[:10]]
-    told = [
+    message = [
         "layout",
         "MPI",
         "backend",
@@ -172,7 +172,7 @@ def test_the_header_says_what_runs_on_what(
         "cost model",
         "run folder",
     ]
-    assert names == told
+    assert names == message
     assert "auto chose numpy: " in printed
     for text in (
         "1 rank on 1 node",
@@ -273,18 +273,18 @@ def test_schedules_give_the_rates_they_promise(train: Train) -> None:
 def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> None:
     run = train("--epochs 6 --eval-every 3 --save-every 5steps")
     records = read_metrics(run / "metrics.jsonl")
-    assert [each["global_step"] for each in records if each["kind"] == "eval"] == [6, 12]
-    assert [each.name[-2:] for each in sorted((run / "checkpoints").glob("step-*"))] == [
+    assert [record["global_step"] for record in records if record["kind"] == "eval"] == [6, 12]
+    assert [item.name[-2:] for item in sorted((run / "checkpoints").glob("step-*"))] == [
         "05",
         "10",
         "12",
     ]
     run = train("--epochs 6 --eval-every 3steps")  # 2 steps an epoch
-    evals = [each for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "eval"]
-    assert [each["global_step"] for each in evals] == [3, 6, 9, 12]
-    assert [each["epoch"] for each in evals] == [1.5, 3, 4.5, 6]
+    evals = [item for item in read_metrics(run / "metrics.jsonl") if item["kind"] == "eval"]
+    assert [item["global_step"] for item in evals] == [3, 6, 9, 12]
+    assert [item["epoch"] for item in evals] == [1.5, 3, 4.5, 6]
     run = train("--epochs 6 --eval-every 0 --save-every 0")
-    assert [each["kind"] for each in read_metrics(run / "metrics.jsonl")] == [
+    assert [item["kind"] for item in read_metrics(run / "metrics.jsonl")] == [
         "train",
         "train",
         "test",
@@ -358,7 +358,7 @@ def test_what_the_first_step_refuses_leaves_no_folder(train: Train, tmp_path: Pa
         ):
             train("--activation-memory 1")
         assert [
-            str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()
+            str(item.relative_to(tmp_path)) for item in tmp_path.rglob("*") if item.is_file()
         ] == left
 
 
@@ -391,7 +391,7 @@ def test_a_small_test_set_is_loaded_once(train: Train, monkeypatch: pytest.Monke
 
     def seen() -> tuple[Any, list[float]]:
         folder = RunFolder(train("--epochs 3"))
-        losses = [each["loss"] for each in read_metrics(folder.metrics)]
+        losses = [item["loss"] for item in read_metrics(folder.metrics)]
         return read_json(folder.finished)["weights_sha256"], losses
 
     once = seen()
@@ -411,7 +411,7 @@ def test_by_default_checkpoints_take_little_of_the_time(
         # each look at the clock is a second later than the one before
         patched.setattr("nnmpi.train.loop.clock.now", lambda: float(next(seconds)))
         slow = train("--epochs 5")
-    assert sorted(each.name for each in (slow / "checkpoints").glob("s*")) == [
+    assert sorted(item.name for item in (slow / "checkpoints").glob("s*")) == [
         "step-00000002",
         "step-00000010",
     ]
@@ -493,16 +493,16 @@ def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(
     before = read_metrics(run / "metrics.jsonl")
     main(["--resume", str(run)], group)
     after = read_metrics(run / "metrics.jsonl")
-    assert [(each["kind"], each["global_step"], each["loss"]) for each in after] == [
-        (each["kind"], each["global_step"], each["loss"]) for each in before
+    assert [(item["kind"], item["global_step"], item["loss"]) for item in after] == [
+        (item["kind"], item["global_step"], item["loss"]) for item in before
     ]
     main(["--resume", str(run), "--epochs", "3"], group)
     records = read_metrics(run / "metrics.jsonl")
-    assert [(each["kind"], each["global_step"]) for each in records][-3:] == [
+    assert [(record["kind"], record["global_step"]) for record in records][-3:] == [
         ("train", 6),
         ("eval", 6),
         ("test", 6),
     ]
-    assert sum(each["kind"] == "test" for each in records) == 1
+    assert sum(record["kind"] == "test" for record in records) == 1
     assert same(run, train("--epochs 3 --lr-schedule constant"))
     assert f"resuming from {run}" in capsys.readouterr().out

@@ -76,20 +76,20 @@ def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path,
         return
     job = Path(group.share(str(tmp_path / "job")))
     main([*SHORT.split(), *words.split(), "--out", str(job)], group)
-    found = [
+    result = [
         group.is_root and weights(simulated(tmp_path, f"{SHORT} {words}", ranks, seed))
         for seed in range(2)
     ]
     group.barrier()
-    assert not group.is_root or found == [weights(job)] * 2
+    assert not group.is_root or result == [weights(job)] * 2
 
 
 def test_an_outer_optimizer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Between two of its steps: what it keeps is in the file."""
     words = f"--model mlp --epochs 1 --batch-size 30 {LAYOUTS['outer'][1]} --save-every 7steps"
-    whole, parts = (simulated(tmp_path, f"{words}{more}", 3) for more in ("", " --stop-after 7"))
+    full, parts = (simulated(tmp_path, f"{words}{more}", 3) for more in ("", " --stop-after 7"))
     simulate(partial(main, ["--resume", str(parts)]), 3)
-    assert weights(parts) == weights(whole)
+    assert weights(parts) == weights(full)
 
 
 @pytest.mark.parametrize("words", ["--sync asp", "--sync ssp --staleness 4"])
@@ -103,9 +103,9 @@ def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None
         simulated(tmp_path, words, 5, seed, cpu_factor)
         for seed in ((0, 0, 1, 2, 3) if cpu_factor else (0, 0))
     ]
-    found = [weights(run) for run in runs]
-    assert found[0] == found[1]
-    assert not cpu_factor or len(set(found)) > 1
+    result = [weights(run) for run in runs]
+    assert result[0] == result[1]
+    assert not cpu_factor or len(set(result)) > 1
     if cpu_factor == 0:
         first, again = (
             (run / "metrics.jsonl").read_text().replace(run.name, "run") for run in runs
@@ -120,7 +120,7 @@ def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -
         "--epochs 2 --batch-size 400 --allreduce ring --backend numpy --lr-schedule constant",
         3,
     )
-    whole = weights(run)
+    full = weights(run)
     half = simulated(
         tmp_path,
         "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy --lr-schedule"
@@ -128,7 +128,7 @@ def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -
         3,
     )
     simulate(partial(main, ["--resume", str(half), "--max-steps", "None"]), 3, seed=5)
-    assert weights(half) == whole
+    assert weights(half) == full
     simulate(
         partial(
             main, ["--resume", str(half), "--epochs", "3", "--simulate", "2", "--network", "gbit=1"]
@@ -194,25 +194,25 @@ def test_a_paced_pipeline_takes_what_its_schedule_says(
     machine = parse_network(network, 4) if network else None
     more = ["--verbose", "--backend", "numpy", "--out", str(tmp_path / "run")]
     simulate(partial(main, [*words.split(), *more]), 4, machine, cpu_factor=0)
-    told = capsys.readouterr().out
-    found = re.search(
+    text = capsys.readouterr().out
+    result = re.search(
         r"pass ([\d.]+) ms, simulated ([\d.]+) ms; bubble (\d+)%, simulated (\d+)%; ms .*: ([\d.,"
         r" ]+);",
-        told,
+        text,
     )
-    assert found and found[5] == "10.00, 10.00, 10.00, 10.00"
-    pass_ms, simulated_ms, bubble, simulated_bubble = map(float, found.groups()[:4])
+    assert result and result[5] == "10.00, 10.00, 10.00, 10.00"
+    pass_ms, simulated_ms, bubble, simulated_bubble = map(float, result.groups()[:4])
     assert pass_ms == pytest.approx(simulated_ms, rel=0.01) and bubble == pytest.approx(
         simulated_bubble, abs=1
     )
     assert network or (pass_ms, bubble) == (70.0, 43.0)
     waits = re.findall(r'"wait_s": ([\d.e-]+)', (tmp_path / "run" / "metrics.jsonl").read_text())
-    waited = re.search(r"waiting for stages ([\d.]+) ms", told)
+    waited = re.search(r"waiting for stages ([\d.]+) ms", text)
     # as the report page has it
     assert waited and float(waited[1]) == pytest.approx(1e3 * float(waits[0]), rel=0.01)
     # six messages' latencies on the way there and back
     assert not network or pass_ms > 70.0 + 6 * 0.5
-    assert told.count("% of parameters and activations") == 4 and "% of the time" not in told
+    assert text.count("% of parameters and activations") == 4 and "% of the time" not in text
 
 
 TRACED = {  # ranks, words, and whether messages take time
@@ -245,28 +245,28 @@ def test_a_trace_and_the_console_tell_of_the_same_shares(
     more = ["--verbose", "--trace", "--backend", "numpy", "--out", str(tmp_path / "run")]
     machine = parse_network("alpha_us=200,gbit=0.2", ranks) if costs else None
     simulate(partial(main, [*words.split(), *more]), ranks, machine, cpu_factor=0)
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     slowest = (
         "" if name in ("local", "gossip") else ", the slowest is rank 1: 60.00 ms of computing"
     )
-    assert f"; mean over {ranks} ranks{slowest}\n" in said
-    told = dict(re.findall(r"(?:[=+] |  )([a-z ]+) ([\d.]+) ms", said.partition("  step ")[2]))
+    assert f"; mean over {ranks} ranks{slowest}\n" in message
+    text = dict(re.findall(r"(?:[=+] |  )([a-z ]+) ([\d.]+) ms", message.partition("  step ")[2]))
     trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))
     assert breaches(trace) == []
-    found = [standing(trace, rank) for rank in range(ranks)]
-    for each in found:
-        assert each["all"] == pytest.approx(sum(each.values()) - each["all"])
+    result = [standing(trace, rank) for rank in range(ranks)]
+    for entry in result:
+        assert entry["all"] == pytest.approx(sum(entry.values()) - entry["all"])
     steps_us, totals = (
         15 * 1000,
-        {kind: sum(each.get(kind, 0.0) for each in found) / ranks for kind in found[0]},
+        {kind: sum(item.get(kind, 0.0) for item in result) / ranks for kind in result[0]},
     )
-    waited = float(told["synchronization"]) + float(told.get("waiting for stages", 0.0))
-    assert totals["compute"] / steps_us == pytest.approx(float(told["compute"]), rel=0.01)
+    waited = float(text["synchronization"]) + float(text.get("waiting for stages", 0.0))
+    assert totals["compute"] / steps_us == pytest.approx(float(text["compute"]), rel=0.01)
     assert (totals["waiting"] + totals.get("exchange", 0.0)) / steps_us == pytest.approx(
         waited, rel=0.02
     )
     if name not in ("gossip", "1f1b", "gpipe"):  # there it spreads, or waits itself
-        assert found[0]["waiting"] > 40 * steps_us * 0.95 > 40 * found[1].get("waiting", 0.0)
+        assert result[0]["waiting"] > 40 * steps_us * 0.95 > 40 * result[1].get("waiting", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -316,9 +316,9 @@ def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Pa
         while "epoch 1/" not in job.stdout.readline():
             pass
         job.send_signal(number)
-        said = job.stdout.read()
-    step = re.search(rf"stopped by {number.name} after step (\d+); go on with", said)
-    assert step and job.returncode == 128 + number, said
+        text = job.stdout.read()
+    step = re.search(rf"stopped by {number.name} after step (\d+); go on with", text)
+    assert step and job.returncode == 128 + number, text
     assert (run / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
 
 

@@ -128,8 +128,8 @@ def test_a_file_that_cannot_be_read_is_as_good_as_damaged(
         return sha256(file)
 
     monkeypatch.setattr("nnmpi.train.checkpoint.sha256", refuse)
-    found = load_checkpoint(run / "checkpoints")
-    assert found is not None and found.folder.name == "step-00000003"
-    assert list(found.notices) == [
+    result = load_checkpoint(run / "checkpoints")
+    assert result is not None and result.folder.name == "step-00000003"
+    assert list(result.notices) == [
         f"{newest} cannot be read (Permission denied); an older checkpoint is used instead"
     ]

@@ -96,10 +96,10 @@ def begin_by_removing(writer: CheckpointWriter) -> None:
 
 
 def restore_no_optimizer(trainer: Any, *args: Any) -> Any:
-    found = SCATTER(trainer, *args)
+    result = SCATTER(trainer, *args)
     for array in (array for arrays in trainer.optimizer.slots().values() for array in arrays):
         array[...] = 0
-    return found
+    return result
 
 
 def restore_a_batch_too_far(trainer: Any, *args: Any) -> Any:
@@ -116,9 +116,9 @@ PRUNE, RELEASE, REPLACE = checkpoint._prune, ParameterServer.release, checkpoint
 
 def prune_newest(place: Path, newest: Path, keep: int) -> None:
     PRUNE(place, newest, keep)
-    found = checkpoint.steps(place)
-    if len(found) > 1:
-        shutil.rmtree(found[0])
+    result = checkpoint.steps(place)
+    if len(result) > 1:
+        shutil.rmtree(result[0])
 
 
 def release_all_but_one(server: ParameterServer) -> list[Any]:
@@ -142,9 +142,9 @@ WATCH = Supervisor._watch
 
 
 def watch_and_keep(seen: Supervisor, *args: Any) -> tuple[int, str]:
-    found = WATCH(seen, *args)
-    seen._planted_status = found[0]  # type: ignore[attr-defined]
-    return found
+    result = WATCH(seen, *args)
+    seen._planted_status = result[0]  # type: ignore[attr-defined]
+    return result
 
 
 def words_of_a_new_run(seen: Supervisor, ranks: int) -> list[str]:
@@ -226,10 +226,10 @@ def test_a_planted_bug_is_found(
 ) -> None:
     for owner, name, wrong in PLANTED[bug]:
         monkeypatch.setattr(owner, name, wrong)
-    found = first_failure(range(MOST), tmp_path, wanted)
-    assert found is not None
-    record_property("seeds", found[0] + 1)
-    print(f"{bug}: {found[0] + 1} seeds: {found[1]}")
+    result = first_failure(range(MOST), tmp_path, wanted)
+    assert result is not None
+    record_property("seeds", result[0] + 1)
+    print(f"{bug}: {result[0] + 1} seeds: {result[1]}")
 
 
 # ---- ranks that fall ----
@@ -251,9 +251,9 @@ def test_a_rank_that_falls_is_named_with_its_call_and_line() -> None:
     ):
         with pytest.raises(CommError) as caught:
             simulate(work, 4, faults=faults)
-        said = str(caught.value)
-        assert said.startswith(f"rank 2 {words} in its call 30\n") and "test_survival.py" in said
-        assert said.count("waits for") == 3 or words == "was killed", said
+        text = str(caught.value)
+        assert text.startswith(f"rank 2 {words} in its call 30\n") and "test_survival.py" in text
+        assert text.count("waits for") == 3 or words == "was killed", text
 
 
 def test_slow_ranks_and_late_messages_change_no_result() -> None:

@@ -61,8 +61,8 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     arrays = {name: np.array(array, order="C") for name, array in ARRAYS.items()}
     save_file(arrays, tmp_path / "file")
-    found = TensorFile(tmp_path / "file")
-    assert_same({name: found[name] for name in found.specs}, arrays)
+    result = TensorFile(tmp_path / "file")
+    assert_same({name: result[name] for name in result.specs}, arrays)
 
 
 def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
         for number, name in enumerate(specs):
             writer.write(name, np.full((1000, 125), number, np.float64))
         writer.close()
-        found = TensorFile(tmp_path / "file")
-        assert [found[name][-1, -1] for name in specs] == list(range(10))
+        result = TensorFile(tmp_path / "file")
+        assert [result[name][-1, -1] for name in specs] == list(range(10))
         assert tracemalloc.get_traced_memory()[1] < 3e6
     finally:
         tracemalloc.stop()
@@ -98,12 +98,12 @@ def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
     the disk.
     """
     write(tmp_path / "file", ARRAYS)
-    found = TensorFile(tmp_path / "file")
-    assert found["count"] == 5
+    result = TensorFile(tmp_path / "file")
+    assert result["count"] == 5
     assert str(tmp_path / "file") not in Path("/proc/self/maps").read_text()
     (tmp_path / "file").unlink()
     with pytest.raises(CheckpointError, match="file: cannot be read .*No such file"):
-        found["count"]
+        result["count"]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def run(words: str, name: str, ranks: int = 1) -> Path:
 
 def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [each for each in map(json.loads, lines) if each["kind"] in kinds]
+    return [item for item in map(json.loads, lines) if item["kind"] in kinds]
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def check_equal(found: Path, expected: Path) -> None:
-    for one, other in zip(records(found, *KINDS), records(expected, *KINDS), strict=True):
+    for first, other in zip(records(found, *KINDS), records(expected, *KINDS), strict=True):
         for key in ("loss", "accuracy", "grad_norm", "perplexity"):
-            assert one.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-11), (key, one)
+            assert first.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-11), (key, first)
     theirs = weights(expected)
     for name, values in weights(found).items():
         np.testing.assert_allclose(values, theirs[name], rtol=1e-11, atol=1e-12, err_msg=name)
@@ -79,15 +79,15 @@ def test_every_layout_gives_the_serial_run(model: str, layouts: dict[int, str]) 
     serial = {"": run(words, "serial"), "3": run(f"{words} --microbatches 3", "accumulated")}
     check_equal(serial["3"], serial[""])
     for ranks, layout in layouts.items():
-        found = run(f"{words} {layout}", f"on-{ranks}", ranks)
+        result = run(f"{words} {layout}", f"on-{ranks}", ranks)
         if "sync" in layout:  # which tells of single gradients
             check = weights(serial[""])
             assert all(
                 np.allclose(x, check[name], rtol=1e-11, atol=1e-12)
-                for name, x in weights(found).items()
+                for name, x in weights(result).items()
             )
         else:
-            check_equal(found, serial[""])
+            check_equal(result, serial[""])
 
 
 def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path) -> None:
@@ -97,40 +97,40 @@ def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path
     assert job.status == 0, job.output
     assert "dp 1 x pp 1 x tp 1 x sp 2 (ulysses)" in job.output
     assert "blocks of 13 tokens, of a vocabulary of" in job.output and "tokens/s" in job.output
-    whole = run(words, "whole")
-    check_equal(Path("job"), whole)
+    full = run(words, "whole")
+    check_equal(Path("job"), full)
     shutil.rmtree(max(Path("job/checkpoints").glob("step-*")))
     simulate(partial(main, ["--resume", "job", "--sp", "1", "--pp", "2"]), 2)
-    check_equal(Path("job"), whole)
+    check_equal(Path("job"), full)
 
 
 @pytest.mark.parametrize("model", [GPT, LSTM], ids=["gpt", "lstm"])
 def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
     words = f"{model} {SHORT} --dataset words.txt --save-every 3steps --dropout 0.1"
-    whole = run(words, "whole", 2)
-    shutil.copytree(whole, "stopped")
+    full = run(words, "whole", 2)
+    shutil.copytree(full, "stopped")
     shutil.rmtree(max(Path("stopped/checkpoints").glob("step-*")))
     simulate(partial(main, ["--resume", "stopped"]), 2)
-    told = [(each["kind"], each["global_step"], each["loss"]) for each in records(whole, *KINDS)]
+    text = [(item["kind"], item["global_step"], item["loss"]) for item in records(full, *KINDS)]
     assert [
-        (each["kind"], each["global_step"], each["loss"])
-        for each in records(Path("stopped"), *KINDS)
-    ] == told
-    assert [(kind, step) for kind, step, _ in told[:4]] == [
+        (item["kind"], item["global_step"], item["loss"])
+        for item in records(Path("stopped"), *KINDS)
+    ] == text
+    assert [(kind, step) for kind, step, _ in text[:4]] == [
         ("train", 1),
         ("train", 2),
         ("train", 3),
         ("eval", 3),
     ]
-    theirs = weights(whole)
+    theirs = weights(full)
     assert all(np.array_equal(x, theirs[name]) for name, x in weights(Path("stopped")).items())
 
 
 def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
     folder = run(f"{GPT} {SHORT} --dataset words.txt --save-every 2steps", "run")
     assert json.loads((folder / "config.json").read_text())["tokenizer"] == "characters"
-    kept = load_tokenizer(folder / "tokenizer")
-    assert kept.decode(kept.encode("alpha be")) == "alpha be"
+    saved = load_tokenizer(folder / "tokenizer")
+    assert saved.decode(saved.encode("alpha be")) == "alpha be"
     text = (place / "words.txt").read_text()
     (place / "words.txt").write_text(text.replace("z", "Z"))
     with pytest.raises(
@@ -154,10 +154,10 @@ def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place: Path) -> 
 
 def test_perplexities_and_tokens_are_reported() -> None:
     folder = run(f"{LSTM} {SHORT} --dataset words.txt", "run")
-    for each in records(folder, "train", "eval", "test"):
-        assert each["perplexity"] == pytest.approx(np.exp(each["loss"]))
-        assert 0 <= each["accuracy"] <= 1
-        assert each["tokens_per_second"] > each["samples_per_second"]
+    for item in records(folder, "train", "eval", "test"):
+        assert item["perplexity"] == pytest.approx(np.exp(item["loss"]))
+        assert 0 <= item["accuracy"] <= 1
+        assert item["tokens_per_second"] > item["samples_per_second"]
 
 
 @pytest.mark.parametrize(

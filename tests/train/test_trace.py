@@ -73,9 +73,9 @@ def _faults(trace: dict[str, Any], size: int) -> list[str]:
     wrong += [] if names(trace, "process_name") == titles else ["names"]
     wrong += [] if arrows(trace) == [("out", "in")] * size else ["arrows"]
     expected = {"work": (0.0, 1e6), "out": (1e6, 1.5e6), "in": (1e6, 2e6)}
-    found = spans(trace)
-    wrong += [] if len(found) == 3 * size else ["events"]
-    for rank, _, event, begin, end in found:
+    result = spans(trace)
+    wrong += [] if len(result) == 3 * size else ["events"]
+    for rank, _, event, begin, end in result:
         # in microseconds; a clock that ticks when it is read shifts a little
         if abs(begin - expected[event][0]) > 2000 or abs(end - expected[event][1]) > 2000:
             wrong.append(f"rank {rank} {event} {begin} {end}")
@@ -96,15 +96,15 @@ def test_a_file_that_cannot_be_written_is_one_sentence_on_all_ranks(
     group: Group, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    told = raised(group, tmp_path / "file" / "trace.json", around_a_ring(group, 0.0))
-    assert len(set(told)) == 1
-    assert told[0].startswith("NnmpiError: the trace cannot be written to ")
-    assert told[0].endswith(
+    text = raised(group, tmp_path / "file" / "trace.json", around_a_ring(group, 0.0))
+    assert len(set(text)) == 1
+    assert text[0].startswith("NnmpiError: the trace cannot be written to ")
+    assert text[0].endswith(
         "file/trace.json (File exists); give a file in a folder with room that you may write to"
     )
     (tmp_path / "folder").mkdir()
-    told = raised(group, tmp_path / "folder", around_a_ring(group, 0.0))
-    assert len(set(told)) == 1 and "folder (Is a directory);" in told[0]
+    text = raised(group, tmp_path / "folder", around_a_ring(group, 0.0))
+    assert len(set(text)) == 1 and "folder (Is a directory);" in text[0]
     assert all(group.gather(sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]))
 
 
@@ -113,8 +113,8 @@ def test_events_that_cannot_be_drawn_are_refused_on_all_ranks(group: Group, tmp_
     timeline = around_a_ring(group, 0.0)
     if group.rank == last:
         timeline.add("odd", "x", "compute", 1.0, 2.0, {"array": {1, 2}})
-    told = raised(group, tmp_path / "trace.json", timeline)
-    assert len(set(told)) == 1 and told[0].startswith(
+    text = raised(group, tmp_path / "trace.json", timeline)
+    assert len(set(text)) == 1 and text[0].startswith(
         f"{CommError.__name__}: rank {last} sent what is not a JSON"
     )
     assert all(group.gather(not list(tmp_path.iterdir())))

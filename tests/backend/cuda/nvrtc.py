@@ -20,7 +20,9 @@ def library() -> ctypes.CDLL:
     """Return the compiler's library, or skip the test where it is not installed."""
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or ()) if package else []
-    wheels = [path for each in folders for path in sorted(Path(each).glob("*/lib/libnvrtc.so.*"))]
+    wheels = [
+        path for folder in folders for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*"))
+    ]
     for name in (*map(str, wheels), ctypes.util.find_library("nvrtc")):
         if name and "alt" not in name:
             for beside in Path(name).parent.glob("libnvrtc-builtins.so.*"):

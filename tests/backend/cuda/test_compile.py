@@ -85,13 +85,13 @@ def test_what_the_compiler_refuses():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_16_bytes_at_a_time(dtype):
     """Loads and stores of all kernels whose time is that of the memory."""
-    found = set()
+    result = set()
     for family in FAMILIES:
         ptx, _ = compiled(family, dtype, dtype, "PTX", "-arch=compute_90")
         for text in ptx.decode().split(".entry ")[1:]:
             name = re.match(r"\w+", text).group()
             if name in PACKED:
-                found.add(name)
+                result.add(name)
                 assert re.search(r"ld\.global(\.nc)?\.v4", text), name
                 assert re.search(r"st\.global\.v4", text), name
-    assert found == PACKED
+    assert result == PACKED

@@ -24,33 +24,33 @@ def test_values_of_all_calls(size: int, cpu_factor: float) -> None:
 
     def main(group: Group) -> None:
         comm, rank = group.comm, group.rank
-        counts = [1 + each % 3 for each in range(size)]
+        counts = [1 + item % 3 for item in range(size)]
         values, triangle = np.arange(sum(counts), dtype=np.int64), size * (size - 1) // 2
-        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        local = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         numbers = np.repeat(np.arange(size), counts)
         for start in ("", "i"):
-            summed, told, whole = values * (rank + 1), values + rank, values * rank
+            summed, text, full = values * (rank + 1), values + rank, values * rank
             part, into, known = (
                 np.zeros(counts[rank], np.int64),
                 np.zeros_like(values),
                 np.zeros_like(values),
             )
-            known[own] = rank
-            for name, arguments, found, wanted in (
+            known[local] = rank
+            for name, arguments, result, expected in (
                 ("allreduce", (summed,), summed, values * (triangle + size)),
-                ("broadcast", (told, size - 1), told, values + size - 1),
+                ("broadcast", (text, size - 1), text, values + size - 1),
                 ("allgatherv", (np.full(counts[rank], rank), into, counts), into, numbers),
                 ("allgatherv", (None, known, counts), known, numbers),
-                ("reduce_scatter", (whole, part, counts), part, (values * triangle)[own]),
+                ("reduce_scatter", (full, part, counts), part, (values * triangle)[local]),
             ):
                 request = getattr(comm, start + name)(*arguments)
                 comm.wait_all([request] if start else [])
-                assert (found == wanted).all()
-            assert (whole == values * rank).all()  # it is only read
+                assert (result == expected).all()
+            assert (full == values * rank).all()  # it is only read
             comm.barrier()
         everyones = np.zeros((size, 2))
         comm.allgather(np.array([rank, -rank], float), everyones)
-        assert (everyones == [[each, -each] for each in range(size)]).all()
+        assert (everyones == [[item, -item] for item in range(size)]).all()
 
     for seed in range(3):
         simulate(main, size, MACHINE, seed, cpu_factor)
@@ -134,8 +134,8 @@ def test_times_are_the_machines() -> None:
     assert simulate(ring, 2, MACHINE, cpu_factor=0) == pytest.approx([0.5 + message_s] * 2)
     # Rank 0's message to 1 begins when 1 has come, and so does 1's to 2; 3's to 0 does not wait for
     # anybody.
-    found = simulate(ring, 4, MACHINE, cpu_factor=0)
-    assert found == pytest.approx([0.5 + message_s, 0.5 + message_s, 0.5 + message_s, message_s])
+    result = simulate(ring, 4, MACHINE, cpu_factor=0)
+    assert result == pytest.approx([0.5 + message_s, 0.5 + message_s, 0.5 + message_s, message_s])
     shared = Machine(Link.line(0.0, 0.0), Link.line(LATENCY_S, BYTE_S), nodes=(0, 0, 1, 1))
 
     def across(group: Group) -> None:
@@ -160,7 +160,7 @@ def test_what_leaves_a_node_and_what_enters_one_goes_one_behind_the_other() -> N
     machine = Machine(link, link, tuple(range(ranks)))
 
     def main(group: Group) -> list[float]:
-        comm, buffer, found = group.comm, np.zeros(10**5), list[float]()
+        comm, buffer, result = group.comm, np.zeros(10**5), list[float]()
         for outward in (True, False):
             comm.barrier()
             begin_s = clock.now()
@@ -170,14 +170,14 @@ def test_what_leaves_a_node_and_what_enters_one_goes_one_behind_the_other() -> N
                 comm.wait_all([comm.isend(buffer, rank, 0) for rank in range(1, ranks)])
             else:
                 comm.wait_all([comm.irecv(np.zeros(10**5), rank, 0) for rank in range(1, ranks)])
-            found.append(clock.now() - begin_s)
-        return found
+            result.append(clock.now() - begin_s)
+        return result
 
-    found = simulate(main, ranks, machine, seed=1, cpu_factor=0)
-    wanted = [LATENCY_S + count * message_s for count in (1, 2, 3, 4)]
+    result = simulate(main, ranks, machine, seed=1, cpu_factor=0)
+    expected = [LATENCY_S + count * message_s for count in (1, 2, 3, 4)]
     for way in range(2):
-        assert sorted(seconds[way] for seconds in found[1:]) == pytest.approx(wanted)
-        assert found[0][way] == pytest.approx(wanted[-1])
+        assert sorted(seconds[way] for seconds in result[1:]) == pytest.approx(expected)
+        assert result[0][way] == pytest.approx(expected[-1])
 
 
 @pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
@@ -191,16 +191,16 @@ def test_a_wait_ends_at_its_time_or_with_what_it_is_for(cpu_factor: float) -> No
             comm.wait_all([comm.isend(buffer, 1, 0)])
             return []
         request = comm.irecv(buffer, 0, 0)
-        found, ends_s = [], []
+        result, ends_s = [], []
         for until_s in (3.0, 4.0, 1e9):
-            found.append(comm.world.wait_until(lambda: comm.test_all([request]), until_s))
+            result.append(comm.world.wait_until(lambda: comm.test_all([request]), until_s))
             ends_s.append(clock.now())
         if cpu_factor == 0:
             assert ends_s == pytest.approx([3.0, 4.0, 10.0], abs=1e-3)
-        return found
+        return result
 
-    found = simulate(main, 2, cpu_factor=cpu_factor)[1]
-    assert found == [False, False, True] if cpu_factor == 0 else found[-1]
+    result = simulate(main, 2, cpu_factor=cpu_factor)[1]
+    assert result == [False, False, True] if cpu_factor == 0 else result[-1]
 
 
 def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag() -> None:
@@ -271,9 +271,9 @@ def test_computing_takes_its_processor_time() -> None:
             total += number
         return clock.now()
 
-    one, twice = (simulate(main, 3, cpu_factor=factor) for factor in (1.0, 2.0))
-    assert 0 < one[0] < one[1] < one[2]
-    assert 1.2 < sum(twice) / sum(one) < 3.2
+    item, twice = (simulate(main, 3, cpu_factor=factor) for factor in (1.0, 2.0))
+    assert 0 < item[0] < item[1] < item[2]
+    assert 1.2 < sum(twice) / sum(item) < 3.2
     assert simulate(main, 3, cpu_factor=0).seconds == 0
 
 
@@ -286,7 +286,7 @@ def test_groups_of_nodes() -> None:
         pages = node.share_pages(group.rank)
         pages.parts[node.rank][...] = group.rank
         node.barrier()
-        return node.rank, [int(each) for part in pages.parts for each in part[:1]]
+        return node.rank, [int(item) for part in pages.parts for item in part[:1]]
 
     assert simulate(main, 5, machine) == [
         (1, [2]),
@@ -318,4 +318,4 @@ def test_ranks_compute_as_who_simulates_them_does() -> None:
     with lookup.jit(False), use_precision("fp16"):
         assert simulate(settings, 2) == [(False, "fp16")] * 2
     variables = (lookup._enabled, precisions._mode)
-    assert {each.name for each in variables} == set(COMPUTING)
+    assert {variable.name for variable in variables} == set(COMPUTING)

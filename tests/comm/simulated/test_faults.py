@@ -31,8 +31,8 @@ def two(first: Fault | None, second: Fault | None) -> Fault:
     """Return what ranks 0 and 1 start, each for itself, and wait for."""
 
     def fault(comm: Any) -> None:
-        own = {0: first, 1: second}.get(comm.rank)
-        comm.wait_all([own(comm)] if own is not None else [])
+        local = {0: first, 1: second}.get(comm.rank)
+        comm.wait_all([local(comm)] if local is not None else [])
 
     return fault
 
@@ -264,11 +264,13 @@ def test_1f1b_with_plain_blocking_sends_waits_in_a_circle(ranks: int) -> None:
         data = np.zeros(LONG)
         for item in schedule.programs[group.rank]:
             requests = []
-            for one in parts(item):
-                if one.kind in TRANSFERS:
-                    to = one.stage + (1 if one.kind in (Kind.SEND_ACT, Kind.RECV_GRAD) else -1)
-                    tag = int(one.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD))
-                    start = group.comm.isend if one.kind in SENDS else group.comm.irecv
+            for element in parts(item):
+                if element.kind in TRANSFERS:
+                    to = element.stage + (
+                        1 if element.kind in (Kind.SEND_ACT, Kind.RECV_GRAD) else -1
+                    )
+                    tag = int(element.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD))
+                    start = group.comm.isend if element.kind in SENDS else group.comm.irecv
                     requests.append(start(data.copy(), to, tag))
             group.comm.wait_all(requests)
 

@@ -54,7 +54,7 @@ def _argsort(dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ..
     """
     importlib.import_module("cupy").cuda.get_current_stream().synchronize()
     values, order = (
-        _array(address, shape, each) for address, each in ((data, dtype), (places, np.intp))
+        _array(address, shape, item) for address, item in ((data, dtype), (places, np.intp))
     )
     order[...] = np.argsort(values, axis=-1, kind="stable")
     values.sort(axis=-1, kind="stable")

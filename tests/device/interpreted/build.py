@@ -59,7 +59,7 @@ def _build(folder: Path, runtime: Path, cublas: Path) -> None:
         subprocess.Popen([*FLAGS, "-c", str(path), "-o", str(folder / f"{stem}.o")])
         for stem, path in places.items()
     ]
-    codes = [each.wait() for each in running]
+    codes = [item.wait() for item in running]
     if any(codes):
         raise RuntimeError("g++ cannot build the interpreted device")
     versions = f"-Wl,--version-script={folder / 'versions'}"
@@ -92,8 +92,8 @@ def _hooks(runtime: Path) -> str:
     lines = subprocess.run(
         ["nm", "-S", str(runtime)], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    found = re.findall(r"^(\w+) (\w+) [tT] cuda([A-Z]\w*)$", "\n".join(lines), re.MULTILINE)
-    places = {name: place for place, size, name in found if int(size, 16) >= JUMP}
+    result = re.findall(r"^(\w+) (\w+) [tT] cuda([A-Z]\w*)$", "\n".join(lines), re.MULTILINE)
+    places = {name: place for place, size, name in result if int(size, 16) >= JUMP}
     text = (HERE / "device.cpp").read_text()
     there = {*re.findall(r"CUDART\((\w+)\)", text), *re.findall(r"device_cuda(\w+)\(", text)}
     code = ["#include <cstddef>", "#include <cstdint>", 'extern "C" int device_lacks(const char*);']

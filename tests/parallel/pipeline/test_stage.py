@@ -11,11 +11,11 @@ from nnmpi.tensor.tensor import Tensor
 def test_pack_and_unpack_are_inverse() -> None:
     a, b, c = (Tensor(np.full(2, i)) for i in range(3))
     for x, single in ((a, True), ((a, b), False)):
-        tensors, found = pack(x, {"later": c, "early": b}, 0)
-        assert found is single
-        again, kept = unpack(tensors, found, ["early", "later"])
+        tensors, result = pack(x, {"later": c, "early": b}, 0)
+        assert result is single
+        again, saved = unpack(tensors, result, ["early", "later"])
         assert (again is a) if single else (again[0] is a and again[1] is b)
-        assert kept == {"early": b, "later": c}
+        assert saved == {"early": b, "later": c}
 
 
 def test_what_is_no_tensor_cannot_cross() -> None:

@@ -68,11 +68,11 @@ class Server:
 
     def play(self, workers: str) -> list[list[int]]:
         """Let workers push one after the other, and return who may go on after each."""
-        found = []
+        result = []
         for worker in workers:
             self.push(int(worker))
-            found.append(self.release())
-        return found
+            result.append(self.release())
+        return result
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_who_goes_on_and_what_is_an_update(
 
 
 def test_one_update_of_a_batch_has_exactly_its_rate_and_no_order_of_arrival() -> None:
-    found = set()
+    result = set()
     for order in ((3, 1, 4, 0, 5, 9, 2, 6, 8, 7), range(10)):
         server = Server(10, 0)
         for worker in order:
@@ -128,8 +128,8 @@ def test_one_update_of_a_batch_has_exactly_its_rate_and_no_order_of_arrival() ->
             released = server.release()
         assert released == list(range(10))
         assert server.server.optimizer.lr == 0.3  # ten times 0.1 added up is not 1.0
-        found.add(server.weight)
-    assert len(found) == 1
+        result.add(server.weight)
+    assert len(result) == 1
 
 
 def test_an_update_of_a_part_has_a_mean_gradient_and_a_part_of_the_rate() -> None:

@@ -153,8 +153,8 @@ def test_every_task_is_used_once_and_nobody_is_too_far_ahead(
     run = Run(group, bound, delays=1 if bound is None else bound)
     right = True
     if group.is_root:
-        found = [sorted(task for _, task in segment) for segment in run.arrivals]
-        right = found == [all_tasks(*segment, group.size) for segment in SEGMENTS]
+        result = [sorted(task for _, task in segment) for segment in run.arrivals]
+        right = result == [all_tasks(*segment, group.size) for segment in SEGMENTS]
         right = right and (bound is None or max(run.leads) <= bound)
     assert everywhere(group, right)
 
@@ -172,14 +172,14 @@ def test_a_segment_that_ends_early_ends_for_everybody(
     right = bool(np.isfinite(run.weights).all())
     if group.is_root:
         first, second = (sorted(task for _, task in segment) for segment in run.arrivals)
-        whole = -(-len(first) // group.size)
+        full = -(-len(first) // group.size)
         right = (
             right
-            and first == all_tasks(0, whole, group.size)[: len(first)]
+            and first == all_tasks(0, full, group.size)[: len(first)]
             and len(first) < 9 * group.size
         )
         right = right and second == all_tasks(9, 11, group.size)
-        right = right and ("broken" in early or len(first) == whole * group.size)
+        right = right and ("broken" in early or len(first) == full * group.size)
         right = right and (bound != 0 or len(first) == 3 * group.size)
     assert everywhere(group, right)
 
@@ -192,7 +192,7 @@ def test_messages_and_bytes_are_those_of_the_formula(group: Group) -> None:
     header = {"push": 17 * 8, "reply": 5 * 8}
     for number, steps in enumerate((4, 1)):
         messages, sent = (
-            sum(each[number][i] for each in group.gather(run.traffic)) for i in range(2)
+            sum(item[number][i] for item in group.gather(run.traffic)) for i in range(2)
         )
         pushes, replies = others * steps, others * (steps + 1)
         assert messages == pushes + replies

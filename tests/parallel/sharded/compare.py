@@ -77,11 +77,11 @@ def check_equal(
             is tested.
     """
     x, y = images(rows, shape, dtype)
-    whole = build().initialize(seed=3, dtype=dtype)
+    full = build().initialize(seed=3, dtype=dtype)
     ours = build()
     shard(ours, group, table, sample)
     ours.initialize(seed=3, dtype=dtype)
-    names = [name for name, _ in whole.named_parameters()]
+    names = [name for name, _ in full.named_parameters()]
     problems = (
         [] if [name for name, _ in ours.named_parameters()] == names else ["the names differ"]
     )
@@ -89,7 +89,7 @@ def check_equal(
     if group.size > 1 and len(cut) < sharded_at_least:
         problems.append(f"only {cut} are cut")
     problems += differences(
-        train(whole, x, y), train(ours, x, y), regions(ours), TOLERANCES[dtype], group.size == 1
+        train(full, x, y), train(ours, x, y), regions(ours), TOLERANCES[dtype], group.size == 1
     )
     everyone = group.gather(problems)
     assert not any(everyone), everyone
@@ -101,18 +101,18 @@ def differences(
     whole: Any, ours: Any, where: Mapping[str, Any], tolerance: float, exact: bool
 ) -> list[str]:
     """Return what is not as in the whole model's run."""
-    found = []
+    result = []
 
     def compare(what: str, expected: Any, actual: Any) -> None:
         expected, actual = np.asarray(expected), np.asarray(actual)
         if expected.shape != actual.shape:
-            found.append(f"{what} has shape {actual.shape}, not {expected.shape}")
+            result.append(f"{what} has shape {actual.shape}, not {expected.shape}")
         elif exact and not np.array_equal(expected, actual):
-            found.append(f"{what} differs, if only by {np.abs(expected - actual).max():.1e}")
+            result.append(f"{what} differs, if only by {np.abs(expected - actual).max():.1e}")
         elif expected.size and not np.abs(expected - actual).max() <= tolerance * max(
             1.0, np.abs(expected).max()
         ):
-            found.append(f"{what} differs by {np.abs(expected - actual).max():.1e}")
+            result.append(f"{what} differs by {np.abs(expected - actual).max():.1e}")
 
     def part(name: str, array: Array) -> Array:
         return array if where[name] is None else where[name].take(array)
@@ -124,24 +124,24 @@ def differences(
     for name, values in ours[2].items():
         compare(f"{name} at the end", part(name, whole[2][name]), values)
     compare("the result", whole[3], ours[3])
-    return found
+    return result
 
 
 def check_same_bits(group: Group, model: Module) -> None:
     """Fail on all ranks unless what is not cut has the same bits on all ranks."""
     where = regions(model)
-    own = {
+    local = {
         name: array.tobytes().hex() for name, array in model.state().items() if where[name] is None
     }
-    own |= {
+    local |= {
         f"gradient of {name}": np.array(p.grad).tobytes().hex()
         for name, p in model.named_parameters()
         if where[name] is None
     }
-    everyone = group.gather(own)
+    everyone = group.gather(local)
     different = [
         name
-        for name in own
+        for name in local
         if any(theirs.get(name) != everyone[0].get(name) for theirs in everyone)
     ]
     assert not different, different

@@ -39,22 +39,24 @@ def test_like_the_whole_one(group: Group, dtype: str, options: dict[str, Any]) -
             if options["ignore_index"] >= classes:
                 labels[labels != options["ignore_index"]] = 0
         mine = part(classes, group.size, group.rank)
-        whole = Tensor(logits, requires_grad=True)
-        own = Tensor(np.ascontiguousarray(logits[..., mine.start : mine.stop]), requires_grad=True)
-        expected = whole_cross_entropy(whole, labels, **options)
-        found = cross_entropy(own, labels, group, classes, **options)
+        full = Tensor(logits, requires_grad=True)
+        local = Tensor(
+            np.ascontiguousarray(logits[..., mine.start : mine.stop]), requires_grad=True
+        )
+        expected = whole_cross_entropy(full, labels, **options)
+        result = cross_entropy(local, labels, group, classes, **options)
         seed = generator.standard_normal(expected.shape)
         expected.backward(seed)
-        found.backward(seed)
+        result.backward(seed)
         tolerance = TOLERANCES[dtype] * max(1.0, np.abs(expected.data).max())
-        if found.shape != expected.shape or np.abs(found.data - expected.data).max() > tolerance:
-            problems.append(f"loss of {classes} classes: {found.data} instead of {expected.data}")
-        gradient = whole.grad[..., mine.start : mine.stop]
-        if own.grad.size and np.abs(own.grad - gradient).max() > TOLERANCES[dtype]:
+        if result.shape != expected.shape or np.abs(result.data - expected.data).max() > tolerance:
+            problems.append(f"loss of {classes} classes: {result.data} instead of {expected.data}")
+        gradient = full.grad[..., mine.start : mine.stop]
+        if local.grad.size and np.abs(local.grad - gradient).max() > TOLERANCES[dtype]:
             problems.append(f"gradient of {classes} classes")
-        bits = group.gather(found.data.tobytes().hex())
+        bits = group.gather(result.data.tobytes().hex())
         problems += [] if len(set(bits)) == 1 else [f"{classes} classes: other bits on other ranks"]
-        if not np.array_equal(best_classes(own.data, group, classes), logits.argmax(axis=-1)):
+        if not np.array_equal(best_classes(local.data, group, classes), logits.argmax(axis=-1)):
             problems.append(f"best of {classes} classes")
     assert not any(group.gather(problems)), problems
 

@@ -130,12 +130,12 @@ def test_dropout_drops_what_the_whole_layer_drops(group: Group, placement: Place
     axis = 1 if placement.has_rows else -1
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     region = placement.resolve(shape[axis]).region(shape, axis, group.size, group.rank)
-    whole = nn.Dropout(0.4)
-    own, _ = LayerContext("2.drop", placement, None, None, ParameterSharder(group)).on_parts(whole)
-    whole.path = "2.drop"
+    full = nn.Dropout(0.4)
+    local, _ = LayerContext("2.drop", placement, None, None, ParameterSharder(group)).on_parts(full)
+    full.path = "2.drop"
     with training(seed=3, step=4, first_row=17):
-        expected, found = whole(x).data, own(np.ascontiguousarray(region.take(x))).data
-    assert all(group.gather(np.array_equal(found, region.take(expected))))
+        expected, result = full(x).data, local(np.ascontiguousarray(region.take(x))).data
+    assert all(group.gather(np.array_equal(result, region.take(expected))))
 
 
 @pytest.mark.simulated
@@ -149,7 +149,7 @@ def test_embedding(group: Group, sharding: Sharding) -> None:
         )
 
     x, y = np.array([[0, 10, 3], [3, 3, 7], [5, 4, 10]]), np.array([0, 2, 1])
-    whole, ours = build().initialize(seed=3, dtype="float64"), build()
+    full, ours = build().initialize(seed=3, dtype="float64"), build()
     shard(ours, group, {"0": sharding, "2": C, "4": R}, sample=(3,))
     ours.initialize(seed=3, dtype="float64")
 
@@ -157,7 +157,7 @@ def test_embedding(group: Group, sharding: Sharding) -> None:
         return train(model, x, y, cross_entropy)
 
     problems = differences(
-        run(whole), run(ours), regions(ours), TOLERANCES["float64"], group.size == 1
+        run(full), run(ours), regions(ours), TOLERANCES["float64"], group.size == 1
     )
     assert not any(group.gather(problems)), problems
 

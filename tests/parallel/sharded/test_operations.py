@@ -117,9 +117,9 @@ def try_all(case: Case, ranks: int) -> int:
                 assert "ranks has a part" in str(error), error
                 done.append(False)
                 continue
-            for one, other in zip(expected, ours, strict=True):
-                assert one.shape == other.shape, way
-                np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-11, err_msg=str(way))
+            for first, other in zip(expected, ours, strict=True):
+                assert first.shape == other.shape, way
+                np.testing.assert_allclose(other, first, rtol=1e-11, atol=1e-11, err_msg=str(way))
             done.append(True)
         return done
 

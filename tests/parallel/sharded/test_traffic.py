@@ -89,6 +89,6 @@ def test_exchanges(
     """One all-reduce forward and one backward for each pair, and so on."""
     model = build()
     shard(model, group, table, sample=shape)
-    found = count(model.initialize(seed=0), shape)
-    everyone = group.gather([dict(each) for each in found])
-    assert all(each == [forward, backward] for each in everyone), everyone
+    result = count(model.initialize(seed=0), shape)
+    everyone = group.gather([dict(item) for item in result])
+    assert all(item == [forward, backward] for item in everyone), everyone

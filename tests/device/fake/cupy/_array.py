@@ -227,10 +227,10 @@ class ndarray:
     def __getitem__(self, key: Any) -> ndarray:
         if _streams.PENDING:
             _streams.settle()
-        found: ndarray = wrap(self._host[self._key(key)])
-        if found._mem is self._mem:
-            found._base = self if self._base is None else self._base
-        return found
+        result: ndarray = wrap(self._host[self._key(key)])
+        if result._mem is self._mem:
+            result._base = self if self._base is None else self._base
+        return result
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if _streams.PENDING:
@@ -284,7 +284,7 @@ class ndarray:
             return _by_numpy(getattr(function, method), inputs, kwargs)
         if method != "__call__" or function.signature is not None:
             return NotImplemented
-        if any(each is not None for each in kwargs.get("out", ()) if not isinstance(each, ndarray)):
+        if any(item is not None for item in kwargs.get("out", ()) if not isinstance(item, ndarray)):
             raise TypeError("Output arguments type must be cupy.ndarray")
         return getattr(cupy, function.__name__)(*inputs, **kwargs)
 
@@ -342,8 +342,8 @@ def wrap(result: Any) -> Any:
     array = ndarray.__new__(ndarray)
     array._host = result
     array._base = None
-    found = memory.OWNERS.get(id(owner))
-    array._mem = memory.Memory(owner) if found is None else found
+    matches = memory.OWNERS.get(id(owner))
+    array._mem = memory.Memory(owner) if matches is None else matches
     return array
 
 

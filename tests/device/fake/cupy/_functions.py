@@ -136,7 +136,7 @@ def _renamed(value: Any, known: Parameters) -> list[str]:
     order.
     """
     try:
-        theirs = [each.name for each in inspect.signature(value).parameters.values()]
+        theirs = [parameter.name for parameter in inspect.signature(value).parameters.values()]
     except (TypeError, ValueError):
         return known.positional
     agree = 0
@@ -169,7 +169,7 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
         if not makes and isinstance(first, int | float) and not isinstance(first, np.generic):
             raise AttributeError(f"{type(first).__name__!r} object: cupy.{name} takes arrays alone")
         convert = _from_host if from_host else unwrap
-        result = value(*map(convert, args), **{key: convert(each) for key, each in kwargs.items()})
+        result = value(*map(convert, args), **{key: convert(item) for key, item in kwargs.items()})
         if out is not None:
             return out
         if type(result) is np.ndarray:
@@ -210,9 +210,9 @@ def _matmul(name: str, function: Any) -> Any:
         if name == "dot" and len(args) == 3:
             kwargs["out"], args = args[2], args[:2]
         left, right = args[:2]
-        for each in (left, right):
-            if type(each) is not ndarray:
-                raise TypeError(f"Unsupported type {type(each)}")
+        for item in (left, right):
+            if type(item) is not ndarray:
+                raise TypeError(f"Unsupported type {type(item)}")
         if max(left.ndim, right.ndim) > 2 and "bfloat16" in (left.dtype.name, right.dtype.name):
             raise TypeError("CuPy's batched matmul takes no bfloat16")
         out = kwargs.pop("out", None)
@@ -276,16 +276,16 @@ def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
         _streams.settle()
     if type(a) is not ndarray:
         raise TypeError(f"Unsupported type {type(a)}")
-    found = np.take(a._host, unwrap(indices), axis)  # raises where CuPy would wrap
+    result = np.take(a._host, unwrap(indices), axis)  # raises where CuPy would wrap
     if out is None:
-        return wrap(found)
+        return wrap(result)
     if type(out) is not ndarray:
         raise TypeError("Output arguments type must be cupy.ndarray")
-    if out.dtype != a.dtype or out.shape != np.shape(found):
+    if out.dtype != a.dtype or out.shape != np.shape(result):
         raise ValueError(
-            f"out of shape {out.shape} and {out.dtype} for {np.shape(found)} and {a.dtype}"
+            f"out of shape {out.shape} and {out.dtype} for {np.shape(result)} and {a.dtype}"
         )
-    np.copyto(out._host, found)
+    np.copyto(out._host, result)
     return out
 
 

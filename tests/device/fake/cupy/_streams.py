@@ -93,30 +93,30 @@ class Stream:
 
     def _settle(self, upto: int | None = None) -> None:
         """Do for the device what is under way, while the host still sees nothing of it."""
-        kept: deque[_Copy | _Wait] = deque()
+        saved: deque[_Copy | _Wait] = deque()
         for place, item in enumerate(self._queue):
             if upto is not None and self._arrived + place >= upto:
-                kept.append(item)
+                saved.append(item)
             elif item.to_host:
                 item.read()
-                kept.append(item)
+                saved.append(item)
             else:
-                for before, copy in enumerate(kept):
+                for before, copy in enumerate(saved):
                     if copy.to_host:  # this one may read the page-locked memory that it writes
                         copy.finish()
-                        kept[before] = _Done()
+                        saved[before] = _Done()
                 item.finish()
-                kept.append(_Done())
-        self._queue = kept
-        if all(isinstance(item, _Done) for item in kept):
-            self._arrived += len(kept)
-            kept.clear()
+                saved.append(_Done())
+        self._queue = saved
+        if all(isinstance(item, _Done) for item in saved):
+            self._arrived += len(saved)
+            saved.clear()
             if self in PENDING:
                 PENDING.remove(self)
 
     def synchronize(self) -> None:
         """Wait for everything in this stream; for the null stream, in the blocking ones too."""
-        for stream in [each for each in PENDING if each._blocking] if self._is_null else []:
+        for stream in [item for item in PENDING if item._blocking] if self._is_null else []:
             stream._finish()
         self._finish()
 

@@ -43,7 +43,7 @@ class ufunc:
             if out is not None:
                 raise ValueError("Cannot specify 'out' as both a positional and keyword argument")
             args, out = args[:nin], args[nin] if self.nout == 1 else args[nin:]
-        hosts = [each._host if type(each) is ndarray else self._number(each) for each in args]
+        hosts = [arg._host if type(arg) is ndarray else self._number(arg) for arg in args]
         if out is None:
             return wrap(self._function(*hosts, order="C", dtype=dtype, casting=casting))
         if type(out) is tuple:
@@ -51,7 +51,7 @@ class ufunc:
         if type(out) is not ndarray:
             raise TypeError("Output arguments type must be cupy.ndarray")
         target = out._host
-        if not any(np.shape(each) == target.shape for each in hosts):
+        if not any(np.shape(host) == target.shape for host in hosts):
             shape = np.broadcast_shapes(*map(np.shape, hosts))
             if shape != target.shape:
                 raise ValueError(
@@ -129,8 +129,8 @@ class _Find(dict):  # type: ignore[type-arg]
     def __missing__(self, name: str) -> Any:
         import cupy
 
-        found = self[name] = getattr(cupy, NAMES.get(name, name))
-        return found
+        result = self[name] = getattr(cupy, NAMES.get(name, name))
+        return result
 
 
 _OPERATIONS = _Find()

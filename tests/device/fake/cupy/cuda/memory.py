@@ -103,10 +103,10 @@ def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
     """Return the allocation around some bytes; one that has been unmapped may lie there, too, and
     be shorter.
     """
-    for found in OWNERS.valuerefs():  # one step: other threads may make arrays meanwhile
-        each = found()
-        if each is not None and each.ptr <= ptr and ptr + size <= each.ptr + max(1, each.size):
-            return each
+    for result in OWNERS.valuerefs():  # one step: other threads may make arrays meanwhile
+        item = result()
+        if item is not None and item.ptr <= ptr and ptr + size <= item.ptr + max(1, item.size):
+            return item
     return None
 
 

@@ -62,7 +62,7 @@ def _multiply(name: str, g: dict[str, int]) -> None:
         raise RuntimeError("CUBLAS_STATUS_INVALID_VALUE")
     given, result = _TYPES[g["Atype"]], _TYPES[g["Ctype"]]
     wide = np.dtype("f8" if given.itemsize == 8 else "f4")
-    alpha, beta = (bytes_at(g[each], wide.itemsize).view(wide)[0] for each in ("alpha", "beta"))
+    alpha, beta = (bytes_at(g[item], wide.itemsize).view(wide)[0] for item in ("alpha", "beta"))
     _streams.settle()
     for i in range(g["batchCount"]):
         a = _matrix(g["A"], i * g["strideA"], given, rows_a, columns_a, g["lda"]).astype(wide)
