@@ -253,7 +253,7 @@ def profile_of(
     # Megatron-LM, figure 4.
     sums = (("all-reduce", inner[-1].value_bytes, 2 * (2 + recompute) * (len(inner) - 1)),)
 
-    def kept(shared: int) -> float:
+    def saved(shared: int) -> float:
         if not recompute:
             return sum(item.kept_bytes for item in layers) / shared
         inputs = sum(item.value_bytes for item in layers) / (
