@@ -1,14 +1,18 @@
-"""Worker: a model, an optimizer and the parallel strategies put together, with one call per update.
+"""Worker: model, optimizer and parallel strategies behind one call per update.
 
     worker = Worker(model, optimizer, group)
     for batch in loader.epoch(0):
         report = worker.step(batch)
 
-    worker.run(loader, 0, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)  # as any Trainer does it
+    batches = loader.batches_per_epoch
+    worker.run(loader, 0, 0, batches, step=0, lr=lambda step: 0.1)  # the interface of every Trainer
 
-Every rank runs the same calls and gets the same reports: global means, not its own share. With an
-`arrangement` the model may be cut and sharded (see `compose.arrange`); without one, every rank has
-all of it.
+All ranks make the same calls and get the same reports: global means, not a rank's share. With an
+`arrangement` the model may be sharded (see `compose.arrange`). Without one, every rank holds the
+full model.
+
+A step asks its `exchange` (buckets, fused update, ZeRO or fixed order, see `compose.exchange`)
+what to do with gradients. No strategy is named in `step`: adding one changes no line here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,43 +68,50 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
 from nnmpi.units import format_bytes
 
-_AS_IT_IS, _NOTHING = nullcontext(), nullcontext[Sequence[TraceEvent]](())
+_UNCHANGED, _NOTHING = nullcontext(), nullcontext[Sequence[TraceEvent]](())
 
 
 class Worker(Trainer):
-    """Trains and evaluates a model on the ranks of a group. Making one is collective.
+    """Trains and evaluates a model on the ranks of a group. The constructor is collective.
 
     Args:
-        model: initialized; `arrangement.model` where there is an arrangement.
+        model: initialized; `arrangement.model` if there is an arrangement.
         optimizer: made over `model.storage`.
-        group: all ranks; each batch is shared out over them, or over the replicas of the
-            arrangement.
+        group: all ranks. Each batch is split over them, or over the replicas of the arrangement.
         loss: "cross-entropy" (the default), "mse", "mae", "huber" or "bce", see `compose.losses`;
-            or a function (logits, labels) -> a loss for each label, or their sum if it has an
-            argument `reduction="sum"`. The sum is divided by the labels of the global batch that
-            count, once: those of whole numbers that are not negative (with labels of another kind,
-            by its samples). Where `arrangement.classes` are shared out, it must be
+            or a function (logits, labels) -> one loss per label, or their sum if it takes
+            `reduction="sum"`. The sum is divided once, by the valid labels of the global batch:
+            integer labels are valid unless negative; for other labels, samples are counted. With
+            sharded classes (`arrangement.classes`) it must be
             `compose.losses.sum_cross_entropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         exchange: how gradients are summed over the replicas, and whether the update is fused with
-            that.
-        numerics: the precision, and the largest length of the gradient.
+            the sum.
+        numerics: the precision, and the largest gradient norm.
         seed: of the run; keys dropout masks.
-        backend: where the model lives; NumPy by default.
-        arrangement: how the model lies on the ranks; None for all of it on each.
-        synchronous_sends: let no message of a pipeline leave before its receive is posted (for
-            tests).
-        slow: how long steps last at least, and stragglers.
+        backend: device of the model; NumPy by default.
+        arrangement: how the model is sharded; None for a full replica on every rank.
+        synchronous_sends: send a pipeline's message only after its receive is posted (for tests).
+        slow: minimum duration of steps, and stragglers.
 
     Attributes:
         scaling: the loss scale of fp16; None otherwise.
-        exchange: what becomes of gradients; see `compose.exchange`.
-        parallel: the strategy in it.
-        notice: what is not as it was asked for, and why; else empty.
+        exchange: sums gradients and updates weights; see `compose.exchange`.
+        parallel: the strategy that the exchange uses.
+        notice: the options that could not be honored, and why; empty if there are none.
 
     Raises:
-        UsageError: for an optimizer of other arrays than the model's, a loss that is a mean, and
-            options that do not go together; see also `parallel.DataParallel`.
+        UsageError: for an optimizer over arrays of another model, a loss that is a mean, and
+            incompatible options; see also `parallel.DataParallel`.
+
+    Example:
+        >>> def program(group):
+        ...     model = models.mlp((4,), 3, hidden=[16]).initialize(seed=0)
+        ...     worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group)
+        ...     report = worker.step(np.ones((8, 4)), np.zeros(8, int))
+        ...     return report.samples, round(report.loss, 4)
+        >>> nnmpi.simulate(program, ranks=2)
+        [(16, 0.905), (16, 0.905)]
     """
 
     in_step = True
@@ -135,27 +146,25 @@ class Worker(Trainer):
         self.scaling = LossScale() if self.precision == "fp16" else None
         where = self.arrangement
         self._sequence, self._fixed = where.sequence, where.layout.fixed
-        self._shares = max(where.mesh.tp.size, where.mesh.sp.size) > 1
+        self._is_sharded = max(where.mesh.tp.size, where.mesh.sp.size) > 1
         self._checks = exchange.check
         check_pairs(self, arrangement, exchange.fused_update)
-        check_free(model)  # before anything is moved
+        check_free(model)  # before the exchange moves parameters into its own storage
         self.exchange = make_exchange(self, exchange)
         self.parallel, self.notice = self.exchange.parallel, self.exchange.notice
         self.passes = Passes(self, self.exchange, synchronous_sends)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._batch_bytes = -1
-        self._at_once = 1  # microbatches whose activations there are
-        self._waiting = 0  # bytes of what others wait with
-        # of the largest batch of those whose steps were counted
-        self._counted_bytes: int | None = None
+        self._live = 1  # microbatches whose activations are held at the peak
+        self._waiting = 0  # bytes of the stage inputs of further microbatches
+        self._counted_bytes: int | None = None  # of the largest batch that was counted
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
-        # what values were drawn in, between which a step's arrays would leave holes
+        # Drawing initial values left free blocks in the heap. A step's arrays would fragment them.
         return_freed_memory()
 
     def release(self) -> None:
-        """Take everything off the model again: it is then one that each rank has for itself.
-        Collective.
+        """Detach from the model: every rank has a plain copy again. Collective.
 
         A second call does nothing.
         """
@@ -163,36 +172,34 @@ class Worker(Trainer):
         super().release()
 
     def step(self, batch: Batch | Any, y: Any = None, lr: float | None = None) -> StepReport:
-        """Do one update with this rank's part of a global batch; collective.
+        """Do one update with this rank's shard of a global batch; collective.
 
             for batch in loader: worker.step(batch)
-            worker.step(x, y)                           rows of this replica's, as many as it likes,
-                                                        and their labels
+            worker.step(x, y)                   # rows of this replica, any number, and their labels
 
-        On a device the host waits once: when the gradients are summed, it reads loss, right answers
-        and the gradient's length in one copy. So a gradient that is not finite is found before the
-        update, and clipping needs no second wait; the update itself, and the next batch's copy, go
-        on while the host prepares the next step.
+        On a device the host waits once per step: it reads loss, correct answers and gradient norm
+        in one copy after the gradients are summed. So a gradient that is not finite is found
+        before the update, and clipping needs no second wait. The update and the next batch's copy
+        overlap with the host's preparation of the next step.
 
-        A batch of several microbatches (see `data.Loader`) is one update: their gradients are added
-        up. (With schedule pipedream each microbatch is one; the gradient's length is then not
-        known, and reported as NaN.)
+        A batch of several microbatches (see `data.Loader`) is one update: their gradients are
+        accumulated. With schedule pipedream each microbatch is an update; the gradient norm is
+        then unknown and reported as NaN.
 
         Args:
-            batch: a loader's; or samples (rows, *sample_shape), arrays or what NumPy reads: floats
-                become the weights' dtype. Replicas' rows together are the global batch; ranks of
-                one replica give the same.
-            y: their labels (rows, ...), where samples are given.
-            lr: the learning rate; the optimizer's own by default.
+            batch: a loader's batch; or samples (rows, *sample_shape), anything that NumPy can
+                convert. Floats are cast to the weights' dtype. The rows of all replicas form the
+                global batch; ranks of one replica give the same rows.
+            y: labels (rows, ...), if `batch` holds samples.
+            lr: the learning rate; the optimizer's by default.
 
         Raises:
-            DivergenceError: on all ranks, when the loss or the gradient is not finite; the weights
-                are unchanged then (running statistics are not, and with pipedream the weights are
-                not either). With fp16, only when the gradient overflows at the smallest loss scale,
-                too.
-            CommError: with `GradientExchange.check`, on all ranks, when weights differ.
-            UsageError: for a batch not shared out over the replicas as needed; after `release`; in
-                a compiled step.
+            DivergenceError: on all ranks, if the loss or the gradient is not finite. Weights are
+                unchanged (except with pipedream); running statistics are not. With fp16, only if
+                the gradient overflows at the smallest loss scale.
+            CommError: with `GradientExchange.check`, on all ranks, if weights differ.
+            UsageError: for a batch that is not split over the replicas; after `release`; in a
+                compiled step.
         """
         begin = clock.now()
         self.parallel.check_not_released()
@@ -204,39 +211,41 @@ class Worker(Trainer):
             self.optimizer.lr = lr
         if self._sequence is not None:
             batch = self._sequence.part(batch)
-        if self.backend.is_device:  # before what the pass allocates is counted
-            there = to_device(batch, self.model, self.backend)
-            batch = replace(batch, x=there.x, y=there.y, host_y=there.labels)
+        if self.backend.is_device:  # before the ledger counts: a batch is no activation
+            copy = to_device(batch, self.model, self.backend)
+            batch = replace(batch, x=copy.x, y=copy.y, host_y=copy.labels)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         world, met_s = self.group.comm.world, self.group.comm.world.met_s
         world.step = step
         nbytes = batch.x.nbytes + batch.y.nbytes
-        drawn = current() is not None
-        if drawn or nbytes != self._batch_bytes:
+        is_traced = current() is not None
+        if is_traced or nbytes != self._batch_bytes:
             self._batch_bytes = nbytes
             self._note_memory({BATCHES: nbytes})
-        # then each pass is looked at, and none replayed
-        counts = self._is_to_count(nbytes) or drawn
+        counts = self._should_count(nbytes) or is_traced
         with self._deterministic():
             with (
-                self._watching() if self._shares else _NOTHING as exchanged,
-                self._counting() if counts else _AS_IT_IS,
+                self._watching() if self._is_sharded else _NOTHING as exchanged,
+                self._counting() if counts else _UNCHANGED,
             ):
+                # Counting and tracing observe every operation, so such a pass runs eagerly.
                 report = self.passes.train(batch, step, factor, not counts)
                 if report.passed is not None:
-                    self._at_once = (
+                    self._live = (
                         1 if self.arrangement.layout.recomputes else report.passed.peak_live
                     )
                     self._waiting = report.passed.peak_waiting
-            if self.passes.replay.held_bytes != self._recorded_bytes:  # there are new recordings
+            if self.passes.replay.held_bytes != self._recorded_bytes:  # something was recorded
                 self._recorded_bytes = self.passes.replay.held_bytes
                 self._note_memory({ACTIVATIONS: self._recorded_bytes})
-            numbers = self.passes.sums()  # the update is not waited for
+            numbers = (
+                self.passes.sums()
+            )  # on a device the step's only wait; the update is not waited for
             if exchanged:
-                report.count(_exchanged(exchanged))
+                report.count(_traffic(exchanged))
             if self.slow:
-                # here all ranks meet, so that the others wait for a slow one in the same step
+                # The ranks meet next, so a straggler holds up the others within the same step.
                 paused_s = self.passes.paused_s
                 computed_s = clock.now() - begin - (world.met_s - met_s) - report.wait_s - paused_s
                 self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
@@ -254,20 +263,19 @@ class Worker(Trainer):
                 f" the global batch {batch.global_targets}; give Loader the rank and world of the"
                 f" replica ({names}), or a Batch of your own the targets of each microbatch"
             )
-        # A value that overflowed anywhere makes the norm inf or NaN, so it is the test of the whole
-        # gradient. Loss and norm are of all ranks' sums, so all ranks decide alike here, without a
+        # One overflowed value makes the norm inf or NaN, so the norm tests the whole gradient.
+        # Loss and norm are sums over all ranks, so all ranks take the same branch without a
         # message. PipeDream has no norm.
         if not isfinite(report.loss_sum) or not (self.passes.updates or isfinite(norm)):
-            # With fp16 a gradient that overflowed says that the loss scale was too large: leave
-            # this update out.
+            # With fp16 an overflowed gradient means that the loss scale is too large: skip the
+            # update and try a smaller one.
             report.skipped = (
                 isfinite(report.loss_sum) and self.scaling is not None and self.scaling.shrink()
             )
-            if not report.skipped:  # divergence: the step is computed again, to find where it began
+            if not report.skipped:  # divergence: compute the step again to locate its origin
                 with self._deterministic():
                     raise self.passes.explain(batch, step, report.loss)
-        elif not self.passes.updates:
-            # else it is PipeDream's, which has updated after each microbatch
+        elif not self.passes.updates:  # PipeDream has updated after each microbatch already
             clipped = 1.0 if self.clip is None else coefficient(norm, self.clip)
             if self.scaling is not None:
                 self.scaling.grow()
@@ -286,16 +294,16 @@ class Worker(Trainer):
 
     @contextmanager
     def _watching(self) -> Iterator[Sequence[TraceEvent]]:
-        """Note what layers exchange in the block; where a trace is recorded, that serves."""
-        found: list[TraceEvent] = []
+        """Collect the trace events of sharded layers, in the active trace if there is one."""
+        events: list[TraceEvent] = []
         trace = current() or Timeline()
         first = len(trace.events)
         with recording(trace):
-            yield found
-        found += trace.events[first:]
+            yield events
+        events += trace.events[first:]
 
     def _held_memory(self) -> dict[str, int]:
-        """Return what this rank holds between steps; of what stands once per node, its part."""
+        """Return the bytes held between steps; of memory that a node shares, this rank's share."""
         storage, shares = self.model.storage, self.exchange.holders
         parameters, gradients, rest = storage.held_bytes()
         state = self.optimizer.state_bytes // shares
@@ -307,25 +315,26 @@ class Worker(Trainer):
         }
 
     def _predict_memory(self) -> dict[str, int]:
-        """Return what formulas say of it; nothing where parameters stand once per node by a fused
-        update.
-        """
+        """Return the same by formula, for the ledger to compare; empty where no formula applies."""
         where, storage = self.arrangement, self.model.storage
         if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
         ranks, layout = where.mesh.replicas, where.layout
         once = isinstance(storage, ShardedStorage) and storage.stands_once
-        found = predict_bytes(
+        predicted = predict_bytes(
             *(self.model, layout.zero, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
             *(len(self.optimizer.slots()), layout.unit_bytes, once),
             away=layout.offload_state,
         )
-        return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
+        return {
+            PARAMETERS: predicted.parameters,
+            GRADIENTS: predicted.gradients,
+            STATE: predicted.optimizer,
+        }
 
-    def _is_to_count(self, nbytes: int) -> bool:
-        """Return whether to count what a step allocates, given the bytes of its batch; see
-        `memory.ledger`.
-        """
+    def _should_count(self, nbytes: int) -> bool:
+        # Not the first step, which also allocates what lasts (such as optimizer state). Then each
+        # batch larger than all counted before: the second step may be an epoch's short last batch.
         if self._counted_bytes is None:
             self._counted_bytes = -1
         elif nbytes > self._counted_bytes:
@@ -335,18 +344,17 @@ class Worker(Trainer):
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        with self.ledger.measuring(lambda most: most * self._at_once + self._waiting):
+        with self.ledger.measuring(lambda peak: peak * self._live + self._waiting):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 
     def _note_memory(self, held: Mapping[str, int], activations: int = 0) -> None:
-        """Note what is held, and draw it where a trace is recorded."""
         self.ledger.note(held)
-        timeline = current()
-        if timeline is not None:
-            now = timeline.clock()
+        trace = current()
+        if trace is not None:
+            now = trace.clock()
             amounts = {**self.ledger.report().held, ACTIVATIONS: activations}
-            timeline.add("memory", COUNTER, COUNTER, now, now, amounts)
+            trace.add("memory", COUNTER, COUNTER, now, now, amounts)
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         totals, signal, ended = Totals(), 0, clock.now()
@@ -358,7 +366,7 @@ class Worker(Trainer):
                 input_s = clock.now() - begin
                 with timeline.span(f"step {step}", "step", "steps"):
                     report = self.step(batch, lr=segment.lr(step))
-                # a step lasts from the end of the one before to its own
+                # Measured from the end of the previous step: input and progress are included.
                 before, ended = ended, clock.now()
                 report.input_s, report.wall_s = input_s, ended - before
                 totals.add(report)
@@ -379,20 +387,20 @@ class Worker(Trainer):
         return more
 
     def _batch_of(self, x: Any, y: Any) -> Batch:
-        """Return the batch of which each replica has these rows; collective."""
+        """Return this replica's shard of a batch made of all replicas' rows; collective."""
         if y is None:
             what = type(x).__name__
             raise UsageError(
                 f"step takes a batch of a data.Loader, or samples and labels, not a {what} alone: "
                 "for batch in loader: worker.step(batch), or worker.step(x, y)"
             )
-        samples, labels = (np.atleast_1d(read_array(each, "step")) for each in (x, y))
+        samples, labels = (np.atleast_1d(read_array(values, "step")) for values in (x, y))
         if len(samples) != len(labels):
             raise ShapeError(
                 f"{len(samples)} samples have {len(labels)} labels; give one for each sample"
             )
         replicas, data = self.arrangement.mesh.replicas, self.model.storage.data
-        # a stage without parameters reads shapes alone
+        # A pipeline stage without parameters reads only shapes, so any dtype serves.
         dtype = data[0].dtype if data else np.dtype("float32")
         samples = samples.astype(dtype, copy=False) if samples.dtype.kind == "f" else samples
         labels = labels.astype(dtype if labels.dtype.kind == "f" else np.int64, copy=False)
@@ -410,7 +418,7 @@ class Worker(Trainer):
         )
 
     def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
-        """See `Trainer.evaluate`; or of this replica's samples and their labels."""
+        """Evaluate batches, or this replica's samples and labels; see `Trainer.evaluate`."""
         batches = batches if y is None else [self._batch_of(batches, y)]
         with self._deterministic():
             if self._sequence is None:
@@ -419,7 +427,7 @@ class Worker(Trainer):
             return evaluate_all(self.group, parts, self.passes.evaluate, self._sequence.size)
 
     def scalars(self) -> dict[str, Any]:
-        """See `Trainer.scalars`; with fp16 the loss scale is there, too."""
+        """See `Trainer.scalars`; with fp16 they include the loss scale."""
         return super().scalars() | (
             {} if self.scaling is None else {"loss_scale": self.scaling.state()}
         )
@@ -427,13 +435,11 @@ class Worker(Trainer):
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """See `Trainer.load_scalars`."""
         super().load_scalars(values)
-        if self.scaling is not None and "loss_scale" in values:  # else it begins anew
+        if self.scaling is not None and "loss_scale" in values:  # else it starts at its default
             self.scaling.load(values["loss_scale"])
 
     def explain_replay(self) -> str:
-        """Return why the last pass was not replayed, as `nnmpi.compile` would do it; nothing if it
-        was.
-        """
+        """Return why the last pass ran eagerly; empty if it was replayed as by `nnmpi.compile`."""
         return self.passes.replay.explain()
 
     def describe_exchange(self) -> str:
@@ -441,73 +447,73 @@ class Worker(Trainer):
         return self.exchange.describe()
 
     def summary(self) -> list[str]:
-        """Return lines about the pipeline's passes, if there are any."""
+        """Return lines about the passes of a pipeline or memory plan, if there is one."""
         return self.passes.summary()
 
     def memory(self) -> list[str]:
-        """See `Trainer.memory`: of each kind on rank 0."""
-        found = self.ledger.report()
-        peaks = [int(peak) for peak in self.group.gather(found.peak)]
+        """See `Trainer.memory`; the kinds are those of rank 0."""
+        ledger = self.ledger.report()
+        peaks = [int(peak) for peak in self.group.gather(ledger.peak)]
         kinds = ", ".join(
-            f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peaks.items() if nbytes
+            f"{kind} {format_bytes(nbytes)}" for kind, nbytes in ledger.peaks.items() if nbytes
         )
-        wrong = [kind for kind, nbytes in found.predicted.items() if nbytes != found.peaks[kind]]
+        wrong = [kind for kind, nbytes in ledger.predicted.items() if nbytes != ledger.peaks[kind]]
         agrees = (
             f"; predicted otherwise: {', '.join(wrong)}"
             if wrong
             else ", as predicted"
-            if found.predicted
+            if ledger.predicted
             else ""
         )
         rank = peaks.index(max(peaks))
-        own = f"; {format_bytes(found.peak)} on rank 0" if rank else ""
-        most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{own}"
+        local = f"; {format_bytes(ledger.peak)} on rank 0" if rank else ""
+        most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{local}"
         return [f"{most}{agrees}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
 
     def _deterministic(self) -> AbstractContextManager[object]:
-        """Compute in the worker's precision; with reduction "fixed" also to the same bits on any
-        number of replicas.
+        """Compute in the worker's precision; with reduction "fixed", with one BLAS thread.
 
-        The bits of a product or a sum of squares may depend on how many threads BLAS has.
+        The bits of a product or a sum of squares may depend on the number of BLAS threads, and
+        "fixed" promises the same bits on any number of replicas.
         """
         refuse_inside("a Worker's step or evaluation")
         if self.precision == mode_of() and self.scaling is None and not self._fixed:
-            return _AS_IT_IS
+            return _UNCHANGED
         stack = ExitStack()
         stack.enter_context(use_precision(self.precision))
-        if self.scaling is not None:  # an overflow needs no warning: the gradient's length shows it
+        if self.scaling is not None:  # no warnings: the gradient norm shows an overflow
             stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
         if self._fixed:
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
 
 
-def _exchanged(events: Sequence[TraceEvent]) -> Traffic:
-    """Return what sharded layers exchanged, of what a timeline noted."""
+def _traffic(events: Sequence[TraceEvent]) -> Traffic:
+    """Return the collectives of sharded layers among a timeline's events."""
     events = [event for event in events if event.category == CATEGORY]
     count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
     return Traffic(0.0, count, len(events), nan if events else 0.0)
 
 
 def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: bool | None) -> None:
-    """Refuse options that do not go together, and a model that is not the arrangement's.
+    """Refuse incompatible options, and a model other than the arrangement's.
 
     Raises:
-        UsageError: saying which.
+        UsageError: naming them.
     """
     model, backend, where = worker.model, worker.backend, worker.arrangement
     mesh = where.mesh.mesh
     given = replace(where.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
-    given |= (
-        {refusals.STATE_OUT: "state out of memory"} if model.storage.state_store is not None else {}
-    )
-    given |= {refusals.FUSED: "the fused update"} if fused_update else {}
-    given |= (
-        {} if worker.optimizer.elementwise else {refusals.MATRICES: type(worker.optimizer).__name__}
-    )
-    given |= {refusals.DEVICE: str(backend.device)} if backend.is_device else {}
-    given |= {refusals.FP16: "fp16"} if worker.scaling is not None else {}
-    given |= {refusals.CLIP: "clip"} if worker.clip is not None else {}
+    for feature, is_used, text in (
+        (refusals.STATE_OUT, model.storage.state_store is not None, "state out of memory"),
+        (refusals.FUSED, fused_update, "the fused update"),
+        (refusals.MATRICES, not worker.optimizer.elementwise, type(worker.optimizer).__name__),
+        (refusals.DEVICE, backend.is_device, str(backend.device)),
+        (refusals.FP16, worker.scaling is not None, "fp16"),
+        (refusals.CLIP, worker.clip is not None, "clip"),
+    ):
+        if is_used:
+            given[feature] = text
     refusals.refuse(given)
     if arrangement is None:
         if isinstance(model, ModelPart) or any(
