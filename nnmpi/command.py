@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
         """Refuse renamed options first; otherwise argparse's own."""
         known, others = (
             self._option_string_actions,
-            any(each.nargs == argparse.REMAINDER for each in self._actions),
+            any(action.nargs == argparse.REMAINDER for action in self._actions),
         )
         for written in [] if others else [word.partition("=")[0] for word in args or ()]:
             habit = (
@@ -233,7 +233,7 @@ def flag_of(name: str) -> str:
 def options_of(section: type) -> list[Option]:
     """Return the fields of a dataclass as options, in order."""
     hints = get_type_hints(section)
-    return [Option(each.name, hints[each.name], each.default, section) for each in fields(section)]
+    return [Option(item.name, hints[item.name], item.default, section) for item in fields(section)]
 
 
 def read_words(
@@ -258,7 +258,7 @@ def read_words(
         UsageError: for a word that is no option, or a value that the option cannot have.
     """
     if {"-h", "--help"} & {*words}:
-        place = min(words.index(each) for each in ("-h", "--help") if each in words)
+        place = min(words.index(item) for item in ("-h", "--help") if item in words)
         raise HelpAsked(_help_on((*words, "")[place + 1], options, program, description, first))
     if "--version" in words:
         raise HelpAsked(f"nnmpi {VERSION}")
@@ -301,7 +301,7 @@ def convert(value: Any, option: Option, where: str) -> Any:
     Raises:
         UsageError: for a value that the option cannot have.
     """
-    words = [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
+    words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
     if isinstance(value, bool):
         words = []
     with suppress(UsageError):
@@ -339,12 +339,12 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
     Dashes and underscores are alike.
     """
-    plain = {each.lstrip("-").replace("-", "_"): each for each in known}
+    plain = {item.lstrip("-").replace("-", "_"): item for item in known}
     name = name.lstrip("-").replace("-", "_")
-    meant = [each for each in HABITS.get(name, "").split() if each in plain]
+    meant = [item for item in HABITS.get(name, "").split() if item in plain]
     near = meant or difflib.get_close_matches(name, plain, n=3, cutoff=0.65)
     return (
-        f"; did you mean {' or '.join(plain[each].replace('_', '-') for each in near)}?"
+        f"; did you mean {' or '.join(plain[item].replace('_', '-') for item in near)}?"
         if near
         else ""
     )
@@ -357,10 +357,10 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    kept = "\n\t\u200c\u200d"
+    saved = "\n\t\u200c\u200d"
     return "".join(
-        each if each in kept or each.isprintable() or category(each) == "Zs" else ascii(each)[1:-1]
-        for each in text
+        item if item in saved or item.isprintable() or category(item) == "Zs" else ascii(item)[1:-1]
+        for item in text
     )
 
 
@@ -519,10 +519,10 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
 def _read_as(kind: Any, words: Sequence[str]) -> Any:
     """Return the words as a value of a plain type; a ValueError says that they are none."""
     if get_origin(kind) is tuple:
-        return tuple(_read_as(int, [each]) for word in words for each in word.split(","))
+        return tuple(_read_as(int, [item]) for word in words for item in word.split(","))
     (word,) = words  # a ValueError unless there is exactly one
     if kind is type(None) or get_origin(kind) is Literal:
-        allowed = {"None": None} if kind is type(None) else {each: each for each in get_args(kind)}
+        allowed = {"None": None} if kind is type(None) else {item: item for item in get_args(kind)}
         if word not in allowed:
             raise ValueError(word)
         return allowed[word]
@@ -539,7 +539,7 @@ def _help_on(
     name = topic.replace("-", "_")
     if name in by_name:
         return _format_help(
-            [each for each in options if each.section is by_name[name].section],
+            [item for item in options if item.section is by_name[name].section],
             program,
             description,
         )
@@ -585,7 +585,7 @@ def entry(form: str, text: str) -> list[str]:
     texts = wrap(text, HELP_WIDTH - HELP_INDENT, break_on_hyphens=False)
     first = f"  {form}"
     beside = [f"{first:<{HELP_INDENT}}{texts.pop(0)}"] if len(first) < HELP_INDENT - 1 else [first]
-    return [*beside, *(" " * HELP_INDENT + each for each in texts)]
+    return [*beside, *(" " * HELP_INDENT + item for item in texts)]
 
 
 def _form(option: Option) -> str:

@@ -64,27 +64,27 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     is_classes = signature.predicts == "classes"
     loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
     inference = Inference(run.arrangement, run.backend, run.config.run.precision)
-    found, confusion = (
+    result, confusion = (
         Totals(),
         np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64),
     )
     with loader.epoch(0) as batches:
         for batch in batches:
-            found.samples += batch.global_rows
-            found.targets += batch.global_targets
+            result.samples += batch.global_rows
+            result.targets += batch.global_targets
             if len(batch.x):
                 outputs = Tensor(inference(batch.x))
-                found.loss_sum += float(loss(outputs, batch.y).numpy())
-                found.score_sum += float(
+                result.loss_sum += float(loss(outputs, batch.y).numpy())
+                result.score_sum += float(
                     loss.score(outputs, DeviceBatch(batch.x, batch.y, batch.labels))
                 )
                 if confusion.size:
                     np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
     inference.release()
-    found.loss_sum, found.score_sum = dp.sum_floats([found.loss_sum, found.score_sum])
+    result.loss_sum, result.score_sum = dp.sum_floats([result.loss_sum, result.score_sum])
     if confusion.size and dp.size > 1:
         dp.all_reduce(confusion.reshape(-1))
-    return found, confusion if confusion.size else None
+    return result, confusion if confusion.size else None
 
 
 def matched(signature: ModelSignature, samples: Samples) -> Samples:
@@ -108,9 +108,9 @@ def matched(signature: ModelSignature, samples: Samples) -> Samples:
     if predicts != signature.predicts or (
         predicts != "classes" and shape != signature.target_shape
     ):
-        wanted = f"{signature.predicts} of shape {signature.target_shape}"
+        expected = f"{signature.predicts} of shape {signature.target_shape}"
         raise DataError(
-            f"{samples.name} has {predicts} of shape {shape}, but the model predicts {wanted}"
+            f"{samples.name} has {predicts} of shape {shape}, but the model predicts {expected}"
         )
     theirs, ours = samples.class_names, signature.class_names
     if theirs and ours and theirs != ours:
@@ -183,12 +183,12 @@ def main(words: Sequence[str], group: Group) -> None:
     train, test = load_samples(_data(run, options), group, console.say)
     with agreed(group):
         samples = matched(run.signature, train if options.part == "train" else test)
-    found, confusion = evaluate(run, samples, options.batch_size)
-    told = _told(run, samples, found, confusion, options)
+    result, confusion = evaluate(run, samples, options.batch_size)
+    text = _told(run, samples, result, confusion, options)
     if group.is_root:
         with suppress(OSError):  # a run of somebody else's may be looked at only
-            write_atomically(run.folder.evaluation, told.encode())
-    console.say(told if options.json else _sentence(run, samples, found, options))
+            write_atomically(run.folder.evaluation, text.encode())
+    console.say(text if options.json else _sentence(run, samples, result, options))
 
 
 def _data(run: Run, options: EvaluationConfig) -> Config:

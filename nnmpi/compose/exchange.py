@@ -218,14 +218,14 @@ class Exchange:
     def _add_ties(self) -> None:
         """Add up the gradients of parameters that stand in stages of several ranks."""
         ties = self.arrangement.ties
-        own = (
+        local = (
             {span.parameter.name: span.parameter for span in self.model.storage.spans}
             if ties
             else {}
         )
         for tie in ties:  # in the same order on all ranks of the pipeline
-            own[tie.name].finish_gradient()
-            grad = own[tie.name].grad
+            local[tie.name].finish_gradient()
+            grad = local[tie.name].grad
             assert grad is not None
             total: Array = namespace(grad).ascontiguousarray(grad)
             tie.group.all_reduce(total.reshape(-1), check=False)
@@ -299,17 +299,17 @@ class ZeroExchange(Exchange):
         return trainer.arrangement.layout.zero > 0
 
     def _start(self, options: GradientExchange) -> DataParallel:
-        stage, whole = self.arrangement.layout.zero, self._is_whole
-        found = ShardedDataParallel(
+        stage, full = self.arrangement.layout.zero, self._is_whole
+        result = ShardedDataParallel(
             self.model,
             self.replicas,
             stage,
             options.algorithm,
             backend=self.backend,
-            runs_backward=whole,
+            runs_backward=full,
         )
-        self.weights = found if stage > 1 else None
-        return found
+        self.weights = result if stage > 1 else None
+        return result
 
     def finish(self) -> Traffic:
         """See `Exchange.finish`; ties come first, as each rank has the sum of another part
@@ -388,9 +388,9 @@ def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
                 if not kind.is_optional:
                     raise
                 notice = f"the update is not fused: {error}"
-    found = EXCHANGES[-1](trainer, options)
-    found.notice = notice or found.notice
-    return found
+    result = EXCHANGES[-1](trainer, options)
+    result.notice = notice or result.notice
+    return result
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:

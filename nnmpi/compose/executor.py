@@ -78,17 +78,19 @@ class Program(NamedTuple):
 def _program(rank: int, *shape: Any) -> Program:
     schedule = _executable(*shape)
     left_out = {Kind.STEP} if schedule.stages > 1 else {Kind.STEP, Kind.REDUCE}
-    found = (parts(item) for item in schedule.programs[rank])
+    result = (parts(item) for item in schedule.programs[rank])
     items = tuple(
         item
-        for item in found
-        if any(one.microbatch is not None or one.kind not in left_out for one in item)
+        for item in result
+        if any(element.microbatch is not None or element.kind not in left_out for element in item)
     )
     coming: dict[tuple[Kind, int], list[int]] = {}
-    for one in schedule.instructions(rank):
-        if one.kind in RECEIVES and one.microbatch is not None:
-            coming.setdefault((one.kind, one.stage), []).append(one.microbatch)
-    weight = sum(_WEIGHTS.get(one.kind, 0.0) for item in items for one in item)
+    for instruction in schedule.instructions(rank):
+        if instruction.kind in RECEIVES and instruction.microbatch is not None:
+            coming.setdefault((instruction.kind, instruction.stage), []).append(
+                instruction.microbatch
+            )
+    weight = sum(_WEIGHTS.get(element.kind, 0.0) for item in items for element in item)
     return Program(
         items, {channel: tuple(those) for channel, those in coming.items()}, schedule, weight
     )
@@ -232,8 +234,8 @@ class Executor:
 
     def _make_stage(self, where: Arrangement, number: int) -> Stage:
         is_last = number == self.count - 1
-        kept = kept_at(where.layers, where.cuts[number].start)
-        chain = run_chain(number, where.stages[number], kept, self.end if is_last else None)
+        saved = kept_at(where.layers, where.cuts[number].start)
+        chain = run_chain(number, where.stages[number], saved, self.end if is_last else None)
         run = chain if self._sequence is None else self._shared(chain, is_last)
         return Stage(run, self._caller.mode, is_last, where.layout.recomputes)
 
@@ -333,8 +335,8 @@ class Executor:
         paced = self._now.schedule.trains and bool(self._caller.slow)
         watched = paced or self._messages is not None or self._timeline is not None
         for item in self._now.items:
-            for one in item:
-                kind, stage, microbatch = one.kind, one.stage, one.microbatch
+            for element in item:
+                kind, stage, microbatch = element.kind, element.stage, element.microbatch
                 if self._boundaries and kind in _USES and microbatch is not None:
                     self._arrive(_USES[kind], stage, microbatch)
                 if watched:
@@ -345,10 +347,10 @@ class Executor:
                 if watched:
                     stages = self.stages.values() if kind is Kind.F else ()  # backwards only let go
                     live, waiting = (
-                        sum(each.live for each in stages),
-                        sum(each.waiting_bytes for each in stages),
+                        sum(entry.live for entry in stages),
+                        sum(entry.waiting_bytes for entry in stages),
                     )
-                    perform(self._end, one, live, waiting)
+                    perform(self._end, element, live, waiting)
                 if stage == 0 and kind in _LAST:
                     perform(self._caller.end_backward, microbatch)
             if self._messages is not None:
@@ -418,7 +420,7 @@ class Executor:
         order, only earlier, and that is the order of its sends: so MPI pairs them as before.
         """
         self._keys: list[InputKey] = [(tuple(x.shape), program.schedule.trains) for x in inputs]
-        self._coming = {channel: deque(found) for channel, found in program.coming.items()}
+        self._coming = {channel: deque(result) for channel, result in program.coming.items()}
         self._posted: dict[tuple[Kind, int, int], Callable[[], BoundaryArrays]] = {}
         # Where a message's receive is posted ahead, the one before it has left or can leave when it
         # is sent.
@@ -455,15 +457,15 @@ class Executor:
         """Send arrays over a boundary; copies of them where they lie in a recording's memory, which
         is used again.
         """
-        found, end = BoundaryArrays(*values), self._boundaries[boundary]
+        result, end = BoundaryArrays(*values), self._boundaries[boundary]
         if copy:
-            found = found._replace(arrays=tuple(each.copy(order="K") for each in found.arrays))
+            result = result._replace(arrays=tuple(item.copy(order="K") for item in result.arrays))
         if kind is Kind.SEND_ACT:
-            sent = end.send(self._keys[microbatch], found, self._waits)
+            sent = end.send(self._keys[microbatch], result, self._waits)
         else:
-            sent = end.send_back(found.arrays, self._waits)
-        one = kind.at(boundary + (kind is Kind.SEND_GRAD), microbatch)
-        self._report.sent.append((one, [array.nbytes for array in sent]))
+            sent = end.send_back(result.arrays, self._waits)
+        element = kind.at(boundary + (kind is Kind.SEND_GRAD), microbatch)
+        self._report.sent.append((element, [array.nbytes for array in sent]))
 
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Make sure that this receive is posted, and the next one between the two stages.

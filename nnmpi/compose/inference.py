@@ -76,12 +76,12 @@ class Inference(Caller):
         cuts = split(len(x), min(len(x), max(len(where.cuts), 1)))
         with use_precision(self._precision), no_grad():
             self._executor.run([batch[cut.start : cut.stop] for cut in cuts])
-        own = (
+        local = (
             np.concatenate([self._found[number] for number in sorted(self._found)])
             if self._found
             else None
         )
-        return self._shared(self._whole(own), shape)
+        return self._shared(self._whole(local), shape)
 
     def release(self) -> None:
         """Give back what it holds of MPI. Collective."""
@@ -93,11 +93,11 @@ class Inference(Caller):
         """
         tp, classes, sequence = self._where.mesh.tp, self._where.classes, self._where.sequence
         if own is not None and classes:
-            whole = np.zeros((*own.shape[:-1], classes), own.dtype)
+            full = np.zeros((*own.shape[:-1], classes), own.dtype)
             mine = part(classes, tp.size, tp.rank)
-            whole[..., mine.start : mine.stop] = own
-            tp.all_reduce(whole.reshape(-1))
-            own = whole
+            full[..., mine.start : mine.stop] = own
+            tp.all_reduce(full.reshape(-1))
+            own = full
         if own is None or sequence is None:
             return own
         with no_grad():
@@ -129,8 +129,8 @@ class Inference(Caller):
 
     def head(self, result: Tensor, microbatch: int) -> Tensor:
         """Keep the outputs of a microbatch."""
-        wanted = result.data[:, -1:] if self._last else result.data
-        outputs = Tensor(to_float32(self._backend.xp, wanted)).numpy()
+        expected = result.data[:, -1:] if self._last else result.data
+        outputs = Tensor(to_float32(self._backend.xp, expected)).numpy()
         self._found[microbatch] = np.array(outputs, order="C")
         return result
 

@@ -77,16 +77,16 @@ class SumError:
         return self.name
 
     def __call__(self, outputs: Tensor, targets: Array) -> Tensor:
-        each = prod(targets.shape[1:])
+        item = prod(targets.shape[1:])
         if not _fits(outputs, targets):
-            wanted = counted(each, "output")
+            expected = counted(item, "output")
             raise ShapeError(
                 f"the model's outputs have shape {outputs.shape} and the targets {targets.shape};"
-                f" let it give {wanted} for each sample"
+                f" let it give {expected} for each sample"
             )
         alike = outputs if outputs.shape == targets.shape else outputs.reshape(targets.shape)
         total = self._function(alike, targets, reduction="sum")
-        return total if each == 1 else total / each
+        return total if item == 1 else total / item
 
     def score(self, outputs: Tensor, device_batch: DeviceBatch) -> Array | float:
         """Return the sum of the samples' scores; on a device an array of one number, for which
@@ -172,12 +172,12 @@ class LabelLoss:
         self.__name__ = getattr(self.func, "__qualname__", type(self.func).__name__)
 
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
-        found: object = self.function(logits, labels)
-        shape = found.shape if isinstance(found, Tensor) else ()
-        wanted = [labels.shape, labels.shape[:1]] if labels.dtype.kind == "f" else [labels.shape]
-        if not isinstance(found, Tensor) or shape not in wanted:
+        result: object = self.function(logits, labels)
+        shape = result.shape if isinstance(result, Tensor) else ()
+        expected = [labels.shape, labels.shape[:1]] if labels.dtype.kind == "f" else [labels.shape]
+        if not isinstance(result, Tensor) or shape not in expected:
             gave = "one number" if not shape else f"values of shape {shape}"
-            gave = gave if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            gave = gave if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise UsageError(
                 f"the loss gave {gave} for labels of shape {labels.shape}; return one value for"
                 ' each label, as reduction="none" does: what they are divided by is the business'
@@ -185,9 +185,9 @@ class LabelLoss:
                 ' sum says so: def loss(logits, labels, reduction="sum")'
             )
         return (
-            found.sum() / max(prod(shape[1:]), 1)
+            result.sum() / max(prod(shape[1:]), 1)
             if labels.dtype.kind == "f" and shape[1:]
-            else found.sum()
+            else result.sum()
         )
 
 
@@ -267,23 +267,23 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
         UsageError: for what is no Tensor, or not a sum; for an exception in a loss, with its line.
     """
     try:
-        found: object = loss(logits, labels)
+        result: object = loss(logits, labels)
     except (NnmpiError, MemoryError):
         raise
     except Exception as error:
         raise UsageError(
             fault(getattr(loss, "function", loss), ("logits", "labels"), error)
         ) from error
-    if not isinstance(found, Tensor):
+    if not isinstance(result, Tensor):
         raise UsageError(
-            f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor"
+            f"the loss gave a {type(result).__name__}; return the sum of the losses, a Tensor"
         )
-    if found.size != 1:
+    if result.size != 1:
         raise UsageError(
-            f"the loss gave a Tensor of shape {found.shape}; return the sum of the losses, one"
+            f"the loss gave a Tensor of shape {result.shape}; return the sum of the losses, one"
             " number"
         )
-    return found
+    return result
 
 
 def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:

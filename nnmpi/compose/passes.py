@@ -135,11 +135,9 @@ class Running:
 
     def part(self, microbatch: int) -> DeviceBatch:
         """Return the rows of a microbatch."""
-        cut, whole = self.cuts[microbatch], self.device_batch
+        cut, full = self.cuts[microbatch], self.device_batch
         return (
-            whole
-            if cut.stop - cut.start == len(whole.y)
-            else whole.rows(slice(cut.start, cut.stop))
+            full if cut.stop - cut.start == len(full.y) else full.rows(slice(cut.start, cut.stop))
         )
 
     @property
@@ -150,14 +148,14 @@ class Running:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What recordings of batches are told apart by."""
-        whole, rows = self.device_batch, tuple(cut.stop - cut.start for cut in self.cuts)
+        full, rows = self.device_batch, tuple(cut.stop - cut.start for cut in self.cuts)
         return (
             self.trains,
-            whole.length,
-            whole.x.shape[1:],
-            whole.x.dtype,
-            whole.y.shape[1:],
-            whole.y.dtype,
+            full.length,
+            full.x.shape[1:],
+            full.x.dtype,
+            full.y.shape[1:],
+            full.y.dtype,
             rows,
         )
 
@@ -348,7 +346,7 @@ class Passes(Caller):
                 return loss
 
         tries = [(x, partial(compute, microbatch)) for microbatch, x in enumerate(now.inputs)]
-        return next((each for each in tries if not is_finite(each[1]().item())), tries[-1])
+        return next((item for item in tries if not is_finite(item[1]().item())), tries[-1])
 
     def summary(self) -> list[str]:
         """Return lines about the batches since the last call: what a plan takes, and how passes
@@ -362,19 +360,19 @@ class Passes(Caller):
             return []
         group, passes = (
             self._where.mesh.pp,
-            [each.passed for each in self._passes if each.passed is not None],
+            [pass_.passed for pass_ in self._passes if pass_.passed is not None],
         )
         # those of fewer are an epoch's short last batch
-        most = max(each.microbatches for each in passes)
+        most = max(pass_.microbatches for pass_ in passes)
         lines = [
             _forecast(
                 self.world,
                 group,
                 self.executor.plan(most),
-                [each for each in passes if each.microbatches == most],
+                [pass_ for pass_ in passes if pass_.microbatches == most],
             )
         ]
-        old = max((each for report in self._passes for each in report.staleness), default=0)
+        old = max((item for report in self._passes for item in report.staleness), default=0)
         self._passes.clear()
         if self.updates:
             # only schedules that update during a pass, such as pipedream, have weights that are old
@@ -444,13 +442,13 @@ class Passes(Caller):
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)
-        own = {
+        local = {
             "seed": self._seed,
             "step": step,
             "first_row": cut.first_row,
             "weight": self._weight(now, cut),
         }
-        return {"training": True, "again": again, **own}
+        return {"training": True, "again": again, **local}
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch, and note it and its score."""
@@ -506,11 +504,11 @@ class Passes(Caller):
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
         """See `Caller`."""
-        found = self.slow.wait(
+        result = self.slow.wait(
             computed_s, self.world.rank, self._now.step, share=share, waited_s=waited_s
         )
-        self.paused_s += found
-        return found
+        self.paused_s += result
+        return result
 
     def _pace_layer(self, number: int) -> None:
         """Let a backward have come as far as this gradient, by its elements, before its sum
@@ -558,14 +556,14 @@ class Passes(Caller):
 @lru_cache(maxsize=16)
 def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
     """Return the microbatches of a batch that is evaluated: as many as there are stages."""
-    found = enumerate(split(rows, max(1, min(rows, count))))
-    return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in found)
+    result = enumerate(split(rows, max(1, min(rows, count))))
+    return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in result)
 
 
 def _refusal(where: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
     """Return why passes of a layout cannot be replayed; nothing where they can."""
     layout = where.layout
-    strangers = [name_of(each) for each in losses if not is_own_loss(each)]
+    strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
         "a device's recordings would keep more memory than its steps take": backend.is_device,
         "an update within a pass gives the weights another place": layout.asynchronous,
@@ -605,7 +603,7 @@ def _foreign_buffers(model: Module, where: Arrangement) -> list[tuple[str, Buffe
         for path, module in model.named_modules()
         if not is_own(type(module)) and (layout.fixed or not hasattr(module, "all_reduce"))
         for name, buffer in (
-            (f"{path}.{each}".strip("."), value) for each, value in vars(module).items()
+            (f"{path}.{item}".strip("."), value) for item, value in vars(module).items()
         )
         if isinstance(buffer, Buffer)
     ]
@@ -615,9 +613,9 @@ def _warn_of_strangers(model: Module, loss: Tensor) -> None:
     """Warn of a parameter that gets a gradient, but belongs to no layer of the model: no update
     will change it.
     """
-    own = {id(parameter) for _, parameter in model.named_parameters()}
+    local = {id(parameter) for _, parameter in model.named_parameters()}
     for leaf in leaves_of(loss):
-        if isinstance(leaf, Parameter) and id(leaf) not in own:
+        if isinstance(leaf, Parameter) and id(leaf) not in local:
             warnings.warn(
                 f"a parameter of shape {leaf.shape} gets a gradient, but is not found in the model,"
                 " and so is not trained: a layer must be a module's attribute or an item of a list"
@@ -651,34 +649,36 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
     A pass is the longest of the ranks' medians; a bubble is the share of their time in which they
     did not compute.
     """
-    own = [[one.kind, one.stage, seconds] for report in reports for one, seconds in report.samples]
+    local = [
+        [item.kind, item.stage, seconds] for report in reports for item, seconds in report.samples
+    ]
     machine = world.machine
     if machine is not None:
         nodes, ranks = machine.places(world.size), group.comm.members
-        for one, lengths in reports[-1].sent:
-            other = one.stage + (1 if one.kind is Kind.SEND_ACT else -1)
+        for first, lengths in reports[-1].sent:
+            other = first.stage + (1 if first.kind is Kind.SEND_ACT else -1)
             across = nodes[ranks[group.rank]] != nodes[ranks[other % group.size]]
-            own.append([one.kind, one.stage, sum(machine.message(across, [False], lengths))])
+            local.append([first.kind, first.stage, sum(machine.message(across, [False], lengths))])
     totals = [
         median(report.total_s for report in reports),
         median(report.compute_s for report in reports),
     ]
-    told = group.gather([own, totals, max(report.peak_live for report in reports)])
+    text = group.gather([local, totals, max(report.peak_live for report in reports)])
     samples = [
-        (Kind(kind).at(stage), seconds) for theirs, _, _ in told for kind, stage, seconds in theirs
+        (Kind(kind).at(stage), seconds) for theirs, _, _ in text for kind, stage, seconds in theirs
     ]
     simulation = simulate_schedule(schedule, measured_costs(schedule.stages, samples))
-    measured_s = max(total_s for _, (total_s, _), _ in told)
-    busy_s = sum(compute_s for _, (_, compute_s), _ in told)
+    measured_s = max(total_s for _, (total_s, _), _ in text)
+    busy_s = sum(compute_s for _, (_, compute_s), _ in text)
     stage_s = [0.0] * schedule.stages
-    for one, seconds in samples:
-        if one.kind in COMPUTE:
-            stage_s[one.stage] += seconds / len(reports) / schedule.microbatches
+    for first, seconds in samples:
+        if first.kind in COMPUTE:
+            stage_s[first.stage] += seconds / len(reports) / schedule.microbatches
     bubble = 1 - busy_s / (measured_s * group.size) if measured_s else 0.0
     return (
         f"pipeline pass {1e3 * measured_s:.2f} ms, simulated {1e3 * simulation.makespan_s:.2f} ms"
         f"{'' if machine else ' without messages, of which there is no fit'}; "
         f"bubble {bubble:.0%}, simulated {simulation.bubble:.0%}; "
         f"ms per microbatch and stage: {', '.join(f'{1e3 * seconds:.2f}' for seconds in stage_s)}; "
-        f"activations kept: {', '.join(str(peak) for _, _, peak in told)}"
+        f"activations kept: {', '.join(str(peak) for _, _, peak in text)}"
     )

@@ -80,10 +80,10 @@ def refuse(given: Mapping[str, str]) -> None:
     Raises:
         LayoutError: naming the first two, and why.
     """
-    for (one, other), reason in REFUSED.items():
-        if one in given and other in given:
+    for (first, other), reason in REFUSED.items():
+        if first in given and other in given:
             raise LayoutError(
-                f"{given[one]} does not go with {given[other]}: {reason}; leave one of them out"
+                f"{given[first]} does not go with {given[other]}: {reason}; leave one of them out"
             )
 
 
@@ -93,9 +93,9 @@ def matrix() -> list[str]:
     """
     names = list(dict.fromkeys(name for pair in REFUSED for name in pair))
     reasons = list(dict.fromkeys(REFUSED.values()))
-    found = {frozenset(pair): str(1 + reasons.index(reason)) for pair, reason in REFUSED.items()}
+    result = {frozenset(pair): str(1 + reasons.index(reason)) for pair, reason in REFUSED.items()}
     rows = [
-        [name, *(found.get(frozenset((name, other)), "·") for other in names)] for name in names
+        [name, *(result.get(frozenset((name, other)), "·") for other in names)] for name in names
     ]
     lines = [f"| {' | '.join(row)} |" for row in (["", *names], ["---"] * (1 + len(names)), *rows)]
     return [*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))]

@@ -144,16 +144,16 @@ def _is_replayable(module: Module) -> bool:
     """Return whether a module decides nothing by values: all that it calls is nnmpi's own, or
     itself says so.
     """
-    kind, own = type(module), vars(module)
+    kind, local = type(module), vars(module)
     if not is_own(kind):
-        return vars(kind).get("replayable") is True and "forward" not in own
+        return vars(kind).get("replayable") is True and "forward" not in local
     called = [
-        getattr(each, "func", each)
-        for each in own.values()
-        if callable(each) and not isinstance(each, Module)
+        getattr(item, "func", item)
+        for item in local.values()
+        if callable(item) and not isinstance(item, Module)
     ]
-    return "forward" not in own and all(
-        is_own(each) or getattr(each, "replayable", False) for each in called
+    return "forward" not in local and all(
+        is_own(item) or getattr(item, "replayable", False) for item in called
     )
 
 
@@ -161,9 +161,9 @@ def _holders(module: Module) -> Iterator[Iterable[object]]:
     """Yield what goes through what a module is made of, as it is at that time; where each begins is
     told, too.
     """
-    own = vars(module)
-    yield from ((own,), own.values())
-    for value in own.values():
+    local = vars(module)
+    yield from ((local,), local.values())
+    for value in local.values():
         if isinstance(value, list):
             yield from ((value,), value)
         elif isinstance(value, dict):

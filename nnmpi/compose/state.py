@@ -49,8 +49,8 @@ def _state(
     leaves = _leaves(model)
     entries = [
         StateEntry(start + name, array, leaves[name].region, arrangement.writes(name, leaves[name]))
-        for start, each in arrays.items()
-        for name, array in each.items()
+        for start, item in arrays.items()
+        for name, array in item.items()
     ]
     return ModelState(entries, [start + name for start in arrays for name in order], group)
 

@@ -91,9 +91,9 @@ class Totals:
 
     def add(self, other: Totals) -> None:
         """Add another's sums to these."""
-        own, more = self.__dict__, other.__dict__
+        local, more = self.__dict__, other.__dict__
         for name in SUMS:
-            own[name] += more[name]
+            local[name] += more[name]
 
     def mean_over(self, workers: int, steps: int) -> Totals:
         """Return the sums over so many steps, whose times are the means over the workers' times in
@@ -177,8 +177,8 @@ class Totals:
         that is.
         """
         wall_s = max(self.wall_s, 1e-12)
-        found = [(name, getattr(self, key)) for key, name in PARTS.items()]
-        parts = [(name, seconds) for name, seconds in found if seconds or name != PARTS["wait_s"]]
+        result = [(name, getattr(self, key)) for key, name in PARTS.items()]
+        parts = [(name, seconds) for name, seconds in result if seconds or name != PARTS["wait_s"]]
         rest_s = self.wall_s - sum(seconds for _, seconds in parts)
         if abs(rest_s) < ROUNDING * wall_s:
             rest_s = 0.0

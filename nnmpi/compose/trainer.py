@@ -103,12 +103,12 @@ class SegmentReport:
         disagreement.
         """
         largest = ("signal", "updates", "lead", "disagreement")
-        found = [each.staleness for each in (self, other) if each.staleness is not None]
+        result = [item.staleness for item in (self, other) if item.staleness is not None]
         return SegmentReport(
             totals=self.totals.plus(other.totals),
             messages=self.messages + other.messages,
             bytes=self.bytes + other.bytes,
-            staleness=Staleness.sum(found) if found else None,
+            staleness=Staleness.sum(result) if result else None,
             **{name: max(getattr(self, name), getattr(other, name)) for name in largest},
         )
 
@@ -223,8 +223,8 @@ class Trainer(Training, ABC):
         self.arrangement = (
             replicate(model, group, self.backend) if arrangement is None else arrangement
         )
-        for each in (self.loss, self.evaluation_loss):
-            check_loss(each, arrangement)
+        for item in (self.loss, self.evaluation_loss):
+            check_loss(item, arrangement)
         slow.check(group.size)
         check_numerics(self)
 
@@ -336,19 +336,19 @@ def check_numerics(trainer: Trainer) -> None:
             and any but float32 for one of float64.
     """
     mode, model, backend = trainer.precision, trainer.model, trainer.backend
-    told = [
+    text = [
         ("the ranks compute in different precisions", mode),
         *(
-            ("the ranks' losses differ", _described(each))
-            for each in (trainer.loss, trainer.evaluation_loss)
+            ("the ranks' losses differ", _described(item))
+            for item in (trainer.loss, trainer.evaluation_loss)
         ),
         ("the ranks' seeds differ", trainer.seed),
-        *(("the ranks' updates differ", each) for each in _update(trainer)),
+        *(("the ranks' updates differ", item) for item in _update(trainer)),
     ]
     require_equal(
         trainer.group,
-        [each for _, each in told],
-        lambda number: told[min(number, len(told) - 1)][0],
+        [item for _, item in text],
+        lambda number: text[min(number, len(text) - 1)][0],
         "give all the same",
         UsageError,
     )
@@ -376,8 +376,8 @@ def _update(trainer: Trainer) -> list[str]:
     optimizer = trainer.optimizer
     names = [
         name
-        for name, each in vars(optimizer).items()
-        if isinstance(each, int | float) and name[0] != "_"
+        for name, item in vars(optimizer).items()
+        if isinstance(item, int | float) and name[0] != "_"
     ]
     names += ["betas"] * hasattr(optimizer, "betas")
     names += ["weight_decay", "rates"] * (not isinstance(trainer.model, ModelPart))
