@@ -1,6 +1,4 @@
-"""`python -m nnmpi.predict`: the class of samples in a file, and the probability of each; or
-quantities.
-"""
+"""`python -m nnmpi.predict`: predict classes with probabilities, or numbers."""
 
 from __future__ import annotations
 
@@ -61,8 +59,7 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
 
 
 def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
-    """Return an image as model input: (1, height, width, channels), of the size that the model
-    takes.
+    """Return an image as model input (1, height, width, channels), resized for the model.
 
     It becomes gray for a model of one channel, and is resized; black is 0 and white 1, before the
     normalization.

@@ -1,5 +1,4 @@
-"""`python -m nnmpi.speedup --ranks 1,2,4,8 -- TRAIN OPTIONS`: strong or weak scaling, as a table
-and a picture.
+"""`python -m nnmpi.speedup --ranks 1,2,4,8 -- TRAIN OPTIONS`: measure strong or weak scaling.
 
 samples/s                        measured: the median over the lines of metrics, without the first
                                  of them

@@ -1,5 +1,4 @@
-"""`python -m nnmpi.verify`: train under the layout, train on rank 0 alone, compare, and print a
-table.
+"""`python -m nnmpi.verify`: train under a layout and on rank 0, compare, print a table.
 
 Sums in another order differ by their rounding, which grows with the square root of their length and
 from step to step. Errors are relative to the largest value of the array, or to a hundredth of the
@@ -227,8 +226,7 @@ rank 0.
 def run(
     config: Config, steps: int, dataset: Dataset, group: Group, layout: Layout, backend: Backend
 ) -> tuple[Trial, list[str]]:
-    """Train the model under a layout of the group's ranks; return what it did, and the lines above
-    it. Collective.
+    """Train under a layout of the group's ranks; return results and header lines. Collective.
 
     Args:
         config: the model and its optimizer.

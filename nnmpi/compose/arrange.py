@@ -1,5 +1,4 @@
-"""Spreading a model over ranks, in one written order: mesh, tensor (replace layers), pipeline
-(cut), limits.
+"""Arranging a model on ranks, in one written order: mesh, tensor (shard), pipeline (cut), limits.
 
 model (no values yet)
   1 mesh        world = dp x pp x tp x sp, this rank's place in it
@@ -57,8 +56,7 @@ MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO for the parts of a pipeline
 
 @dataclass(frozen=True, eq=False)
 class Tie:
-    """A parameter that stands in stages of several ranks: each has a copy, and their gradients are
-    added.
+    """A parameter shared by stages on several ranks: each has a copy, gradients are summed.
 
     Attributes:
         name: the parameter's.
@@ -115,9 +113,7 @@ class Arrangement:
         }
 
     def free(self) -> None:
-        """Give the groups back to MPI, after the worker's `release`; for programs that make many.
-        Collective.
-        """
+        """Free the groups after the worker's `release`, for programs that make many. Collective."""
         for tie in {id(tie.group): tie for tie in self.ties}.values():
             tie.group.free()
         self.mesh.free()
@@ -168,8 +164,7 @@ class Arrangement:
         return self.mesh.dp.size
 
     def counts(self, name: str, entry: Parameter | Buffer) -> bool:
-        """Whether this rank, of all in its replica that have an array (or this part of it), is the
-        one that counts.
+        """True if this rank counts an array (or shard) that several ranks of a replica hold.
 
         It adds its gradient to the norm. Of the ranks whose stages share a parameter the first one
         counts it.
@@ -178,9 +173,7 @@ class Arrangement:
         return first and (entry.region is not None or self.mesh.place.t == 0)
 
     def writes(self, name: str, entry: Parameter | Buffer) -> bool:
-        """Whether this rank, of all that have an array (or this part of it), writes it into
-        checkpoints.
-        """
+        """True if this rank writes an array (or shard) that several ranks hold to checkpoints."""
         return (self.mesh.replicas.rank == 0 or getattr(entry, "apart", False)) and self.counts(
             name, entry
         )
@@ -200,8 +193,9 @@ def arrange(
     dtype: str = "float32",
     backend: Backend | None = None,
 ) -> Arrangement:
-    """Spread a model over the ranks of a group; collective. The model is taken apart: go on with
-    `.model`.
+    """Arrange a model on a group's ranks. Collective.
+
+    The model is taken apart: use `.model` from then on.
 
     Args:
         model: built, not initialized, the same on all ranks.

@@ -67,8 +67,7 @@ TOLD = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "i
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient that was computed; its values are in the model's storage, divided by the whole
-    batch's targets.
+    """A computed gradient, in the model's storage, divided by the whole batch's targets.
 
     Attributes:
         task, batch: what it was computed for.
@@ -128,9 +127,7 @@ class Coupling(ABC):
 
     @abstractmethod
     def close(self, totals: Totals) -> tuple[SegmentReport, int]:
-        """Give all ranks the same weights; return what this rank did, and, on rank 0, the batches
-        of all.
-        """
+        """Make all weights equal; return this rank's work and, on rank 0, all batches."""
 
     @abstractmethod
     def release(self) -> None:
@@ -249,9 +246,7 @@ class ServerCoupling(Coupling):
 
 
 class AveragingCoupling(Coupling):
-    """Each rank updates weights of its own by part `rank` of every batch, and averages them:
-    `parallel.averaging`.
-    """
+    """Each rank trains on part `rank` of every batch, and weights are averaged."""
 
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
@@ -454,8 +449,7 @@ class AsynchronousWorker(Trainer):
         return report
 
     def compute(self, batch: Batch, step: int) -> tuple[Totals, float]:
-        """Compute the gradient of a part's losses, divided by the targets of the whole batch, into
-        `storage.grads`.
+        """Compute a part's gradient into `storage.grads`, divided by the whole batch's targets.
 
         The gradients of all parts of a batch add up to that of its mean loss.
 
@@ -547,8 +541,7 @@ def meet(
 
 
 def average_buffers(model: Module, group: Group, steps: int) -> None:
-    """Let running statistics be the mean of all ranks', each counted by the steps that it did.
-    Collective.
+    """Average running statistics over the ranks, weighted by their steps. Collective.
 
     A rank's own statistics have seen its own samples alone; where nobody did a step nothing
     changes.
@@ -560,9 +553,7 @@ def average_buffers(model: Module, group: Group, steps: int) -> None:
 
 
 def describe_segments(total: SegmentReport) -> list[str]:
-    """Say how stale gradients were, how far apart weights and workers, and how much was sent, over
-    some segments.
-    """
+    """Describe segments: staleness, drift of weights and workers, bytes sent."""
     steps = total.batches
     if not steps:
         return []

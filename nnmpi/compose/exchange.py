@@ -107,8 +107,7 @@ class Exchange:
         )
 
     def begin(self, batch: Batch) -> None:
-        """Begin a step; refuse a batch that was dealt to the replicas in another way than they sum
-        gradients.
+        """Begin a step; refuse a batch whose shares do not fit this exchange.
 
         Layers that communicate would not meet in whole microbatches, which are for a fixed order of
         sums alone.
@@ -136,9 +135,7 @@ class Exchange:
         self.parallel.end_pass()
 
     def final(self, numbers: Sequence[int]) -> None:
-        """Begin the sum of gradients that are final in this step, by their parameters' numbers in
-        the storage.
-        """
+        """Start the sum of final gradients, by their parameters' numbers in the storage."""
         self.parallel.reduce(numbers)
 
     def progress(self) -> None:
@@ -146,22 +143,17 @@ class Exchange:
         self.parallel.exchange.progress()
 
     def finish(self) -> Traffic:
-        """End the passes' sums, also those of parameters that stand in several stages; return what
-        they were.
-        """
+        """Finish the sums, also of parameters tied between stages; return their traffic."""
         self.parallel.finish()
         self._add_ties()
         return self.parallel.traffic
 
     def add_up(self, losses: Mapping[int, float]) -> float:
-        """Return what this rank adds to the sum of all losses, of which it has these, by
-        microbatch.
-        """
+        """Return this rank's part of the sum of losses, given its microbatches' losses."""
         return sum(losses.values())
 
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
-        """Return the sums of some numbers over all ranks, the gradient's length, and what was
-        communicated.
+        """Return sums of some numbers over all ranks, the gradient norm, and the traffic.
 
         The length is NaN where weights are updated within a pass.
         """
@@ -193,8 +185,7 @@ class Exchange:
         return self.parallel.describe()
 
     def check_equal(self) -> None:
-        """Compare hashes of what several ranks have: replicas, tensor groups, stages that share a
-        parameter.
+        """Compare hashes of replicated state: replicas, tensor groups, tied stages.
 
         Raises:
             CommError: on all ranks of the group in question, naming the parameter.
@@ -287,9 +278,7 @@ class NodeExchange(Exchange):
 
 
 class ZeroExchange(Exchange):
-    """Scatters the sums of gradients: each rank has its part of them, of the optimizer's state and
-    of the weights.
-    """
+    """Reduce-scatters gradients: each rank has its shard of them, of state and of weights."""
 
     keeps_own = False
 
@@ -312,9 +301,7 @@ class ZeroExchange(Exchange):
         return result
 
     def finish(self) -> Traffic:
-        """See `Exchange.finish`; ties come first, as each rank has the sum of another part
-        afterwards.
-        """
+        """See `Exchange.finish`; ties come first, since each rank then has another shard."""
         self._add_ties()
         self.parallel.finish()
         return self.parallel.traffic

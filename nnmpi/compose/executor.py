@@ -1,5 +1,4 @@
-"""The executor: one loop over the instructions of a step's program, whatever the layout and
-whatever the step is for.
+"""The executor: one loop over the instructions of a step's program, for every layout.
 
     whole model      F0 B0 F1 B1 ...                     a program of one stage; without B where nothing is learned
     rank 0 of 3      F0 F1 F2 .  .  .  .  .  B0--- F3 B1--- ...       what is done when is the schedule's business (see
@@ -61,8 +60,7 @@ def _executable(
 
 
 class Program(NamedTuple):
-    """What one rank does, in order, what it receives by kind and stage, and how much it computes, a
-    forward being 1.
+    """A rank's instructions in order, its receives by kind and stage, and its cost in forwards.
 
     The one update behind a pass is left out, which is its caller's, and in a whole model the sums:
     hooks tell of them.
@@ -97,8 +95,7 @@ def _program(rank: int, *shape: Any) -> Program:
 
 
 class Caller:
-    """Whom an executor works for: asked how it computes, and what becomes of gradients. Here there
-    are none.
+    """The executor's client: how to compute, and what to do with gradients. By default nothing.
 
     Attributes:
         length: of whole sequences, where a microbatch has this rank's positions of them.
@@ -127,8 +124,7 @@ class Caller:
         """A microbatch has gone backward."""
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
-        """The gradients of a stage are final: begin their sum over the replicas, but do not wait
-        for it.
+        """Start the sum of a stage's final gradients over the replicas, without waiting.
 
         Where the schedule updates after every microbatch they are those of this microbatch, else of
         all.
@@ -138,13 +134,10 @@ class Caller:
         """Let sums that are under way move on; called after every item of the program."""
 
     def step(self, stage: int, microbatch: int) -> None:
-        """Update a stage's parameters; called only where the schedule updates after every
-        microbatch.
-        """
+        """Update a stage's parameters, in schedules that update after every microbatch."""
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
-        """Let what was computed, a share of a step, last as `slow` says; return what is to be
-        waited for that.
+        """Slow a share of a step down as `slow` says; return what to wait for.
 
         See `Slow.wait`.
         """
@@ -155,8 +148,7 @@ class Caller:
 
 
 class Executor:
-    """Runs this rank's stages of a model, one instruction after the other. Making one is
-    collective.
+    """Runs this rank's stages of a model, instruction by instruction. Collective to make.
 
     Args:
         caller: whom it works for.
@@ -263,9 +255,7 @@ class Executor:
         return x if self._sequence is None or length is None else self._sequence.leave(x, length)
 
     def end(self, result: Tensor, microbatch: int) -> Tensor:
-        """Return what the head makes of a whole model's result, of which a layer may have left this
-        rank a part.
-        """
+        """Return the head's outputs for the model's result, which may be sharded."""
         result = self._leave(result)
         return self._caller.head(result if self._cuts_classes else whole(result), microbatch)
 

@@ -1,5 +1,4 @@
-"""Results of a model for samples, wherever its parts lie: forward passes alone, without an
-optimizer; and texts.
+"""Inference wherever the model's parts lie: forward passes without an optimizer; and text.
 
 x  --> all stages -->  outputs on the last one  --> every rank of the replica has them
 
@@ -31,8 +30,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Inference(Caller):
-    """Gives a model's outputs. Making one is collective, and so is every call over the ranks of a
-    replica.
+    """Computes a model's outputs. Collective over a replica's ranks, to make and to call.
 
     Args:
         where: the arrangement of a model that has its values.

@@ -1,5 +1,4 @@
-"""What is taken of a model's outputs: losses, and how good outputs are beside their loss, their
-score.
+"""Losses and scores of a model's outputs.
 
     mse, mae, huber     quantities      score: minus the squared error, from which RMSE and R2 come
     bce                 yes or no       score: how many outputs are on the right side of 0
@@ -59,8 +58,7 @@ ERRORS = {"mse": mse, YES_OR_NO: binary_cross_entropy, "mae": mae, "huber": hube
 
 
 class SumError:
-    """The sum over samples of each one's mean error. Called with outputs and targets, which are
-    floats.
+    """The sum over samples of each one's mean error, for float targets.
 
     Args:
         name: one of ERRORS; of bce the outputs are logits.
@@ -89,9 +87,7 @@ class SumError:
         return total if item == 1 else total / item
 
     def score(self, outputs: Tensor, device_batch: DeviceBatch) -> Array | float:
-        """Return the sum of the samples' scores; on a device an array of one number, for which
-        nobody has waited.
-        """
+        """Return the sum of the samples' scores; on a device a 0-d array, not waited for."""
         targets = device_batch.y
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets)
@@ -143,17 +139,14 @@ class SumCrossEntropy:
 def sum_cross_entropy(
     arrangement: Arrangement | None, label_smoothing: float = 0.0
 ) -> SumCrossEntropy:
-    """Return the sum of the labels' cross-entropies for logits as an arrangement's model gives
-    them.
-    """
+    """Return the summed cross-entropy of labels, for logits of an arranged model."""
     if arrangement is None or not arrangement.classes:
         return SumCrossEntropy(label_smoothing)
     return SumCrossEntropy(label_smoothing, arrangement.mesh.tp, arrangement.classes)
 
 
 class LabelLoss:
-    """The sum of what a function of one's own gives for each label, or, of quantities, for each
-    sample.
+    """The sum of a user's loss over labels, or over samples of numbers.
 
     Args:
         function: (logits, labels) -> values of the labels' shape. Labels that are floats may have
@@ -192,8 +185,7 @@ class LabelLoss:
 
 
 def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
-    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None, or a
-    function's.
+    """Return the loss of a name, the cross-entropy for None, or one of a function.
 
     Raises:
         UsageError: for a name that is not known, and a mean.
@@ -287,8 +279,7 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
 
 
 def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
-    """Return how many labels have their row's largest logit; of quantities the score of their
-    squared errors.
+    """Return the number of right labels; for numbers the score of their squared errors.
 
     On a device that is an array of one number, for which nobody has waited. Where neither is
     defined it is NaN.
@@ -305,9 +296,7 @@ def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
 
 
 def squared_errors(outputs: Tensor, targets: Array) -> Array | float:
-    """Return minus the sum over samples of each one's mean squared error; NaN for outputs of other
-    sizes.
-    """
+    """Return minus the sum of samples' mean squared errors; NaN for misfitting outputs."""
     if not _fits(outputs, targets):
         return nan
     xp = namespace(outputs.data)
@@ -340,9 +329,7 @@ class DeferredScalars:
         )
 
     def read(self) -> dict[Hashable, float]:
-        """Return the sums by name. A device is waited for once; without numbers there not at
-        all.
-        """
+        """Return the sums by name, waiting once for a device, and not at all without numbers."""
         there = {
             name: value for name, value in self._values.items() if not isinstance(value, float)
         }

@@ -1,5 +1,4 @@
-"""Batches through the executor: their losses, scores and gradients, and what becomes of the
-gradients.
+"""Batches through the executor: losses, scores and gradients.
 
     Passes              of a Worker: gradients are summed over the replicas while backward goes on
     evaluate_all        loss and score over many batches, as means over the ranks
@@ -82,8 +81,7 @@ def evaluate_all(
     evaluate: Callable[[Batch, DeferredScalars], bool],
     parts: int = 1,
 ) -> Totals:
-    """Return loss and score over this rank's parts of all batches, put together over the ranks;
-    collective.
+    """Return loss and score over this rank's parts of all batches, summed over ranks. Collective.
 
     On a device the sums are read once, at the end.
 
@@ -161,8 +159,7 @@ class Running:
 
 
 class Passes(Caller):
-    """Takes batches through a trainer's model, forward and backward, wherever it lies. Everything
-    is collective.
+    """Takes batches through a trainer's model, forward and backward. Collective throughout.
 
     Args:
         trainer: whose model, losses and seed they are, and which says how the model lies on the
@@ -234,8 +231,7 @@ class Passes(Caller):
     def train(
         self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True
     ) -> StepReport:
-        """Compute the gradients of the batch's mean loss, summed over the replicas; on a device, do
-        not wait for them.
+        """Compute the gradients of the mean loss, summed over replicas; do not wait for a device.
 
         What is known of the step by then is returned; `sums` has its numbers.
 
@@ -282,8 +278,7 @@ class Passes(Caller):
         return report
 
     def sums(self) -> tuple[float, float, int]:
-        """Return what this rank contributes of the last batch: its losses, their score, and the
-        labels that count.
+        """Return this rank's contribution of the last batch: losses, score, counted labels.
 
         Of ranks that compute the same, one counts and the others give zeros. On a device it waits
         for the numbers. It may communicate, so call it on all ranks.
@@ -299,8 +294,7 @@ class Passes(Caller):
         )
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
-        """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether
-        they do.
+        """Add a batch's LOSS and SCORE in evaluation mode, if this rank counts; return whether.
 
         It is called within `no_grad`.
         """
@@ -329,8 +323,7 @@ class Passes(Caller):
     def suspect(
         self, batch: Batch, step: int, is_finite: Callable[[float], bool]
     ) -> tuple[Array, Callable[[], Tensor]]:
-        """Return the input of the first microbatch whose loss is not finite, else of the last, and
-        what computes it.
+        """Return the input and model of the first microbatch with a non-finite loss, or the last.
 
         Args:
             is_finite: asked of each microbatch's loss, computed again.
@@ -349,9 +342,7 @@ class Passes(Caller):
         return next((item for item in tries if not is_finite(item[1]().item())), tries[-1])
 
     def summary(self) -> list[str]:
-        """Return lines about the batches since the last call: what a plan takes, and how passes
-        through stages went.
-        """
+        """Return lines on the batches since the last call: the plan's cost, the pipeline's passes."""
         planned = self.planned
         if planned is not None and planned.plan != self._told:
             self._told = planned.plan

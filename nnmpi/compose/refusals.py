@@ -88,9 +88,7 @@ def refuse(given: Mapping[str, str]) -> None:
 
 
 def matrix() -> list[str]:
-    """Return the table as lines of Markdown: a dot where two features go together, else the number
-    of the reason.
-    """
+    """Return the table in Markdown: a dot for compatible features, else a reason's number."""
     names = list(dict.fromkeys(name for pair in REFUSED for name in pair))
     reasons = list(dict.fromkeys(REFUSED.values()))
     result = {frozenset(pair): str(1 + reasons.index(reason)) for pair, reason in REFUSED.items()}

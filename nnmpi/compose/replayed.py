@@ -1,5 +1,4 @@
-"""Passes that a Worker records and replays, as `nnmpi.compile` does for a loop of one's own; and
-when it may.
+"""Passes that a Worker records and replays, as `nnmpi.compile` does; and when it may.
 
     a batch of new shapes      1st time     computed as it stands
                                2nd time     computed, and every call on arrays noted (see
@@ -31,8 +30,7 @@ MOST_CHANGES = 16  # of the model; one that changes all the time is not worth re
 
 
 class Replay(Compiled):
-    """Passes of an executor, replayed from the third time on that inputs of some shapes come, where
-    that is safe.
+    """An executor's passes, replayed from the third pass of an input shape on, if safe.
 
         recorded    F0 F1 B0 F2 B1 B2       each call on arrays, and between them what else the loop does: sending,
                                             receiving, waiting, sums; what a microbatch has let go of in memory, a later

@@ -1,6 +1,4 @@
-"""A worker's arrays as those of the whole model, wherever its parts lie: what checkpoints are made
-of.
-"""
+"""A worker's arrays as those of the full model, for checkpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,6 +1,4 @@
-"""What is counted of steps; what adds up is in Totals, and what of one update does not in its
-StepReport.
-"""
+"""Statistics of steps: `Totals` adds up, `StepReport` describes one update."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ def perplexity(loss: float) -> float:
 
 
 def r2(score: float, variance: float) -> float:
-    """Return the share of the targets' variance that is explained, 1 - mse / variance; NaN where
-    they do not vary.
+    """Return the coefficient of determination 1 - mse / variance; NaN without variance.
 
     Args:
         score: a mean over samples.
@@ -96,9 +93,7 @@ class Totals:
             local[name] += more[name]
 
     def mean_over(self, workers: int, steps: int) -> Totals:
-        """Return the sums over so many steps, whose times are the means over the workers' times in
-        these.
-        """
+        """Return the sums over these steps, with times averaged over the workers."""
         if workers == 1:
             return self
         return replace(self, steps=steps, **{name: getattr(self, name) / workers for name in PARTS})
@@ -115,9 +110,7 @@ class Totals:
 
     @property
     def accuracy(self) -> float:
-        """The share of right answers, 0 to 1; NaN where quantities are predicted, whose scores are
-        below 0.
-        """
+        """The fraction of right answers, 0 to 1; NaN for numbers, whose scores are negative."""
         return self.score if self.score >= 0 else nan
 
     @property
@@ -150,9 +143,7 @@ class Totals:
         return self.predicted_s / self.predicted_steps if self.predicted_steps else None
 
     def communication(self) -> str:
-        """Return what was communicated in a step, how much of it computing hid, and what the model
-        says.
-        """
+        """Return a step's traffic as text, its overlap with computing, and the prediction."""
         steps, predicted_s = max(self.steps, 1), self.predicted_step_s
         share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
         exposed_ms, hidden_ms = (
@@ -173,9 +164,7 @@ class Totals:
         )
 
     def breakdown(self, of: str = "") -> str:
-        """Return where an iteration's time went, in ms and per cent of its wall time, and of whom
-        that is.
-        """
+        """Return a step's time by part, in ms and per cent of wall time, as text."""
         wall_s = max(self.wall_s, 1e-12)
         result = [(name, getattr(self, key)) for key, name in PARTS.items()]
         parts = [(name, seconds) for name, seconds in result if seconds or name != PARTS["wait_s"]]
@@ -225,8 +214,7 @@ class PassReport:
 
 @dataclass
 class StepReport(Totals):
-    """One update, the same on all ranks but for the times. `loss` and `score` are means over the
-    targets of all ranks.
+    """One update, equal on all ranks except times; loss and score are means over all targets.
 
     Attributes:
         grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is

@@ -1,5 +1,4 @@
-"""What all trainers have in common, however their ranks go on: train up to a point, evaluate,
-state, report, release.
+"""The interface of all trainers: train up to a point, evaluate, state, report, release.
 
     segment = trainer.run(loader, epoch, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)
     print(segment.totals.loss, trainer.evaluate(test_loader.epoch(0)).accuracy)
@@ -51,8 +50,7 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 
 @dataclass
 class Progress:
-    """A step that all ranks did together, or out of step: a gradient that was used, or a step of a
-    worker's own.
+    """A joint step of all ranks, or out of step a used gradient or one worker's step.
 
     Attributes:
         batch: the number of its batch in the epoch.
@@ -72,8 +70,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """A segment, the same on all ranks; where they are in step, but for its times, which are this
-    rank's.
+    """A segment, equal on all ranks, except in-step times, which are this rank's.
 
     Attributes:
         totals: over the batches that were done (fewer than asked for after a signal), and the
@@ -99,9 +96,7 @@ class SegmentReport:
     disagreement: float = 0.0
 
     def plus(self, other: SegmentReport) -> SegmentReport:
-        """Return the report of both: sums, and the largest signal, updates, lead and
-        disagreement.
-        """
+        """Return both reports combined: sums, and the largest signal, updates, lead and drift."""
         largest = ("signal", "updates", "lead", "disagreement")
         result = [item.staleness for item in (self, other) if item.staleness is not None]
         return SegmentReport(
@@ -147,9 +142,7 @@ class TrainingSegment:
 
 @dataclass(eq=False, repr=False)
 class Training:
-    """What a checkpoint holds of a training: a model and its optimizer, as they lie on the ranks of
-    a group.
-    """
+    """A checkpoint's contents: a model and its optimizer, distributed over a group."""
 
     model: Module
     optimizer: Optimizer
@@ -157,8 +150,7 @@ class Training:
     arrangement: Arrangement
 
     def state(self) -> tuple[ModelState, ModelState]:
-        """Return the model's and the optimizer's arrays as those of the whole model, over all
-        ranks.
+        """Return the full model's and optimizer's arrays, over all ranks.
 
         The optimizer's are called "slot/parameter"; for its numbers, see `scalars`.
         """
@@ -167,9 +159,7 @@ class Training:
         )
 
     def scalars(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the arrays, as JSON values; among them the
-        optimizer's "steps".
-        """
+        """Return a checkpoint's JSON values besides arrays, with the optimizer's "steps"."""
         return {"steps": self.optimizer.steps}
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
@@ -281,9 +271,7 @@ class Trainer(Training, ABC):
         return {}
 
     def describe_exchange(self) -> str:
-        """Return what sums gradients over the ranks, in words; empty where none are summed by an
-        all-reduce.
-        """
+        """Return the all-reduce of gradients as text; "" if there is none."""
         return ""
 
     @abstractmethod
@@ -295,8 +283,7 @@ class Trainer(Training, ABC):
         return ()
 
     def release(self) -> None:
-        """Take everything off the model again: it is then one that each rank has for itself.
-        Collective.
+        """Detach everything from the model, which is then each rank's own. Collective.
 
         A second call does nothing.
         """
@@ -324,8 +311,7 @@ def check_optimizer(model: Module, optimizer: Optimizer) -> None:
 
 
 def check_numerics(trainer: Trainer) -> None:
-    """Refuse ranks that would compute or update in different ways, and a precision that they cannot
-    have; collective.
+    """Refuse ranks with different numerics, and impossible precisions. Collective.
 
     Replicas of different optimizers go apart without a word, or wait for one another for ever; the
     gradients of different losses would be added up.

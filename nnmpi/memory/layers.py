@@ -37,9 +37,7 @@ REPEATS = 3
 
 
 class Value(NamedTuple):
-    """What passes between two layers: an array, and which part of a larger one it is, from the
-    inside out.
-    """
+    """An array between two layers, or a slice of a larger one, from the inside out."""
 
     array: Array
     cuts: tuple[TensorCut, ...] = ()
@@ -79,9 +77,7 @@ class _GraphInput(Function):
 
 
 class LayerGraph:
-    """The graph of one layer, without its input and its result, for one backward; `keep` makes
-    it.
-    """
+    """One layer's graph for one backward pass, without input and result; `keep` makes it."""
 
     def __init__(self, first: _GraphInput | None, end: Tensor) -> None:
         self._input, self._node, self._tape = first, end.node, end.tape
@@ -125,9 +121,7 @@ def forward(layer: Layer, value: Value) -> Value:
 
 @contextmanager
 def again(mode: Mode | None = None) -> Iterator[None]:
-    """Compute once more what was computed before, in that mode or this one: running statistics are
-    left alone.
-    """
+    """Recompute in the original mode, leaving running statistics alone."""
     before = current()
     restore((before if mode is None else mode)._replace(again=True))
     try:
@@ -138,9 +132,7 @@ def again(mode: Mode | None = None) -> Iterator[None]:
 
 
 def gathered(layer: Module, weights: Any | None) -> Layer:
-    """Return what computes a layer: if a strategy has the weights (see `parallel.zero`), it lets
-    them come before.
-    """
+    """Return a layer's computation, which first gathers weights that a strategy holds."""
 
     def run(x: Tensor) -> Any:
         assert weights is not None
@@ -220,8 +212,7 @@ class Measured(NamedTuple):
 def of_chain(
     model: Module, layers: Sequence[ChainLayer], dtype: str, backend: Backend
 ) -> Iterator[Measured]:
-    """Yield a chain's layers to measure, each with values for so long; leave the model
-    uninitialized.
+    """Yield a chain's layers to measure, with values meanwhile; leave it uninitialized.
 
     So a model can be measured that does not fit into memory.
     """

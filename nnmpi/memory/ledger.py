@@ -108,9 +108,7 @@ class MemoryLedger:
         self._held[ACTIVATIONS] = before
 
     def peaks_by_name(self) -> Mapping[str, int]:
-        """Return the peaks as metrics: "memory_parameters" ..., and "memory_peak" of all
-        together.
-        """
+        """Return the peaks as metrics: "memory_parameters" ..., and the total "memory_peak"."""
         if not self._named:
             self._named = {
                 f"memory_{kind.split()[0]}": nbytes for kind, nbytes in self._peaks.items()

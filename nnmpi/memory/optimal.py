@@ -1,5 +1,4 @@
-"""The plan of least time under a budget of bytes, for layers that differ in everything: dynamic
-programming.
+"""The fastest plan within a memory budget for unequal layers: dynamic programming.
 
 For the layers s..t, given the value before them and the gradient behind them, there are two ways to
 begin, and a third for layers that may leave memory:
@@ -224,8 +223,7 @@ def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
 
 
 def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
-    """Return the quickest plan that is found within a budget; without anything moved if that is as
-    quick.
+    """Return the fastest plan found within a budget, without swapping if that is as fast.
 
     Args:
         plans: without anything moved.

@@ -1,5 +1,4 @@
-"""A plan for a pass through a chain of layers, forward and back: a list of actions, checked, priced
-and drawn.
+"""A plan for a pass through a chain of layers: actions, checked, priced and drawn.
 
     values      x0 --[0]--> x1 --[1]--> x2 --[2]--> x3        x0 is the input, which the caller has; layer 2 is the loss
     gradients      <--[0]-- g1 <--[1]-- g2 <--[2]--
@@ -65,8 +64,7 @@ class Action:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer takes, in bytes and seconds; the last one of a chain is the loss, which is kept
-    and goes back once.
+    """A layer's bytes and seconds; the last layer is the loss, saved and run back once.
 
     Attributes:
         name: for people.
@@ -116,9 +114,7 @@ Costs = Sequence[LayerCost]
 
 
 def kept_bytes(costs: Costs, layers: range) -> int:
-    """Return the bytes that stay for the backward of some layers in a row; of the chain's input
-    none.
-    """
+    """Return the bytes saved for the backward passes of consecutive layers."""
     values = {i for i in layers if costs[i].keeps_result} | {
         i - 1 for i in layers if i and costs[i].keeps_input
     }
@@ -126,9 +122,7 @@ def kept_bytes(costs: Costs, layers: range) -> int:
 
 
 def moved_bytes(costs: Costs, layer: int) -> int:
-    """Return how many bytes go out with a layer: all that stays for its backward; 0 if it cannot
-    move.
-    """
+    """Return the bytes swapped with a layer, all that it saves; 0 if it cannot move."""
     return kept_bytes(costs, range(layer, layer + 1)) * costs[layer].moves
 
 
@@ -162,8 +156,7 @@ class PlanPrice:
     layers: tuple[str, ...]
 
     def draw(self) -> str:
-        """Return the plan as text: a row for each layer, a column for each action but `D`, and
-        below the bytes as bars.
+        """Return the plan as text: rows of layers, columns of actions except `D`, bytes as bars.
 
         0 | F...f.K=B.
         1 | .F--..
@@ -270,9 +263,7 @@ class PlanState:
         return "".join(row)
 
     def do(self, action: Action) -> int:
-        """Do an action, for which there is what it needs; return the most bytes that there are
-        meanwhile.
-        """
+        """Perform an action whose inputs are there; return the peak bytes meanwhile."""
         i, act, before = action.layer, action.act, self.bytes
         cost, peak = self._costs[i], before
         if act is Act.DROP:
@@ -308,8 +299,7 @@ class PlanState:
 
 
 def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
-    """Return what a plan takes, after checking that it computes each layer's gradient once, in
-    order.
+    """Return a plan's price, after checking that it computes each gradient once, in order.
 
     Args:
         costs: of the layers.

@@ -109,8 +109,7 @@ class PlannedPass:
         return value
 
     def backward(self, layer: int, grad: Array) -> Array | None:
-        """Do what the plan has up to a layer's backward; return the gradient of what came to the
-        layer.
+        """Run the plan up to a layer's backward pass; return the gradient of its input.
 
         Raises:
             GraphError: when it was done before.
@@ -189,8 +188,7 @@ class PlannedLayer(Function):
 
 
 class RecomputedModel:
-    """A model whose pass forward and back takes so many bytes at most, and computes some of it
-    again for that.
+    """A model whose passes stay within a memory budget by recomputation.
 
     What counts are the arrays that a pass makes, all of them, from its input to the parameters'
     gradients: what is kept for the way back, the values and gradients between layers, and what
@@ -339,8 +337,7 @@ class RecomputedModel:
                 self.store.reserve(self.price.moved)
 
     def find_plan(self, budget: int) -> Plan:
-        """Return the plan for a budget: the quickest one, or, with a store, the quickest that is
-        found.
+        """Return the fastest plan for a budget, or with a store the fastest one found.
 
         Raises:
             UsageError: for a budget that is too small.

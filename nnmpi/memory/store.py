@@ -1,5 +1,4 @@
-"""Where arrays lie that leave memory: a file that is mapped into it; or, from a device, the host's
-page-locked memory.
+"""The store of swapped arrays: a mapped file, or for a device page-locked host memory.
 
     states, weights     store.zeros(length, dtype)          an array like any other, which lies there for good
     activations         send(arrays) --> fetch(arrays)      copied out and back, one by one, beside what is computed
@@ -48,8 +47,7 @@ Pairs = list[tuple[Any, Any]]  # to what is copied, and from what
 
 
 class Store:
-    """Where arrays go. A file has no name, so it goes when it is closed or the process ends,
-    however that happens.
+    """Where swapped arrays go. The file has no name, so it vanishes with the process.
 
     What is computed on a device and what is moved go on two streams, which wait for one another's
     events.
@@ -138,8 +136,7 @@ class Store:
         return np.frombuffer(mapped, np.uint8, nbytes)
 
     def send(self, memory: Sequence[Array]) -> StoredBytes:
-        """Begin to write some memory, each piece of it bytes in a row, which stays as it is until
-        that is over.
+        """Start writing memory, in contiguous pieces that stay unchanged until it ends.
 
         Raises:
             UsageError: when there is no room for it.
@@ -153,9 +150,7 @@ class Store:
         self._free[len(place)].append(place)
 
     def copy(self, pairs: Pairs) -> Callable[[], Any]:
-        """Begin to copy behind all that was begun before; return what waits for it (on a device,
-        lets kernels wait).
-        """
+        """Start a copy after all earlier ones; return its wait (on a device, for kernels)."""
         if not self._backend.is_device:
             return self._thread.submit(self.move, pairs).result
         cuda, stream = self._backend.xp.cuda, self._stream
@@ -169,9 +164,7 @@ class Store:
         return lambda: cuda.get_current_stream().wait_event(over)
 
     def move(self, pairs: Pairs) -> None:
-        """Copy now, and forget the pairs: memory that has gone goes while the thread may have the
-        list yet.
-        """
+        """Copy now, and drop the pairs, whose memory the thread may else hold too long."""
         while pairs:
             to, origin = pairs.pop()
             to[...] = origin
@@ -196,9 +189,7 @@ class StoredBytes:
         self.wait = store.copy(list(zip(self._pieces, memory, strict=True)))
 
     def fetch(self, memory: Sequence[Array]) -> None:
-        """Begin to bring the bytes back, into other memory of the same lengths; `wait` then waits
-        for that.
-        """
+        """Start fetching the bytes into other memory of the same lengths; see `wait`."""
         self.wait = self._store.copy(list(zip(memory, self._pieces, strict=True)))
 
     def __del__(self) -> None:
