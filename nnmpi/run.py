@@ -295,7 +295,6 @@ class Supervisor:
         return now is not None and now != self._began_with
 
     def _was_up(self) -> bool:
-        """Return whether a start has come so far that its options are in the run's folder."""
         return _count_lines(self._files.starts) > self._known_starts
 
     def _step(self) -> int:
@@ -306,7 +305,6 @@ class Supervisor:
         return 0
 
     def _trained_s(self) -> float:
-        """Return the seconds of training that the last checkpoint has in it."""
         for item in steps(self._files.checkpoints)[:1]:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 return float(read_json(item / STATE_FILE)["elapsed_s"])

@@ -313,9 +313,6 @@ def _writes_out(xp: ModuleType, name: str, function: Callable[..., Any]) -> bool
 
 
 def _is_universal(function: Any) -> bool:
-    """Return whether this is a universal function, of NumPy or of CuPy, which has a class of its
-    own for them.
-    """
     return isinstance(function, np.ufunc) or type(function).__name__ == "ufunc"
 
 

@@ -195,8 +195,5 @@ def _is_both(step: Step) -> bool:
 
 
 def _lengths(step: Step) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return where a step of rank 0 sends, and the chunks of each message that is sent, and that is
-    added.
-    """
     sent, received = (tuple(map(len, runs(chunks))) for chunks in (step.send, step.recv))
     return cast(int, step.to), sent, received if step.reduce else ()

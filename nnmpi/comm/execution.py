@@ -299,7 +299,6 @@ def _slices(numbers: Chunks, array: Buffer, chunks: Sequence[range]) -> Iterator
 
 
 def _describe(step: Step, steps: int, tag: int) -> str:
-    """Return what is waited for in a step, in words."""
     partners = name_ranks([rank for rank in (step.from_, step.to) if rank is not None])
     return f"a collective of {steps} steps (tag {tag}), for {partners}"
 

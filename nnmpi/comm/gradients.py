@@ -294,9 +294,6 @@ class BucketExchange:
         self._group.free()
 
     def _come_back(self) -> float:
-        """Return the time, after counting how long messages were under way while this rank
-        computed.
-        """
         now = clock.now()
         if self._left is not None:
             self._hidden_s += now - self._left
@@ -346,7 +343,6 @@ class BucketExchange:
         self._launched += 1
 
     def _show(self, number: int, begin: float) -> None:
-        """Show a sum that is over, of which this rank may have computed the most."""
         if trace := timeline.current():
             trace.add(f"bucket {number}", "bucket", timeline.BUCKETS, begin, trace.clock())
 

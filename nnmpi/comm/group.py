@@ -454,7 +454,6 @@ class Group(Communicator):
 
 
 def _describe(array: Any) -> str:
-    """Return length and dtype in words."""
     return f"{array.size} elements of {array.dtype}" if is_array(array) else type(array).__name__
 
 

@@ -190,7 +190,6 @@ SLACK = 1.5
 
 
 def _adding(nbytes: int) -> list[Refilled]:
-    """Prepare an addition of so many bytes, which all ranks do at once."""
     target, arrived, fresh = (np.ones(max(1, nbytes // 4), np.float32) for _ in range(3))
     return [(lambda: np.add(target, arrived, out=target), lambda: np.copyto(arrived, fresh))]
 

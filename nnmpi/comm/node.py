@@ -273,7 +273,6 @@ class SharedMemory:
         return self._barriers[tag]
 
     def _find_counters(self, number: int) -> list[memoryview]:
-        """Return every rank's counter for a barrier."""
         page, place = divmod(number, FLAGS_PER_PAGE)
         if page == len(self._pages):
             self._pages.append(self.node.share_pages(PAGE_BYTES))

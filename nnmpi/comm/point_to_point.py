@@ -222,5 +222,4 @@ def rendezvous(group: Group) -> Iterator[Rendezvous]:
 
 
 def _post(call: Callable[..., Request], array: Buffer, partner: int, tag: int) -> list[Request]:
-    """Start a send or a receive of a C-contiguous array of any length, and return its requests."""
     return [call(piece, partner, tag) for piece in pieces(as_bytes(array))]

@@ -354,7 +354,6 @@ class PartialSums(Engine):
 
 
 def _members(parts: int) -> list[int]:
-    """Return the ranks whose parts are in."""
     return [rank for rank in range(-(-parts.bit_length() // DIGIT_BITS)) if count(parts, rank)]
 
 

@@ -235,7 +235,6 @@ def arrange(
 
 
 def _whole(model: Module, layout: Layout, mesh: BoundMesh, backend: Backend) -> Arrangement:
-    """Return the arrangement of a model that is neither sharded nor cut yet."""
     parameters = {name: parameter.size for name, parameter in model.named_parameters()}
     return Arrangement(
         layout, mesh, model, parameters, [name for name, _ in model.named_buffers()], backend

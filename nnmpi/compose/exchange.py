@@ -54,8 +54,9 @@ NUMBERS_BYTES = 3 * 8  # loss, right answers and targets in float64
 
 
 class Exchange:
-    """Sums buckets of gradients over the replicas by all-reduce; other ways derive from it.
-    Everything is collective.
+    """All-reduces buckets of gradients over the replicas. Collective throughout.
+
+    Other exchanges derive from it.
 
     Args:
         trainer: whose gradients they are.

@@ -250,7 +250,6 @@ class Executor:
         return x if self._sequence is None or length is None else self._sequence.enter(x, length)
 
     def _leave(self, x: Tensor) -> Tensor:
-        """Take back what `_enter` said."""
         length = self._caller.length
         return x if self._sequence is None or length is None else self._sequence.leave(x, length)
 
@@ -277,8 +276,7 @@ class Executor:
         kind: tuple[Any, ...] = (),
         refusal: str = "",
     ) -> PassReport:
-        """Take microbatches forward, and back where there are seeds, by this rank's program;
-        collective.
+        """Run microbatches forward, and backward given seeds, by this rank's program. Collective.
 
         Args:
             inputs: every microbatch's input, on all ranks (only its shape matters beyond the first
@@ -497,7 +495,6 @@ class Executor:
             self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
 
     def _boundary(self, kind: Kind, stage: int) -> StageBoundary:
-        """Return this end of the boundary that a stage receives through."""
         return self._boundaries[stage - 1 if kind is Kind.RECV_ACT else stage]
 
     def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], BoundaryArrays]:

@@ -405,7 +405,6 @@ class Passes(Caller):
         return [self._seed_of(self._weight(now, cut)) for cut in now.cuts]
 
     def _weight(self, now: Running, cut: Cut) -> float:
-        """Return the loss scale / the labels that a microbatch's sum of losses is divided by."""
         batch = now.batch
         targets = batch.targets[cut.number] if self.updates else batch.global_targets
         return now.scale / max(targets, 1)
@@ -454,7 +453,6 @@ class Passes(Caller):
         return loss
 
     def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:
-        """Note a microbatch's loss and score."""
         now = self._now
         score = self._score(Tensor(logits), now.part(microbatch))
         if now.trains or self.counts:

@@ -262,9 +262,7 @@ class Trainer(Training, ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
-        """Return loss and score over this rank's parts of all batches, put together over the ranks;
-        collective.
-        """
+        """Return loss and score over this rank's parts of batches, summed over ranks. Collective."""
 
     def details(self, report: Totals) -> dict[str, Any]:
         """Return what else than sums is to be recorded of the step that was done last, by name."""

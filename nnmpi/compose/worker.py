@@ -489,7 +489,6 @@ class Worker(Trainer):
 
 
 def _traffic(events: Sequence[TraceEvent]) -> Traffic:
-    """Return the collectives of sharded layers among a timeline's events."""
     events = [event for event in events if event.category == CATEGORY]
     count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
     return Traffic(0.0, count, len(events), nan if events else 0.0)

@@ -114,9 +114,6 @@ class Batch:
 
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
 def _full_targets(global_rows: int, microbatches: int, each: int) -> tuple[int, ...]:
-    """Return how many labels count in each microbatch of a global batch whose samples have so
-    many.
-    """
     return tuple(each * len(part) for part in split(global_rows, microbatches))
 
 

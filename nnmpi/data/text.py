@@ -170,7 +170,6 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[s
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which JSON can say."""
     try:
         return text.encode() is not None
     except UnicodeEncodeError:

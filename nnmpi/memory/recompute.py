@@ -164,7 +164,6 @@ class PlannedPass:
             self._values[layer + 1], self._graphs[layer] = result
 
     def _do_rest(self) -> None:
-        """Do what is to be done before the next layer is computed."""
         while self._next < len(self._plan) and self._plan[self._next].act in BETWEEN:
             self._do_next()
 

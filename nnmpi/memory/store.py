@@ -373,7 +373,6 @@ def _address(array: Any) -> int:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    """Return where an array begins in memory, and where it ends."""
     low = high = _address(array)
     for length, stride in zip(array.shape, array.strides, strict=True):
         low, high = low + min(0, (length - 1) * stride), high + max(0, (length - 1) * stride)

@@ -141,7 +141,6 @@ class Compiled:
         return held.results()
 
     def _note(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
-        """Do one step, and return what was noted of it."""
         places = [_place(x) for x in inputs]
         with recorder.running():
             outputs = _outputs(self._step(*places))

@@ -325,14 +325,10 @@ class KeyBlock:
 
 
 def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
-    """Return what is left of marked powers."""
     return p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
 
 
 def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[Shape, int]:
-    """Return the shape of the largest block of queries, and how many scores its largest piece
-    has.
-    """
     if not blocks:
         return (0, 0, *q.shape[2:]), 0
     block, pieces = blocks[0]

@@ -174,5 +174,4 @@ class Experts(Function):
 
 
 def _pick(rows: Tensor, numbers: Array) -> Tensor:
-    """Return rows by their numbers."""
     return EmbeddingFunction(rows.dtype)(rows, numbers)

@@ -155,7 +155,6 @@ def _widened(xp: Any, rows: Array) -> tuple[Array, int]:
 
 
 def _sum_rows(xp: Any, wide: Array, out: Array) -> None:
-    """Write the sum of each channel."""
     parts = xp.empty((1, wide.shape[1]), wide.dtype)
     bias_grad(xp, wide, parts[0])
     _fold(xp, parts, out)

@@ -221,7 +221,6 @@ def pool_windows(
 
 
 def _count(y: Array, over: PoolWindows) -> int:
-    """Return how many images of a result, or of its gradient, make a block."""
     return max(1, min(len(y), PLANES_BYTES // max(1, y[:1].nbytes * prod(over.kernel))))
 
 

@@ -23,7 +23,6 @@ from nnmpi.optim.optimizer import (
 def _average(
     block: BufferBlock, kept: Array, value: Array, share: float, own: float, square: Array
 ) -> None:
-    """Let kept become share * kept + own * value^2, which square is scratch for."""
     xp = block.xp
     xp.multiply(xp.multiply(value, value, out=square), own, out=square)
     xp.add(xp.multiply(kept, share, out=kept), square, out=kept)

@@ -358,7 +358,6 @@ class DataParallel:
             raise UsageError("this DataParallel (or its worker) was released; make a new one")
 
     def _sum_statistics(self, array: Array) -> Array:
-        """Return the sum over the ranks of a small float64 array, which may be overwritten."""
         total: Array = namespace(array).ascontiguousarray(array)
         self.group.all_reduce(total.reshape(-1), check=False)
         self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes))

@@ -45,7 +45,6 @@ def explain(
 
 
 def _told(places: Sequence[str | None], step: int, value: float) -> DivergenceError:
-    """Return the error with the place of the first rank that has found one."""
     nowhere = None, "all ranks together, though it is on each"
     place, who = next(
         ((place, f"rank {rank}") for rank, place in enumerate(places) if place), nowhere

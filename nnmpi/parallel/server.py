@@ -486,7 +486,6 @@ class PushPull:
             self._send(worker, reply, server.master)
 
     def _accept(self, reply: Reply, weights: Sequence[Array]) -> None:
-        """Take the server's weights."""
         self._check(reply, self._sequence, f"a reply to worker {self._group.rank}")
         self._reply, self._version = reply, reply.version
         for mine, theirs in zip(self._storage.data, weights, strict=True):

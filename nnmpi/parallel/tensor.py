@@ -227,9 +227,6 @@ def shard(
 
 
 def _own_table(model: Module, name: str = "") -> Table:
-    """Return a model's own table, or those of the first modules below it that have one, with full
-    names.
-    """
     if model.sharding:
         return {_join(name, pattern): sharding for pattern, sharding in model.sharding.items()}
     tables = [_own_table(child, _join(name, child_name)) for child_name, child in model.children()]

@@ -67,7 +67,6 @@ def _costs(given: argparse.Namespace, schedule: Schedule) -> Costs:
 
 
 def _message(given: argparse.Namespace) -> float:
-    """Return the seconds of a message between two ranks."""
     machine = parse_network(given.network, given.stages) if given.network else None
     return 0.0 if machine is None else machine.link(machine.nodes is not None).one_way(given.bytes)
 

@@ -104,7 +104,6 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
 def _in_turns(
     forwards: Sequence[Instruction], backwards: Sequence[Instruction], warm_up: int
 ) -> tuple[Instruction, ...]:
-    """Return so many forwards, and then a forward and a backward in turns."""
     turns = zip_longest(forwards[warm_up:], backwards)
     return (*forwards[:warm_up], *(item for turn in turns for item in turn if item is not None))
 

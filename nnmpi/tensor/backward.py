@@ -285,7 +285,6 @@ def _kind(x: Any) -> str:
 
 
 def _used_up() -> GraphError:
-    """Return the error for a graph, or a part of one, that an earlier backward pass has used up."""
     return GraphError(
         "this graph was used up by an earlier backward pass; call backward(retain_graph=True)"
         " there, or compute the loss again"

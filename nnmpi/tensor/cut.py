@@ -150,7 +150,6 @@ def _cut_tensor(cut: TensorCut) -> CutTensor:
 
 
 def _share(new: Tensor, x: Tensor) -> None:
-    """Let a new tensor have the values of another one, and its place in the graph."""
     new.data, new.requires_grad, new.node, new.tape = x.data, x.requires_grad, x.node, x.tape
     recorder = active()
     if recorder is not None:

@@ -248,5 +248,4 @@ def values_of(x: Any) -> Any:
 
 
 def _dtype(x: Any) -> Any:
-    """Return the dtype of a tensor or array, None for a number."""
     return getattr(values_of(x), "dtype", None)

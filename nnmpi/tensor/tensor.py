@@ -631,7 +631,6 @@ def _product(a: Any, b: Any) -> Tensor:
 
 
 def _narrow() -> bool:
-    """Return whether sums of float16 and bfloat16 are rounded to that dtype."""
     return precision() == "float32"
 
 

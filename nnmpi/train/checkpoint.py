@@ -299,7 +299,6 @@ class Saver(AbstractContextManager["Saver"]):
             self._end_last()
 
     def _end_last(self) -> None:
-        """Wait for the last checkpoint, on rank 0."""
         work, self._work = self._work, None
         if work is not None:
             self.last_s = work.result()
@@ -746,9 +745,6 @@ class CheckpointWriter:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove checkpoints beyond the `keep` newest and the best, and those of later steps than the
-    one just written.
-    """
     result, best = steps(folder), _named(folder, BEST_FILE)
     past = [item for item in result if item <= newest]
     for entry in result:

@@ -138,7 +138,6 @@ def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
 
 
 def _parameters(trainer: Trainer) -> str:
-    """Return how many parameters the model has, and how many of them this rank."""
     local, where = trainer.model.storage.size, trainer.arrangement
     if where.elements == local:
         return f"{local:,} parameters"

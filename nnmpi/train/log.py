@@ -137,7 +137,6 @@ class Reporter:
             self._progress(f"{self._place(state)}: {self.result(window)}, {self._rate(window)}")
 
     def _progress(self, *lines: str) -> None:
-        """Print lines, and none of progress for some seconds."""
         self._console.say(*lines)
         self._due_s = clock.now() + PRINT_EVERY_S
 

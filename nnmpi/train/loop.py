@@ -242,7 +242,6 @@ class Loop:
 
     @property
     def _step(self) -> int:
-        """The steps that are done, with those of the present segment."""
         return self.state.step + self._told // self._trainer.reporters
 
     def _stop_at(self) -> int:
@@ -414,7 +413,6 @@ class Loop:
         self._saved_step = self.state.step
 
     def _on_time(self) -> RunState:
-        """Return the state with the seconds of the run up to now."""
         return replace(self.state, elapsed_s=clock.now() - self._began)
 
     def _how_to_resume(self) -> str:

@@ -244,13 +244,11 @@ def _less(p, q):
 
 @inlined
 def _seen(p):
-    """Return B^T p."""
     return p[0] - p[2], p[1] + p[2], p[2] - p[1], p[1] - p[3]
 
 
 @inlined
 def _put_results(part, at, s, y):
-    """Write A y A^T, y being two by two, to 16 places, s apart."""
     z0, z1, x0, x1 = y[0] + y[2], y[1] + y[3], y[0] - y[2], y[1] - y[3]
     _put(part, at, s, (y[0], y[0] + y[1], y[0] - y[1], -y[1]))
     _put(part, at + 4 * s, s, (z0, z0 + z1, z0 - z1, -z1))
@@ -260,7 +258,6 @@ def _put_results(part, at, s, y):
 
 @inlined
 def _results(part, at, s):
-    """Return A^T M A, two by two, of 16 places, s apart."""
     b, d = _four(part, at + 4 * s, s), _four(part, at + 8 * s, s)
     z = _add(_add(_four(part, at, s), b), d)
     x = _less(_less(b, d), _four(part, at + 12 * s, s))
@@ -311,7 +308,6 @@ def _patches_in(border, v, top, rows, h, w, c, s):
 
 @inlined
 def _raise(patch, at, c, p):
-    """Add B p to four pixels."""
     patch[at] += p[0]
     patch[at + c] += p[1] - p[2] + p[3]
     patch[at + 2 * c] += p[1] + p[2] - p[0]

@@ -48,7 +48,6 @@ def bruck_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def _around(first: int, count: int, size: int) -> Chunks:
-    """Return `count` chunk numbers from `first` on, around the end."""
     first %= size
     if first + count <= size:
         return range(first, first + count)

@@ -41,7 +41,6 @@ def ring_all_gather(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def _pass_on(rank: int, size: int, chunk: int, reduce: bool) -> Step:
-    """Send this chunk to the right while the one before it comes from the left."""
     right, left = (rank + 1) % size, (rank - 1) % size
     return Step(
         to=right, send=(chunk % size,), from_=left, recv=((chunk - 1) % size,), reduce=reduce

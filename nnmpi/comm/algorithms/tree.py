@@ -82,7 +82,6 @@ def tree_scatter(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def _parent(rank: int) -> int:
-    """Return the rank with the lowest 1 bit cleared."""
     return rank & (rank - 1)
 
 

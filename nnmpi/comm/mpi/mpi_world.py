@@ -109,7 +109,6 @@ class Window:
         node.Barrier()
 
     def _query(self, rank: int) -> NDArray[np.uint8]:
-        """Return all that MPI gave to a rank."""
         memory, _ = self._window.Shared_query(rank)
         return np.frombuffer(cast(memoryview, memory), np.uint8)
 

@@ -188,7 +188,6 @@ class Wire(SimulatedComm):
 
 
 def _fold(combine, values):
-    """Return what is made of all values."""
     while len(values) > 1:  # neighbours first, as mpi4py does, and MPI with short arrays
         pairs = zip_longest(values[::2], values[1::2])
         values = [x if y is None else combine(x, y) for x, y in pairs]

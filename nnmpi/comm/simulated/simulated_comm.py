@@ -396,7 +396,6 @@ class SimulatedComm:
     issend = partialmethod(isend, synchronous=True)
 
     def _queue(self, source: int, target: int, tag: int) -> MessageQueue:
-        """Return where messages from one rank to another wait, and receives."""
         return self._board.queues[self._number, source, target, tag]
 
     def irecv(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
@@ -705,7 +704,6 @@ class SimulatedComm:
         *words: Any,
         nbytes: int = 0,
     ) -> Any:
-        """Return what `make` has for this rank, of what it makes of all ranks' values."""
         request = self._join((name, *words), value, nbytes, make)
         self.wait_all([request])
         return request.result
@@ -739,7 +737,6 @@ def _describe(signature: tuple[Any, ...]) -> str:
 
 
 def _total(arrays: Sequence[Buffer]) -> Buffer:
-    """Return all arrays' sum, in rank order."""
     total = arrays[0].copy()
     for array in arrays[1:]:
         total += array

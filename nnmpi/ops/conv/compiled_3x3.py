@@ -91,7 +91,6 @@ def _scratch(xp: Any, counts: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
 
 
 def _perform(kernel: Any, *args: Any) -> None:
-    """Call a kernel with flat arrays, and tuples of such."""
     perform(kernel, *(arg if isinstance(arg, tuple) else _flat(arg) for arg in args))
 
 

@@ -97,7 +97,6 @@ class Depthwise(Algorithm):
             xp.add.reduce(parts, axis=0, dtype=np.float64, out=out.weight.reshape(out.weight.size))
 
     def _compiled(self, x: Array, weight: Array) -> Any:
-        """Return numba's kernels, where they compute this."""
         (kernel, _, padding, dilation, *_), single = self.spec, weight.dtype == x.dtype
         fits = (
             kernel == (3, 3) and dilation == (1, 1) and max(padding) <= 2 and single and x.size > 0

@@ -346,7 +346,6 @@ class Im2colReluPool(Algorithm):
 
 
 def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
-    """Yield each group's slice of the input channels and of the output channels."""
     c, o = c // spec.groups, o // spec.groups
     for g in range(spec.groups):
         yield slice(g * c, (g + 1) * c), slice(g * o, (g + 1) * o)

@@ -277,7 +277,6 @@ class Tiles:
         return _stacked(self._places)[self._side + 3]
 
     def _both_ways(self, matrix: Array, x: Array, out: Array) -> None:
-        """Write matrix x matrix^T of each tile."""
         (n, k), xp = matrix.shape, self._xp
         size = x.size // (k * k)
         half = self._half.reshape(n, k, size)

@@ -183,9 +183,6 @@ def _comes_each_time(leaves: Sequence[Tensor]) -> None:
 
 
 def _take_grad(leaf: Tensor) -> Array:
-    """Return a leaf's gradient, which operations that wait for their second half then keep no
-    more.
-    """
     grad, leaf.grad = leaf.grad, None
     if grad is None:  # nothing depends on it after all
         return namespace(leaf.data).zeros_like(leaf.data)

@@ -313,11 +313,9 @@ class UlyssesAttention:
             place[...] = entry
 
     def _to_heads(self, x: Heads) -> Heads:
-        """Return all positions of this rank's heads, given all heads of its positions."""
         return self._exchange(x, split(x.shape[1], self._group.size), self._positions)
 
     def _to_positions(self, whole: Heads, count: int) -> Heads:
-        """Return all heads of this rank's positions, given all positions of its heads."""
         heads = split(count, self._group.size)
         return self._exchange(whole.swapaxes(1, 2), self._positions, heads).swapaxes(1, 2)
 

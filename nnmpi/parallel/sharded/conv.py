@@ -139,13 +139,11 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
 
 
 def _common(one: range, other: range) -> range:
-    """Return the rows that both have."""
     first = max(one.start, other.start)
     return range(first, max(min(one.stop, other.stop), first))
 
 
 def _rows(images: Array, rows: range, present: range) -> Array:
-    """Return a view of some of the rows that images have."""
     return images[:, rows.start - present.start : rows.stop - present.start]
 
 

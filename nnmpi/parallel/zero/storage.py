@@ -501,7 +501,6 @@ class ShardedStorage(FlatStorage):
 
 
 def _common(own: slice | range, span: Span) -> range:
-    """Return which of a parameter's elements are a rank's."""
     first, last = (min(max(end, span.start), span.stop) for end in (own.start, own.stop))
     return range(first, last)
 
@@ -576,7 +575,6 @@ def cut_units(
 
 
 def _parameters(layers: Sequence[ChainLayer]) -> list[Parameter]:
-    """Return the parameters of some layers, each once."""
     return list(
         dict.fromkeys(
             p for layer in layers for _, module in layer.members for p in module.parameters()
@@ -652,6 +650,5 @@ def predict_bytes(
 
 
 def _length(parameters: Sequence[Parameter], itemsize: int) -> int:
-    """Return the elements of a flat array of some parameters, with its gaps."""
     step = ALIGNMENT_BYTES // itemsize
     return sum(-(-parameter.size // step) * step for parameter in parameters)

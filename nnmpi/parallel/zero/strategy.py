@@ -154,7 +154,6 @@ class ShardedDataParallel(DataParallel):
         self._at = len(self.storage.units) - 1
 
     def _reach(self, number: int) -> None:
-        """A backward pass comes to the end of a unit."""
         self._check_pass()
         self._finish_units(number)
         self.storage.enter(SHARED)

@@ -392,7 +392,6 @@ class ModelShapes:
         return model, open_chain(model)
 
     def _cuts(self, pp: int, virtual: int) -> tuple[range, ...]:
-        """Return where the chain is cut for so many stages, by the times of its layers."""
         return partition(self._seconds, pp * virtual)
 
 
@@ -427,7 +426,6 @@ class Pricer:
         return LayoutPrice(busy_s, bubble_s, self._exposed(one, busy_s), self._update_s(one))
 
     def _rows(self, one: Candidate) -> int:
-        """Return the most rows of a microbatch on one replica."""
         return one.rows(self.batch_size)[0]
 
     def _computing(self, one: Candidate) -> float:
@@ -491,11 +489,9 @@ class Pricer:
         return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
 
     def _through_memory(self, one: Candidate) -> bool:
-        """Whether replicas sum through shared memory."""
         return self.network.has_shared and one.pp == one.tp == 1
 
     def _fused(self, one: Candidate) -> bool:
-        """Whether replicas of the whole model share its parameters and update parts of them."""
         return self._through_memory(one) and one.sp == 1 and not one.zero
 
     def _exposed(self, one: Candidate, busy_s: float) -> float:
@@ -624,7 +620,6 @@ class Pricer:
         return result
 
     def _entering(self, layer: int, rows: int) -> float:
-        """Return the bytes that go over the cut before a layer."""
         if not layer:
             return rows * self.row_bytes
         return self.profile.layers[layer - 1].value * rows / self.profile.layer_rows
