@@ -149,8 +149,8 @@ class Region:
 def zigzag(n: int, parts: int, index: int) -> tuple[range, range]:
     """Return the indices of `range(n)` in part `index`, a pair of chunks from both ends.
 
-        zigzag(12, 3, ...)     0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11        chunks of split(12, 6)
-                                0     1     2     2     1      0          the part that each belongs to
+        zigzag(12, 3, ...)     0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11     chunks of split(12, 6)
+                                0     1     2     2     1      0       the part that each belongs to
 
     Work that grows along the axis, such as causal attention's, is the same for all parts then.
 

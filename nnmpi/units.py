@@ -64,7 +64,7 @@ class Every(str):
 def format_bytes(nbytes: int) -> str:
     """Return the number of bytes in the largest unit that it fills, as `parse_bytes` reads it.
 
-    format_bytes(65536) -> "64 KB"        format_bytes(1000) -> "1000 B"        format_bytes(1536) -> "1.5 KB"
+    format_bytes(65536) -> "64 KB"   format_bytes(1000) -> "1000 B"   format_bytes(1536) -> "1.5 KB"
     """
     unit, size = max(
         (pair for pair in _UNITS.items() if pair[1] <= max(nbytes, 1)), key=lambda pair: pair[1]

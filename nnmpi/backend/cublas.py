@@ -7,14 +7,14 @@ copy, adding to what is there, TF32.
 BLAS counts by columns, NumPy by rows: a matrix that lies in rows is, to BLAS, its transpose. So it
 is asked for
 
-    out^T (m, n)  =  b^T (m, k)  a^T (k, n)            instead of            out (n, m)  =  a (n, k)  b (k, m)
+    out^T (m, n)  =  b^T (m, k)  a^T (k, n)       instead of       out (n, m)  =  a (n, k)  b (k, m)
 
 and all three are read as they lie. An operand that lies in columns (a transposed view) is the other
 way round, for which BLAS has a flag; rows may be further apart than they are long (a slice of
 columns, a head of attention): `lead`.
 
     in rows        in columns       neither: copied
-    ..[# # # #]..  [#]. [#]. [#].   [#].[#].[#].        . between the elements of a row and of a column
+    ..[# # # #]..  [#]. [#]. [#].   [#].[#].[#].     . between the elements of a row and of a column
     ..[# # # #]..  [#]. [#]. [#].
     lead: 8        lead: 3          [#].[#].[#].
 

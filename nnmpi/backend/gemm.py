@@ -1,10 +1,10 @@
 """Matrix products, in the mode of `precision`, by the library of the arrays.
 
-arrays          float32, float64                  float16, bfloat16                     whole numbers
-NumPy           its BLAS; MKL, where it is        none: operations compute in float32   its own loops
-                installed, for large matrices     (see `tensor.operand.in_float32`)
-CuPy            cuBLAS, called by nnmpi           cuBLAS, which adds up in float32      its own kernels
-                (see `cublas`)                    and rounds down once
+arrays       float32, float64                  float16, bfloat16                     whole numbers
+NumPy        its BLAS; MKL, where it is        none: operations compute in float32   its own loops
+             installed, for large matrices     (see `tensor.operand.in_float32`)
+CuPy         cuBLAS, called by nnmpi           cuBLAS, which adds up in float32      its own kernels
+             (see `cublas`)                    and rounds down once
 """
 
 import sys

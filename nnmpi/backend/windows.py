@@ -3,8 +3,8 @@
 Images are (batch, height, width, channels). `windows` of a 3x3 kernel over one row of pixels a b c
 d e:
 
-    window 0   a b c            the same memory, seen as (batch, out_height, out_width, kernel_height,
-    window 1     b c d          kernel_width, channels); copying it is im2col
+    window 0   a b c          the same memory, seen as (batch, out_height, out_width, kernel_height,
+    window 1     b c d        kernel_width, channels); copying it is im2col
     window 2       c d e
 
 `corners` of a 2x2 pooling over four rows of four pixels gives one plane per place in the pooling's

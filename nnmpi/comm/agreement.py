@@ -4,12 +4,12 @@ Used where a rank can fail or differ alone: reading files, checking options, bui
 saving. Without it the others would wait for ever in their next collective. Nothing here is called
 in the training step itself; there an exception ends the job (see `nnmpi.comm.mpi.shutdown`).
 
-    one rank fails, all raise     `agreed` around work that every rank does
-                                  `on_root` for work that rank 0 does for all
-                                  `CollectivePhase` for work in several steps with messages in between
-    the same on every rank        `require_equal`, and `refuse_different` for values that were
-                                  gathered already
-    a check every few steps       `PeriodicCheck`
+    one rank fails, all raise   `agreed` around work that every rank does
+                                `on_root` for work that rank 0 does for all
+                                `CollectivePhase` for work in several steps with messages in between
+    the same on every rank      `require_equal`, and `refuse_different` for values that were
+                                gathered already
+    a check every few steps     `PeriodicCheck`
 """
 
 import json

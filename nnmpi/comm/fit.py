@@ -1,6 +1,6 @@
 """The fitted cost model of this machine: measured once, saved, used to predict and choose.
 
-    mpirun -n 4 python -m nnmpi.comm fit        ->  ~/.cache/nnmpi/fit-HOST-open-mpi-5.0.11-4-ranks.json
+    mpirun -n 4 python -m nnmpi.comm fit    ->  ~/.cache/nnmpi/fit-HOST-open-mpi-5.0.11-4-ranks.json
 
 A fit holds for the ranks, nodes and MPI that it was made with. What is made of messages is
 predicted by simulating its steps on the fitted machine. What is not made of messages that could be

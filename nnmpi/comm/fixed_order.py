@@ -4,10 +4,10 @@ The summands, called leaves, are numbered 0..n-1 (in training: the microbatches 
 added in a binary tree in which block (level, i) covers the leaves from i * 2^level up to (i + 1) *
 2^level, as far as there are any:
 
-    level 3    [0      1      2      3      4]      (0-3) + 4
-    level 2    [0      1      2      3]    [4]      (0-1) + (2-3)
-    level 1    [0      1]    [2      3]    [4]      0 + 1      2 + 3
-    level 0    [0]    [1]    [2]    [3]    [4]      nothing is added to 4 below level 3: its neighbour is missing
+    level 3   [0    1    2    3    4]  (0-3) + 4
+    level 2   [0    1    2    3]  [4]  (0-1) + (2-3)
+    level 1   [0    1]  [2    3]  [4]  0 + 1      2 + 3
+    level 0   [0]  [1]  [2]  [3]  [4]  nothing is added to 4 below level 3: its neighbour is missing
 
 Floating-point sums depend on their order, but this order depends on n alone. A rank adds what it
 can on its own: with leaves 0-2 it keeps blocks (0-1) and (2). The rest is added where the other

@@ -7,9 +7,9 @@ The batches between two such points are a segment. At its ends all ranks have th
 that evaluations and checkpoints are those of any other run. Within it the ranks may meet after
 every step, or each goes on at its own speed:
 
-    in step       rank 0   |--0--|.....|--1--|.....|--2--|.....|--3--|.....|      `compose.worker`
+    in step       rank 0   |--0--|.....|--1--|.....|--2--|.....|--3--|.....|  `compose.worker`
                   rank 1   |----0------|----1------|----2------|----3------|
-    out of step   worker 0 |--0--|--2--|--4--|--5--|--7--|        |               `compose.asynchronous`
+    out of step   worker 0 |--0--|--2--|--4--|--5--|--7--|        |           `compose.asynchronous`
                   worker 1 |----1-----|----3-----|----6-----|     |
 
     Trainer             the interface; TrainingSegment: what it is asked to train on

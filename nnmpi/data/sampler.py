@@ -58,7 +58,7 @@ def by_length(
 
     Each POOL batches are sorted by length, and all batches but a short last one are shuffled again:
 
-        lengths    3 9 1 8 | 2 7 9 4      ->      1 2 | 3 4 | 7 8 | 9 9      ->      7 8 | 1 2 | 9 9 | 3 4
+        lengths    3 9 1 8 | 2 7 9 4     ->     1 2 | 3 4 | 7 8 | 9 9    ->    7 8 | 1 2 | 9 9 | 3 4
 
     Args:
         epoch_order: of `order`.

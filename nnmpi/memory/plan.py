@@ -11,9 +11,9 @@
     A i    away        it has: its memory is free; waits until it is so
     I i    in          it gets memory again, and begins to come back; B i waits until it is there
 
-    all kept            K0 K1 D1 K2 D2 B2 B1 B0                     most memory, each layer forward once
-    least memory        F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0   the layers again and again
-    swapped             K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0            layer 0 is elsewhere meanwhile
+    all kept        K0 K1 D1 K2 D2 B2 B1 B0                     most memory, each layer forward once
+    least memory    F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0   the layers again and again
+    swapped         K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0            layer 0 is elsewhere meanwhile
 
     computes     | K0 | K1 | K2 B2 | B1 | B0 |        what goes out and comes in goes one by one,
     transfers         |- O0 -|     |- I0 -|           beside what is computed

@@ -15,7 +15,7 @@ from nnmpi.tensor.tensor import Tensor, stack
 class GRULayer(Module):
     """One layer. The weights' columns are r, z and n, side by side; `bias` and `bias_n` as below.
 
-    r, z = sigmoid(x W + h R + b)     n = tanh(x W_n + b_n + r * (h R_n + bias_n))     h = n + z * (h - n)
+    r, z = sigmoid(x W + h R + b)  n = tanh(x W_n + b_n + r * (h R_n + bias_n))  h = n + z * (h - n)
     """
 
     def __init__(self, inputs: int, features: int) -> None:

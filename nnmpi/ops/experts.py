@@ -11,7 +11,7 @@ Backward, gradients go the same way. Elements that a rank sends in a layer, whic
 rows to experts of other ranks (a row counts for each of its experts), and m rows of other ranks to
 its own, for F features:
 
-    forward   n F there + m F back + a number for each expert of another rank           backward   n F + m F
+    forward   n F there + m F back + a number for each expert of another rank   backward   n F + m F
 
 Over all ranks of N that is 2 k T F (N - 1) / N each way where T rows take k experts each, dealt out
 evenly.

@@ -20,8 +20,8 @@ from nnmpi.tensor.tensor import Tensor
 class LinearFunction(Function):
     """x W + b, with the leading axes of x made into one, so that each product is one GEMM.
 
-        x (rows, in)   W (in, out)         y = x W + b                  an activation works on y where it lies
-        dW = x^T d     db = 1^T d          dx = d W^T                   d: the gradient of x W + b
+        x (rows, in)   W (in, out)         y = x W + b        an activation works on y where it lies
+        dW = x^T d     db = 1^T d          dx = d W^T         d: the gradient of x W + b
 
     On a device:
 

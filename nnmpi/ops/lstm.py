@@ -10,9 +10,9 @@ and then takes one product for each weight.
 Rows lie packed, all those of a time together, the longest sequences first; so the running ones are
 a beginning:
 
-    time      0         1         2       3             sizes (3, 3, 2, 1)
-    packed  | a b c   | a b c   | a b   | a |           forward goes to the right, `reverse` to the left:
-                                                        then b begins at time 2, from its initial state
+    time      0         1         2       3        sizes (3, 3, 2, 1)
+    packed  | a b c   | a b c   | a b   | a |      forward goes to the right, `reverse` to the left:
+                                                   then b begins at time 2, from its initial state
 
     i, f, o = sigmoid        g = tanh        of x W + h R + b          (Hochreiter and Schmidhuber, 1997; the forget
     c = f c + i g            h = o tanh(c)                              gate is Gers et al.'s, 2000)

@@ -1,8 +1,8 @@
 """Bulk-synchronous data parallelism: every rank has the whole model and a part of each batch.
 
-    rank 0   batch rows 0..1   forward   backward  |--.            | update
-    rank 1   batch rows 2..3   forward   backward  |---> all-reduce| update        the same update everywhere
-    rank 2   batch row  4      forward   backward  |--'            | update
+    rank 0  batch rows 0..1  forward  backward  |--.            | update
+    rank 1  batch rows 2..3  forward  backward  |---> all-reduce| update  the same update everywhere
+    rank 2  batch row  4     forward  backward  |--'            | update
 
 Losses are sums; each rank's is divided by the global number of samples before it goes backward, so
 the sum of the gradients over ranks is the gradient of the global mean, whatever the ranks' shares

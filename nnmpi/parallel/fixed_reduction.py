@@ -36,7 +36,7 @@ from nnmpi.parallel.data import DataParallel
 class FixedReduction(DataParallel):
     """Sums a model's gradients over microbatches and replicas.
 
-        begin(microbatches)     begin_pass, loss.backward(), end_pass, add(microbatch)     ...     finish()
+        begin(microbatches)   begin_pass, loss.backward(), end_pass, add(microbatch)   ...  finish()
 
     Args:
         model: initialized; its batch norms' running statistics are updated here from now on.

@@ -9,10 +9,10 @@ not know layouts: the ranks report which slices they hold, and every rank works 
 from that, so any layout can read what another one wrote. With two stages of two ranks each, the
 first layer sharded by columns, its bias replicated:
 
-    name        whole     rank 0       rank 1       rank 2    rank 3        (* writes it: `Arrangement.writes`)
-    0.weight    (4, 6)    [:, 0:3]*    [:, 3:6]*
-    0.bias      (6,)      whole*       whole
-    1.weight    (6, 2)                              whole*    whole
+    name       whole    rank 0      rank 1      rank 2   rank 3  (* writes it: `Arrangement.writes`)
+    0.weight   (4, 6)   [:, 0:3]*   [:, 3:6]*
+    0.bias     (6,)     whole*      whole
+    1.weight   (6, 2)                           whole*   whole
 
 A rank that fails does not stop there. It keeps its error and answers "no" to each of its remaining
 transfers, so that nobody blocks waiting for it; after the last array, all ranks raise together.

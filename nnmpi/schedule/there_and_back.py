@@ -6,8 +6,8 @@ F, I and W count as one unit of time each, so that a rank has six units of work 
 one microbatch began every six units, and travelled by a fixed timetable, each F and I would have
 its moment:
 
-    from stage to stage     F, ranks 0 to 3     F, ranks 3 to 0     I, ranks 0 to 3     I, ranks 3 to 0
-    a step takes            1 unit              pace - 1            1                   pace - 1
+    from stage to stage     F, ranks 0 to 3    F, ranks 3 to 0    I, ranks 0 to 3    I, ranks 3 to 0
+    a step takes            1 unit             pace - 1           1                  pace - 1
 
 The pace is 2, 3 or 6, which divide six: so hardly two moments of a rank fall together. A microbatch
 takes 2 x pace units for each rank on its way, and so the ranks keep a third, half or all of what

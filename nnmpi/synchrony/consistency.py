@@ -79,8 +79,8 @@ class WorkerClocks:
     This is the stale synchronous parallel rule of Ho et al., "More effective distributed ML via a
     stale synchronous parallel parameter server" (2013).
 
-        steps     7   5   6         slowest 5
-        lead      2   0   1         bound 1: workers 1 and 2 may begin a step, worker 0 waits for worker 1
+        steps    7   5   6    slowest 5
+        lead     2   0   1    bound 1: workers 1 and 2 may begin a step, worker 0 waits for worker 1
 
     Attributes:
         steps: the steps that each worker has done, or counts as having done (see `limit_lag`).

@@ -1,8 +1,8 @@
 """Ranks that are made slower on purpose, so that experiments with stragglers repeat on any machine.
 
-computed        |======|                                  the time that the step took here
-ms=20           |======|....|                             it lasts at least so long, as on a slower machine
-factor=3        |======|....|.........|.........|         a straggler takes three times that
+computed     |======|                              the time that the step took here
+ms=20        |======|....|                         it lasts at least so long, as on a slower machine
+factor=3     |======|....|.........|.........|     a straggler takes three times that
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tape: the operations of one graph in the order in which they ran, and the walk back along it.
 
-    forward    x --> [Mul] --> [Add] --> [Sum] --> loss          the tape is the list Mul, Add, Sum
-    backward   x <-- [Mul] <-- [Add] <-- [Sum] <-- 1             the walk goes from its end to its beginning
+    forward    x --> [Mul] --> [Add] --> [Sum] --> loss  the tape is the list Mul, Add, Sum
+    backward   x <-- [Mul] <-- [Add] <-- [Sum] <-- 1     the walk goes from its end to its beginning
 
 Execution order is a topological order, so nothing is sorted and nothing recurses: a graph of a
 million operations is a loop over a list. A graph starts a tape of its own at its first operation;
@@ -36,7 +36,7 @@ save.
 class Deferred:
     """The deferred half of a backward pass: parameter gradients, computed by `finish`.
 
-        backward    B | all gradients            halves    I | the inputs'      ...      W | the parameters'
+        backward    B | all gradients      halves    I | the inputs'     ...     W | the parameters'
 
     A parameter is a leaf with a place in flat storage (`Variable.buffer`). The first half passes on
     what leads to other leaves and keeps, for the second, each operation on a parameter with the

@@ -1,7 +1,7 @@
 """Parameters and their flat storage: a few long arrays of values, and as many of gradients.
 
-    data    [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     one array per dtype and group
-    grads   [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     the same places
+    data    [ 0.weight        | 0.bias | 2.weight       | 2.bias ]     one array per dtype and group
+    grads   [ 0.weight        | 0.bias | 2.weight       | 2.bias ]     the same places
 
 A layer declares its parameters; `Module.initialize` gives them values, once the full names are
 known, because initial values are drawn from a stream keyed by seed and full name and so do not

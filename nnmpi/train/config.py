@@ -4,8 +4,8 @@ The fields are the options of the command line (see `nnmpi.command`), so a field
 option's help, and every name must be unique over all sections. `None` stands for "not given".
 Options by name, as files have them:
 
-    flatten(Config())            {"model": "cnn", "hidden": [128, 64], ..., "keep": 3}       JSON values only
-    assemble({"epochs": 3})      Config with 3 epochs and defaults elsewhere
+    flatten(Config())        {"model": "cnn", "hidden": [128, 64], ..., "keep": 3}  JSON values only
+    assemble({"epochs": 3})  Config with 3 epochs and defaults elsewhere
 """
 
 import math

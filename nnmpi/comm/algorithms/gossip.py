@@ -3,12 +3,12 @@
 It is no all-reduce: the ranks end with different values, which come closer to one another with
 every call. Decentralized training does it once per update instead of an all-reduce.
 
-               rank 0        rank 1        rank 2        rank 3
-               a             b             c             d
-    step 0     a ------->    b ------->    c ------->    d ------->         add what comes from the left
-               a+d           b+a           c+b           d+c
-    step 1     <------- a+d  <------- b+a  <------- c+b  <------- d+c       add what comes from the right
-               d+2a+b        a+2b+c        b+2c+d        c+2d+a
+              rank 0        rank 1        rank 2        rank 3
+              a             b             c             d
+    step 0    a ------->    b ------->    c ------->    d ------->     add what comes from the left
+              a+d           b+a           c+b           d+c
+    step 1    <------- a+d  <------- b+a  <------- c+b  <------- d+c   add what comes from the right
+              d+2a+b        a+2b+c        b+2c+d        c+2d+a
 
 Divided by 4 that is an average with the weights 1/4, 1/2, 1/4. The weights of a row and of a column
 sum to 1, so the mean over the ranks stays what it was; and no eigenvalue is negative, so the ranks

@@ -1,6 +1,6 @@
 """Convolution of each channel by a kernel of its own: shifted images times numbers, added up.
 
-    y  =  sum over r, s of   x moved by (r, s)  *  W[r, s]          W[r, s]: a number for each channel
+    y  =  sum over r, s of   x moved by (r, s)  *  W[r, s]        W[r, s]: a number for each channel
 
 Channels lie side by side, so each of the kh kw terms is a product along whole rows of an image; a
 product of matrices, which im2col makes of each channel, would have one column. Images are taken in

@@ -8,13 +8,13 @@ two ranks' positions.
 
     3 ranks, positions in chunks 0..5: rank 0 has 0 and 5, rank 1 has 1 and 4, rank 2 has 2 and 3
 
-                 keys 0 1 2 3 4 5                 which chunks' queries meet which chunks' keys
-        queries 0     c                                   rank 0             rank 1             rank 2
-                1     # c                         hop 0   0-0 5-5 5-0        1-1 4-4 4-1        2-2 3-3 3-2
-                2     # # c                       hop 1   5-2 5-3            1-0 4-0            2-1 3-1
-                3     # # # c                     hop 2   5-1 5-4            4-2 4-3            2-0 3-0
+                 keys 0 1 2 3 4 5          which chunks' queries meet which chunks' keys
+        queries 0     c                            rank 0             rank 1             rank 2
+                1     # c                  hop 0   0-0 5-5 5-0        1-1 4-4 4-1        2-2 3-3 3-2
+                2     # # c                hop 1   5-2 5-3            1-0 4-0            2-1 3-1
+                3     # # # c              hop 2   5-1 5-4            4-2 4-3            2-0 3-0
                 4     # # # # c
-                5     # # # # # c                 c: causal, half of the pairs      #: all of them
+                5     # # # # # c          c: causal, half of the pairs      #: all of them
 
 Chunks from both ends (zigzag) give every rank the same work in every hop; with runs of positions
 the last rank would have the most, and all would wait for it.
@@ -31,17 +31,17 @@ keys and values in half precision travel as float32, in which they are added up.
 
 **Ulysses**: an exchange of positions for heads (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
-    positions      0 1 2 3 | 4 5 6 7                     0 1 2 3 4 5 6 7
-    head a         rank 0  | rank 1      all-to-all      rank 0             every rank attends, as on one rank,
-    head b         rank 0  | rank 1      ----------->    rank 0             with some of the heads
-    head c         rank 0  | rank 1      <-----------    rank 1
+    positions  0 1 2 3 | 4 5 6 7                0 1 2 3 4 5 6 7
+    head a     rank 0  | rank 1   all-to-all    rank 0           every rank attends, as on one rank,
+    head b     rank 0  | rank 1   ----------->  rank 0           with some of the heads
+    head c     rank 0  | rank 1   <-----------  rank 1
 
 Forward, q, k and v go there and the result comes back; backward, its gradient goes there and those
 of q, k and v come back. Elements that rank r sends in a layer, of S ranks of which r has t_r of T
 positions and the heads of f_r of F features, for B samples:
 
-    forward     B (3 t_r (F - f_r) + f_r (T - t_r))          over all ranks 4 B (T F - sum of t_r f_r)
-    backward    B (t_r (F - f_r) + 3 f_r (T - t_r))          the same
+    forward     B (3 t_r (F - f_r) + f_r (T - t_r))        over all ranks 4 B (T F - sum of t_r f_r)
+    backward    B (t_r (F - f_r) + 3 f_r (T - t_r))        the same
 
 Where all have as much, each sends 4 B T F (S - 1) / S^2 forward, and as much backward.
 """

@@ -6,7 +6,7 @@
 The ranks exchange the rows that their windows share, the halo. Pooling works on any part of the
 channels as it is.
 
-    10 rows, kernel 3, padding 1, 3 ranks        rank 0 has 0..3     rank 1 has 4..6     rank 2 has 7..9
+    10 rows, kernel 3, padding 1, 3 ranks     rank 0 has 0..3     rank 1 has 4..6    rank 2 has 7..9
 
         rank 0    b 0 1 2 3 4                    b: border, filled with a value; a rank's own rows lie in the middle,
         rank 1          3 4 5 6 7                and 4 and 3 change places between ranks 0 and 1, 7 and 6 between

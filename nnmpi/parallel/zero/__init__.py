@@ -1,10 +1,10 @@
 """ZeRO: data parallelism that shards optimizer state, gradients and parameters.
 
-    P parameters, N ranks, float32, Adam     parameters   gradients   state        and             sent per step
-    data parallelism                         4P           4P          8P                           8P (N-1)/N
-    stage 1                                  4P           4P          8P / N                       8P (N-1)/N
-    stage 2                                  4P           4P / N      8P / N       1 unit          8P (N-1)/N
-    stage 3                                  4P / N       4P / N      8P / N       3 units        12P (N-1)/N
+    P parameters, N ranks, float32, Adam   parameters   gradients   state    and       sent per step
+    data parallelism                       4P           4P          8P                 8P (N-1)/N
+    stage 1                                4P           4P          8P / N             8P (N-1)/N
+    stage 2                                4P           4P / N      8P / N   1 unit    8P (N-1)/N
+    stage 3                                4P / N       4P / N      8P / N   3 units  12P (N-1)/N
 
 A sum over the ranks is needed by the rank that updates those parameters alone, so it is scattered,
 which costs half of an all-reduce; the other half is spent on gathering the new parameters. Stage 3
