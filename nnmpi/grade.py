@@ -263,17 +263,17 @@ def _find_wrong(criterion: Criterion, before: set[str], machines: Mapping[str, S
             f"of {criterion.exercise} one can measure {', '.join(numbers)}, not {criterion.measure}"
         )
     if criterion.of and not max(numbers[criterion.measure]) > 0:
-        own = f"{criterion.of} takes no {criterion.measure} on {criterion.machine}"
-        return f"{own}, of which nothing is a multiple"
+        local = f"{criterion.of} takes no {criterion.measure} on {criterion.machine}"
+        return f"{local}, of which nothing is a multiple"
     return ""
 
 
 def _measure_own(exercise: Exercise, name: str, setting: Setting) -> Mapping[str, Sequence[float]]:
     """Return the measures of nnmpi's own solution; without one, their names alone."""
-    own = exercise.own[name] if name else next(iter(exercise.own.values()), None)
-    if own is None or exercise.measure is None:
+    local = exercise.own[name] if name else next(iter(exercise.own.values()), None)
+    if local is None or exercise.measure is None:
         return {"bytes": [], "seconds": []}
-    return exercise.measure(own, setting)[1]
+    return exercise.measure(local, setting)[1]
 
 
 def _find_wrong_size(exercise: Exercise, sizes: Sequence[Any]) -> str:
@@ -423,7 +423,7 @@ def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list
     if path.is_file() or kind == ONE:
         return [path.resolve()]
     inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "__"))]
-    asked = {one.file for one in assignment.criteria}
+    asked = {item.file for item in assignment.criteria}
     others = [
         each
         for each in inside
@@ -447,7 +447,7 @@ def write_starter(assignment: Assignment, folder: Path) -> list[str]:
     with raised_as(UsageError, f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         for file, exercise in {
-            folder / one.file: one.exercise for one in assignment.criteria
+            folder / item.file: item.exercise for item in assignment.criteria
         }.items():
             if not file.exists():
                 file.write_text(EXERCISES[exercise].starter())
@@ -511,12 +511,12 @@ def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
     suites = Element("testsuites", name=assignment.title)
     for each in grades:
         suite = SubElement(suites, "testsuite", name=each.submission)
-        for one in each.public:
-            case = SubElement(suite, "testcase", name=one.name, classname=each.submission)
-            if one.status != PASSED:
-                kind = "skipped" if one.status == BLOCKED else "failure"
-                told = SubElement(case, kind, message=one.text, type=one.status)
-                told.text = one.drawing
+        for item in each.public:
+            case = SubElement(suite, "testcase", name=item.name, classname=each.submission)
+            if item.status != PASSED:
+                kind = "skipped" if item.status == BLOCKED else "failure"
+                text = SubElement(case, kind, message=item.text, type=item.status)
+                text.text = item.drawing
     return tostring(suites, "unicode")
 
 
@@ -529,19 +529,19 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
             lines.append(f"{each.status:<8} {each.points:g} of {each.of:g}  {each.name}{hidden}")
             lines += [f"    {line}".rstrip() for line in each.told.splitlines()]
         return "\n".join(lines)
-    names = [one.name for one in assignment.criteria]
+    names = [item.name for item in assignment.criteria]
     rows = [["", *map(str, range(1, len(names) + 1)), "points"]]
-    for found in grades:
-        told = (
-            one.status if one.status in (BLOCKED, TIMEOUT) else f"{one.points:.4g}"
-            for one in found.outcomes
+    for matches in grades:
+        text = (
+            outcome.status if outcome.status in (BLOCKED, TIMEOUT) else f"{outcome.points:.4g}"
+            for outcome in matches.outcomes
         )
-        rows.append([found.submission, *told, found.total])
+        rows.append([matches.submission, *text, matches.total])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += ["", *(f"{number}  {name}" for number, name in enumerate(names, 1))]
     for number, name in enumerate(names):
-        board = [(found.outcomes[number].value, found.submission) for found in grades]
+        board = [(result.outcomes[number].value, result.submission) for result in grades]
         ranked = sorted((value, who) for value, who in board if value is not None)
         if ranked:
             lines += ["", f"{name}:", *(f"{value:12.6g}  {who}" for value, who in ranked)]
@@ -609,11 +609,11 @@ def main(words: Sequence[str]) -> str:
     kind = given.kind or ONE * (given.format in ("gradescope", "classroom50"))
     submissions = find_submissions(assignment, given.submission, kind)
     grades = grade_class(assignment, given.assignment, submissions, given.jobs)
-    told = FORMATS[given.format](assignment, grades)
+    text = FORMATS[given.format](assignment, grades)
     if given.json is not None:
         with raised_as(UsageError, f"{given.json} cannot be written"):
             write_atomically(given.json, as_json(assignment, grades).encode())
-    return told
+    return text
 
 
 if __name__ == "__main__":

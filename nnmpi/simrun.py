@@ -40,10 +40,10 @@ class Place:
 
     def __init__(self, rank: int) -> None:
         spec: Any = random.__spec__
-        own: Any = module_from_spec(spec)
-        spec.loader.exec_module(own)
-        own.seed(rank)
-        self.modules: dict[str, ModuleType] = {"random": own}
+        local: Any = module_from_spec(spec)
+        spec.loader.exec_module(local)
+        local.seed(rank)
+        self.modules: dict[str, ModuleType] = {"random": local}
         self.bits: Any = np.random.MT19937(rank)
         self.text = self.line = ""
 
@@ -82,8 +82,8 @@ class Interpreter(io.TextIOBase):
         mtrand.set_bit_generator(self._now.bits)
         half = [
             name
-            for name, each in before.modules.items()
-            if getattr(each.__spec__, "_initializing", False)
+            for name, module in before.modules.items()
+            if getattr(module.__spec__, "_initializing", False)
         ]
         if half and self._now is not self.places[-1]:
             raise UsageError(

@@ -32,12 +32,12 @@ def test_a_cheat_earns_nothing_and_is_told(cheat: Cheat, tmp_path: Path) -> None
         tmp_path / "other" / "other.py",
         tmp_path / "mine" / f"{EXERCISES[cheat.exercise].function}.py",
     )
-    for each, text in ((other, "SECRET = 1\n"), (file, cheat.source)):
-        each.parent.mkdir()
-        each.write_text(text.replace("PACKAGE", str(ROOT)).replace("OTHER", str(other)))
+    for item, text in ((other, "SECRET = 1\n"), (file, cheat.source)):
+        item.parent.mkdir()
+        item.write_text(text.replace("PACKAGE", str(ROOT)).replace("OTHER", str(other)))
     before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
-    one = Criterion(cheat.exercise, cheat.what, file.name, 1.0, **cheat.more)
-    assignment = Assignment(limit_s=3.0 if cheat.status != "failed" else 20.0, criteria=[one])
+    first = Criterion(cheat.exercise, cheat.what, file.name, 1.0, **cheat.more)
+    assignment = Assignment(limit_s=3.0 if cheat.status != "failed" else 20.0, criteria=[first])
     (outcome,) = grade(assignment, file.parent).outcomes
     assert outcome.points == 0 and outcome.status in (
         cheat.status,
@@ -105,7 +105,8 @@ def test_what_is_right_earns_its_points_and_what_is_slow_loses_the_number_alone(
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
     assert [
-        (each.status, each.points) for each in grade(read_assignment(assignment), file).outcomes
+        (outcome.status, outcome.points)
+        for outcome in grade(read_assignment(assignment), file).outcomes
     ] == [
         ("passed", 4),
         ("passed", 2),
@@ -131,12 +132,12 @@ def test_the_archive_of_solutions_is_a_submission_that_earns_all(tmp_path: Path)
     file = tmp_path / "all.py"
     file.write_text(unseal())
     names = {*re.findall(r"^def (\w+)", unseal(), re.MULTILINE)}
-    criteria = [Criterion(name, name) for name, each in EXERCISES.items() if each.function in names]
+    criteria = [Criterion(name, name) for name, item in EXERCISES.items() if item.function in names]
     assert len(criteria) >= 25
     failed = [
-        each
-        for each in grade(Assignment(criteria=criteria), file).outcomes
-        if each.status != "passed"
+        outcome
+        for outcome in grade(Assignment(criteria=criteria), file).outcomes
+        if outcome.status != "passed"
     ]
     assert not failed
 
@@ -163,10 +164,10 @@ def test_nnmpis_own_text_is_told_so(name: str, assignment: Path, tmp_path: Path)
         .replace("microbatches", "count")
     )
     file.write_text(text + "\n\ndef ring_all_reduce(me, p):\n    return ring(me, p)\n")
-    for each in grade(read_assignment(assignment), file).outcomes:
-        assert each.points == 0
-        assert each.status == "blocked" or re.search(
-            rf"is, but for names, nnmpi's own .*{name}", each.text
+    for outcome in grade(read_assignment(assignment), file).outcomes:
+        assert outcome.points == 0
+        assert outcome.status == "blocked" or re.search(
+            rf"is, but for names, nnmpi's own .*{name}", outcome.text
         )
 
 
@@ -187,12 +188,12 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
     (folder / "kim" / "ring_all_reduce.py").unlink()
     (folder / "kim" / "ring_all_reduce.py").symlink_to(folder / "ann" / "ring_all_reduce.py")
     assignment.write_text(assignment.read_text().replace("limit_s = 20", "limit_s = 5"))
-    told = main([str(assignment), str(folder), "--json", str(tmp_path / "all.json")])
-    found = {
-        each["submission"]: each["outcomes"]
-        for each in json.loads((tmp_path / "all.json").read_text())
+    message = main([str(assignment), str(folder), "--json", str(tmp_path / "all.json")])
+    result = {
+        load["submission"]: load["outcomes"]
+        for load in json.loads((tmp_path / "all.json").read_text())
     }
-    assert {name: sum(one["points"] for one in each) for name, each in found.items()} == {
+    assert {name: sum(element["points"] for element in item) for name, item in result.items()} == {
         "ann": 10,
         "bob": 0,
         "eve": 0,
@@ -201,7 +202,9 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
         "kim": 0,
     }
     assert [
-        one["status"] for name in ("bob", "eve", "fay", "guy", "kim") for one in found[name]
+        element["status"]
+        for name in ("bob", "eve", "fay", "guy", "kim")
+        for element in result[name]
     ] == [
         *("failed", "blocked", "failed"),
         *("failed", "blocked", "failed"),
@@ -209,16 +212,16 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
         *("failed", "blocked", "failed"),
         *("blocked", "blocked", "blocked"),
     ]
-    assert re.search(r"ann +4 +2 +4 +10 of 10\n", told) and re.search(
-        r"fay +timeout +blocked +timeout +0 of 10\n", told
+    assert re.search(r"ann +4 +2 +4 +10 of 10\n", message) and re.search(
+        r"fay +timeout +blocked +timeout +0 of 10\n", message
     )
-    assert re.search(r"fast:\n +0\.0138218  ann", told)
+    assert re.search(r"fast:\n +0\.0138218  ann", message)
     suites = ElementTree.fromstring(main([str(assignment), str(folder), "--format", "junit"]))
-    assert [(each.get("name"), len(each.findall("*/failure"))) for each in suites][:2] == [
+    assert [(suite.get("name"), len(suite.findall("*/failure"))) for suite in suites][:2] == [
         ("ann", 0),
         ("bob", 2),
     ]
-    assert [each.get("name") for each in suites[0]] == ["ring-all-reduce", "hidden 2", "fast"]
+    assert [suite.get("name") for suite in suites[0]] == ["ring-all-reduce", "hidden 2", "fast"]
 
 
 def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> None:
@@ -229,8 +232,8 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
     mine.mkdir()
     file, helper = mine / "ring_all_reduce.py", mine / "helper.py"
     file.write_text("from helper import ring as ring_all_reduce\n")
-    one, *_ = read_assignment(assignment).criteria
-    only = Assignment(criteria=(one,))
+    item, *_ = read_assignment(assignment).criteria
+    only = Assignment(criteria=(item,))
 
     def told() -> str:
         (outcome,) = grade(only, mine).outcomes
@@ -276,12 +279,12 @@ def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path
     with pytest.raises(UsageError, match="say --as one, or --as class"):
         main([str(assignment), str(folder)])
     main([str(assignment), str(folder), "--as", "class", "--json", str(out)])
-    found = {each["submission"]: each["outcomes"] for each in json.loads(out.read_text())}
-    earned = {name: sum(one["points"] for one in each) for name, each in found.items()}
+    result = {load["submission"]: load["outcomes"] for load in json.loads(out.read_text())}
+    earned = {name: sum(element["points"] for element in item) for name, item in result.items()}
     nothing = (r"\x1b[2J.py", "ann", "eve", "loop.py", "two", "zip.zip", "zoe")
     assert earned == {**dict.fromkeys(nothing, 0), "bob.py": 10, "ring_all_reduce.py": 10}
     for name in ("loop.py", "zip.zip", "zoe"):
-        assert found[name][0]["text"] == "it is neither a folder nor a file whose name ends in .py"
+        assert result[name][0]["text"] == "it is neither a folder nor a file whose name ends in .py"
 
 
 def test_a_grader_that_ends_is_a_row(
@@ -289,10 +292,10 @@ def test_a_grader_that_ends_is_a_row(
 ) -> None:
     (tmp_path / "mine.py").write_text(RIGHT)
     monkeypatch.setattr("nnmpi.grade.CHILD", "import os; os.kill(os.getpid(), 9)")
-    told = main([str(assignment), str(tmp_path / "mine.py")])
+    text = main([str(assignment), str(tmp_path / "mine.py")])
     assert (
-        "0 of 10" in told
-        and "its grading took too long, or ended by itself (CalledProcessError)" in told
+        "0 of 10" in text
+        and "its grading took too long, or ended by itself (CalledProcessError)" in text
     )
 
 
@@ -300,7 +303,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
     gradescope = json.loads(main([str(assignment), str(file), "--format", "gradescope"]))
-    assert [(each["name"], each["score"], each["visibility"]) for each in gradescope["tests"]] == [
+    assert [(item["name"], item["score"], item["visibility"]) for item in gradescope["tests"]] == [
         ("ring-all-reduce", 4, "visible"),
         ("other sizes", 2, "hidden"),
         ("fast", 4, "visible"),

@@ -135,7 +135,7 @@ class Picture:
         size = 8 if 8 * LETTER * letters < 8 else 6
         figure.set_figwidth(min(max(7, 1.1 + size * LETTER * letters), 16))
         letter = size * LETTER * end / (figure.get_figwidth() - 1.1)
-        free = cycle(each for each in OTHERS if each not in map(USUAL.get, kinds))
+        free = cycle(item for item in OTHERS if item not in map(USUAL.get, kinds))
         colours = (
             dict(zip((kind for kind in kinds if kind not in USUAL), free, strict=False)) | USUAL
         )

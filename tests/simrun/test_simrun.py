@@ -247,8 +247,8 @@ def test_a_program_prints_what_mpirun_prints(
     name: str, programs: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = programs(RIGHT[name])
-    said = main(["-n", "3", "--seeds", "4", program, "a", "--b"])
-    assert said == "4 seeds: none fails, and all print the same"
+    text = main(["-n", "3", "--seeds", "4", program, "a", "--b"])
+    assert text == "4 seeds: none fails, and all print the same"
     ending = run([*mpirun(3), sys.executable, program, "a", "--b"], tmp_path / "output", 60.0)
     assert sorted(capsys.readouterr().out.splitlines()) == sorted(ending.output.splitlines())
 
@@ -274,13 +274,13 @@ def test_seeds_find_a_race_and_the_clock_is_exact(
         "t = MPI.Wtime()\nfor _ in range(8):\n    comm.sendrecv(0, (rank + 1) %"
         " size)\nprint(MPI.Wtime() - t > 4e-4)"
     )
-    said = main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)])
+    text = main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)])
     assert (
-        said
+        text
         == "3 ranks with alpha_us=50,gbit=1: 400.5 us of simulated time; the busiest, rank 0, sent"
         " or received 40 B"
     )
-    assert main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)]) == said
+    assert main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)]) == text
 
 
 def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str]) -> None:
