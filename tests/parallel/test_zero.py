@@ -445,7 +445,7 @@ def test_the_table_of_the_memory_page_is_what_runs_hold(apart: bool, tmp_path: P
     """Its formulas, without slots and scratch, beside what training counts: by messages, and on one
     node.
     """
-    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "memory.md").read_text()
     rows = re.findall(r"^\| (\d) \| [^|]+ \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE)
     assert [stage for stage, *_ in rows] == ["0", "1", "2", "3"]
     ranks, held, elements = 3, {}, 0
