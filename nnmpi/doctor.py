@@ -41,9 +41,9 @@ from nnmpi.train.log import describe_measures
 from nnmpi.train.signature import versions
 from nnmpi.units import format_bytes
 
-DESCRIPTION = """With RUN: what has become of a run, and what to do. Without: what this machine and its MPI are, and
-what is slow or wrong with them: mpirun -n 4 python -m nnmpi.doctor. (python -m nnmpi.verify tries whether ranks compute
-what one rank does.)"""
+DESCRIPTION = """With RUN: diagnose a run and say what to do. Without: describe this machine and its MPI, and what is
+slow or wrong with them: mpirun -n 4 python -m nnmpi.doctor. (python -m nnmpi.verify checks whether
+ranks compute what one rank does.)"""
 WARNING_S, LIMIT_S = 10.0, 60.0  # of a wait for other ranks
 SHM = Path("/dev/shm")  # where MPI libraries have the memory that ranks share
 LITTLE_SHM_BYTES = 64 << 20  # Docker's default; a model of 16 million float32 fills it

@@ -33,15 +33,16 @@ from nnmpi.train.planner.profile import Workload, take_profile
 from nnmpi.units import Bytes, format_bytes, format_seconds
 
 PROGRAM = "python -m nnmpi.plan"
-DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
+DESCRIPTION = """Find the layout of a model with the fastest step, on these ranks or on others.
 
 mpirun -n 2 python -m nnmpi.plan --model gpt --dataset paradise-lost --batch-size 16
 python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network alpha_us=20,gbit=10
 mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB
 
-The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price. With
---memory, layouts that would not fit may come with the least activations, and compute the others again. Prints the ten
-best, their bytes, why others fall out, and the command that runs the first."""
+All ranks of this job measure the model's parts once, at the same time; the profile is saved. From
+it every layout gets a predicted time. With --memory, layouts that do not fit may recompute
+activations. Prints the ten best, their bytes, why others were rejected, and the command of the
+first."""
 WIDTH = 100
 TIMES = ("computing", "bubble", "messages", "update")
 # the ledger's kinds, as headings
@@ -51,21 +52,21 @@ REASONS = 8  # of those that most layouts fall out for
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The machine, and what is printed."""
+    """The machine and the output."""
 
     ranks: int | None = None
     """Ranks to plan for (default: those of this job)."""
     nodes: int = 1
-    """Nodes that have as many of them each."""
+    """Nodes, with equally many ranks each."""
     memory: Bytes | None = None
-    """Bytes that each rank has, for everything, such as 16GiB (default: any)."""
+    """Bytes per rank for everything, such as 16GiB (default: unlimited)."""
     network: str = "fit"
-    """Messages: fit, as they were fitted here for so many ranks; the file of a fit; or numbers
-    between nodes, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds, with
-    inside_gbit=80 for those inside a node.
+    """The network: fit, as measured here for this many ranks; the file of a fit; or numbers between
+    nodes, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds, with inside_gbit=80
+    within nodes.
     """
     kept: int = 10
-    """How many layouts are printed."""
+    """Layouts to print."""
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -83,23 +83,23 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
 
 
 PROGRAM = "python -m nnmpi.predict"
-DESCRIPTION = """Say of what class samples are, or predict quantities: python -m nnmpi.predict RUN FILE [options].
+DESCRIPTION = """Predict classes or numbers with a run's model: python -m nnmpi.predict RUN FILE [options].
 
-FILE is an .npz with x, a .csv with the features that the run was trained on (a label behind them is not looked at), or
-an image such as digit.png. The run's own scaling and normalization are applied. Out comes a line for each sample: its
-class, and the probability of every class; or the quantities that are predicted."""
+FILE is an .npz with x, a .csv with the run's features (a label column is ignored), or an image such
+as digit.png. The run's scaling and normalization are applied. The output has a line per sample:
+its class and the probability of every class, or the predicted numbers."""
 
 
 @dataclass(frozen=True)
 class PredictionConfig:
-    """What comes out."""
+    """Output."""
 
     format: Literal["csv", "json"] = "csv"
-    """csv: a line for each sample; json: one object."""
+    """csv: a line per sample. json: one object."""
     out: Path | None = None
-    """The file that it is written into (default: printed)."""
+    """Output file (default: printed)."""
     invert: bool = False
-    """Take an image's dark for light: MNIST's digits are white on black."""
+    """Invert an image's brightness: MNIST's digits are white on black."""
 
 
 parse = partial(read_command, "RUN FILE", PROGRAM, DESCRIPTION, (PredictionConfig, PlaceConfig))

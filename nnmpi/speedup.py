@@ -35,15 +35,17 @@ from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
 
 PROGRAM = "python -m nnmpi.speedup"
-DESCRIPTION = """How much faster is a training on more ranks? Starts one after another with each number of ranks, and
-prints speed-up and efficiency beside those of the cost model.
+DESCRIPTION = """Measure how training scales with the number of ranks.
+
+Runs the training with each number of ranks, one after another, and prints speed-up and efficiency
+beside the cost model's.
 
 python -m nnmpi.speedup --ranks 1,2,4 -- --dataset digits --model cnn
 python -m nnmpi.speedup --ranks 1,2,4,8,16 --simulate --network alpha_us=50,gbit=1 -- --model mlp
 python -m nnmpi.speedup --ranks 1,2,4 --weak -- --model mlp --batch-size 64
 
-Behind -- stand options of the train command. A run takes 60 steps unless they say how many. With --slow on simulated
-ranks a step takes as long on each, however many there are: it is then weak scaling that means something."""
+The options after -- are the train command's. A run takes 60 steps by default. With --slow on
+simulated ranks a step takes the same time on any number of ranks: then use --weak."""
 STEPS = 60
 # Options with which a step is more than a sum of all gradients over all ranks, or may be.
 OTHERWISE = {"layout", "pp", "tp", "sp", "zero", "reduction", "sync", "config"}
@@ -85,18 +87,18 @@ def main(words: Sequence[str]) -> str:
         "--ranks",
         default="1,2,4",
         type=_counts,
-        help="numbers of ranks, with commas, rising (1,2,4)",
+        help="numbers of ranks, ascending (1,2,4)",
     )
     parser.add_argument(
         "--weak",
         action="store_true",
-        help="as many samples for each rank, and not for all together",
+        help="weak scaling: --batch-size is per rank",
     )
     parser.add_argument(
         "--simulate", action="store_true", help="on simulated ranks in one process, without MPI"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .svg, .png, .pdf")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot them: .svg, .png, .pdf")
     parser.add_argument("--network", help=f"links of simulated ranks: {NETWORK_HELP}")
     options = parser.parse_args(local)
     theirs = [*theirs, *(["--network", options.network] if options.network else [])]

@@ -42,7 +42,7 @@ from nnmpi.train.config import (
 from nnmpi.train.inputs import SampleConfig, load_samples
 
 PROGRAM = "python -m nnmpi.verify"
-DESCRIPTION = """Does a model trained under a layout do what it does on one rank?
+DESCRIPTION = """Compare training under a layout with training on one rank.
 
 mpirun -n 8 python -m nnmpi.verify --model cnn --dp 2 --pp 2 --tp 2
 mpirun -n 6 python -m nnmpi.verify --model nets/mine.py:build --shape 32 32 3 --dp 3 --pp 2
@@ -50,10 +50,10 @@ mpirun -n 4 python -m nnmpi.verify --reduction fixed
 python -m nnmpi.verify --simulate 4 --model mlp --pp 2
 mpirun -n 4 python -m nnmpi.verify --model gpt --tp 2 --sp 2
 
-Some steps are trained under the layout, and again on rank 0 alone, lstm and gpt on random tokens. Losses, gradients,
-weights, statistics and an evaluation are compared: to the last bit with --reduction fixed, else within the rounding of
-sums in another order. The exit status is 1 if anything differs. Messages leave only when they are awaited, so nothing
-depends on MPI's buffers."""
+Trains a few steps under the layout, and again on rank 0 alone (lstm and gpt on random tokens).
+Compares losses, gradients, weights, statistics and an evaluation: bit for bit with --reduction
+fixed, else within the rounding of sums in another order. The exit status is 1 if anything differs.
+Sends are synchronous, so that no deadlock hides in MPI's buffers."""
 CONTEXT = 13  # tokens of each sample of lstm and gpt: they need not divide by anything
 MICROBATCHES = 4  # they do not divide the batch, and are fewer than some pipelines have stages
 # The train command's options that mean something here; the others change nothing that is compared.
@@ -94,14 +94,14 @@ MOST = 2e-3  # of a tolerance: what rounding may make of more steps, faults make
 
 @dataclass(frozen=True)
 class TrialConfig:
-    """How long the two runs are."""
+    """The two runs."""
 
     samples: int = 90
-    """Samples that are used."""
+    """Samples."""
     steps: int = 5
     """Updates."""
     simulate: int = 0
-    """Run so many ranks in this process, without MPI."""
+    """Run this many ranks in one process, without MPI."""
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -140,8 +140,9 @@ def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
 # ---- a network in words: what --network takes, whatever the command ----
 
 NETWORK = "alpha_us=10,gbit=10"  # where messages have to cost something, and nothing says what
-NETWORK_HELP = """numbers, such as alpha_us=50,gbit=10 or alpha=5e-5,beta=8e-10,gamma=1e-10 (seconds; gamma to add a
-byte), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as measured here; or the file of a fit"""
+NETWORK_HELP = """numbers, such as alpha_us=50,gbit=10 or alpha=5e-5,beta=8e-10,gamma=1e-10
+(seconds; gamma per byte added), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as
+measured here; or the file of a fit"""
 
 
 def find_network_fit(text: str, ranks: int | None) -> Fit | None:
