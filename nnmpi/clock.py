@@ -1,8 +1,8 @@
 """The time, and sleeping: by the computer's clock, or by a simulated rank's own.
 
-Whoever measures how long something takes, or waits for a while, does so by these two; then the same
-program reports the seconds of the world that it is in. Not meant: time limits for files and other
-programs, whose clock is the wall's.
+Any rank that measures how long something takes, or waits for a while, does so by these two; then
+the same program reports the seconds of the world that it is in. Not meant: time limits for files
+and other programs, whose clock is the wall's.
 """
 
 import time
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class TimeSource(Protocol):
-    """A clock of one's own."""
+    """A clock of your own."""
 
     def now(self) -> float:
         """Return the time in seconds, from any beginning."""
@@ -41,7 +41,7 @@ def calendar() -> float:
 
 
 def sleep(seconds: float) -> None:
-    """Return when so many seconds have passed."""
+    """Return when this many seconds have passed."""
     clock = _clock.get()
     if clock is None:
         time.sleep(seconds)

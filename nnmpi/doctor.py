@@ -367,7 +367,7 @@ def _by_host(everyones: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def _spans(cores: Sequence[int]) -> str:
-    """Return numbers of cores in words: "0-3, 8"."""
+    """Return numbers of cores as text: "0-3, 8"."""
     return name_ranks(cores).partition(" ")[2] if cores else "any"
 
 

@@ -25,7 +25,7 @@ def counted(n: int, singular: str, plural: str = "") -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks in words, neighbours joined: "rank 3", "ranks 0-2, 5"."""
+    """Return the ranks as text, neighbours joined: "rank 3", "ranks 0-2, 5"."""
     ordered = sorted(set(ranks))
     spans: list[tuple[int, int]] = []
     for rank in ordered:
@@ -95,8 +95,8 @@ def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[N
 def told(error: BaseException) -> BaseException:
     """Return an error; for the system's errors about paths, one with a sentence.
 
-    Whoever asks whether a file is there meets it where a folder may not be entered or a name is too
-    long. It comes from what the user has written, wherever it is raised.
+    Any rank that asks whether a file is there meets it where a folder may not be entered or a name
+    is too long. It comes from what the user has written, wherever it is raised.
     """
     if (
         isinstance(error, OSError)
@@ -130,7 +130,9 @@ class GraphError(NnmpiError, RuntimeError):
 
 
 class UninitializedError(GraphError, AttributeError):
-    """Values requested of an uninitialized model; an AttributeError, for `hasattr` and `deepcopy`."""
+    """Values requested of an uninitialized model; an AttributeError, for `hasattr` and
+    `deepcopy`.
+    """
 
 
 class DataError(NnmpiError):

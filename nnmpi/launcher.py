@@ -42,7 +42,7 @@ class Launch:
     """This process's place as its launcher sees it.
 
     Attributes:
-        name: the launcher in words, such as "Open MPI's mpirun".
+        name: the launcher as text, such as "Open MPI's mpirun".
         size: processes that were started together.
         rank: the number of this one.
         local_size: how many of them are on this node; None where the launcher does not say.

@@ -140,7 +140,7 @@ class Mesh:
         return replace(nearest, nodes=None if nodes is None else tuple(nodes))
 
     def __str__(self) -> str:
-        """Return the axes in words."""
+        """Return the axes as text."""
         return f"dp {self.dp} x pp {self.pp} x tp {self.tp}" + (
             f" x sp {self.sp}" if self.sp > 1 else ""
         )

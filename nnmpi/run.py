@@ -56,7 +56,7 @@ class SupervisedRun:
     Attributes:
         words: of the train command, without --out and --resume.
         folder: of the run.
-        resumes: whether the first start goes on from what is there.
+        resumes: whether the first start continues from what is there.
         ranks: to begin with.
         replica: how many ranks hold the model once.
         fewest: with how many ranks it can train at least.
@@ -89,7 +89,7 @@ class StartEnd:
 
 
 class GaveUp(NnmpiError):
-    """A training that does not go on, however often it is started."""
+    """A training that does not continue, however often it is started."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -338,12 +338,12 @@ def _end_with_parent() -> None:
     """Let the job end if this program is killed: nobody would start it again, and the next
     supervisor cannot.
     """
-    with suppress(AttributeError):  # another system, on which it goes on alone
+    with suppress(AttributeError):  # another system, on which it continues alone
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def describe_status(status: int, launcher: Launcher) -> str:
-    """Return what a job's status says, in words.
+    """Return what a job's status says, as text.
 
     Args:
         status: as a shell has it.

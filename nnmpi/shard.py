@@ -77,7 +77,7 @@ class Region:
         shape: of the whole array.
         axis: the axis that is cut, from 0.
         start, stop: the range of each repeat that belongs to the part; it may be empty.
-        repeats: the axis is seen as this many equal ranges after one another, and start..stop is
+        repeats: the axis is seen as this many equal ranges one after another, and start..stop is
             taken from each. That is the form of flattened images (height, width, channels) whose
             channels are cut.
         second: another range of the axis, which comes behind, where it is seen as one range.

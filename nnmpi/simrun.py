@@ -63,7 +63,7 @@ class Interpreter(io.TextIOBase):
         self._now = self.places[ranks]
 
     def turn(self, number: int) -> None:
-        """Let a rank go on.
+        """Let a rank continue.
 
         Raises:
             UsageError: when another one has stopped within an import, whose lock this one could

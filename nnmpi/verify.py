@@ -304,7 +304,7 @@ class Finding:
     """One thing that was compared.
 
     Attributes:
-        what: in words.
+        what: as text.
         error: the largest, relative; NaN where a value is no number.
         tolerance: how large it may be; 0 where all bits must be equal.
         bitwise: whether all bits are.

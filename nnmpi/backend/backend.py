@@ -21,7 +21,7 @@ class Backend:
     Attributes:
         name: "numpy" or "cupy".
         xp: the array module.
-        device: the device in words, for headers and reports.
+        device: the device as text, for headers and reports.
         to_host: copies an array into host memory as a NumPy array (a NumPy array is returned as it
             is).
         synchronize: waits until the device has done all work given to it; needed before MPI sees a
@@ -62,7 +62,9 @@ class Backend:
         """Give memory that no array uses back to the device."""
 
     def use(self) -> None:
-        """Make this device current in the calling thread, which need not have chosen the backend."""
+        """Make this device current in the calling thread, which need not have chosen the
+        backend.
+        """
 
     def share(self, ranks: int) -> None:
         """Leave room for the other ranks on this device: `ranks` have it, this one among them."""

@@ -1,7 +1,7 @@
 """Matrix products on a device: cuBLAS through CuPy's undocumented bindings.
 
 What is gained over cupy.matmul (14.2): float32 results of float16 and bfloat16, stacks of bfloat16
-(which it refuses), stacks of float16 without a detour by way of float32, transposed views without a
+(which it refuses), stacks of float16 without a detour through float32, transposed views without a
 copy, adding to what is there, TF32.
 
 BLAS counts by columns, NumPy by rows: a matrix that lies in rows is, to BLAS, its transpose. So it

@@ -24,7 +24,7 @@ from nnmpi.units import format_bytes
 # Of the memory that is free, what the pools of the ranks on a device share; the rest is for what
 # takes no memory from the pools: contexts of CUDA (some hundred MB each), workspaces of libraries.
 SHARED_FRACTION = 0.9
-UUID_BYTES = 16  # CuPy reads it as text, and may go on behind it to the next byte that is 0
+UUID_BYTES = 16  # CuPy reads it as text, and may continue behind it to the next byte that is 0
 
 
 def device_problem() -> str | None:
@@ -235,7 +235,7 @@ def expects_device() -> bool:
 
 
 def explain_import(error: Exception, wheels: Callable[[], list[str]] = installed_wheels) -> str:
-    """Return why cupy cannot be imported, in words."""
+    """Return why cupy cannot be imported, as text."""
     installed = wheels()
     if len(installed) > 1:
         both = " and ".join(installed)
@@ -253,7 +253,7 @@ def explain_import(error: Exception, wheels: Callable[[], list[str]] = installed
 
 
 def explain_start(error: Exception | None, driver: int, runtime: int) -> str:
-    """Return why cupy sees no device, in words.
+    """Return why cupy sees no device, as text.
 
     Args:
         error: of the question how many devices there are; None if the answer was 0.

@@ -75,7 +75,7 @@ def gemm(
             if out.flags.c_contiguous and out.dtype == a.dtype:
                 perform(_by_strips, a, b, out, width)
                 return out
-    # NumPy's dot is quicker than its matmul, which also warns of what OpenBLAS computes in lanes
+    # NumPy's dot is faster than its matmul, which also warns of what OpenBLAS computes in lanes
     # that nobody reads.
     multiply = (
         xp.dot if a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous) else xp.matmul

@@ -29,7 +29,7 @@ class MemoryUse:
         limit_bytes: what the pool may take from the device; None without a limit.
         pool_bytes: what the pool has taken from the device, in use or kept for later; 0 on the
             host, which has none.
-        note: where the limit comes from, in words.
+        note: where the limit comes from, as text.
     """
 
     used_bytes: int

@@ -1,7 +1,8 @@
 """Random numbers by purpose alone: the same on every rank and under every layout.
 
-`stream` gives a generator, keyed by the seed and by names, never by how often somebody drew before:
-`stream(seed, "init", "2.weight")` gives a layer its initial weights whichever rank builds it.
+`stream` gives a generator, keyed by the seed and by names, never by how many times somebody drew
+before: `stream(seed, "init", "2.weight")` gives a layer its initial weights whichever rank builds
+it.
 
 `random_bits` hashes (key, row of the global batch, column), on CPU and GPU alike. Dropout masks are
 made of these bits, so that every layout drops the same elements. The hash's 32-bit mix, and its

@@ -49,7 +49,7 @@ _FILLED = frozenset({"zeros", "zeros_like", "full", "full_like"})
 _CONSTANT = frozenset({"ones", "ones_like", "arange"})
 
 # Functions besides the universal ones that write to an array if they are given one, and which of
-# them CuPy's do not; functions that NumPy defines by the method of the same name, which is quicker
+# them CuPy's do not; functions that NumPy defines by the method of the same name, which is faster
 # to call; and universal functions that want `out` by name.
 _WITH_OUT = frozenset(
     {"dot", "matmul", "take", "argmax", "argmin", "mean", "sum", "einsum", "concatenate", "clip"}
@@ -413,7 +413,7 @@ class MemoryPool:
         return array if array.dtype == dtype else array.view(dtype)
 
     def _take(self, count_bytes: int) -> ChunkPart:
-        """Return so many bytes that are free."""
+        """Return this many bytes that are free."""
         while self.returned:
             self._join(self.returned.pop(0))
         fitting = [span for span in self._free if span.stop - span.start >= count_bytes]

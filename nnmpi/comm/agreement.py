@@ -84,7 +84,9 @@ class Communicator:
         return type(self)(self.comm.split_by_node(self.rank), private=True)
 
     def nodes(self) -> list[int]:
-        """Return the node number of each rank, in order of first ranks. Collective the first time."""
+        """Return the node number of each rank, in order of first ranks. Collective the first
+        time.
+        """
         if self._nodes is None:
             node = self.node()
             firsts = self.gather(node.share(self.rank))  # the lowest rank on each one's node
@@ -386,7 +388,7 @@ def refuse_different(
             of the first item that differs.
         remedy: what the user can do; nothing by default.
         kind: the error to raise.
-        show: returns an item in words; None for items that mean nothing to the user, such as
+        show: returns an item as text; None for items that mean nothing to the user, such as
             hashes: then the ranks alone are named.
 
     Raises:
@@ -450,7 +452,7 @@ class PeriodicCheck:
         self._steps_left -= 1
         if self._steps_left > 0:
             return None
-        # a simulated run must not hang on what steps take here
+        # a simulated run must not depend on what steps take here
         reproducible_s = clock.reproducible(step_s)
         steps = max(1, int(SIGNALS_S / reproducible_s)) if reproducible_s else UNTIMED_STEPS
         answers = self._group.gather([value, steps])

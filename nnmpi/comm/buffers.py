@@ -148,7 +148,7 @@ def pieces(array: Buffer) -> Iterator[Buffer]:
         yield array[start : start + length]
 
 
-# Device arrays by way of page-locked host memory: any MPI can do it, and any algorithm.
+# Device arrays through page-locked host memory: any MPI can do it, and any algorithm.
 #
 #     copy to the host, which waits for what computes  ->  messages of host arrays  ->  copy back
 #

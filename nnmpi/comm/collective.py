@@ -144,7 +144,7 @@ class Contract:
         name: as MPI and the literature call it.
         begins: the parts before; None for a chunk that holds nothing yet.
         ends: the parts afterwards; None for a chunk that may hold anything.
-        most: how often one rank's part may be in a chunk.
+        most: how many times one rank's part may be in a chunk.
         chunks: N ranks -> how many chunks there are; N make up one rank's buffer.
     """
 
@@ -156,8 +156,8 @@ class Contract:
 
 
 Cost: TypeAlias = Callable[[int], tuple[float, float, float]]
-"""N ranks -> what the last one waits for: latencies, and how often the whole buffer's bytes are
-sent, and are added.
+"""N ranks -> what the last one waits for: latencies, and how many times the whole buffer's bytes
+are sent, and are added.
 """
 
 
@@ -233,7 +233,7 @@ def everyone(size: int) -> int:
 
 
 def count(parts: int, rank: int) -> int:
-    """Return how often this rank's part is in."""
+    """Return how many times this rank's part is in."""
     return parts >> DIGIT_BITS * rank & (1 << DIGIT_BITS) - 1
 
 

@@ -104,8 +104,8 @@ class Calls(MessageRequest):
     Args:
         comm: the communicator.
         starts: begin them.
-        blocks: do the same and return when it is done, where MPI is quicker at that.
-        waits_for: returns what is waited for, in words; by default what the world knows by itself.
+        blocks: do the same and return when it is done, where MPI is faster at that.
+        waits_for: returns what is waited for, as text; by default what the world knows by itself.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Execution(Stages):
         for step in steps:
             targets = list(_slices(step.recv, array, chunks))
             landing = targets
-            if step.reduce:  # one behind the other
+            if step.reduce:  # one after another
                 stops = accumulate(target.size for target in targets)
                 landing = [
                     scratch[stop - target.size : stop]

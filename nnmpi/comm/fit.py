@@ -137,7 +137,7 @@ def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
     return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
 
 
-# ---- a network in words: what --network takes, whatever the command ----
+# ---- a network as text: what --network takes, whatever the command ----
 
 NETWORK = "alpha_us=10,gbit=10"  # where messages have to cost something, and nothing says what
 NETWORK_HELP = """numbers, such as alpha_us=50,gbit=10 or alpha=5e-5,beta=8e-10,gamma=1e-10
@@ -160,7 +160,7 @@ def find_network_fit(text: str, ranks: int | None) -> Fit | None:
 
 
 def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
-    """Return what says that there is no fit of so many ranks, and what to do."""
+    """Return what says that there is no fit of this many ranks, and what to do."""
     return UsageError(
         f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with"
         f" mpirun -n {ranks} python -m nnmpi.comm fit, or say what messages cost, such as {NETWORK}"
@@ -213,7 +213,7 @@ def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
 
 
 def describe_network(text: str) -> str:
-    """Return a network in words, also that it has no latency."""
+    """Return a network as text, also that it has no latency."""
     return f"{text} (no latency)" if "=" in text and "alpha" not in text else text
 
 
@@ -229,7 +229,7 @@ def _take_link(values: dict[str, float], prefix: str) -> Link:
     return Link.line(alpha_s, beta_s)
 
 
-# ---- a fit in words ----
+# ---- a fit as text ----
 
 EXAMPLES = (4, 1024, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 LONG_BYTES = 2**20
@@ -353,7 +353,7 @@ def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:
 
 
 def _candidates(fit: Fit, shared: bool) -> list[str]:
-    """Return what can be used, MPI's own first: of equals the first is taken.
+    """Return what can be used, MPI's own first: of ties the first is taken.
 
     On one node nothing that is made of messages comes near shared memory, and messages from there
     take longer than the fit says (it was made with ordinary memory, which has larger pages), so

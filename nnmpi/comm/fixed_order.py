@@ -51,7 +51,7 @@ there are.
 
 
 def covered(block: TreeBlock, leaves: int) -> range:
-    """Return the leaves of a block in a tree of so many."""
+    """Return the leaves of a block in a tree of this many."""
     level, index = block
     return range(index << level, min((index + 1) << level, leaves))
 

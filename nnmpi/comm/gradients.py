@@ -284,9 +284,9 @@ class BucketExchange:
         """Give the exchange's communicator back to MPI. Collective.
 
         After a step that broke off, some ranks may have launched more buckets than others: MPI
-        would go on to write into their arrays, so the others launch as many, and all wait; nobody
-        uses these sums. How many, they agree outside: where sums are on their way, no rank may call
-        a collective before those that others have called.
+        would continue to write into their arrays, so the others launch as many, and all wait;
+        nobody uses these sums. How many, they agree outside: where sums are on their way, no rank
+        may call a collective before those that others have called.
         """
         if self.overlap and not self._alone:
             self._launch_up_to(int(self._outer.max_floats([self._launched])[0]))

@@ -124,7 +124,7 @@ class Group(Communicator):
                 may be a device's: the result is there for what is given to the current stream
                 afterwards.
             algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; or a function
-                of one's own, (rank, size) -> steps, which is proved before it runs first.
+                of your own, (rank, size) -> steps, which is proved before it runs first.
             check: make sure first that n and dtype agree, by an exchange of a few bytes; without it
                 ranks whose arrays differ may wait for ever.
 
@@ -133,7 +133,7 @@ class Group(Communicator):
             DtypeError: for another dtype.
             CommError: with `check`, on all ranks, when one of them has another array.
             UsageError: for an unknown algorithm.
-            ScheduleError: on all ranks, for one of one's own that is no all-reduce; it names the
+            ScheduleError: on all ranks, for one of your own that is no all-reduce; it names the
                 fault.
         """
         self._run(array, algorithm, ALL_REDUCE.name, check)

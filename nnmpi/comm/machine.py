@@ -36,7 +36,7 @@ class Curve:
             +------------------ bytes
 
     Args:
-        points: (bytes, seconds) with growing bytes. Beyond the last one the last slope goes on
+        points: (bytes, seconds) with growing bytes. Beyond the last one the last slope continues
             (level if it falls); below the first one its value holds; a single point is a constant.
 
     Raises:
@@ -124,7 +124,7 @@ class Machine:
         inside: messages between ranks of one node.
         across: messages between nodes; None when they cost what those inside do.
         nodes: the node number of each rank; None when all are on one node.
-        add: seconds to add that many received bytes to as many of one's own (gamma per byte).
+        add: seconds to add that many received bytes to as many of your own (gamma per byte).
 
     Example:
         >>> from nnmpi.comm.machine import Machine

@@ -236,7 +236,7 @@ def _curve(seconds: Mapping[int, float]) -> Curve:
 
 
 def _messages(group: Group, nbytes: int) -> list[Refilled]:
-    """Prepare messages of so many bytes: in pairs of ranks, there and back; and around the ring,
+    """Prepare messages of this many bytes: in pairs of ranks, there and back; and around the ring,
     all at once.
 
     With many ranks a long message is made of many chunks, so that the array is no longer than it

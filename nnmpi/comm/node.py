@@ -93,7 +93,7 @@ class FlagBarrier:
                 return
 
     def waits_for(self) -> str:
-        """Return what it waits for, in words."""
+        """Return what it waits for, as text."""
         return (
             f"crossing {self._goal} of a barrier in shared memory, for {name_ranks(self.missing())}"
         )
@@ -139,7 +139,7 @@ class SharedMemory:
         rank, size: this rank's number on its node, and the number of ranks there.
         node_of: the number of each group rank's node.
         members: the group's numbers of this node's ranks, in their order here.
-        polls: how often a rank looks before it offers its core to others.
+        polls: how many times a rank looks before it offers its core to others.
         across: the communicator between nodes, of the ranks that have the same number on theirs;
             `rank` 0 are leaders. None where there is one node.
         closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.

@@ -6,7 +6,7 @@
 
 MPI treats long messages so; what gets through here cannot deadlock when MPI buffers short ones.
 Messages are taken in the order in which they become ready, which is the order in which they queue
-for a link. A subclass says what a message does and how long it takes: `PartialSums` works with
+for a link. A subclass says what a message does and its duration: `PartialSums` works with
 values, in rounds; `simulate` in seconds.
 
 In a proof a message carries, for each chunk, the set of ranks whose parts have been added up in it.
@@ -121,7 +121,9 @@ class Engine:
                 heappush(queue, (self.turn(ready), sender, receiver, ready))
 
         def close(rank: int) -> None:
-            """Leave a rank's step if its messages are complete; enter the next step that has any."""
+            """Leave a rank's step if its messages are complete; enter the next step that has
+            any.
+            """
             state = states[rank]
             while not state.is_over and state.sending is None and state.receiving is None:
                 state.clock = self.add(rank, state.steps[state.at], state.over)
@@ -358,7 +360,7 @@ def _members(parts: int) -> list[int]:
 
 
 def _difference(parts: int, wanted: int, size: int) -> str:
-    """Return what is missing, or too much, in words."""
+    """Return what is missing, or too much, as text."""
     missing = [rank for rank in range(size) if count(parts, rank) < count(wanted, rank)]
     if missing:
         return f"without the part of {name_ranks(missing)}"

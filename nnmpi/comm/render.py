@@ -201,7 +201,7 @@ def compare(
 
 
 def _is_right(collective: Collective, size: int) -> bool:
-    """Return whether it can be proved for so many ranks: one of the user's may want a power of
+    """Return whether it can be proved for this many ranks: one of the user's may want a power of
     two.
     """
     try:

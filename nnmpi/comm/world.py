@@ -181,7 +181,7 @@ class Comm(Protocol):
         """Start a broadcast."""
 
     def allgather(self, own: Buffer, into: Buffer, /) -> None:
-        """Write every rank's array, all of one length, one behind the other in rank order."""
+        """Write every rank's array, all of one length, one after another in rank order."""
 
     def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
         """Do the same with arrays of `counts` elements.

@@ -82,7 +82,7 @@ class Arrangement:
         cuts: which of them each stage of the pipeline has.
         costs: what was measured for the cuts; empty if nothing was.
         ties: this rank's parameters that other ranks of its pipeline have, too.
-        classes: how many there are when the logits are shared out over tp (a last layer with
+        classes: how many there are when the logits are sharded over tp (a last layer with
             `Sharding.VOCAB`); else 0.
     """
 
@@ -160,7 +160,7 @@ class Arrangement:
 
     @property
     def data_ranks(self) -> int:
-        """In how many parts each batch is shared out, for `data.Loader`."""
+        """In how many parts each batch is sharded, for `data.Loader`."""
         return self.mesh.dp.size
 
     def counts(self, name: str, entry: Parameter | Buffer) -> bool:

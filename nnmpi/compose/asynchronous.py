@@ -6,7 +6,7 @@
         print(worker.evaluate(test_loader.epoch(0)).accuracy, segment.staleness.mean())
 
 Every rank runs the same calls. Between two of them all ranks have the same weights, so that
-evaluations and checkpoints are those of any other run; within `run` each goes on as soon as its
+evaluations and checkpoints are those of any other run; within `run` each continues as soon as its
 coupling lets it: it takes a task, computes its gradient, which sends no message, and hands it over.
 
     ServerCoupling       pull weights and a task from rank 0, push the gradient there (asp, ssp)
@@ -349,10 +349,10 @@ class AsynchronousWorker(Trainer):
         model: initialized; all ranks begin with rank 0's parameters and buffers.
         optimizer: made over `model.storage`.
         group: all ranks.
-        sync: how they go on; see `synchrony.sync`.
+        sync: how they continue; see `synchrony.sync`.
         loss: see `Worker`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
-        numerics: the precision, and the largest length of the gradient of one worker's part.
+        numerics: the precision, and the largest gradient norm of one worker's part.
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
         slow: how long steps last at least, and stragglers.

@@ -63,7 +63,7 @@ class Exchange:
         options: how they are summed.
 
     Attributes:
-        parallel: the strategy, as a loop of one's own uses it.
+        parallel: the strategy, as a loop of your own uses it.
         weights: what lets weights come before they are computed with; None where they are there.
         keeps_own: whether each rank still has its own gradients when a step has failed.
         is_fused: whether the sum is fused with the update, which uses the gradients up.
@@ -175,7 +175,7 @@ class Exchange:
         self.optimizer.step()
 
     def describe(self) -> str:
-        """Return how gradients are summed, in words."""
+        """Return how gradients are summed, as text."""
         if self.group.size == 1:
             return "none, one rank has nothing to add"
         if self.replicas.size == 1:

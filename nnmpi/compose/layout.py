@@ -40,14 +40,14 @@ class Layout:
         dp, pp, tp: replicas, pipeline ranks, ranks that share each layer; one that is None is
             derived from the world.
         schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v",
-            "v-half", "v-min" or "pipedream"; or a function of one's own, (rank, ranks,
+            "v-half", "v-min" or "pipedream"; or a function of your own, (rank, ranks,
             microbatches) -> what the rank computes, which is checked before it runs.
         virtual_stages: stages per rank, for "interleaved"; "zb-v", "v-half" and "v-min" have 2.
         split: "auto" balances measured times; or the number of layers (see `nn.chain`) in each
             stage.
         reduction: "fast", or "fixed" for sums in an order that does not depend on dp (see
             `parallel.fixed_reduction`).
-        table: how layers are shared out over tp; by default the model's own.
+        table: how layers are sharded over tp; by default the model's own.
         memory_limit: bytes that a rank may use for parameters (with pipedream's older versions of
             them), gradients and optimizer state; None for any. Activations and the sums of
             reduction "fixed" come on top.
@@ -56,7 +56,7 @@ class Layout:
         activation_memory: bytes that a pass may take on each rank for its activations, some of
             which are then computed again (see `memory.recompute`), without a pipeline; "least" for
             as few as possible: in a pipeline each stage keeps its input alone; None for any.
-        offload: where activations may be moved to and read back from, where that is quicker than
+        offload: where activations may be moved to and read back from, where that is faster than
             computing them again: a folder for a file, or "host" for those of a device (see
             `memory.store`); None for nowhere.
         offload_state: what is kept in that place all the time, and read in when it is needed:
@@ -65,9 +65,9 @@ class Layout:
         sp: ranks that share the positions of each sequence.
         sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see
             `parallel.sequence`).
-        zero: what the replicas share out (see `parallel.zero`): 0: nothing; 1: the optimizer's
+        zero: what the replicas shard (see `parallel.zero`): 0: nothing; 1: the optimizer's
             state; 2: gradients, too; 3: parameters, too.
-        expert_parallel: whether the replicas share out the experts of a mixture (see
+        expert_parallel: whether the replicas shard the experts of a mixture (see
             `parallel.experts`).
         unit_bytes: what they gather and sum at once, see `parallel.zero.storage`; None to choose.
 
@@ -226,11 +226,11 @@ class GradientExchange:
         Worker(model, optimizer, group, exchange=GradientExchange(allreduce="ring", overlap=False))
 
     Attributes:
-        allreduce: the algorithm for every bucket, a name or a function of one's own; or one for
+        allreduce: the algorithm for every bucket, a name or a function of your own; or one for
             each bucket in order; "auto" chooses by predicted time. See
             `parallel.data.DataParallel`, also for the next two.
         bucket_bytes: how large a bucket of gradients may become; None for what suits the algorithm.
-        overlap: whether buckets are summed while backward goes on; None for what pays.
+        overlap: whether buckets are summed while backward continues; None for what pays.
         fused_update: whether each rank of a node sums and updates a part of the parameters, which
             then stand once per node (see `parallel.fused`): whoever changes them by hand does so
             for all, on one rank. Where there is no shared memory, gradients are summed and used one
@@ -268,7 +268,7 @@ class Numerics:
         precision: of products, see `backend.precision`; None for that of the context in which the
             worker is made. With fp16 losses are scaled, and an update whose gradient overflows on
             any rank is left out on all; it is for synchronous runs.
-        clip: the largest length of the gradient; None for any. A synchronous run without servers
+        clip: the largest gradient norm; None for any. A synchronous run without servers
             clips the gradient of the whole batch, an asynchronous one that of each worker's part.
     """
 

@@ -105,7 +105,7 @@ class SumCrossEntropy:
 
     Args:
         label_smoothing: see `ops.cross_entropy`.
-        group: the ranks over which classes are shared out, so that logits are of this rank's
+        group: the ranks over which classes are sharded, so that logits are of this rank's
             classes alone: no rank gathers them.
         classes: of all these ranks; 0 where they are not shared out.
     """

@@ -195,7 +195,7 @@ class Passes(Caller):
             trainer.seed,
             trainer.optimizer,
         )
-        # It is called on every rank, since it may communicate where the classes are shared out.
+        # It is called on every rank, since it may communicate where the classes are sharded.
         loss = trainer.loss
         self._score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
         self.scalars = DeferredScalars()
@@ -342,7 +342,9 @@ class Passes(Caller):
         return next((item for item in tries if not is_finite(item[1]().item())), tries[-1])
 
     def summary(self) -> list[str]:
-        """Return lines on the batches since the last call: the plan's cost, the pipeline's passes."""
+        """Return lines on the batches since the last call: the plan's cost, the pipeline's
+        passes.
+        """
         planned = self.planned
         if planned is not None and planned.plan != self._told:
             self._told = planned.plan

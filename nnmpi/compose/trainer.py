@@ -5,7 +5,7 @@
 
 The batches between two such points are a segment. At its ends all ranks have the same weights, so
 that evaluations and checkpoints are those of any other run. Within it the ranks may meet after
-every step, or each goes on at its own speed:
+every step, or each continues at its own speed:
 
     in step       rank 0   |--0--|.....|--1--|.....|--2--|.....|--3--|.....|  `compose.worker`
                   rank 1   |----0------|----1------|----2------|----3------|
@@ -57,7 +57,7 @@ class Progress:
         worker: who computed it; 0 for a step that all did together.
         totals: over its samples, with the worker's times; one step. Its `wall_s` are the seconds
             since the one before.
-        norm: the length of the gradient of these samples' mean loss, before clipping.
+        norm: the gradient norm of these samples' mean loss, before clipping.
         at_s: the seconds of the segment so far.
     """
 
@@ -78,12 +78,13 @@ class SegmentReport:
             workers, and `wall_s` lasts until all are there.
         signal: the number of the signal that ended it early, else 0.
 
-    What only ranks out of step have to tell:
+    For ranks out of step:
         messages, bytes: of gradients and weights, each counted once, over all ranks.
-        updates: how often the weights were updated; with local SGD and gossip, how often one worker updated its own.
-        staleness: of the gradients that were used, by worker. None where nothing of the kind is defined (gossip).
-        lead: the largest number of steps by which a worker that began one was ahead of the slowest.
-        disagreement: how far the ranks' weights were from their mean before they met, relative to its length.
+        updates: the number of updates; with local SGD and gossip, those of one worker.
+        staleness: of the used gradients, by worker. None with local SGD and gossip.
+        lead: the largest number of steps a worker was ahead of the slowest when it began one.
+        disagreement: the ranks' distance from their mean weights before they met, relative to the
+            mean's norm.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -175,9 +176,9 @@ class Trainer(Training, ABC):
         loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
         backend: where the model lives.
         precision: of products, see `backend.precision`.
-        clip: the largest length of the gradient, or None.
+        clip: the largest gradient norm, or None.
         arrangement: how the model lies on the ranks.
-        in_step: whether the ranks meet after every step. Then `progress` is told of every step on
+        in_step: whether the ranks meet after every step. Then `progress` is reported every step on
             every rank; else on rank 0 alone, of gradients as they come in, and what becomes of a
             whole segment is in its report.
         reporters: how many calls of `progress` there are for each batch, one for each worker.
@@ -262,7 +263,9 @@ class Trainer(Training, ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
-        """Return loss and score over this rank's parts of batches, summed over ranks. Collective."""
+        """Return loss and score over this rank's parts of batches, summed over ranks.
+        Collective.
+        """
 
     def details(self, report: Totals) -> dict[str, Any]:
         """Return what else than sums is to be recorded of the step that was done last, by name."""
@@ -352,7 +355,7 @@ def check_numerics(trainer: Trainer) -> None:
 
 
 def _update(trainer: Trainer) -> list[str]:
-    """Return how this rank would update, in words: the rule, and its numbers that must be the same
+    """Return how this rank would update, as text: the rule, and its numbers that must be the same
     on all ranks.
 
     How groups of parameters decay is left out in a pipeline, whose stages have different ones.
@@ -370,7 +373,7 @@ def _update(trainer: Trainer) -> list[str]:
 
 
 def _described(loss: Any) -> str:
-    """Return a loss in words: its name and, where it has any, its options."""
+    """Return a loss as text: its name and, where it has any, its options."""
     if isinstance(loss, LabelLoss):
         return _described(loss.function)
     if isinstance(loss, partial):

@@ -1,4 +1,4 @@
-"""Dataset: samples and labels in memory, and how a set is cut into a training and a test part."""
+"""Dataset: samples and labels in memory, and how a set is split into a training and a test part."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -301,7 +301,7 @@ class Dataset(Samples):
         )
 
     def describe_targets(self) -> str:
-        """Return what is predicted, in words."""
+        """Return what is predicted, as text."""
         if self.predicts != "quantities":
             return f"{self.classes} classes"
         count = prod(self.target_shape)

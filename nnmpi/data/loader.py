@@ -180,7 +180,7 @@ class Loader:
         self._steps = (
             [] if self.transform is None or dataset.is_tokens else steps_of(self.transform)
         )
-        self._asked = 0  # how often for the next epoch
+        self._asked = 0  # how many times for the next epoch
         check_partition(len(dataset), partition, self.world)
         if partition != "none":
             rows = [min(size, len(dataset) - first) for first in range(0, len(dataset), size)]

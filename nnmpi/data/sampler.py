@@ -4,7 +4,7 @@
     rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
     rank 1        9 0 |     1 5 |   6
 
-With microbatches each of these is cut first, and its pieces are shared out, or (`whole`) given out
+With microbatches each of these is cut first, and its pieces are sharded, or (`whole`) given out
 whole:
 
     2 microbatches      7 2 | 9 0        rank 0    7   | 9        whole    rank 0    7 2
@@ -98,7 +98,7 @@ def cut_batch(
 ) -> tuple[Cut, ...]:
     """Return each microbatch's rows, among the rank's rows and in the global batch.
 
-    The global batch is cut into microbatches first, each of which is shared out over the ranks, so
+    The global batch is split into microbatches first, each of which is sharded over the ranks, so
     that microbatches hold the same samples under every layout. A microbatch has at least one row,
     so a short batch may have fewer of them; some ranks have none of its rows when there are more
     ranks than rows.

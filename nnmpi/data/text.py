@@ -1,13 +1,13 @@
 """Texts as training data: tokens to read, and for each of them the one that comes next.
 
-Blocks, for GPT: the documents one behind the other, cut every T tokens; what is left makes a last
+Blocks, for GPT: the documents one after another, cut every T tokens; what is left makes a last
 block with padding.
 
     tokens    t h e _ c a t # a _ d o g #         # ends a document
     x         t h e _ c | a t # a _ | d o g p p
     y         h e _ c a | t # a _ d | o g # . .   . is IGNORED, p the padding: #
 
-Sentences, for an LSTM: each document is a sample, one of more than T tokens goes on in the next
+Sentences, for an LSTM: each document is a sample, one of more than T tokens continues in the next
 sample; a batch is as long as its longest, and has sentences of about that length (see
 `sampler.by_length`).
 

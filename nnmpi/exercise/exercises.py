@@ -300,7 +300,7 @@ _COLLECTIVES = (
 )
 
 
-# ---- rules: what collectives cost, which rows a rank has, who may go on ----
+# ---- rules: what collectives cost, which rows a rank has, who may continue ----
 
 Case: TypeAlias = tuple[str, tuple[Any, ...], Any]
 """A description, the arguments, and the expected result."""

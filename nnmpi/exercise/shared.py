@@ -334,7 +334,8 @@ def gathered_linear(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, x, w, grad, mine")
 def gathered_gradient(group: Ranks, arrays: Arrays) -> Part:
-    """The way back of a layer whose outputs were gathered: every rank has the whole gradient of y.
+    """The backward pass of a layer whose outputs were gathered: every rank has the whole gradient
+    of y.
 
     w is this rank's columns mine, a slice. Return (the whole gradient of x, the gradient of w).
     """
@@ -354,8 +355,8 @@ def sharded_pair(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, x, a, b, grad", most=_moved(3, BATCH * IN))
 def pair_gradient(group: Ranks, arrays: Arrays) -> Part:
-    """The way back of max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of
-    b.
+    """The backward pass of max(x @ a, 0) @ b, where each rank has some columns of a and the same
+    rows of b.
 
     grad is that of the result. Return (the whole gradient of x, of a, of b). One sum is enough.
     """
@@ -480,7 +481,7 @@ def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
     network="alpha_us=50,gbit=1",
 )
 def overlap(group: Ranks, arrays: Arrays) -> Part:
-    """Sum gradients while the backward pass goes on.
+    """Sum gradients while the backward pass continues.
 
     Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the
     first. In simulated time it must take no longer than the backward pass and one sum of layer 0

@@ -1,4 +1,4 @@
-"""Memory: what a pass through a model keeps for its way back, and how to keep less.
+"""Memory: what a pass through a model keeps for its backward pass, and how to keep less.
 
 plan         a plan is a list of actions: forward, keep, backward, drop, out, in; checked, priced
              and drawn here

@@ -13,7 +13,7 @@ begin, and a third for layers that may leave memory:
 This is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
 heterogeneous chains: how to train deep neural networks with limited memory", 2019). A value that is
 held is held until the layers behind it have gone back (plans are memory-persistent, as there), and
-no layer is kept before those below it; among those plans this one is the quickest. For equal layers
+no layer is kept before those below it; among those plans this one is the fastest. For equal layers
 with one kept at a time it is Revolve's (Griewank and Walther, "Algorithm 799: Revolve", 2000).
 Where they round bytes to 500 pieces, here each (s, t) has its whole curve of least time over bytes:
 the points at which more bytes save time, exactly, so that no byte of the budget is lost.
@@ -25,7 +25,7 @@ if what is kept does not contain it.
 What leaves memory and comes back takes time that depends on what is computed beside it. So the
 programme is run for some prices of a layer that leaves, which may be the dearer the later the layer
 is, as it is needed sooner. Its plans move a layer all at once; then out and in are drawn apart, and
-the quickest of these plans is taken:
+the fastest of these plans is taken:
 
     the programme's       K0 O0 A0 K1 D1 K2 D2 B2 B1 I0 B0         A  as late as the memory lasts, the first one first
     drawn apart           K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0         I  as early as it allows, the next one first

@@ -35,7 +35,7 @@ from nnmpi.errors import UsageError
 from nnmpi.pages.page import preformat
 
 Plan = tuple["Action", ...]
-COLUMNS = 100  # of a plan that is drawn, before its rows go on below
+COLUMNS = 100  # of a plan that is drawn, before its rows continue below
 DIGITS = 9  # of seconds in the rows of a price
 
 
@@ -203,7 +203,7 @@ class PlanState:
         self.seconds, self.again = 0.0, 0
 
     def copy(self) -> PlanState:
-        """Return one that goes on from here by itself."""
+        """Return one that continues from here by itself."""
         other = copy(self)
         vars(other).update({name: copy(item) for name, item in vars(self).items()})
         return other

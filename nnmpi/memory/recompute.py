@@ -190,7 +190,7 @@ class RecomputedModel:
     """A model whose passes stay within a memory budget by recomputation.
 
     What counts are the arrays that a pass makes, all of them, from its input to the parameters'
-    gradients: what is kept for the way back, the values and gradients between layers, and what
+    gradients: what is kept for the backward pass, the values and gradients between layers, and what
     operations need on their way. What each layer takes is measured with the first input, and with
     each larger one.
 
@@ -199,7 +199,7 @@ class RecomputedModel:
         budget: in bytes; "least" for the least possible; None for what an ordinary pass takes.
         backend: where it lives; NumPy by default.
         group: the ranks that compute along, which must do the same; None where that is no matter.
-        store: where to what is kept may go and come back, where that is quicker than to compute it
+        store: where to what is kept may go and come back, where that is faster than to compute it
             again (see `memory.store`); None for nowhere.
         weights: the strategy that lets the model's weights come, if they are not there (see
             `parallel.zero`).

@@ -49,8 +49,8 @@ Pairs = list[tuple[Any, Any]]  # to what is copied, and from what
 class Store:
     """Where swapped arrays go. The file has no name, so it vanishes with the process.
 
-    What is computed on a device and what is moved go on two streams, which wait for one another's
-    events.
+    What is computed on a device and what is moved continue two streams, which wait for one
+    another's events.
 
     Args:
         where: a folder, for a file, for the host; "host", the host's memory, for a device.
@@ -340,7 +340,7 @@ def _extents(operations: Iterable[Function], outside: Iterable[Array]) -> dict[i
 
 
 def _mapped(value: Any, work: Callable[[Any], Any]) -> Any:
-    """Return what an operation saves with something else in the place of each array."""
+    """Return what an operation saves with something else in place of each array."""
     if isinstance(value, _Place) or (is_array(value) and value.nbytes >= LEAST_BYTES):
         return work(value)
     if isinstance(value, tuple | list):

@@ -103,7 +103,7 @@ def gpt(
         layers: how many blocks.
         heads: of each attention.
         dropout: the probability with which an element is dropped in training.
-        experts: where above 0, each mlp is a mixture of so many; `top_k` and `capacity` are
+        experts: where above 0, each mlp is a mixture of this many; `top_k` and `capacity` are
             `nn.MixtureOfExperts`'s.
 
     Raises:

@@ -2,8 +2,8 @@
 
 To read, in this order: module (attributes, names, initialization), linear or any other layer,
 container (sequences, residual blocks, and which layers are computed as one operation), mode
-(training and evaluation), sharding (the tables that say how layers are shared out over ranks),
-chain (how a model is cut into stages), compiled (recorded steps).
+(training and evaluation), sharding (the tables that say how layers are sharded over ranks),
+chain (how a model is split into stages), compiled (recorded steps).
 
 To add a layer: a `Module` in a file of its own, its name here; where it mixes features, a rule in
 `parallel/sharded`.

@@ -124,7 +124,7 @@ class ModelPart(Module):
     """A run of a chain's layers as a model; its parameters keep their full names.
 
     Args:
-        model: the whole model, whose modules this part goes on using.
+        model: the whole model, whose modules this part uses.
         layers: the layers; of `open_chain(model)`.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Modules made of modules: one after another, around a shortcut, and beside one another.
+"""Modules made of modules: one after another, around a shortcut, and side by side.
 
 Runs of layers in a sequence are computed as one operation. The layers stay what they are, with
 their names and parameters; only the calls are fewer, and `nn.unfused()` runs them one by one:
@@ -204,7 +204,7 @@ class Sequential(Module):
         return Sequential(*self.layers[start:stop])
 
     def set_child(self, name: str, part: Any) -> None:
-        """Put a module in the place of the one with that number. See `Module.set_child`."""
+        """Put a module in place of the one with that number. See `Module.set_child`."""
         super().set_child(f"layers.{name}", part)
 
 

@@ -25,7 +25,7 @@ class Conv2d(Module):
         in_channels, out_channels: the numbers of channels.
         kernel_size, stride, padding, dilation: one number, or one for rows and one for columns;
             padding may be "same", for images as large as they were.
-        groups: the channels are cut into this many groups that do not mix.
+        groups: the channels are split into this many groups that do not mix.
         bias: whether one number per output channel is added.
         init: draws the weight; by default uniform within 1 / sqrt(terms that an output sums), and
             so is the bias.
@@ -119,7 +119,7 @@ class ConvTranspose2d(Module):
         in_channels, out_channels: the numbers of channels.
         kernel_size, stride, padding, dilation: one number, or one for rows and one for columns.
         output_padding: extra rows and columns at the end, fewer than stride.
-        groups: the channels are cut into this many groups that do not mix.
+        groups: the channels are split into this many groups that do not mix.
         bias: whether one number per output channel is added.
         init: draws the weight; by default uniform within 1 / sqrt(out_channels / groups * kernel
             elements).
@@ -255,7 +255,7 @@ class Upsample(Module):
     """Nearest-neighbour upsampling: (batch, h, w, c) -> (batch, h factor, w factor, c).
 
     Args:
-        scale_factor: how often, in rows and columns; one number for both.
+        scale_factor: how many times, in rows and columns; one number for both.
     """
 
     def __init__(self, scale_factor: int | Pair) -> None:

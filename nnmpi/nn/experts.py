@@ -48,7 +48,7 @@ class MixtureOfExperts(Module):
 
     # set by a strategy whose ranks share batches: then a mean needs what it is over
     all_reduce: Any = None
-    # a group that shares out the experts, and its exchange, see `parallel.experts`
+    # a group that shards the experts, and its exchange, see `parallel.experts`
     ranks: Any = None
     exchange: Any = None
 

@@ -124,7 +124,7 @@ class LSTM(Module):
         self, x: Tensor, state: State | None, lengths: Any, ends: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the result, and of each layer and direction (batch, 2, features), its last h and
-        c, if wanted.
+        c, if requested.
         """
         time, result = x.shape[1], list[Tensor]()
         for number, layer in enumerate(range(0, len(self.layers), self.directions)):

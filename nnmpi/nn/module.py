@@ -81,10 +81,10 @@ class Module:
     Attributes:
         path: the full name in the model that was initialized ("" for the model itself).
         storage: of the model on which `initialize` was called, its flat storage.
-        sharding: the table that says how the model's layers are shared out over ranks, where it
+        sharding: the table that says how the model's layers are sharded over ranks, where it
             brings one.
         units: by the name of a linear layer directly below, what its features are made of that
-            ranks share out. Each feature may go anywhere by default.
+            ranks shard. Each feature may go anywhere by default.
         replayable: of a class of your own, whether all that its `forward` does is a function of
             shapes and of the mode, by operations on Tensors: then a `Worker` may replay it (see
             `nnmpi.compile`). Each subclass says it anew.
@@ -171,7 +171,9 @@ class Module:
         yield from self._members(Module)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """Yield this module and all below it with full names, parents first, in definition order."""
+        """Yield this module and all below it with full names, parents first, in definition
+        order.
+        """
         yield prefix, self
         for name, child in self.children():
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)

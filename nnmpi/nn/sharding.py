@@ -1,4 +1,4 @@
-"""How layers are shared out over ranks: what a model's table says, and nothing of how it is done.
+"""How layers are sharded over ranks: what a model's table says, and nothing of how it is done.
 
 A table maps full names of modules, or patterns of them, to a `Sharding`:
 
@@ -31,8 +31,8 @@ class Sharding(Enum):
                     | # # . . |               | . . . . |                    | # # # # |
                         out
 
-    COLUMN: some outputs. The input is whole on every rank, the result is shared out. ROW: some
-    inputs. The input is shared out, and the ranks' results are added up to a whole one. ROWS: all
+    COLUMN: some outputs. The input is whole on every rank, the result is sharded. ROW: some
+    inputs. The input is sharded, and the ranks' results are added up to a whole one. ROWS: all
     of the layer, for some rows of the image; ranks give one another the rows that their windows
     overlap. VOCAB: of an Embedding some entries; of a Linear the same as COLUMN, and its result,
     one number per class, may stay
@@ -60,9 +60,9 @@ class Units:
         Units(3, repeats=2) of 12 features over 2 ranks        0 0 0 0 1 1  0 0 0 0 1 1
 
     Attributes:
-        count: how many are shared out, such as the heads of an attention.
-        repeats: how often all of them come, one after another: 3 times in queries, keys and values
-            side by side.
+        count: how many are sharded, such as the heads of an attention.
+        repeats: how many times all of them come, one after another: 3 times in queries, keys and
+            values side by side.
         sharding: COLUMN if the features that come out are made of them, ROW if those that come in
             are.
     """

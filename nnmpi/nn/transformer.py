@@ -20,7 +20,7 @@ class CausalSelfAttention(Module):
     """Each position attends to itself and to those before it: (batch, time, features) -> the same.
 
     Vaswani et al., "Attention is all you need", 2017. One linear layer makes queries, keys and
-    values, side by side in its outputs; `proj` mixes the heads' results. Ranks share out the heads:
+    values, side by side in its outputs; `proj` mixes the heads' results. Ranks shard the heads:
     each has queries, keys and values of its own ones, and the rows of `proj` that read them; so one
     all-reduce forward and one backward are all (Shoeybi et al., "Megatron-LM", 2019). With more
     ranks than heads some have none.
@@ -103,7 +103,7 @@ class TransformerBlock(Module):
         eps: of the normalizations.
         dropout: the probability with which an element of what a branch adds is dropped in training,
             and one of the attention's probabilities.
-        experts: a mixture of experts in the place of the perceptron; then `hidden` says nothing.
+        experts: a mixture of experts in place of the perceptron; then `hidden` says nothing.
 
     Example:
         >>> block = nn.TransformerBlock(16, heads=4).initialize(seed=0)

@@ -437,7 +437,7 @@ class PartExchange:
     """The exchanges of a tensor group between shards; a `TensorGroup`."""
 
     group: Group
-    depth = 1  # sequences are shared out before layers
+    depth = 1  # sequences are sharded before layers
     taking, giving = "scatter", "gather"
 
     @property

@@ -62,7 +62,7 @@ class Gate:
             p: (samples, positions, experts), probabilities.
 
         Returns:
-            (samples, positions, top_k) integers, of equals the lower ones, and booleans: who comes
+            (samples, positions, top_k) integers, of ties the lower ones, and booleans: who comes
             late is turned away.
         """
         _, positions, experts = p.shape

@@ -136,7 +136,7 @@ def _take(xp: Any, array: Array, places: Array) -> Array:
         places: integers, any shape, which is the result's.
     """
     if xp is np:
-        return array.take(places, None, None, "clip")  # without NumPy's detour by way of Python
+        return array.take(places, None, None, "clip")  # without NumPy's detour through Python
     return xp.take(array, places, mode="clip") if xp.__name__ == "numpy" else xp.take(array, places)
 
 

@@ -64,7 +64,7 @@ class Adam(Optimizer):
         1
     """
 
-    # whether weights decay by themselves, and not by way of the gradient
+    # whether weights decay by themselves, and not through the gradient
     decouples: ClassVar[bool] = False
 
     def __init__(

@@ -74,7 +74,7 @@ def trusted(total: float) -> bool:
 def global_norm(grads: Sequence[Array]) -> float:
     """Return the Euclidean norm of all gradients together; 0.0 for none.
 
-    Of gradients that are shared out (the `storage.grads` of ZeRO) it is that of all ranks' parts,
+    Of gradients that are sharded (the `storage.grads` of ZeRO) it is that of all ranks' parts,
     and collective.
     """
     squares, ranks = sum_of_squares(grads), getattr(grads, "ranks", None)
@@ -116,7 +116,7 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
 
     Args:
         grads: arrays, such as model.storage.grads; or model.parameters(), for those. Of a model
-            whose gradients are shared out (ZeRO) they are this rank's parts, and the call is
+            whose gradients are sharded (ZeRO) they are this rank's parts, and the call is
             collective: the norm is that of all parts.
         max_norm: above 0.
 

@@ -1,8 +1,8 @@
 """The base of all optimizers: storage, learning rate, steps, state, weight decay, blocks.
 
-The state is `steps` and the arrays of `slots()`. Whoever loads a state writes into those arrays and
-sets `steps`; the next update is then, bit for bit, the one that a run without a break would have
-done. Nothing here knows of parameters, layers or ranks.
+The state is `steps` and the arrays of `slots()`. Any rank that loads a state writes into those
+arrays and sets `steps`; the next update is then, bit for bit, the one that a run without a break
+would have done. Nothing here knows of parameters, layers or ranks.
 
 Cutting buffers into blocks that stay in the processor's cache while an update passes over them many
 times.
@@ -272,7 +272,7 @@ class Optimizer(ABC):
     def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Part] = ()) -> None:
         """Update these blocks alone, by the gradients they hold when their turn comes.
 
-        For strategies that share out the blocks among ranks, or add up a block's gradient just
+        For strategies that shard the blocks among ranks, or add up a block's gradient just
         before it is used.
 
         Args:

@@ -139,7 +139,7 @@ class DataParallel:
                 # Every parameter has the guard, since a stray pass may reach any of them. A hook is
                 # of use only where the sum of a gradient begins before the pass is over.
                 span.parameter.guard = self._check_pass
-                if sums_gradients and self.exchange.overlap:  # without hooks the tape is quicker
+                if sums_gradients and self.exchange.overlap:  # without hooks the tape is faster
                     span.parameter.hook = partial(self._final, number)
         if group.size > 1 and self.shares_batches:
             for _, module in model.named_modules():
@@ -349,7 +349,7 @@ class DataParallel:
         self._shared = []
 
     def check_not_released(self) -> None:
-        """Refuse to go on after `release`, as each rank would do so with gradients of its own.
+        """Refuse to continue after `release`, as each rank would do so with gradients of its own.
 
         Raises:
             UsageError: after `release`.

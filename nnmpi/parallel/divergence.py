@@ -101,7 +101,7 @@ def explain_gradients(
         model: with the gradients of the failed step.
         step: the update that failed, counted from 1.
         value: the global loss.
-        source: what the gradients were summed over, in words, such as "microbatches and replicas".
+        source: what the gradients were summed over, as text, such as "microbatches and replicas".
     """
     held = list(model.storage.held())
     weights = (f"the weights {span.parameter.name!r}" for span, data, _ in held if not finite(data))

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks that share batches share out the experts of a mixture, too.
+"""Expert parallelism: ranks that share batches shard the experts of a mixture, too.
 
                  rank 0    rank 1
     samples      0 1 2     3 4       as under data parallelism

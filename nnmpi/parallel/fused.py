@@ -13,7 +13,7 @@ not send it to the other ranks. So it updates only its slice of the parameters, 
 slice of the optimizer's state. The new parameters are, bit for bit, those of a shared-memory
 all-reduce (`comm.node_sum`) and an ordinary update.
 
-Clipping and the check for divergence need the length of the gradient before the update, so there
+Clipping and the check for divergence need the gradient norm before the update, so there
 are two calls: `reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which
 need no message of their own.
 """
@@ -196,7 +196,7 @@ def _check(storage: FlatStorage, memory: SharedMemory) -> None:
 
 
 def fusing_pays(model: Module, group: Group) -> bool:
-    """Return whether a fused update is the quickest for replicas of a whole model. Collective.
+    """Return whether a fused update is the fastest for replicas of a whole model. Collective.
 
     It is on one node. Between nodes the sum of gradients is better hidden under the backward pass.
     Measured on 2 cores of an Intel Xeon with AVX-512 and Open MPI 5.0.11, against a shared

@@ -6,8 +6,8 @@
 
 BSP, SSP and ASP are one implementation (Li et al., "Scaling distributed machine learning with the
 parameter server", 2014; Ho et al., 2013, see `synchrony.consistency`): gradients wait until some
-worker may go on; then all that wait make one update, in the order of their tasks, and every worker
-that may go on gets the weights. So no worker sees half an update.
+worker may continue; then all that wait make one update, in the order of their tasks, and every
+worker that may continue gets the weights. So no worker sees half an update.
 
 A worker's gradient is that of (sum of the losses of its rows) / (rows of the whole global batch),
 so that the gradients of all parts of a batch add up to the batch's. It stands for the share q_i =
@@ -82,7 +82,7 @@ class Push:
         global_targets: of the whole batch.
         lr: the learning rate of that batch.
         loss_sum, score_sum: over the targets.
-        norm: the gradient's length, scaled to the whole batch's size or not, as the worker reports
+        norm: the gradient norm, scaled to the whole batch's size or not, as the worker reports
             it.
         compute_s, sync_s, input_s: how long the worker computed, and waited before for the weights
             and for the batch.
@@ -134,7 +134,7 @@ class ParameterServer:
         workers: how many there are.
 
     Attributes:
-        controller: decides which worker may go on, and gives it its task.
+        controller: decides which worker may continue, and gives it its task.
         master: the weights, one array per flat buffer.
         version: of the weights: the number of updates since the server was made.
         staleness: of the gradients that were used since `open`.
@@ -171,10 +171,10 @@ class ParameterServer:
             worker: whose it is.
             push: what comes with it.
             grads: one array per flat buffer, which must stay as it is until `release` has let a
-                worker go on.
+                worker continue.
 
         Raises:
-            CommError: for a worker that may not go on yet.
+            CommError: for a worker that may not continue yet.
         """
         self.controller.arrive(worker)
         if push.broken:
@@ -282,7 +282,9 @@ class MessageBuffer(Generic[Kind]):
             value[...] = self._backend.to_host(array)
 
     def read(self) -> tuple[Kind, list[Array]]:
-        """Return the message and its arrays on the backend; with NumPy they are the buffer itself."""
+        """Return the message and its arrays on the backend; with NumPy they are the buffer
+        itself.
+        """
         pairs: Any = zip(fields(cast(Any, self._kind)), self._header.tolist(), strict=True)
         numbers = {item.name: item.type(number) for item, number in pairs}
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
@@ -296,8 +298,8 @@ class PushPull:
         storage: of the model; `data` is where pulled weights go, `grads` what is pushed.
         server: on rank 0, the server; None on the others.
         on_push: called on rank 0 with (worker, push) for every gradient that arrives: after it was
-            taken and before anybody goes on, so that nothing more is assigned if the controller is
-            closed there.
+            taken and before anybody continues, so that nothing more is assigned if the controller
+            is closed there.
         backend: where the model's arrays live; NumPy by default.
 
     Raises:
@@ -345,7 +347,7 @@ class PushPull:
         return self._messages.sent_bytes - self._before[1]
 
     def open(self, first: int, stop: int, bound: int | None) -> None:
-        """Begin a segment: the server answers all workers that may go on.
+        """Begin a segment: the server answers all workers that may continue.
 
         All ranks call it, not necessarily at the same time. The weights, `storage.data`, must be
         the same on all.
@@ -408,7 +410,9 @@ class PushPull:
             self._take(self._server, 0, push, self._storage.grads)
 
     def poll(self) -> bool:
-        """Receive what has arrived, and answer on the server; never blocks. True if anything came."""
+        """Receive what has arrived, and answer on the server; never blocks. True if anything
+        came.
+        """
         moved = False
         for peer in sorted(self._coming):
             if self._coming[peer].poll():
@@ -456,7 +460,7 @@ class PushPull:
     def _take(
         self, server: ParameterServer, worker: int, push: Push, grads: Sequence[Array]
     ) -> None:
-        """Give a gradient to the server, and answer all workers that may go on now."""
+        """Give a gradient to the server, and answer all workers that may continue now."""
         self._taken[worker] += 1
         self._check(push, self._taken[worker], f"a gradient of worker {worker}")
         if push.version != self._given[worker]:

@@ -34,7 +34,7 @@ def partition(
 ) -> tuple[range, ...]:
     """Return each stage's layers: contiguous, none empty, the slowest stage as fast as possible.
 
-    Most even is the least sum of squared times; of equals the later stages have fewer layers.
+    Most even is the least sum of squared times; of ties the later stages have fewer layers.
 
     Args:
         times_s: of each layer, in seconds (any unit does); finite, from 0 on.
@@ -79,7 +79,7 @@ def _cut(
         begin = [0] * (layers + 1)
         for j in range(stage, layers - (stages - stage) + 1):
             for i in range(j - 1, stage - 2, -1):
-                # from the right, so that of equals the later stage is the shorter
+                # from the right, so that of ties the later stage is the shorter
                 local, earlier, least = cost(i, j), before[i], best[j]
                 if local is None:
                     break  # more layers cost no less

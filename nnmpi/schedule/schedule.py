@@ -160,7 +160,7 @@ def there_and_back(stage: int, ranks: int) -> int:
 
 
 def stages_of(rank: int, ranks: int, stages: int, home: Home) -> tuple[int, ...]:
-    """Return the stages that a rank has, of so many altogether."""
+    """Return the stages that a rank has, of this many altogether."""
     return tuple(stage for stage in range(stages) if home(stage, ranks) == rank)
 
 
@@ -225,7 +225,9 @@ class Schedule:
         return self.rank_of(send.stage), self.rank_of(other_end(send).stage), send.kind
 
     def is_cut(self, stage: int) -> bool:
-        """True if stages `stage` and `stage + 1` exist on different ranks, and exchange messages."""
+        """True if stages `stage` and `stage + 1` exist on different ranks, and exchange
+        messages.
+        """
         return 0 <= stage < self.stages - 1 and self.rank_of(stage) != self.rank_of(stage + 1)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:

@@ -278,7 +278,7 @@ def make(
     """Return the schedule of this name, computation only; `lower` adds the rest.
 
     Args:
-        name: one of `SCHEDULES`, or a function of one's own, for one stage on each rank.
+        name: one of `SCHEDULES`, or a function of your own, for one stage on each rank.
         ranks: number of ranks.
         microbatches: number of microbatches in a step.
         virtual: stages per rank; "interleaved" and "inference" can have any number, `TURNING` have

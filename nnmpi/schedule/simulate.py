@@ -211,7 +211,9 @@ class ScheduleRun:
         return post
 
     def _end(self, post: _Post) -> float | None:
-        """Return when a rank can go on after a transfer; None when the other end has not come."""
+        """Return when a rank can continue after a transfer; None when the other end has not
+        come.
+        """
         if post.is_send and not self._rendezvous:
             return post.posted_s
         return None if post.over_s is None else max(post.posted_s, post.over_s)

@@ -13,12 +13,12 @@ The pace is 2, 3 or 6, which divide six: so hardly two moments of a rank fall to
 takes 2 x pace units for each rank on its way, and so the ranks keep a third, half or all of what
 1F1B keeps. The more they may keep, the less they wait.
 
-With one stage a rank a microbatch is three units of work, F goes on at once and I every other unit:
-zero bubble, ZB-H1.
+With one stage a rank a microbatch is three units of work, F continues at once and I every other
+unit: zero bubble, ZB-H1.
 
 The rule: each rank does its F and I in the order of their moments, each as soon as its input is
 there and, for an F, as less is kept than the cap; meanwhile it does a W. Of the timetables that get
-along under the cap, the quickest is taken. The paces are those of Qi et al., "Pipeline parallelism
+along under the cap, the fastest is taken. The paces are those of Qi et al., "Pipeline parallelism
 with controllable memory", 2024, whose W have moments, too: as fillers they wait for the end, where
 there is least to do.
 """
@@ -42,7 +42,7 @@ _TIMETABLES = {
 def quickest(
     ranks: int, microbatches: int, most: int, virtual: int = 2
 ) -> Sequence[Sequence[Instruction]]:
-    """Return what each rank computes by the quickest timetable under a cap.
+    """Return what each rank computes by the fastest timetable under a cap.
 
     Args:
         most: activations that a rank keeps, of one stage and microbatch each, until their W; from 2

@@ -167,7 +167,7 @@ class ConsistencyController:
         """Return the workers that may continue, each with its next task; None ends its segment.
 
         When no task is left, workers wait until the gradients of all assigned tasks have arrived.
-        Then all go on, whatever their lead.
+        Then all continue, whatever their lead.
         """
         released: dict[int, Task | None] = {}
         for worker in (worker for worker, waits in enumerate(self._waiting) if waits):
@@ -190,7 +190,7 @@ class ConsistencyController:
 
 
 class Staleness:
-    """Counts how often each worker's gradients were how stale.
+    """Counts how many times each worker's gradients were how stale.
 
     Args:
         workers: how many there are.

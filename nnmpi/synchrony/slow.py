@@ -121,7 +121,7 @@ class Slow:
                 )
 
     def describe(self) -> str:
-        """Return it in words, for the head of a run; empty if nobody is slow."""
+        """Return it as text, for the head of a run; empty if nobody is slow."""
         words = [f"a step takes at least {1e3 * self.minimum_s:g} ms"] if self.minimum_s else []
         words += [
             f"rank {rank} takes {factor:g} times as long" for rank, factor in self.factors.items()

@@ -83,7 +83,7 @@ class Sync:
             )
 
     def describe(self) -> str:
-        """Return it in words, for the head of a run."""
+        """Return it as text, for the head of a run."""
         return {
             "bsp": "bsp, the gradients summed by all-reduce",
             "ssp": (

@@ -187,7 +187,7 @@ class FlatStorage:
         apart: of each, whether its parameters are (see `Parameter`).
         known_groups: these, and those that only other parts of the model have.
         spans: where each parameter lies, in registration order.
-        moves: how often the arrays were replaced by others.
+        moves: how many times the arrays were replaced by others.
         common: whether `data` is memory that other ranks write too (see `parallel.fused`).
         shared: whether a strategy has given these values to several ranks, or each a part; else a
             rank's are its own.
@@ -350,7 +350,7 @@ class FlatStorage:
                 parameter.finish_gradient()
 
     def check_places(self) -> None:
-        """Refuse to go on when a parameter lies elsewhere now.
+        """Refuse to continue when a parameter lies elsewhere now.
 
         Raises:
             UsageError: naming it.

@@ -55,8 +55,8 @@ class Placement:
         units: how many units are divided among the ranks along the axis; 0 for a replicated
             activation.
         unit: how many neighbouring elements a unit has.
-        repeats: how often all units come, one after another; None when only the next layer's size
-            will tell.
+        repeats: how many times all units come, one after another; None when only the next layer's
+            size will tell.
         axis: the axis that is cut: the last one (-1), the images' rows (1), or of a `TensorCut`
             any, from 0.
     """

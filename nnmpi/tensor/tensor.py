@@ -639,7 +639,7 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> tuple[int, ...]:
 
     Raises:
         ShapeError: for an axis that the array does not have, or one named twice.
-        UsageError: where a second axis stands in the place of keepdims.
+        UsageError: where a second axis stands in place of keepdims.
     """
     if not isinstance(keepdims, bool):
         raise UsageError(

@@ -164,7 +164,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that a run needs to go on, found and verified once.
+    """Everything that a run needs to continue, found and verified once.
 
     Attributes:
         values: JSON values of state.json: step, epoch, batch, seed, the optimizer's scalars and
@@ -313,7 +313,7 @@ def find(
     Args:
         folder: of the run.
         group: all ranks.
-        writes: whether the run will go on there, and write more.
+        writes: whether the run will continue there, and write more.
         best: take the one with the best evaluation.
 
     Raises:
@@ -410,7 +410,7 @@ def _read(last: Checkpoint, arrays: Arrays) -> None:
         array.scatter(*source)
 
 
-# ---- of a loop of one's own ----
+# ---- of a loop of your own ----
 
 
 def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None:
@@ -455,7 +455,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
 def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
     """Restore the last good checkpoint of `save`, and return its place; {} if none. Collective.
 
-    The loop then goes on to the bits of one without a break: dropout depends on the optimizer's
+    The loop then continues to the bits of one without a break: dropout depends on the optimizer's
     steps, and the order of the data on seed and epoch.
 
         place = nnmpi.resume("checkpoints", worker)
@@ -528,7 +528,7 @@ def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
 
 
 def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
-    """Return a line where a run goes on with another layout: which, and whether its results stay
+    """Return a line where a run continues with another layout: which, and whether its results stay
     equal to the bit.
     """
     before, now = last.mesh, trainer.arrangement.mesh.mesh

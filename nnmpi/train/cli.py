@@ -60,8 +60,8 @@ FIRST = """
 model hidden layers features dataset data_dir epochs max_steps batch_size optimizer lr weight_decay lr_schedule clip
 dp pp tp pipeline microbatches zero allreduce sync slow network simulate seed out resume verbose
 """
-# What a run cannot change when it goes on: its weights, its data and its order of samples hang on
-# these.
+# What a run cannot change when it continues: its weights, its data and its order of samples depend
+# on these.
 FIXED = """
 model hidden activation dropout layers features heads experts experts_top experts_capacity context dataset
 target tokenizer text_columns text_samples test_fraction normalize partition batch_size optimizer loss dtype seed

@@ -540,7 +540,7 @@ class OptimizationConfig:
         return fixed + int(self.momentum > 0 and self.optimizer != "muon")
 
     def rows(self, samples: int) -> int:
-        """Return the rows of a batch of so many samples."""
+        """Return the rows of a batch of this many samples."""
         return samples if self.batch_size == "full" else min(self.batch_size, samples)
 
     @property

@@ -200,7 +200,7 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
                 " instead); go on with the version of nnmpi that began the run"
             )
     values = check(flat, str(file))
-    # In which world a run goes on is said anew: it may begin in one and go on in the other.
+    # In which world a run continues is said anew: it may begin in one and continue in the other.
     left_out = {"out", "resume", "trust", "config", "quiet", "simulate", "network", "stop_after"}
     return {name: value for name, value in values.items() if name not in left_out}
 

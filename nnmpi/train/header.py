@@ -145,7 +145,7 @@ def _parameters(trainer: Trainer) -> str:
 
 
 def _optimizer(options: OptimizationConfig, extent: Extent) -> str:
-    """Return the optimizer and what changes its learning rate, in words."""
+    """Return the optimizer and what changes its learning rate, as text."""
     words = [f"{options.optimizer}, learning rate {options.lr:g}"]
     if options.lr_schedule != "constant":
         words.append(options.lr_schedule)

@@ -203,10 +203,10 @@ def made_input(dataset: Dataset, normalize: Normalize | None) -> Dataset:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Random samples in the place of a data set."""
+    """Random samples in place of a data set."""
 
     shape: tuple[int, ...] | None = None
-    """Random samples of this shape, such as 28 28 1, in the place of --dataset; for lstm and gpt
+    """Random samples of this shape, such as 28 28 1, in place of --dataset; for lstm and gpt
     tokens, by their number, such as 64.
     """
     classes: int | None = None

@@ -30,7 +30,7 @@ def percent(share: float) -> str:
 
 
 def describe_measures(measures: Mapping[str, float]) -> str:
-    """Return how good outputs are in words: "accuracy 98.06 %", or "RMSE 0.42, R2 0.9312"."""
+    """Return how good outputs are as text: "accuracy 98.06 %", or "RMSE 0.42, R2 0.9312"."""
     if "accuracy" in measures:
         return f"accuracy {percent(measures['accuracy'])}"
     return f"RMSE {measures['rmse']:.4g}, R2 {measures['r2']:.4f}"
@@ -44,7 +44,7 @@ def measures_of(found: Totals, variance: float | None) -> dict[str, float]:
 
 
 def describe_result(found: Totals, measures: Mapping[str, float], tokens: bool) -> tuple[str, str]:
-    """Return the loss in words, of tokens the perplexity, too; and the measures."""
+    """Return the loss as text, of tokens the perplexity, too; and the measures."""
     unsure = f", perplexity {found.perplexity:.4g}" if tokens else ""
     return f"loss {found.loss:.4f}{unsure}", describe_measures(measures)
 
@@ -106,7 +106,7 @@ class Reporter:
             state: after the last of the steps.
             norm: the length of the last gradient; NaN if there is none.
             lr: the learning rate of the last step.
-            more: what else stands in the record, or stands there in the place of a mean over the
+            more: what else stands in the record, or stands there in place of a mean over the
                 window.
         """
         window = state.window
@@ -141,7 +141,7 @@ class Reporter:
         self._due_s = clock.now() + PRINT_EVERY_S
 
     def result(self, found: Totals, prefix: str = "") -> str:
-        """Return the loss and how good outputs are in words, see `describe_result`."""
+        """Return the loss and how good outputs are as text, see `describe_result`."""
         return ", ".join(
             f"{prefix}{item}" for item in describe_result(found, self.measures(found), self._tokens)
         )

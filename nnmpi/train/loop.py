@@ -78,7 +78,7 @@ class StopSignals:
 
     Open MPI's mpirun that is to end sends its ranks SIGCONT at once, SIGTERM after a quarter of a
     second, and SIGKILL after another one. So a rank that is woken up asks for a checkpoint, and the
-    run goes on.
+    run continues.
 
     A signal may reach one rank or all of them, at different steps; so the ranks must ask one
     another what they `noted`. A second SIGINT raises KeyboardInterrupt at once, for a step that
@@ -182,7 +182,7 @@ class Loop:
         self._evaluated: tuple[int, Totals] | None = None
         self._tracer = Tracer(run, reporter.say)
         self._window = copy(state.window)  # sums since the last line of metrics
-        self._told = 0  # how often, in this segment
+        self._told = 0  # how many times, in this segment
         self._last = Progress(0, 0, StepReport(), 0.0, 0.0)  # what was told
 
     def run(self) -> None:
@@ -325,8 +325,8 @@ class Loop:
             )
 
     def _end_epoch(self, report: Totals | None) -> None:
-        """Report the epoch, with the evaluation after it if there was one; after a whole one go on.
-        Collective.
+        """Report the epoch, with the evaluation after it if there was one; after a whole one
+        continue. Collective.
         """
         totals, of = self._over_ranks(self.state.in_epoch)
         number = self.state.epoch + 1
@@ -335,7 +335,7 @@ class Loop:
         self.reporter.epoch(number, totals, report, self._trainer.summary(), of)
 
     def _over_ranks(self, totals: Totals) -> tuple[Totals, str]:
-        """Return the totals with the ranks' mean in the place of each time, and words that say so.
+        """Return the totals with the ranks' mean in place of each time, and words that say so.
         Collective.
 
         Stages that are done with a step meet the first one, which is the last to come, in the sum

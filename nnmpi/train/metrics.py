@@ -44,7 +44,7 @@ gradient was beyond the range of float16.
 With --pipeline pipedream, train records have "staleness": by how many updates the weights of a
 microbatch's forward were older than those that its gradient changed, as a mean over the last step.
 
-Where quantities are predicted, train, eval and test records have "rmse" and "r2" in the place of
+Where quantities are predicted, train, eval and test records have "rmse" and "r2" in place of
 "accuracy": the root of the mean squared error, and the share of the variance of all training (or
 test) targets that is explained.
 
@@ -100,7 +100,8 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def cut_metrics(file: Path, step: int) -> int:
-    """Remove the records after this step, so that a run that goes on from it writes each step once.
+    """Remove the records after this step, so that a run that continues from it writes each step
+    once.
 
     What is reported at the end of a run goes too, since it will be reported again. Returns the
     number of lines removed.

@@ -175,7 +175,7 @@ class TrainingRun(Run):
     def settled(self) -> Config:
         """Return the options with derived values: the layout, microbatches, the tokenizer.
 
-        They go into config.json, since a run that goes on with other ranks must cut model and
+        They go into config.json, since a run that continues with other ranks must cut model and
         batches as before.
         """
         mesh, source = self.arrangement.mesh.mesh, text_source(self.config)
@@ -202,7 +202,7 @@ def set_up(
 
     Args:
         folder: where the run will write; it is not touched here.
-        last: the checkpoint that the run goes on from: its cuts hold again.
+        last: the checkpoint that the run continues from: its cuts hold again.
         say: called with a sentence when a download begins.
         stack: gets what must be left at the end of the run: what computes.
 

@@ -78,7 +78,7 @@ class Tracer:
 
     Args:
         run: whose options say whether.
-        say: prints lines. A trace that cannot be written is reported so, and the run goes on.
+        say: prints lines. A trace that cannot be written is reported so, and the run continues.
     """
 
     def __init__(self, run: TrainingRun, say: Callable[[Sequence[str]], None]) -> None:

@@ -58,7 +58,7 @@ KERNELS = {
 
 THREADS = 256
 # An H200 has 132 multiprocessors for 2048 threads each: 8 blocks. Grids have a few times that, so
-# that no multiprocessor waits long for the last; each block then goes on through what is left.
+# that no multiprocessor waits long for the last; each block then continues through what is left.
 BLOCKS = 132 * 8 * 4
 # Column sums take a second pass over the blocks' sums, which must stay short beside the first.
 SUM_BLOCKS = 132 * 4

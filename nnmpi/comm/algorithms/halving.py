@@ -24,7 +24,7 @@ gamma:
 
     2 log2 N alpha  +  2 (N-1)/N M beta  +  (N-1)/N M gamma
 
-For other N: P in the place of N, and 2 alpha + 2 M beta + M gamma more. As a half is a whole number
+For other N: P in place of N, and 2 alpha + 2 M beta + M gamma more. As a half is a whole number
 of the N chunks, the bytes of the halving and of the doubling can each be up to log2 P / N M more.
 Source: Rabenseifner, Optimization of collective reduction operations, 2004.
 """

@@ -17,8 +17,8 @@ In what order, depends on what computing costs:
                                  not depend on them, as a measured second is never the same twice,
                                  and the order must be.
 
-When the agenda is empty and somebody still waits, nobody can ever go on. That is a deadlock, and is
-reported at once.
+When the agenda is empty and somebody still waits, nobody can ever continue. That is a deadlock, and
+is reported at once.
 
 Sources: conservative simulation of parallel programs, as in SimGrid's SMPI (Clauss et al., 2011);
 one seed for every choice, as in FoundationDB's simulation (Zhou et al., SIGMOD 2021).
@@ -113,7 +113,7 @@ class SimulatedRank:
     Attributes:
         number: of this rank among all.
         clock_s: how late it is here.
-        waits_for: what it waits for, or has waited for last, in words.
+        waits_for: what it waits for, or has waited for last, as text.
         lines: where.
         ended: whether its program is over.
         news: a number that changes when one of its requests becomes complete, and when it has
@@ -152,10 +152,10 @@ class Scheduler:
         seed: this one.
         random: for what else is to be drawn.
         by_time: whether the order is that of the clocks; may be set to False before the ranks run.
-        turns: how often the turn has changed.
+        turns: how many times the turn has changed.
         on_turn: called on a rank's thread, with its number, when it has the turn.
         failure: the rank that failed first, and its exception; None while all is well.
-        fallen: what became of ranks that were killed or have stopped, in words.
+        fallen: what became of ranks that were killed or have stopped, as text.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Scheduler:
     # ---- the agenda ----
 
     def plan(self, at_s: float, what: SimulatedRank | Callable[[], None]) -> None:
-        """Let a rank go on, or something happen, at a time (or when the seed says)."""
+        """Let a rank continue, or something happen, at a time (or when the seed says)."""
         self._planned += 1
         draw = self.random.random()
         if self._faults is not None:
@@ -209,7 +209,7 @@ class Scheduler:
             self.give_way(rank)
 
     def fall(self, rank: SimulatedRank, words: str, alone: bool = False) -> None:
-        """Let a rank, this thread's, never go on.
+        """Let a rank, this thread's, never continue.
 
         Args:
             words: what has become of it.
@@ -232,7 +232,7 @@ class Scheduler:
             rank._cpu_s = time.thread_time()
 
     def give_way(self, rank: SimulatedRank) -> None:
-        """Let others go on whose turn it is, before this rank does."""
+        """Let others continue whose turn it is, before this rank does."""
         if self._agenda:
             self.plan(rank.clock_s, rank)
             self._pass_on(rank)
@@ -263,10 +263,10 @@ class Scheduler:
         Args:
             rank: this thread's.
             awaits: the requests; the next one of its own, whichever that is, where there are none.
-            waits_for: what it waits for, in words.
+            waits_for: what it waits for, as text.
             lines: where.
             blames: returns the ranks for which it waits, for the report of a deadlock.
-            until_s: when it goes on even so.
+            until_s: when it continues even so.
         """
         rank.waits_for, rank.lines, rank._awaits, rank._blames = waits_for, lines, awaits, blames
         if until_s < inf:
@@ -284,7 +284,7 @@ class Scheduler:
             self._end_wait(rank, rank._awaits, at_s)
 
     def _end_wait(self, rank: SimulatedRank, awaits: set[Any], at_s: float) -> None:
-        """Let a rank go on, if it still waits for these requests."""
+        """Let a rank continue, if it still waits for these requests."""
         if rank._awaits is awaits:
             rank.clock_s = max(rank.clock_s, at_s)
             rank._awaits = None
@@ -355,7 +355,7 @@ class Scheduler:
         self._hand_over(None)
 
     def _pass_on(self, rank: SimulatedRank) -> None:
-        """Let whoever is next go on, and return when it is this rank's turn again."""
+        """Let whoever is next continue, and return when it is this rank's turn again."""
         if self._hand_over(rank):
             return
         rank._gate.acquire()
@@ -428,7 +428,7 @@ def _at(lines: Lines) -> str:
 
 
 def describe_lines(lines: Lines) -> str:
-    """Return places in the source in words, on one line."""
+    """Return places in the source as text, on one line."""
     return " from ".join(f"{file}:{line}" for file, line in lines) or "an unknown line"
 
 

@@ -49,7 +49,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 # short message     leaves at once, and waits at its end until it is received
 # long message      begins when both ends have come to it (rendezvous)
 #
-# What leaves a node, and what enters one, goes one behind the other (`links`), as in simulated
+# What leaves a node, and what enters one, goes one after another (`links`), as in simulated
 # collectives.
 
 # Open MPI's limit between ranks of a node; its limits on networks are of that order
@@ -91,7 +91,7 @@ class SimulatedRequest:
 
     Attributes:
         owner: the rank.
-        what: it is, in words.
+        what: it is, as text.
         lines: where it was started.
         missing: returns the ranks, by number, without which it does not become complete now.
         memory: the bytes that it reads or writes.

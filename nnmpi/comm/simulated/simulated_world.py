@@ -93,7 +93,7 @@ class SimulatedWorld:
         return cast(BackgroundWork[T], SimpleNamespace(done=lambda: True, result=work))
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
-        """Do nothing: when nobody can ever go on, the scheduler knows at once."""
+        """Do nothing: when nobody can ever continue, the scheduler knows at once."""
 
     def now(self) -> float:
         """Return how late it is on this rank."""
@@ -104,7 +104,9 @@ class SimulatedWorld:
         self._scheduler.sleep(self._own, seconds)
 
     def reproducible(self, seconds: float) -> float:
-        """Return seconds if they are exact, else 0.0: decisions must not depend on measured time."""
+        """Return seconds if they are exact, else 0.0: decisions must not depend on measured
+        time.
+        """
         return seconds if self._scheduler.by_time else 0.0
 
 
@@ -178,7 +180,7 @@ def play(
     check: bool = True,
     comm_type: type[SimulatedComm] = SimulatedComm,
 ) -> SimulatedRun[T]:
-    """Do what `simulate` does, with a scheduler, a machine and calls of one's own.
+    """Do what `simulate` does, with a scheduler, a machine and calls of your own.
 
     Args:
         main, check: as there.

@@ -22,7 +22,7 @@ class ConvSpec(NamedTuple):
 
     Attributes:
         kernel, stride, padding, dilation: rows and columns of pixels.
-        groups: channels are cut into this many groups that do not mix.
+        groups: channels are split into this many groups that do not mix.
         relu: whether a ReLU follows. Before a pooling there always is one.
         pool: the window of the max-pooling, whose stride is its size; (1, 1) for no pooling.
     """

@@ -174,7 +174,7 @@ def conv2d(
         bias: (out,), or None.
         stride, padding, dilation: one number, or one for rows and one for columns. Padding is with
             zeros.
-        groups: the channels are cut into this many groups that do not mix.
+        groups: the channels are split into this many groups that do not mix.
 
     Returns:
         (batch, out_height, out_width, out), out_height = (height + 2 padding - dilation (kernel -

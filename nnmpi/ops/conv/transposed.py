@@ -76,7 +76,7 @@ def conv_transpose2d(
         stride, padding, dilation: one number, or one for rows and one for columns, of the
             convolution from y to x.
         output_padding: extra rows and columns of y at its end, fewer than stride.
-        groups: channels are cut into this many groups that do not mix.
+        groups: channels are split into this many groups that do not mix.
 
     Raises:
         ShapeError: when shapes do not fit one another.

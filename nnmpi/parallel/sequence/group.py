@@ -78,7 +78,7 @@ class SequenceGroup(PartExchange):
         return namespace(array).ascontiguousarray(region.take(array))
 
     def enter(self, x: Tensor, length: int) -> CutTensor:
-        """Return this rank's positions as what they are: a part of so many.
+        """Return this rank's positions as what they are: a part of this many.
 
         Args:
             x: (batch, this rank's positions, ...).

@@ -142,7 +142,7 @@ class LayerContext:
         shape: of a whole sample of that activation, without the batch; None when it is not known.
         sharding: what the table has for the layer; None when it has nothing.
         sharder: cuts parameters for this rank.
-        units: what the layer's features are made of that are shared out; None for single features.
+        units: what the layer's features are made of that are sharded; None for single features.
     """
 
     name: str
@@ -249,7 +249,7 @@ class Redistributed(Module):
         yield from self.inner.children()
 
     def set_child(self, name: str, part: Any) -> None:
-        """Put a part in the place of the inner module's one with that name."""
+        """Put a part in place of the inner module's one with that name."""
         self.inner.set_child(name, part)
 
     def forward(self, x: Any) -> Any:
@@ -273,7 +273,7 @@ def _mark(x: Tensor, placement: Placement, exchange: PartExchange, name: str) ->
 
 
 class ShardedChild(Redistributed):
-    """What the forward of a custom module sees of a layer or container below it that is shared out.
+    """What the forward of a custom module sees of a layer or container below it that is sharded.
 
     It may be called, with whole tensors or parts (see `tensor.cut`): what comes is brought to lie
     as the layer wants it. What it returns says which part it is. It cannot be taken apart:

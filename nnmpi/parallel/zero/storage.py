@@ -25,7 +25,7 @@ Where all ranks are on one node, no message is sent: the parameters stand once i
 share, in every stage. Each rank trains its part of them, all see the whole, nothing is gathered,
 and there are no slots; gradients are added up where they lie (`comm.node_sum`).
 
-How models are cut into units, and what that takes, is said by integers alone, before a model has
+How models are split into units, and what that takes, is said by integers alone, before a model has
 values.
 """
 
@@ -180,7 +180,7 @@ class ShardedStorage(FlatStorage):
     def _lay_out(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
     ) -> list[Array]:
-        """Return whole arrays: one behind the other, or the units' in so many slots by turns."""
+        """Return whole arrays: one after another, or the units' in so many slots by turns."""
         places: dict[int, tuple[int, int]] = {}
         ends = dict.fromkeys(range(slots + 1), 0)  # of the slots, behind what several units have
         for number, pieces in self._pieces.items():
@@ -198,7 +198,7 @@ class ShardedStorage(FlatStorage):
         ]
 
     def write(self, span: Span, value: Array) -> None:
-        """See `FlatStorage.write`; of a parameter that is shared out this rank keeps its part."""
+        """See `FlatStorage.write`; of a parameter that is sharded this rank keeps its part."""
         if self.stage < 3:
             super().write(span, value)
         else:

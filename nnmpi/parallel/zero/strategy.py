@@ -1,4 +1,4 @@
-"""ShardedDataParallel: data parallelism over storage that is shared out, unit by unit. See `zero`.
+"""ShardedDataParallel: data parallelism over storage that is sharded, unit by unit. See `zero`.
 
 On one node nothing is sent: see `ShardedStorage.connect`.
 """
@@ -56,14 +56,14 @@ class ShardedDataParallel(DataParallel):
         parallel.backward(ops.cross_entropy(model(x), y, reduction="sum"), samples)
         optimizer.step()
 
-    A model that was initialized with storage that is shared out (`sharded`) is never whole on any
-    rank. Any other one becomes that of rank 0, and is shared out here. The model is a `Sequential`;
+    A model that was initialized with storage that is sharded (`sharded`) is never whole on any
+    rank. Any other one becomes that of rank 0, and is sharded here. The model is a `Sequential`;
     of another kind it is one unit, which has no use in stage 3.
 
     Args:
         model: initialized, the same on all ranks.
         group: the ranks that share each batch, and the model.
-        stage: 1, 2 or 3; not used where the storage is shared out already.
+        stage: 1, 2 or 3; not used where the storage is sharded already.
         algorithm: of sums and gathering: "native" (MPI's own, and "auto"), "ring" or "tree".
         unit_bytes: see `ShardedStorage`.
         backend, runs_backward: see `DataParallel`.
@@ -233,7 +233,7 @@ class ShardedDataParallel(DataParallel):
     # ---- the model ----
 
     def describe(self) -> str:
-        """Return how gradients are summed, in words."""
+        """Return how gradients are summed, as text."""
         units = len(self.storage.units)
         return (
             f"none, but reduce-scatter and all-gather in {counted(units, 'unit')} (ZeRO"

@@ -37,7 +37,7 @@ class PlannedNetwork:
     """What messages cost between the ranks that are planned for.
 
     Attributes:
-        name: in words, for people.
+        name: as text, for people.
         machine: links, sums, and the node of each rank.
         ranks: how many.
         fit: of just these ranks on one node, where there is one: what MPI's own and the shared
@@ -76,7 +76,7 @@ class PlannedNetwork:
     def exchange(
         self, operation: str, ranks: Sequence[int], nbytes: int, sharing: int = 1
     ) -> float:
-        """Return the seconds of a collective by the way that is quickest here.
+        """Return the seconds of a collective by the way that is fastest here.
 
         Args:
             operation: "all-reduce", "reduce-scatter" or "all-gather".
@@ -118,7 +118,7 @@ class PlannedNetwork:
 def take_network(
     group: Group, say: Callable[[str], None], ranks: int, nodes: int = 1, word: str = "fit"
 ) -> PlannedNetwork:
-    """Return what messages cost between so many ranks on so many nodes. Collective.
+    """Return what messages cost between this many ranks on so many nodes. Collective.
 
     Args:
         group: the ranks of this job. A fit of just these is measured in a few seconds, where none

@@ -11,7 +11,7 @@
                   and back
 
 Messages take the time of fitted links. A price that is 10 % off must not choose: see `auto_layout`.
-Priced is every layout of so many ranks that may be looked at; what cannot be falls out, with the
+Priced is every layout of this many ranks that may be looked at; what cannot be falls out, with the
 reason:
 
     ranks = dp x pp x tp x sp      x  ZeRO 0..3  x  schedule, virtual stages, microbatches  x  least activations or all
@@ -72,7 +72,7 @@ class Candidate:
 
     Attributes:
         dp, pp, tp, sp: ranks on each axis.
-        zero: what the replicas share out.
+        zero: what the replicas shard.
         schedule, virtual_stages, microbatches: of the pipeline.
         recompute: whether it keeps the least activations, and computes the others again.
     """
@@ -229,7 +229,8 @@ class ShareCost:
 
     Attributes:
         seconds, activations: by those of one rank, without messages.
-        exchanges: (operation, bytes for each row, how often) of the messages between the ranks.
+        exchanges: (operation, bytes for each row, how many times) of the messages between the
+            ranks.
     """
 
     seconds: float = 1.0
@@ -553,7 +554,7 @@ class Pricer:
         whole_s = network.exchange("all-reduce", ranks, nbytes, sharing)
         if network.on_one_node or one.pp > 1:
             return whole_s
-        # Between nodes buckets are summed while backward goes on: all but the last may be hidden
+        # Between nodes buckets are summed while backward continues: all but the last may be hidden
         # under it.
         last_s = network.exchange("all-reduce", ranks, min(nbytes, BUCKET_BYTES), sharing)
         hidden = 1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))
@@ -574,7 +575,7 @@ class Pricer:
         return [self._held(one, *item) for item in zip(states, self._activations(one), strict=True)]
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> Memory:
-        shares = one.dp if self._fused(one) else 1  # how often they stand once per node
+        shares = one.dp if self._fused(one) else 1  # how many times they stand once per node
         return {
             PARAMETERS: state.parameters // shares,
             GRADIENTS: state.gradients,

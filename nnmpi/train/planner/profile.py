@@ -6,7 +6,7 @@
     layers     of the chain, forward and backward: their parts of a step
 
 All ranks measure at the same time, as they will compute at the same time, and the slowest counts.
-Replicas whose layers or sequences are shared out run on simulated ranks: of these the ratio to one
+Replicas whose layers or sequences are sharded run on simulated ranks: of these the ratio to one
 rank counts, measured likewise.
 """
 
@@ -58,13 +58,13 @@ from nnmpi.version import VERSION
 FORMAT = 15
 # ranks of one replica's layers and positions that are measured; more are not looked at
 MOST_SHARES = 8
-# the smallest part of a batch that is measured is that of so many microbatches for each rank
+# the smallest part of a batch that is measured is that of this many microbatches for each rank
 PARTS_PER_RANK = 8
 # a step that would take longer is not measured, but estimated from those of fewer rows
 LONGEST_S = 0.5
 MEASURE_S, WARM_UP_STEPS = 0.5, 3
 QUARTILE = 0.25  # what other programs disturb is above it
-# the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
+# the first of this many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
 SETTLED = 3
 
 
@@ -206,8 +206,8 @@ def measure(
     """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
 
     Args:
-        ranks: for so many ranks a layout is sought, which says how small parts of a batch may be.
-        shares: (tp, sp) to measure besides (1, 1), as far as the model can be shared out so.
+        ranks: for this many ranks a layout is sought, which says how small parts of a batch may be.
+        shares: (tp, sp) to measure besides (1, 1), as far as the model can be sharded so.
     """
     alone, batch = group.split(group.rank), workload.batch_size
     steps: dict[int, StepCost] = {}
@@ -242,7 +242,7 @@ def _measure_replica(
 def _measure_share(
     group: Group, workload: Workload, share: Share, rows: int, backend: Backend
 ) -> ShareCost | None:
-    """Return the cost of a replica on several simulated ranks; None where it cannot be shared out
+    """Return the cost of a replica on several simulated ranks; None where it cannot be sharded
     so. Collective.
     """
 
