@@ -81,7 +81,7 @@ class SegmentReport:
     For ranks out of step:
         messages, bytes: of gradients and weights, each counted once, over all ranks.
         updates: the number of updates; with local SGD and gossip, those of one worker.
-        staleness: of the used gradients, by worker. None with local SGD and gossip.
+        staleness: of the used gradients, by worker. None where it is undefined (gossip).
         lead: the largest number of steps a worker was ahead of the slowest when it began one.
         disagreement: the ranks' distance from their mean weights before they met, relative to the
             mean's norm.
