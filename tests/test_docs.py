@@ -44,7 +44,14 @@ READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "net.py"}
 
 OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*")
 # Options of mpirun and of benchmarks/training, in sentences; and a page with tables of them.
-OTHERS_OPTIONS = {"--help", "--host", "--oversubscribe", "--allow-run-as-root", "--mca"}
+OTHERS_OPTIONS = {
+    "--no-deps",
+    "--help",
+    "--host",
+    "--oversubscribe",
+    "--allow-run-as-root",
+    "--mca",
+}
 OTHERS_OPTIONS |= {"--cases", "--sharded"}
 OTHERS_PAGES = {"docs/results.md", "docs/cluster.md"}
 
