@@ -84,5 +84,5 @@ def test_a_worker_refuses_what_does_not_go_with_its_layout(
 
 
 def test_the_page_shows_the_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/layouts.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/reference/layouts.md").read_text()
     assert "\n".join(matrix()) in page
