@@ -31,3 +31,10 @@ def test_examples_print_what_they_say(
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     failed, tried = doctest.testmod(import_module(module), extraglobs=NAMES, optionflags=flags)
     assert tried and not failed
+
+
+def test_every_public_name_has_one() -> None:
+    """Of `nnmpi.__all__`, but for packages."""
+    values = {name: getattr(nnmpi, name) for name in nnmpi.__all__}
+    named = {name: value for name, value in values.items() if not inspect.ismodule(value)}
+    assert not [name for name, value in named.items() if ">>>" not in (value.__doc__ or "")]

@@ -207,6 +207,18 @@ def arrange(
             would.
         DeviceError: on all ranks, when a rank's part is larger than the limit.
         UsageError: for a model that cannot be cut, or shards that make no sense.
+
+    Example:
+        >>> def program(group):
+        ...     layout = nnmpi.Layout(pp=2, split=(3, 3))
+        ...     where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
+        ...     where.model.initialize(seed=0)
+        ...     worker = nnmpi.Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group,
+        ...                           arrangement=where)
+        ...     x, y = np.ones((4, 6)), np.arange(4) % 3
+        ...     return where.layout.pp, round(worker.step(x, y).loss, 3)
+        >>> nnmpi.simulate(program, ranks=2)
+        [(2, 1.059), (2, 1.059)]
     """
     backend = numpy_backend() if backend is None else backend
     mesh = find_mesh(group, layout)

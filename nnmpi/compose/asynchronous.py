@@ -368,6 +368,19 @@ class AsynchronousWorker(Trainer):
         UsageError: for an optimizer of other arrays than the model's, a model that has a strategy
             already, a loss that is a mean, and a way of synchronization that this number of ranks
             cannot have.
+
+    Example:
+        >>> def program(group):
+        ...     train, _ = data.load("iris")
+        ...     model = models.mlp(train.sample_shape, 3, hidden=[8]).initialize(seed=0)
+        ...     worker = nnmpi.AsynchronousWorker(
+        ...         model, optim.SGD(model.storage, lr=0.1), group, nnmpi.Sync("ssp", staleness=2)
+        ...     )
+        ...     loader = data.Loader(train, 30, rank=group.rank, world=group.size)
+        ...     segment = worker.run(loader, 0, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)
+        ...     return segment.totals.steps
+        >>> nnmpi.simulate(program, ranks=3)[0]
+        4
     """
 
     def __init__(

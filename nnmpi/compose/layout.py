@@ -1,7 +1,6 @@
-"""What a user says of a worker: how the model is spread over ranks, gradients are summed, and
-products computed.
+"""Layout, GradientExchange and Numerics: the options of a worker.
 
-Pairs that make no sense are refused; see `compose.refusals`.
+Incompatible options are refused when they are given; see `compose.refusals`.
 """
 
 from collections.abc import Sequence
@@ -34,45 +33,49 @@ Split: TypeAlias = Literal["auto"] | Sequence[int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism, and how the pipeline runs.
+    """Degrees of parallelism, the pipeline's schedule, and memory savings.
 
     Attributes:
-        dp, pp, tp: replicas, pipeline ranks, ranks that share each layer; one that is None is
-            derived from the world.
+        dp, pp, tp: replicas, pipeline ranks, ranks that share each layer; None derives the degree
+            from the number of ranks.
         schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v",
-            "v-half", "v-min" or "pipedream"; or a function of your own, (rank, ranks,
-            microbatches) -> what the rank computes, which is checked before it runs.
+            "v-half", "v-min" or "pipedream"; or a function (rank, ranks, microbatches) -> the
+            rank's instructions, which is checked before it runs.
         virtual_stages: stages per rank, for "interleaved"; "zb-v", "v-half" and "v-min" have 2.
         split: "auto" balances measured times; or the number of layers (see `nn.chain`) in each
             stage.
-        reduction: "fast", or "fixed" for sums in an order that does not depend on dp (see
+        reduction: "fast", or "fixed" to sum in an order that does not depend on dp (see
             `parallel.fixed_reduction`).
-        table: how layers are sharded over tp; by default the model's own.
-        memory_limit: bytes that a rank may use for parameters (with pipedream's older versions of
-            them), gradients and optimizer state; None for any. Activations and the sums of
-            reduction "fixed" come on top.
-        state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit
-            (Adam 2, SGD 0).
-        activation_memory: bytes that a pass may take on each rank for its activations, some of
-            which are then computed again (see `memory.recompute`), without a pipeline; "least" for
-            as few as possible: in a pipeline each stage keeps its input alone; None for any.
-        offload: where activations may be moved to and read back from, where that is faster than
-            computing them again: a folder for a file, or "host" for those of a device (see
-            `memory.store`); None for nowhere.
-        offload_state: what is kept in that place all the time, and read in when it is needed:
-            "optimizer", its state, or "all", the weights, too, which takes `zero` 3; None for
-            nothing.
+        table: how layers are sharded over tp; by default the model's table.
+        memory_limit: most bytes per rank of parameters (including pipedream's older versions),
+            gradients and optimizer state; None for no limit. Activations and the sums of reduction
+            "fixed" are not counted.
+        state_arrays: optimizer arrays per parameter, for the limit (Adam 2, SGD 0).
+        activation_memory: most bytes of activations per rank; the rest is recomputed (see
+            `memory.recompute`). "least" saves as little as possible: each pipeline stage saves
+            only its input. None saves everything. A pipeline takes "least" or None.
+        offload: where activations are offloaded if that is faster than recomputing them: a folder
+            (for a file), or "host" for those of a device (see `memory.store`); None for nowhere.
+        offload_state: what stays there and is read in when needed: "optimizer" (its state) or "all"
+            (also the weights; requires `zero` 3); None for nothing.
         sp: ranks that share the positions of each sequence.
-        sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see
+        sp_attention: attention over sharded positions: "ulysses" or "ring" (see
             `parallel.sequence`).
-        zero: what the replicas shard (see `parallel.zero`): 0: nothing; 1: the optimizer's
-            state; 2: gradients, too; 3: parameters, too.
-        expert_parallel: whether the replicas shard the experts of a mixture (see
-            `parallel.experts`).
-        unit_bytes: what they gather and sum at once, see `parallel.zero.storage`; None to choose.
+        zero: what the replicas shard (see `parallel.zero`): 0: nothing; 1: optimizer state; 2: also
+            gradients; 3: also parameters.
+        expert_parallel: shard the experts of a mixture over the replicas (see `parallel.experts`).
+        unit_bytes: bytes that ZeRO gathers and sums at once, see `parallel.zero.storage`; None to
+            choose.
 
     Raises:
-        UsageError: for values that do not exist, and pairs without sense.
+        UsageError: for unknown values and incompatible options.
+
+    Example:
+        >>> nnmpi.Layout(pp=2, schedule="gpipe")
+        Layout(pp=2, schedule='gpipe')
+        >>> nnmpi.Layout(reduction="fixed", zero=1)
+        Traceback (most recent call last):
+        nnmpi.errors.LayoutError: reduction fixed does not go with zero 1: sums are scattered ...
     """
 
     dp: int | None = None
@@ -95,7 +98,7 @@ class Layout:
     offload_state: str | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model and a world."""
+        """Check the options as far as no model and no ranks are needed."""
         if isinstance(self.schedule, str):
             _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
         if isinstance(self.activation_memory, str):
@@ -118,7 +121,7 @@ class Layout:
                 " rank"
             )
         if self.split != AUTO and (
-            isinstance(self.split, str) or any(int(each) != each for each in self.split)
+            isinstance(self.split, str) or any(int(length) != length for length in self.split)
         ):
             raise UsageError(
                 f"split {self.split!r} is unknown; give auto, or numbers of layers such as (5,"
@@ -157,13 +160,11 @@ class Layout:
             )
 
     def features(self) -> dict[str, str]:
-        """Return which features are asked for, by their names in `refusals`, as the user says
-        them.
-        """
+        """Return the features in use: their names in `refusals`, and the options as given."""
         sizes = {refusals.PIPELINE: self.pp, refusals.TENSOR: self.tp, refusals.SEQUENCE: self.sp}
-        found = {name: f"{name} {size}" for name, size in sizes.items() if size not in (None, 1)}
+        used = {name: f"{name} {size}" for name, size in sizes.items() if size not in (None, 1)}
         zero, memory = f"zero {self.zero}", f"activation_memory {self.activation_memory}"
-        for name, given, words in (
+        for name, is_used, text in (
             (
                 refusals.PIPEDREAM,
                 self.asynchronous and self.pp != 1,
@@ -186,57 +187,63 @@ class Layout:
                 f"offload_state {self.offload_state}",
             ),
         ):
-            if given:
-                found[name] = words
-        return found
+            if is_used:
+                used[name] = text
+        return used
 
     def __repr__(self) -> str:
-        """Name what is not as it is by default, which is one rank with everything."""
-        given = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
-        return f"Layout({', '.join(f'{name}={value!r}' for name, value, plain in given if value != plain)})"
+        """Name the options that differ from the default."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        given = (f"{name}={value!r}" for name, value, default in values if value != default)
+        return f"Layout({', '.join(given)})"
 
     @property
     def fixed(self) -> bool:
-        """Whether gradients are summed in a fixed order."""
+        """True if gradients are summed in a fixed order."""
         return self.reduction == FIXED
 
     @property
     def asynchronous(self) -> bool:
-        """Whether weights are updated after every microbatch, without a flush."""
+        """True if weights are updated after every microbatch, without a flush (pipedream)."""
         return self.schedule == PIPEDREAM
 
     @property
     def home(self) -> Home:
-        """Which rank of the pipeline has which stage."""
+        """The function (stage, ranks) -> pipeline rank that holds the stage."""
         return home_of(self.schedule)
 
     @property
     def recomputes(self) -> bool:
-        """Whether a pipeline's stages keep their inputs alone, and compute the rest again for the
-        backward.
-        """
+        """True if pipeline stages save only their inputs and recompute in the backward pass."""
         return self.activation_memory == LEAST
 
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """How the replicas of a `Worker` sum their gradients and update their weights. By default what
-    pays is chosen.
-
-        Worker(model, optimizer, group, exchange=GradientExchange(allreduce="ring", overlap=False))
+    """How the replicas of a `Worker` sum their gradients and update their weights.
 
     Attributes:
-        allreduce: the algorithm for every bucket, a name or a function of your own; or one for
-            each bucket in order; "auto" chooses by predicted time. See
-            `parallel.data.DataParallel`, also for the next two.
-        bucket_bytes: how large a bucket of gradients may become; None for what suits the algorithm.
-        overlap: whether buckets are summed while backward continues; None for what pays.
-        fused_update: whether each rank of a node sums and updates a part of the parameters, which
-            then stand once per node (see `parallel.fused`): whoever changes them by hand does so
-            for all, on one rank. Where there is no shared memory, gradients are summed and used one
-            after the other, and `Worker.notice` says why. None for what pays: it is fused on one
-            node, where every rank has the whole model and the three options above are the default.
+        allreduce: the algorithm of all buckets, a name or a function; or a sequence with one per
+            bucket; "auto" chooses by predicted time. See `parallel.data.DataParallel`, also for the
+            next two.
+        bucket_bytes: largest size of a bucket of gradients; None for the algorithm's default.
+        overlap: sum buckets during the backward pass; None to choose.
+        fused_update: each rank of a node sums and updates a slice of the parameters, which exist
+            once per node (see `parallel.fused`). Change such parameters by hand on one rank only.
+            Without shared memory, the sum and the update are separate, and `Worker.notice` says
+            why. None fuses them on one node, if every rank has the full model and the three
+            options above are the default.
         check: compare the ranks' weights after every step, by hash.
+
+    Example:
+        >>> def program(group):
+        ...     model = models.mlp((4,), 3, hidden=[16]).initialize(seed=0)
+        ...     exchange = nnmpi.GradientExchange(allreduce="ring")
+        ...     sgd = optim.SGD(model.storage, lr=0.1)
+        ...     worker = nnmpi.Worker(model, sgd, group, exchange=exchange)
+        ...     return worker.step(np.ones((2, 4)), np.zeros(2, int)).samples
+        >>> nnmpi.simulate(program, ranks=2)
+        [4, 4]
     """
 
     allreduce: How | Sequence[How] = AUTO
@@ -247,29 +254,34 @@ class GradientExchange:
 
     @property
     def algorithm(self) -> str:
-        """The one algorithm of all buckets; "auto" where each has one of its own, chosen for
-        buckets of another run.
-        """
+        """The algorithm of all buckets; "auto" if it is a function or a sequence."""
         return self.allreduce if isinstance(self.allreduce, str) else AUTO
 
     @property
     def leaves_choice(self) -> bool:
-        """Whether nothing is asked for that only a sum of buckets can give."""
+        """True if no option is given that only a sum of buckets has."""
         return self.allreduce == AUTO and self.bucket_bytes is None and self.overlap is None
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """How a worker computes and bounds its gradients.
-
-        Worker(model, optimizer, group, numerics=Numerics(precision="bf16", clip=1.0))
+    """Precision and gradient clipping of a worker.
 
     Attributes:
         precision: of products, see `backend.precision`; None for that of the context in which the
-            worker is made. With fp16 losses are scaled, and an update whose gradient overflows on
-            any rank is left out on all; it is for synchronous runs.
-        clip: the largest gradient norm; None for any. A synchronous run without servers
-            clips the gradient of the whole batch, an asynchronous one that of each worker's part.
+            worker is made. With fp16 losses are scaled, and all ranks skip an update whose
+            gradient overflows on any rank. fp16 is for synchronous runs.
+        clip: largest gradient norm; None for no limit. A synchronous run without servers clips the
+            gradient of the global batch, an asynchronous run that of each worker's part.
+
+    Example:
+        >>> model = models.mlp((4,), 3, hidden=[16]).initialize(seed=0)
+        >>> sgd = optim.SGD(model.storage, lr=0.1)
+        >>> numerics = nnmpi.Numerics(clip=0.5)
+        >>> group = nnmpi.simulate(lambda group: group, ranks=1)[0]
+        >>> worker = nnmpi.Worker(model, sgd, group, numerics=numerics)
+        >>> worker.step(np.ones((8, 4)), np.zeros(8, int)).grad_norm > 0.5  # before clipping
+        True
     """
 
     precision: str | None = None

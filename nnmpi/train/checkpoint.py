@@ -430,6 +430,14 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
     Raises:
         UsageError: on all ranks, for a place that JSON does not have.
         CheckpointError: on all ranks, when it cannot be written; older ones are intact.
+
+    Example:
+        >>> model = models.mlp((4,), 3).initialize(seed=0)
+        >>> optimizer = optim.Adam(model.storage)
+        >>> group = nnmpi.simulate(lambda group: group, ranks=1)[0]
+        >>> nnmpi.save("checkpoints", (model, optimizer, group), epoch=1)
+        >>> nnmpi.resume("checkpoints", (model, optimizer, group))
+        {'epoch': 1}
     """
     try:
         json.dumps(place, allow_nan=False)
@@ -467,6 +475,12 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
     Raises:
         CheckpointError: on all ranks, when none is whole, it does not fit the model, or it is of
             another program; nothing is changed then.
+
+    Example:
+        >>> model = models.mlp((4,), 3).initialize(seed=0)
+        >>> group = nnmpi.simulate(lambda group: group, ranks=1)[0]
+        >>> nnmpi.resume("no-checkpoints-yet", (model, optim.Adam(model.storage), group))
+        {}
     """
     result: list[Checkpoint] = []  # on rank 0
 

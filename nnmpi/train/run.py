@@ -265,6 +265,14 @@ def load(
     Raises:
         UsageError: when there is no such run, or it names code.
         CheckpointError: when it has no checkpoint, or a damaged one.
+
+    Example:
+        >>> from nnmpi.train.cli import main
+        >>> words = "--dataset iris --model mlp --epochs 2 --quiet --out runs/iris".split()
+        >>> _ = nnmpi.simulate(lambda group: main(words, group), ranks=1)
+        >>> run = nnmpi.load("runs/iris")
+        >>> run.signature.sample_shape
+        (4,)
     """
     # one simulated rank needs no MPI, and what several ranks do is then written once
     file = None if weights is None else Path(weights)
