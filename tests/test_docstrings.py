@@ -11,6 +11,8 @@ import pytest
 
 import nnmpi
 
+pytestmark = pytest.mark.host_only("what is printed is NumPy's")
+
 ROOT = Path(nnmpi.__file__).parent
 MODULES = sorted(
     ".".join(("nnmpi", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
