@@ -181,7 +181,7 @@ class PackedAttention(Function):
         if by_heads is None or by_heads.axis != 3:
             raise cut.refuse(self, "needs queries, keys and values of whole heads on each rank")
         self.first = by_heads.region((self.heads,), 0, cut.group.size, cut.group.rank).start
-        self.heads = cut.own(by_heads)
+        self.heads = cut.local_length(by_heads)
         return replace(by_heads, unit=width // (3 * by_heads.units), axis=2)
 
     def forward(self, qkv: Array) -> Array:

@@ -172,6 +172,6 @@ def _matrices(storage: Any) -> list[tuple[Any, slice, Sequence[int]]]:
                 " at 1, as dp, pp, sp and zero leave matrices whole, or take adamw"
             )
     return [
-        (span, storage.place(span), getattr(storage.view(span, storage.data), "counts", ()))
+        (span, storage.trained_slice(span), getattr(storage.view(span, storage.data), "counts", ()))
         for span in spans
     ]

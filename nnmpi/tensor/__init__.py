@@ -1,14 +1,17 @@
 """Automatic differentiation: Tensor, Function, the tape, flat storage, and the gradient check.
 
-To read, in this order: function (what a graph is made of), backward (how gradients travel back),
-elementwise, reduce and shape (the operations and their derivatives), tensor (what users hold: each
-operation is a method), parameter (where a model's values lie). operand says what may stand beside
-what, and how half precision is raised; recorded how an operation runs while a step is recorded.
-placement and cut: what a rank's part of a tensor is, and what may be done with it; not needed to
-understand the rest.
+Reading order:
 
-To add an operation: a `Function` with forward and backward and a method or function that calls it,
-here or in `ops`; `check` compares its gradient with differences.
+    function                     the nodes of a graph, the tape, recording one operation for replay
+    backward                     the walk back along the tape
+    elementwise, reduce, shape   the operations and their derivatives
+    operand                      dtype rules, and computing half precision in float32
+    tensor                       the public class: each operation is a method
+    parameter                    a model's parameters as views into flat arrays
+    placement, cut               sharded tensors; the rest does not depend on them
+
+To add an operation, write a `Function` with forward and backward, here or in `ops`, and a method or
+function that calls it. `check` compares its gradient with finite differences.
 """
 
 from nnmpi.tensor.check import GradientError, check_gradients

@@ -1,13 +1,13 @@
-"""The tape: the operations of one graph in the order in which they ran, and the walk back along it.
+"""The backward pass: a walk back along the tape, the operations of a graph in execution order.
 
     forward    x --> [Mul] --> [Add] --> [Sum] --> loss  the tape is the list Mul, Add, Sum
     backward   x <-- [Mul] <-- [Add] <-- [Sum] <-- 1     the walk goes from its end to its beginning
 
 Execution order is a topological order, so nothing is sorted and nothing recurses: a graph of a
-million operations is a loop over a list. A graph starts a tape of its own at its first operation;
-where two graphs meet, the shorter tape is appended to the longer one (neither depends on the other,
-so any order between them is right). Only tensors hold the tape, never the operations on it: there
-are no reference cycles, and a graph goes away with its last tensor.
+million operations is a loop over a list. A graph's first operation starts its tape. When two graphs
+meet, the shorter tape is appended to the longer one; neither depends on the other, so any order
+between them is valid. Only tensors reference the tape, operations never do. So there are no
+reference cycles, and a graph is freed with its last tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from nnmpi.tensor.function import Function, Grads, Variable, record_whole, unbro
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar(
     "nnmpi_watching", default=None
 )
-"""Who is shown the operations of each graph before its backward, in which all is there that they
-save.
-"""
+"""An observer of each graph's operations, called before backward, while all saved arrays exist."""
 
 
 class Deferred:
@@ -38,10 +36,10 @@ class Deferred:
 
         backward    B | all gradients      halves    I | the inputs'     ...     W | the parameters'
 
-    A parameter is a leaf with a place in flat storage (`Variable.buffer`). The first half passes on
-    what leads to other leaves and keeps, for the second, each operation on a parameter with the
-    gradient that reached it. Pipelines fill their bubbles with second halves (Qi et al., "Zero
-    bubble pipeline parallelism", 2024).
+    A parameter is a leaf with a buffer in flat storage (`Variable.buffer`). The first half computes
+    the gradients that lead to other leaves. For each operation on a parameter it stores the
+    operation and its output gradient for the second half. Pipelines fill their bubbles with second
+    halves (Qi et al., "Zero bubble pipeline parallelism", 2024).
     """
 
     __slots__ = ("_waiting",)
@@ -52,28 +50,28 @@ class Deferred:
     def backward(self, node: Function, grad: Array) -> Grads:
         """Return the gradients of an operation's activations now, and defer its parameters'."""
         assert node.edges is not None  # used-up operations are taken off the tape
-        saved = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
-        if not any(saved):
+        later = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
+        if not any(later):
             return node.backward(grad)
-        self._waiting.append((node, grad, saved))
-        return _backward_of(node, grad, tuple(not item for item in saved))
+        self._waiting.append((node, grad, later))
+        return _backward_of(node, grad, tuple(not item for item in later))
 
     def finish(self) -> None:
-        """Compute the deferred gradients in the order of an ordinary pass, and free their inputs."""
+        """Compute the deferred gradients in the order of an ordinary pass; free their inputs."""
         waiting, self._waiting = self._waiting, []
-        for node, grad, expected in waiting:
-            _pass_on(node, _backward_of(node, grad, expected), namespace(grad))
+        for node, grad, selected in waiting:
+            _pass_on(node, _backward_of(node, grad, selected), namespace(grad))
             node.release()
 
     def holds(self, node: Function) -> bool:
-        """Whether an operation's second half waits here; it was the last one to come, if any."""
+        """Whether an operation was deferred just now: only the newest entry is compared."""
         return bool(self._waiting) and self._waiting[-1][0] is node
 
 
-def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> Grads:
+def _backward_of(node: Function, grad: Array, selected: tuple[bool, ...]) -> Grads:
     """Return an operation's gradients for some of its inputs, None for the others."""
     needs = node.needs
-    now = tuple(need and want for need, want in zip(needs, wanted, strict=True))
+    now = tuple(need and select for need, select in zip(needs, selected, strict=True))
     if True not in now:
         return (None,) * len(now)
     node.needs = now
@@ -82,29 +80,29 @@ def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> Grads
     finally:
         node.needs = needs
     _check_tuple(node, grads)
-    return tuple(item if want else None for item, want in zip(grads, now, strict=True))
+    return tuple(item if need else None for item, need in zip(grads, now, strict=True))
 
 
 def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | None = None) -> None:
     """Compute the gradients of all leaves below `root`, given the gradient `seed` of its values.
 
-    Each operation's gradient is dropped as soon as it is used, and, unless `retain`, so is what the
-    operation saved.
+    Each operation's gradient is freed after its use. The arrays that the operation saved are freed
+    too, unless `retain`.
 
     Args:
-        deferred: takes the parameters' part of the work, which is then done by its `finish`.
+        deferred: collects the parameters' gradients, which its `finish` computes.
 
     Raises:
-        GraphError: when root, or a part of what it was computed from, was used up by an earlier
-            pass; when an operation keeps parameters that were written since; when halves are asked
-            for and a leaf wants to know when its gradient is final, or the graph is to be retained.
-        ShapeError: when an operation returns a gradient of another shape than its input has.
-        DtypeError: when it returns one of another dtype, or what is no array.
+        GraphError: when an earlier pass used up the graph of `root` or a part of it; when a saved
+            parameter was written after the forward pass; for `deferred` with gradient hooks,
+            a recording or `retain`.
+        ShapeError: when an operation returns a gradient of another shape than its input's.
+        DtypeError: when an operation returns a gradient of another dtype, or no array.
     """
     recorder = active()
     plain: Any = np if type(seed) is np.ndarray else namespace(seed)
     xp = plain if recorder is None else recorder.module(plain)
-    if root.node is None or root.tape is None:  # a leaf: there is nothing to walk along
+    if root.node is None or root.tape is None:  # a leaf: no operations to walk back along
         root.add_grad(seed, xp)
         if root.hook is not None:
             perform(root.hook, root)
@@ -113,8 +111,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     nodes = tape.nodes
     if (watcher := watching.get()) is not None:
         watcher(nodes)
-    # The loss is nearly always the newest operation; younger ones belong to other results and are
-    # left alone.
+    # The loss is nearly always the newest operation. Newer operations belong to other results and
+    # are skipped.
     last = len(nodes) - 1 if nodes and nodes[-1] is root.node else _position(nodes, root.node)
     if deferred is not None and (tape.hooked or retain or recorder is not None):
         raise GraphError(
@@ -128,7 +126,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
             node = nodes[i]
             grad = node.grad
             if grad is not None:
-                # None: the root does not depend on this operation, or only through what needs none
+                # no gradient: the root does not depend on this operation, or only through inputs
+                # that need none
                 node.grad = None
                 if node.writes is not None and node.writes.count != node.written:
                     _check_unchanged(node)
@@ -141,34 +140,32 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     grads = record_whole(
                         recorder, partial(_again, node, node.edges), (grad,), buffers
                     )
-                grad = None  # it goes before what it is passed on to takes memory
+                grad = None  # freed before _pass_on allocates: lowers the peak by one activation
                 _pass_on(node, grads, xp)
                 if not (retain or (deferred is not None and deferred.holds(node))):
                     node.release()
                     if recorder is not None and not node.replayable:
-                        # each replay's forward keeps what its backward needs
+                        # each replay's forward saves arrays anew, so each replay releases them
                         recorder.note(node.release)
             if finals is not None:
+                # outside the `if` above: the hook is due even if no gradient reached this node
                 for leaf in finals.get(node, ()):
-                    # also where an operation above passed no gradient on to this one
                     if leaf.hook is not None and leaf.grad is not None:
                         perform(leaf.hook, leaf)
     except BaseException:
-        # Half-done sums must not be found, and added to, by a later pass over the same graph.
+        # A later pass over the same graph must not add to this pass's partial sums.
         for node in nodes[: last + 1]:
             node.grad = None
         raise
     finally:
         if not retain:
-            # what is deferred is not for another pass
+            # deferred operations still have edges, but no later pass may run them
             unused = nodes if deferred is None else nodes[last + 1 :]
             tape.nodes = [node for node in unused if node.edges is not None]
 
 
 def _check_unchanged(node: Function) -> None:
-    """Refuse the backward of an operation that keeps parameters, or views of them, which were
-    written since.
-    """
+    """Refuse an operation's backward if its saved arrays share memory with rewritten parameters."""
     assert node.writes is not None
     for saved, array in product(filter(is_array, node.saved), node.writes.arrays):
         if type(array) is type(saved) and namespace(saved).may_share_memory(array, saved):
@@ -182,15 +179,16 @@ def _check_unchanged(node: Function) -> None:
 def _again(
     node: Function, edges: tuple[Function | Variable | None, ...] | None, grad: Array
 ) -> Any:
-    """Return an operation's gradients, which may look for their places as it did when it was
-    recorded.
+    """Run an operation's backward in a replay, with the edges that it had when it was recorded.
+
+    Backward reads the edges to find the buffers that it may write to (`Function.into`).
     """
     node.edges = edges
     return node.backward(grad)
 
 
 def leaves_of(root: Variable) -> set[Variable]:
-    """Return the leaves that a backward pass from a result, not done yet, gives gradients to."""
+    """Return the leaves that a backward pass from `root` would give gradients to."""
     if root.tape is None or root.node is None:
         return set()
     nodes = root.tape.find().nodes
@@ -206,11 +204,12 @@ def _position(nodes: list[Function], node: Function) -> int:
 
 
 def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
-    """Return, per operation, the leaves whose gradient is final once it has run backward (nodes[-1]
-    is the root).
+    """Return, per operation, the leaves whose gradient is final after its backward.
+
+    The root is nodes[-1]. Walking back, the last operation to add to a leaf's gradient is the first
+    one that used the leaf. Operations that the root does not depend on run no backward, so they do
+    not count.
     """
-    # Walking back, the last operation to add to a leaf's gradient is the first one that used the
-    # leaf. Operations that the root does not depend on run no backward and do not count.
     reached = {nodes[-1]}
     first_use: dict[Variable, Function] = {}
     for node in reversed(nodes):
@@ -270,9 +269,7 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
 
 
 def _check_tuple(node: Function, grads: Any) -> None:
-    """Refuse what a backward returned in place of its gradients; an array's rows, too, could be
-    taken for them.
-    """
+    """Refuse a backward's result that is no tuple: a bare array would be read as one per row."""
     if not isinstance(grads, tuple | list):
         raise GraphError(
             f"{type(node).__name__}.backward returned {_kind(grads)}; return a tuple with one"

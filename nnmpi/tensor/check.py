@@ -1,7 +1,7 @@
-"""The gradient check: derivatives computed by backward against central differences, in float64.
+"""The gradient check: backward's derivatives compared with central differences, in float64.
 
-It refuses to lie: a point where the function has no derivative (a kink within the step) is reported
-as such, with the values sampled there, and is no pass.
+A kink within the step fails the check: the function has no derivative there. The error says so and
+gives the sampled values, since backward's result would be neither right nor wrong.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def check_gradients(
 ) -> None:
     """Compare backward's gradients of `function` at `inputs` with central differences.
 
-    The result is projected on a fixed random direction, so that one backward pass checks every
-    output.
+    The result is projected on a random direction, fixed by `seed`, so that one backward pass checks
+    every output.
 
     Args:
         function: takes one Tensor per input and returns a Tensor of any shape.
@@ -55,19 +55,20 @@ def check_gradients(
             return float((function(*[Tensor(a) for a in arrays]).data * direction).sum())
 
     for i, x in enumerate(inputs):
-        got = tensors[i].grad
-        got = np.zeros_like(x) if got is None else got
-        for place in np.ndindex(x.shape):
+        grad = tensors[i].grad
+        grad = np.zeros_like(x) if grad is None else grad
+        for element in np.ndindex(x.shape):
             moved = [np.array(a, copy=True) for a in inputs]
-            at, matches = float(x[place]), float(got[place])
+            at, derivative = float(x[element]), float(grad[element])
             h = step * max(1.0, abs(at))
             samples = []
-            for moved[i][place] in (at - h, at, at + h):
+            for moved[i][element] in (at - h, at, at + h):
                 samples.append(value(moved))
             below, here, above = samples
             difference = (above - below) / (2 * h)
-            tolerance = atol + rtol * max(abs(difference), abs(matches)) + 1e-15 * abs(here) / h
-            where = f"input {i} element {place} (value {at!r})"
+            # the last term: rounding of the function's value, magnified by the division by h
+            tolerance = atol + rtol * max(abs(difference), abs(derivative)) + 1e-15 * abs(here) / h
+            where = f"input {i} element {element} (value {at!r})"
             sampled = f"sampled {below!r}, {here!r}, {above!r} at steps of {h:g}"
             left, right = (here - below) / h, (above - here) / h
             if abs(left - right) > 1e-2 * max(1.0, abs(left), abs(right)):
@@ -75,8 +76,8 @@ def check_gradients(
                     f"no derivative at {where}: {left:.8g} from below, {right:.8g} from above;"
                     f" {sampled}"
                 )
-            if not abs(matches - difference) <= tolerance:
+            if not abs(derivative - difference) <= tolerance:
                 raise GradientError(
-                    f"backward gives {matches:.10g} for {where}, central differences"
+                    f"backward gives {derivative:.10g} for {where}, central differences"
                     f" {difference:.10g}; {sampled}"
                 )

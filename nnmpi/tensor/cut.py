@@ -1,8 +1,8 @@
-"""A rank's part of a tensor, which looks like the whole one.
+"""Sharded tensors: a rank's shard behind the interface of the full tensor.
 
-`shape` is the whole one's, so that what a module computes from it is what a run on one rank
-computes; `data` is this rank's part. Operations on it are those on the whole tensor, or are refused
-(see `placement`). Python never sees its values: they differ from rank to rank.
+`shape` is the full tensor's, so a module that computes sizes from it gets those of a serial run.
+`data` is this rank's shard. An operation either means the same as on the full tensor or is refused
+(see `placement`). Reading values from Python is refused: they differ from rank to rank.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ class CutTensor(Tensor):
 
     @property
     def shape(self) -> Shape:
-        """The lengths of the whole tensor's axes."""
+        """The lengths of the full tensor's axes."""
         return self.cut.of(self.data.shape)
 
     def __len__(self) -> int:
@@ -35,13 +35,13 @@ class CutTensor(Tensor):
         return f"CutTensor(axis {self.cut.axis} of {self.shape}, left by layer {self.cut.layer!r})"
 
     def detach(self) -> Tensor:
-        """Return a part of the same values that is no part of the graph."""
+        """Return a shard of the same values (not copied) without history in the graph."""
         return mark(Tensor(self.data), self.cut)
 
     def part(self) -> Tensor:
         """Return the local shard as a plain Tensor, for code that handles sharding itself.
 
-        It may be cut itself, see `TensorCut.within`.
+        The result is a `CutTensor` again if the shard is sharded itself (`TensorCut.within`).
         """
         part = Tensor.blank() if self.cut.within is None else _cut_tensor(self.cut.within)
         _share(part, self)
@@ -51,27 +51,27 @@ class CutTensor(Tensor):
         """Apply an operation to inputs that include shards, if the operation supports them.
 
         Raises:
-            LayoutError: if not.
+            LayoutError: if the operation does not support them.
         """
         cut = max((x.cut for x in inputs if is_cut(x)), key=lambda item: item.group.depth)
-        group, seen = (
-            cut.group,
-            [_Whole(x) if is_cut(x) and x.cut.group != cut.group else x for x in inputs],
-        )
+        group = cut.group
+        # over this group alone: tensors sharded over other groups count as full
+        seen = [_FullTensor(x) if is_cut(x) and x.cut.group != group else x for x in inputs]
         placement = function.placed(*seen)
         ndim = max(len(getattr(x, "shape", ())) for x in inputs)
         local = []
         for x, item in zip(inputs, seen, strict=True):
-            place = None
+            scattered = None
             if is_cut(item):
                 x = x.part()
             elif isinstance(function, Elementwise):
-                place = beside(x, ndim, placement)
-            if place is not None:
-                x = group.scatter(x, place)
+                scattered = beside(x, ndim, placement)
+            if scattered is not None:
+                x = group.scatter(x, scattered)
             elif not is_cut(item) and isinstance(x, Variable) and x.requires_grad:
                 x = group.copy(x)
             local.append(x)
+        # calls `apply` again, for the next group, if a shard is sharded itself
         return mark(function(*local), replace(cut, placement=placement))
 
     def _refuse_look(self, *_: Any) -> NoReturn:
@@ -82,7 +82,7 @@ class CutTensor(Tensor):
     numpy = item = argmax = __lt__ = __le__ = __gt__ = __ge__ = _refuse_look  # type: ignore[assignment]
 
     def backward(self, *_: Any, **__: Any) -> None:
-        """Refuse to begin a backward pass at a part.
+        """Refuse to start a backward pass at a shard.
 
         Raises:
             LayoutError: always.
@@ -90,9 +90,9 @@ class CutTensor(Tensor):
         raise self.cut.refuse("backward", "begins at a whole tensor")
 
 
-class _Whole:
-    """A tensor of which each rank of a group has all, though it is cut over another group: what
-    `placed` sees of it.
+class _FullTensor:
+    """A view of a tensor that is sharded over another group only, as `placed` of this group reads
+    it.
     """
 
     cut = None
@@ -102,22 +102,23 @@ class _Whole:
 
 
 def mark(x: Tensor, cut: TensorCut) -> CutTensor:
-    """Return this rank's part of a tensor as one that says so.
+    """Wrap a rank's shard as a `CutTensor`.
 
     Args:
-        x: the part; may be cut itself.
-        cut: which one it is.
+        x: the shard; it may be sharded itself, over other ranks.
+        cut: its position in the full tensor.
 
     Raises:
-        LayoutError: when it is not that long.
+        LayoutError: when the shard's length does not match.
     """
-    if x.shape[cut.axis] != cut.own():
+    if x.shape[cut.axis] != cut.local_length():
         raise LayoutError(
-            f"layer {cut.layer!r} leaves a part of shape {x.shape}, but {cut.own()} of {cut.whole}"
-            f" in axis {cut.axis} are this rank's; the layers were sharded for other sizes"
+            f"layer {cut.layer!r} leaves a part of shape {x.shape}, but {cut.local_length()} of"
+            f" {cut.length} in axis {cut.axis} are this rank's; the layers were sharded for other"
+            " sizes"
         )
     if x.node is None and x.requires_grad:
-        x = x.reshape(x.shape)  # a leaf stays behind its part, and gets its gradient
+        x = x.reshape(x.shape)  # an operation in between, so that the leaf x gets the gradient
     part = _cut_tensor(replace(cut, within=x.cut))
     _share(part, x)
     return part
@@ -126,12 +127,12 @@ def mark(x: Tensor, cut: TensorCut) -> CutTensor:
 def whole(x: Any, group: TensorGroup | None = None) -> Any:
     """Gather a shard into the full tensor on every rank; return other values unchanged.
 
-    The exchange is an all-gather forward; backward keeps this rank's part of the gradient. In a
-    list, tuple or dictionary each part is made whole.
+    Forward is an all-gather; backward slices this rank's shard out of the gradient. The shards in a
+    list, tuple or dictionary are gathered one by one.
 
     Args:
         x: a tensor, or anything else.
-        group: over whose ranks; what others have parts of stays a part. By default over all.
+        group: gather over this group alone; shards of other groups stay shards. Default: all.
     """
     if is_cut(x):
         if group is None:

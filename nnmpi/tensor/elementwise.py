@@ -1,6 +1,7 @@
-"""Operations on each element alone, of one operand or several, with broadcasting.
+"""Elementwise operations of one or more operands, with broadcasting.
 
-Of inputs that are broadcast the tape sums the gradients (see `Function.broadcasts`).
+The tape sums the gradients of inputs that were broadcast (see `Function.broadcasts`), so no
+operation here does.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,14 +13,14 @@ from nnmpi.tensor.function import Elementwise, Grads
 
 
 class Rule(NamedTuple):
-    """How a function of the array library is differentiated.
+    """The derivative rule of a function of the array library.
 
     Attributes:
-        kept: what the derivatives need: inputs by number, and -1 for the result.
-        to_first, to_second: (xp, gradient, *kept) -> the gradient of an input.
+        saves: the values that the derivatives read: inputs by number, -1 for the result.
+        to_first, to_second: (xp, gradient, *saved) -> the gradient of an input.
     """
 
-    kept: tuple[int, ...]
+    saves: tuple[int, ...]
     to_first: Callable[..., Array]
     to_second: Callable[..., Array] | None = None
 
@@ -57,7 +58,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 class Pointwise(Elementwise):
-    """The array library's function of a name in `RULES`."""
+    """The array library's function of this name, differentiated by `RULES`."""
 
     __slots__ = ("name", "rule")
 
@@ -69,7 +70,7 @@ class Pointwise(Elementwise):
     def forward(self, *inputs: Any) -> Array:
         y = getattr(self.xp, self.name)(*inputs)
         values = (*inputs, y)
-        self.saved = tuple([values[i] for i in self.rule.kept])
+        self.saved = tuple([values[i] for i in self.rule.saves])
         return y
 
     def backward(self, grad: Array) -> Grads:
@@ -143,12 +144,12 @@ class Where(Elementwise):
 
     def backward(self, grad: Array) -> Grads:
         (condition,), xp = self.saved, self.xp
-        # no product: 0 * inf would be NaN
+        # not grad * condition: 0 * inf would be NaN
         return None, xp.where(condition, grad, 0), xp.where(condition, 0, grad)
 
 
 class Clip(Elementwise):
-    """x kept between two bounds; outside them the derivative is 0."""
+    """x clipped to two bounds; outside them the derivative is 0."""
 
     __slots__ = ("high", "low")
 

@@ -1,7 +1,7 @@
 """The autograd graph: variables, the operations between them, and the tape.
 
-Any subclass of `Function` may enter the graph; collectives, recomputation and the ends of pipeline
-stages do so too:
+Any subclass of `Function` may enter the graph. Collectives, recomputation and the ends of pipeline
+stages are such subclasses:
 
     class Square(Function):
         def forward(self, x):
@@ -14,12 +14,13 @@ stages do so too:
 
     y = Square()(x)
 
-The object is the node on the tape: one Python object per operation.
+The object itself is the node on the tape: one Python object per operation.
 
-A subclass that says `replayable = True` promises more, so that a recorded step (see
-`nnmpi.compile`) can be replayed without it: in `forward` and `backward` all arithmetic on arrays
-goes through the functions of `self.xp`, or through `self.invoke`, and views are taken by indexing
-alone. `self.xp` is NumPy or CuPy, or writes down what it is asked for:
+A subclass with `replayable = True` keeps two more rules in `forward` and `backward`. All arithmetic
+on arrays goes through the functions of `self.xp`, and views are taken by indexing alone. In return,
+a replay of a recorded step (see `nnmpi.compile`) calls the array functions directly, without the
+`Function`. Outside a recording `self.xp` is NumPy or CuPy; during one it is a stand-in that also
+records each call:
 
         y = self.xp.multiply(x, x)               not  x * x
         self.xp.add(y, bias, out=y)              not  y += bias
@@ -27,8 +28,8 @@ alone. `self.xp` is NumPy or CuPy, or writes down what it is asked for:
         self.xp.add.reduce(y, axis=0)            not  y.sum(axis=0)
         self.xp.reshape(y, shape)                not  y.reshape(shape), which may copy
 
-While a step is recorded, any other operation is noted whole, forward and backward: its results are
-copied to where the first ones lie.
+An operation without that promise is recorded as one call of its `forward` and one of its
+`backward`. A replay calls them again and copies their results into the arrays of the recording.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.placement import Placement, TensorCut, aligned, is_cut
 
-Grads: TypeAlias = tuple[Array | None, ...]  # one for each input, None where there is none
+Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient
 
-_SCALAR: type = np.generic  # what NumPy returns in place of an array without axes
+_SCALAR: type = np.generic  # NumPy's functions return it instead of an array without axes
 _recording: ContextVar[bool] = ContextVar("nnmpi_recording", default=True)
 
 
@@ -60,7 +61,7 @@ def recording() -> bool:
 
 @contextmanager
 def no_grad() -> Iterator[None]:
-    """Compute without recording: results need no gradient and keep no inputs alive.
+    """Compute without recording: results need no gradient and hold no references to inputs.
 
     Example:
         >>> w = nnmpi.Tensor([1.0], requires_grad=True)
@@ -86,7 +87,11 @@ def enable_grad() -> Iterator[None]:
 
 
 class Writes:
-    """How often values that lie together in `arrays` were written since they were laid there."""
+    """A version counter of parameters that share flat `arrays`: incremented at each update.
+
+    Backward compares it with its value at the forward pass to detect overwritten saved parameters.
+    One counter per storage is enough: an optimizer updates all parameters at once.
+    """
 
     arrays: Sequence[Array] = ()
     count = 0
@@ -100,16 +105,15 @@ class Variable:
         requires_grad: whether a backward pass computes a gradient for it.
         grad: the gradient, an array like `data`; None until a backward pass reaches this leaf.
         node: the operation that computed it; None for a leaf.
-        tape: the tape that the operation stands on; None for a leaf.
-        cut: which part of a larger tensor this is, see `cut.CutTensor`; None for a whole one.
-        buffer: where the first gradient of a pass is written (a view into flat storage), or None.
-        hook: called with this leaf, once in every backward pass that gives it a gradient, as soon
-            as that is final; or None. Set it before the forward pass: operations look for it when
+        tape: the tape with that operation; None for a leaf.
+        cut: the shard's position in its full tensor (see `cut.CutTensor`); None for a full tensor.
+        buffer: a view into flat storage that receives the first gradient of a pass, or None.
+        hook: called with this leaf as soon as its gradient is final, once in every backward pass
+            that gives it one; or None. Set it before the forward pass: operations read it when
             they are recorded.
-        guard: called before a backward pass writes to its gradient; it raises where that must not
-            be. Or None; only parameters have one.
-        writes: counts the writes to its values, in place; None where nobody counts, as of all but
-            parameters.
+        guard: called before a backward pass writes to the gradient, to raise if it must not; or
+            None. Only parameters have one.
+        writes: the version counter of the values; None for all but parameters.
     """
 
     __slots__ = (
@@ -143,21 +147,21 @@ class Variable:
         if self.guard is not None:
             self.guard()
         if self.grad is not None:
-            if grad is not self.grad:  # else it was added there already, see `Function.sum_into`
+            if grad is not self.grad:  # else backward has added it already (`Function.sum_into`)
                 xp.add(self.grad, grad, out=self.grad)
             return
-        place, recorder = self.buffer, active()
-        if place is None:
-            place = xp.empty_like(grad)  # a copy: the array may be shared
-            xp.copyto(place, grad)
-        elif grad is not place:
-            xp.copyto(place, grad)
+        target, recorder = self.buffer, active()
+        if target is None:
+            target = xp.empty_like(grad)  # a copy: the array may be shared
+            xp.copyto(target, grad)
+        elif grad is not target:
+            xp.copyto(target, grad)
         if recorder is None:
-            self.grad = place
+            self.grad = target
         else:
-            recorder.perform(setattr, self, "grad", place)
+            recorder.perform(setattr, self, "grad", target)
             if self.buffer is None:
-                recorder.loose.append((self, place))
+                recorder.loose.append((self, target))
 
 
 class Tape:
@@ -167,55 +171,54 @@ class Tape:
 
     def __init__(self) -> None:
         self.nodes: list[Function] = []
-        self.hooked = False  # some leaf wants to know when its gradient is final
-        self.joined: Tape | None = None  # the tape that took over this one's operations
-        self.warning: str | None = None  # what a user who calls `Tensor.backward` should be told
+        self.hooked = False  # whether some leaf has a gradient hook
+        self.joined: Tape | None = None  # the tape that this one was appended to
+        self.warning: str | None = None  # shown to users who call `Tensor.backward`
 
     def find(self) -> Tape:
-        """Return the tape on which this one's operations stand now."""
+        """Return the tape that now has this one's operations (find of a union-find structure)."""
         tape = self
         while tape.joined is not None:
             if tape.joined.joined is not None:
-                # shorten the way for the next one who asks (path halving)
-                tape.joined = tape.joined.joined
+                tape.joined = tape.joined.joined  # path halving
             tape = tape.joined
         return tape
 
 
-def join(one: Tape, other: Tape) -> Tape:
+def join(a: Tape, b: Tape) -> Tape:
     """Return the tape that holds the operations of both."""
-    one, other = one.find(), other.find()
-    if one is other:
-        return one
-    if len(one.nodes) < len(other.nodes):
+    a, b = a.find(), b.find()
+    if a is b:
+        return a
+    if len(a.nodes) < len(b.nodes):
         # copy the shorter list: each operation is then moved at most log2(n) times in all
-        one, other = other, one
-    one.nodes.extend(other.nodes)
-    one.hooked = one.hooked or other.hooked
-    one.warning = one.warning or other.warning
-    other.nodes, other.joined = [], one
-    return one
+        a, b = b, a
+    a.nodes.extend(b.nodes)
+    a.hooked = a.hooked or b.hooked
+    a.warning = a.warning or b.warning
+    b.nodes, b.joined = [], a
+    return a
 
 
 class Function:
     """One application of an operation. Subclasses define `forward` and `backward`.
 
     Attributes:
-        needs: per input, whether its gradient is wanted; set before `forward`. All False when
-            nothing is recorded.
-        saved: what backward needs, set by `forward`; freed by the backward pass. Keep arrays
-            nowhere else.
-        edges: per input, the operation or leaf that its gradient goes to, or None. None altogether
-            once used up.
-        grad: the gradient of the output, while a backward pass is on its way.
+        needs: per input, whether it needs a gradient; set before `forward`. All False under
+            `no_grad`.
+        saved: the values that backward reads, set by `forward`, freed by the backward pass. Store
+            arrays nowhere else.
+        edges: per input, the operation or leaf that receives its gradient, or None. The attribute
+            itself is None once the operation is used up.
+        grad: the gradient of the output, during a backward pass.
         shape, dtype: of the output.
-        xp: the module of the arrays that `forward` gets; set before it is called.
-        replayable: whether the operation keeps the promise above.
-        broadcasts: whether inputs are broadcast to one shape: their gradients may be of the
-            result's, and are summed.
-        views: whether the result may lie where the input does.
-        writes, written: who counts the writes to a parameter among the inputs, and what had been
-            counted then.
+        xp: the module of the input arrays; set before `forward` is called.
+        replayable: whether the operation keeps the rules of the module's docstring.
+        broadcasts: whether inputs broadcast to one shape. Backward may then return gradients of the
+            result's shape; the tape sums them.
+        views: whether the result may be a view of the input.
+        writes, written: the version counter of a parameter among the inputs, and its value at the
+            forward pass.
     """
 
     __slots__ = (
@@ -248,7 +251,7 @@ class Function:
     writes: Writes | None
 
     def forward(self, *inputs: Any) -> Array:
-        """Return the output array for input arrays, or plain values for inputs that are no tensors."""
+        """Return the output array. Tensors arrive as their arrays, other inputs unchanged."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def backward(self, grad: Array) -> Grads:
@@ -258,12 +261,12 @@ class Function:
     def placed(self, *inputs: Any) -> Placement:
         """Return the output's placement, given inputs of which some are shards (`cut.CutTensor`).
 
-        Called before `forward`, which then gets the parts' arrays. Options that speak of the whole
-        tensor, such as a shape, are to be set to those of the part here. By default nothing is
-        known, and parts are refused.
+        Called before `forward`, which then gets the shards' arrays. An override also converts
+        options that describe the full tensor, such as a shape, to the shard's. The default refuses
+        shards.
 
         Raises:
-            LayoutError: where the operation on parts would not give parts of the result.
+            LayoutError: when the operation on shards would not give shards of the result.
         """
         part = next(x for x in inputs if is_cut(x))
         raise part.cut.refuse(self, "works on whole tensors")
@@ -272,13 +275,13 @@ class Function:
         """Apply the operation, and record it if an input needs a gradient.
 
         Raises:
-            GraphError: when no input is a tensor, or this object stands in a graph already.
+            GraphError: when no input is a tensor, or this object is in a graph already.
             DtypeError: when `forward` returns no array.
-            LayoutError: for a rank's part of a tensor (see `placed`).
-            DeviceError: when some inputs are in the host's memory, and others on a device.
+            LayoutError: for a shard that the operation does not support (see `placed`).
+            DeviceError: when some inputs are in the host's memory and others on a device.
         """
-        # This runs once per operation of every step, so it is one loop without helpers: what a
-        # small network's step takes beside the arithmetic is spent here.
+        # One loop without helpers: this runs once per operation of every step, and a small
+        # network's overhead beside the arithmetic is spent here.
         recording, first, recorded, part = _recording.get(), None, False, None
         values: list[Any] = []
         needs: list[bool] = []
@@ -315,8 +318,7 @@ class Function:
             if mixed is None:
                 raise
             raise mixed from error
-        # `blank` makes a Tensor without its constructor: this module cannot import Tensor, which is
-        # built on it.
+        # `blank` makes a Tensor: this module cannot import the class, which is built on it.
         result = first.blank()  # type: ignore[attr-defined]
         result.data = data if type(data) is np.ndarray else self._as_array(data)
         if recorder is not None:
@@ -324,14 +326,14 @@ class Function:
         if recorded:
             self._record(inputs, result)
         else:
-            self.saved = ()  # no backward pass will come: let go of the inputs at once
+            self.saved = ()  # no backward pass will read them
         return result
 
     def into(self, i: int) -> Array | None:
         """Return the array in which the gradient of input i may be computed in place, or None.
 
-        A backward that returns this very array saves a copy (parameters' gradients live in flat
-        storage).
+        The array is a parameter's slice of the flat gradients. A backward that computes into it and
+        returns it saves a copy.
         """
         edges = self.edges
         if edges is None:
@@ -339,7 +341,7 @@ class Function:
         edge = edges[i]
         if not isinstance(edge, Variable) or edge.buffer is None or edge.grad is not None:
             return None
-        # one leaf standing at two inputs gets two gradients, which cannot share one place
+        # a leaf at two inputs gets two gradients, which cannot share a buffer
         for j, other in enumerate(edges):
             if other is edge and j != i:
                 return None
@@ -348,26 +350,30 @@ class Function:
     def sum_into(self, i: int) -> tuple[Array | None, bool]:
         """Return the buffer for input i's gradient, or None, and whether to add to it.
 
-        A backward that can add a product to what an array holds returns that very array when it has
-        done so.
+        A backward whose product can accumulate (beta = 1 of BLAS) returns the buffer after adding
+        to it; `add_grad` then skips its own addition.
         """
-        place = self.into(i)
-        edge = None if place is not None or self.edges is None else self.edges[i]
+        target = self.into(i)
+        edge = None if target is not None or self.edges is None else self.edges[i]
         if not isinstance(edge, Variable) or edge.buffer is None or edge.grad is not edge.buffer:
-            return place, False
+            return target, False
         if sum(other is edge for other in self.edges or ()) != 1:
             return None, False
         if edge.guard is not None:
-            edge.guard()  # before the sum is changed: `add_grad`, which asks too, comes after that
+            edge.guard()  # here, since `add_grad` calls it only after the sum has changed
         return edge.buffer, True
 
     def add_grad(self, grad: Array, xp: Any) -> None:
-        """Accumulate one use's contribution to the output's gradient, not in shared arrays."""
+        """Accumulate one use's contribution to the output's gradient.
+
+        The first array may be shared, so the second contribution goes to a new one; from then on
+        the sum is in place.
+        """
         if self.grad is None:
             self.grad, self.owns_grad = grad, False
         elif self.owns_grad:
             xp.add(self.grad, grad, out=self.grad)
-        else:  # of arrays without axes NumPy makes a number, which cannot be written to
+        else:  # the sum of two 0-d arrays is a NumPy scalar, which `out` cannot write to
             self.grad, self.owns_grad = xp.add(self.grad, grad), self.shape != ()
 
     def release(self) -> None:
@@ -376,7 +382,7 @@ class Function:
         self.saved = ()
 
     def _as_array(self, data: Any) -> Array:
-        """Return what `forward` has returned, which must be an array or a scalar of NumPy's."""
+        """Return forward's result as an array; refuse all but arrays and NumPy's scalars."""
         if isinstance(data, _SCALAR):
             return np.asarray(data)
         if not is_array(data):
@@ -388,7 +394,7 @@ class Function:
         return data
 
     def _recorded(self, recorder: Any, inputs: tuple[Any, ...], values: list[Any]) -> Any:
-        """Return forward's result, after noting for the replay how it is computed."""
+        """Run forward and record it for replays."""
         for x in inputs:
             if isinstance(x, Variable) and x.node is None and x not in recorder.made:
                 recorder.saw(x)
@@ -423,8 +429,8 @@ class Function:
                     tape = x.tape
                 elif tape is not x.tape:
                     tape = join(tape, x.tape)  # two graphs meet in this operation
-        # No tape: all inputs are leaves, and a new graph begins. Else it is the inputs' tape, or
-        # what took it over.
+        # Without a tape all inputs are leaves, and a new graph begins. Otherwise it is the inputs'
+        # tape, or the tape that it was joined to.
         tape = Tape() if tape is None else tape if tape.joined is None else tape.find()
         if hooked:
             tape.hooked = True
@@ -444,7 +450,7 @@ class Elementwise(Function):
     broadcasts = True
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks, see `placement.aligned`."""
+        """See `placement.aligned`."""
         return aligned(self, inputs, scatters=True)
 
 
@@ -452,7 +458,7 @@ def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:
     """Sum a broadcast result's gradient down to the shape of an operand.
 
     Args:
-        xp: the module whose functions are called.
+        xp: NumPy, CuPy, or a recorder's stand-in.
     """
     if grad.shape == shape:
         return grad
@@ -486,13 +492,12 @@ def record_whole(
     inputs: Sequence[Any],
     places: Sequence[Any] = (),
 ) -> Any:
-    """Return arrays after recording, for replays, how they are computed.
+    """Run a call and record it as one unit: replays repeat it and copy its results.
 
     Args:
-        recorder: of the step that is recorded.
-        compute: gives the results.
+        compute: returns an array, or a tuple or list of arrays and None.
         inputs: its arguments.
-        places: arrays besides these that a result may lie in.
+        places: further arrays that a result may be a view of, such as gradient buffers.
     """
     results = recorder.alone(compute, *inputs)
     is_single = is_result(results)
@@ -500,9 +505,9 @@ def record_whole(
     if not isinstance(matches, tuple | list) or not all(
         item is None or is_result(item) for item in matches
     ):
-        return results  # whoever called refuses it
+        return results  # the caller refuses it
     known = (*inputs, *places)
-    saved = tuple(None if item is None else _own(recorder, item, known) for item in matches)
+    saved = tuple(None if item is None else _writable(recorder, item, known) for item in matches)
     bare, targets = [alias(item) for item in inputs], [alias(item) for item in saved]
 
     def again() -> None:
@@ -515,37 +520,38 @@ def record_whole(
     return saved[0] if is_single else saved
 
 
-def _own(recorder: Recorder, result: Any, known: Sequence[Any]) -> Array:
-    """Return a result as an array that later ones can be written to.
+def _writable(recorder: Recorder, result: Any, known: Sequence[Any]) -> Array:
+    """Return an array with a result's values, to which replays can write theirs.
 
-    One that is, or is a view of, what the operation was given stays so: it will be again. Any other
-    one is copied, as it may be somebody's: a row of a table, for example. The copy lies in the
-    recording's memory.
+    A result that is a view of an input stays one: it will be a view in each replay. Any other
+    result is copied to the recording's memory, since its array may belong to someone else, such as
+    a row of a table.
     """
-    place = np.asarray(result) if isinstance(result, np.generic) else result
-    # a device's arrays have no flag that says so
-    is_broadcast = 0 in place.strides and place.size > 1
-    if is_broadcast or isinstance(place, np.ndarray) and not place.flags.writeable:
-        place = place.copy(order="K")
+    array = np.asarray(result) if isinstance(result, np.generic) else result
+    # `writeable` alone does not do: a device's arrays have no such flag
+    is_broadcast = 0 in array.strides and array.size > 1
+    if is_broadcast or isinstance(array, np.ndarray) and not array.flags.writeable:
+        array = array.copy(order="K")
     if any(
-        type(item) is type(place) and namespace(place).may_share_memory(item, place)
+        type(item) is type(array) and namespace(array).may_share_memory(item, array)
         for item in known
     ):
-        return place
-    return recorder.copy(place)
+        return array
+    return recorder.copy(array)
 
 
-def _put(place: Array, result: Any) -> None:
-    """Copy a result to its place, unless it is a view of what lies there.
+def _put(target: Array, result: Any) -> None:
+    """Copy a replay's result to its target, unless it is a view of the target.
 
     Raises:
-        ShapeError: when it has another shape than the first one, as what a mask picks may have.
+        ShapeError: when its shape differs from the recorded one: x[mask]'s shape, for example,
+            depends on values.
     """
-    if result.shape != place.shape:
+    if result.shape != target.shape:
         raise ShapeError(
-            f"an operation of a compiled step gave {result.shape} in place of the {place.shape}"
+            f"an operation of a compiled step gave {result.shape} in place of the {target.shape}"
             " that was recorded; shapes that depend on values, such as x[mask]'s, cannot be"
             " compiled"
         )
-    if not (is_array(result) and namespace(place).may_share_memory(place, result)):
-        place[...] = result
+    if not (is_array(result) and namespace(target).may_share_memory(target, result)):
+        target[...] = result

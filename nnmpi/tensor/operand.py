@@ -1,4 +1,8 @@
-"""Rules for operands: dtypes, conversion, and computing in float32."""
+"""Rules for operands: dtypes, conversion, and computing in float32.
+
+Dtypes never promote silently. For example, float32 with float64 is an error, so that one stray
+array cannot turn a float32 model into float64 unnoticed. Only mixed precision relaxes the rule.
+"""
 
 from typing import Any
 
@@ -20,37 +24,37 @@ from nnmpi.tensor.placement import is_cut
 
 
 class AsType(Elementwise):
-    """x in another dtype; the gradient goes back in the dtype of x."""
+    """x in another dtype; its gradient has the dtype of x."""
 
-    __slots__ = ("wanted",)
+    __slots__ = ("target",)
 
     replayable = True
 
-    def __init__(self, wanted: Dtype) -> None:
-        self.wanted = wanted
+    def __init__(self, target: Dtype) -> None:
+        self.target = target
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.dtype,)
-        return cast(self.xp, x, self.wanted)
+        return cast(self.xp, x, self.target)
 
     def backward(self, grad: Array) -> Grads:
         return (cast(self.xp, grad, self.saved[0]),)
 
 
 def converted(x: Any, dtype: Dtype) -> Any:
-    """Return a tensor in another dtype, as an operation; itself where it has that dtype."""
+    """Convert a tensor to a dtype as an operation of the graph; return one of that dtype as is."""
     return x if x.data.dtype == dtype else AsType(dtype)(x)
 
 
 def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
     """Apply an operation to float16 or bfloat16 tensors in float32, and round the result once.
 
-        float16, bfloat16   --AsType-->  float32  --operation-->  float32  --AsType-->  float16, bfloat16
-        float32, float64    ---------------------- operation -------------------------->
+        float16, bfloat16  --AsType--> float32 --operation--> float32 --AsType-->  float16, bfloat16
+        float32, float64   --------------------- operation -------------------->   the same
 
     Args:
-        inputs: tensors, arrays, and plain values, which stay as they are.
-        narrow: whether the result is rounded; otherwise it stays float32.
+        inputs: tensors and arrays, and plain values, which pass unchanged.
+        narrow: whether to round a float32 result back; otherwise it stays float32.
     """
     low = None
     for x in inputs:
@@ -64,7 +68,6 @@ def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
 
 
 def _raised(x: Any) -> Any:
-    """Return float16 and bfloat16 as float32, and anything else as it is."""
     if isinstance(x, Variable):
         return converted(x, FLOAT32) if is_low(x.data.dtype) else x
     return to_float32(namespace(x), x) if is_result(x) else x
@@ -73,18 +76,18 @@ def _raised(x: Any) -> Any:
 def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     """Return both operands ready for an elementwise operation, or refuse them.
 
-    Python numbers (and NumPy's scalars) take the other operand's dtype; arrays must have the same
-    dtype, or be masks. In a mode of mixed precision (see `backend.precision`) the lower one is
-    raised to float32 beside float32.
+    Python numbers and NumPy's scalars take the other operand's dtype. Arrays must have the same
+    dtype, or be masks. Mixed precision (see `backend.precision`) converts its low dtype to float32
+    when the other operand is float32.
 
     Args:
         name: of the operation, for errors.
         a, b: tensors, arrays or numbers.
 
     Raises:
-        DtypeError: where the result would get another dtype than the operands, such as float32 with
-            float64.
-        ShapeError: where the shapes do not broadcast.
+        DtypeError: when the result would have another dtype than the operands, such as for float32
+            with float64.
+        ShapeError: when the shapes do not broadcast.
     """
     a, b = _plain(a), _plain(b)
     dtype_a, dtype_b = _dtype(a), _dtype(b)
@@ -96,7 +99,7 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
                     " on one"
                 )
             a, b = (converted(x, FLOAT32) if isinstance(x, Variable) else x for x in (a, b))
-        # of parts, the whole ones: what lies alike the operation says
+        # shards show the full shapes here; the operation's `placed` compares their placements
         check_broadcast(name, a.shape, b.shape)
         return a, b
     dtype, number = (dtype_a, b) if dtype_b is None else (dtype_b, a)
@@ -136,12 +139,12 @@ def refuse_parts(operation: object, *inputs: Any, why: str = "meets a whole tens
     """Refuse shards (`cut.CutTensor`) for an operation that does not support them.
 
     Args:
-        operation: or its name.
-        inputs: that may be parts.
-        why: what does not fit.
+        operation: a `Function`, or a name.
+        inputs: anything; only shards are refused.
+        why: the reason, for the error.
 
     Raises:
-        LayoutError: naming the layer that left it.
+        LayoutError: naming the layer that made the shard.
     """
     for x in inputs:
         if is_cut(x):
@@ -149,10 +152,10 @@ def refuse_parts(operation: object, *inputs: Any, why: str = "meets a whole tens
 
 
 def whole_values(name: str, x: Any) -> Any:
-    """Return a tensor's array, anything else as it is.
+    """Return a tensor's array; return anything else unchanged.
 
     Raises:
-        LayoutError: for a rank's part of a tensor: its array is not the tensor's.
+        LayoutError: for a shard, whose array is not the full tensor's.
     """
     if not isinstance(x, Variable):
         return x
@@ -165,7 +168,7 @@ def require_floating(name: str, x: Variable) -> Variable:
     """Return x if its values are floating point.
 
     Raises:
-        DtypeError: for integers and booleans, whose result would have another dtype.
+        DtypeError: for integers and booleans: the result would have another dtype.
         GraphError: when x is no tensor.
     """
     if not isinstance(x, Variable):
@@ -180,7 +183,7 @@ def require_floating(name: str, x: Variable) -> Variable:
 
 
 def same_dtype(name: str, *inputs: Any) -> None:
-    """Refuse tensors and arrays of different dtypes; None stands for an input that is not there.
+    """Refuse tensors and arrays of different dtypes; None stands for a missing input.
 
     Raises:
         DtypeError: naming the operation and the dtypes.
@@ -211,11 +214,11 @@ def read_as(name: str, *inputs: Any) -> Dtype:
     """Return the input dtype of a matrix product: the operands', or mixed precision's lower one.
 
     Args:
-        inputs: tensors and arrays; None stands for an input that is not there.
+        inputs: tensors and arrays; None stands for a missing input.
 
     Raises:
-        DtypeError: naming the operation and the dtypes, where they may not meet.
-        UsageError: for tf32 and arrays of NumPy's, whose products have no such form.
+        DtypeError: naming the operation and the dtypes, when they may not be combined.
+        UsageError: for tf32 with NumPy arrays: NumPy has no tf32 products.
     """
     mode = precision()
     if mode != "float32":
@@ -232,7 +235,7 @@ def read_as(name: str, *inputs: Any) -> Dtype:
 
 
 def _plain(x: Any) -> Any:
-    """Turn NumPy's scalars into Python numbers, which promote nothing, and lists into an error."""
+    """Convert NumPy's scalars to Python numbers, which promote no dtype; refuse lists."""
     if isinstance(x, np.generic):
         x = x.item()
     if isinstance(x, Variable | bool | int | float) or hasattr(x, "dtype"):
@@ -243,7 +246,7 @@ def _plain(x: Any) -> Any:
 
 
 def values_of(x: Any) -> Any:
-    """Return a tensor's array, or a rank's part of it; anything else as it is."""
+    """Return a tensor's array, also a shard's; return anything else unchanged."""
     return x.data if isinstance(x, Variable) else x
 
 

@@ -1,14 +1,14 @@
 """Parameters and their flat storage: a few long arrays of values, and as many of gradients.
 
     data    [ 0.weight        | 0.bias | 2.weight       | 2.bias ]     one array per dtype and group
-    grads   [ 0.weight        | 0.bias | 2.weight       | 2.bias ]     the same places
+    grads   [ 0.weight        | 0.bias | 2.weight       | 2.bias ]     the same offsets
 
-A layer declares its parameters; `Module.initialize` gives them values, once the full names are
-known, because initial values are drawn from a stream keyed by seed and full name and so do not
-depend on the layout. A parameter's `data` and its gradient are views into the flat arrays. So one
-optimizer call updates a group, one message sums a bucket, a shard is a range of offsets, and with
-an allocator that hands out shared memory the ranks of a node see one another's gradients. Each
-parameter begins at a multiple of 64 bytes; the gaps hold zeros.
+A layer declares its parameters; `Module.initialize` draws their values once the full names are
+known. Initial values come from a stream keyed by seed and full name, so they do not depend on the
+layout. A parameter's `data` and gradient are views into the flat arrays. So one optimizer call
+updates a group, one message sums a bucket, and a shard is a range of offsets. With an allocator of
+shared memory the ranks of a node read one another's gradients. Each parameter begins at a multiple
+of 64 bytes; the gaps hold zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,21 +44,20 @@ class Parameter(Tensor):
 
     Attributes:
         name: the full name in its model ("2.weight"), set by `Module.initialize`.
-        declared: the shape that it will have.
+        declared: the shape, known before there are values.
         init: draws its initial values: init(generator, shape) -> array.
-        region: which part of a larger parameter this one is, when its ranks share that out; None
-            for a whole one.
-        apart: whether ranks that share batches have other parts each, whose gradients are complete
-            where they are.
-        guard: called before a backward pass writes to its gradient; it raises where that must not
-            be. Or None.
+        region: the shard's position in a larger parameter; None for a full parameter.
+        apart: whether each data-parallel rank has a different shard, as of experts. Its gradient is
+            complete on its owner and is not summed over the ranks.
+        guard: called before a backward pass writes to the gradient, to raise if it must not; or
+            None.
 
     Args:
-        shape: of the values; or an array or a list of first values, which then needs no `init`. A
-            list of whole numbers is a shape.
+        shape: of the values. An array, or a list of numbers not all integers, gives initial values
+            instead and replaces `init`.
         init: draws its initial values; zeros by default.
-        region: `shape` is then that of the part, and the values are the part's of those that the
-            whole would get.
+        region: makes the parameter a shard of this region. `shape` is then the shard's; its values
+            are the shard of the full parameter's initial values.
 
     Raises:
         ShapeError: when the region has another shape.
@@ -91,7 +90,7 @@ class Parameter(Tensor):
         ) = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: without gradient and storage, which the copy gets anew."""
+        """Return the state of a copy, without gradient and storage: a copy gets its own."""
         if self.guard is not None:
             raise GraphError(
                 "a model that a Worker or a strategy works on is not copied or pickled; call its"
@@ -113,19 +112,19 @@ class Parameter(Tensor):
         return self.declared
 
     def draw(self, generator: np.random.Generator) -> Array:
-        """Return initial values in float64; a shard gets the full parameter's values there."""
+        """Return initial values in float64; a shard's are those of the full parameter there."""
         if self.region is None:
             return self.init(generator, self.declared)
         return self.region.take(self.init(generator, self.region.shape))
 
     def finish_gradient(self) -> None:
-        """Complete `buffer` with the gradient: zeros if there is none, or a copy."""
+        """Complete `buffer`: zeros without a gradient, a copy of a gradient in another array."""
         if self.buffer is not None and self.grad is not self.buffer:
             self.buffer[...] = 0 if self.grad is None else self.grad
             self.grad = self.buffer
 
     def __getattr__(self, name: str) -> Any:
-        # reached only when a slot is empty, or a property needs an empty one
+        # called only for an empty slot, or from a property that reads one
         if name == "declared" or (name != "data" and not hasattr(type(self), name)):
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
@@ -141,13 +140,16 @@ class Parameter(Tensor):
 
 
 class LookupTable(Parameter):
-    """Rows that are looked up and trained by themselves: no matrix to an optimizer of matrices."""
+    """A table of rows looked up by index, such as an embedding.
+
+    Optimizers of matrices (Muon) do not treat it as a matrix: each row is trained by itself.
+    """
 
     __slots__ = ()
     is_table = True
 
 
-def _laid_again(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "FlatStorage":
+def _rebuild(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "FlatStorage":
     values = {parameter.name: parameter.data for parameter in parameters}
     if any(parameter.buffer is not None for parameter in parameters):
         raise GraphError(
@@ -160,7 +162,7 @@ def _laid_again(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "
 
 @dataclass(frozen=True)
 class Span:
-    """Where one parameter lies: elements start..stop-1 of flat array number `buffer`."""
+    """The location of a parameter: elements start..stop-1 of flat array number `buffer`."""
 
     parameter: Parameter
     buffer: int
@@ -169,31 +171,28 @@ class Span:
 
 
 class FlatStorage:
-    """The flat arrays of a model and where each parameter lies in them.
+    """The flat arrays of a model and the location of each parameter in them.
 
     Args:
         values: the initial values by full name, in registration order, all of one dtype.
         parameters: the parameters by the same names.
         allocate: (elements, dtype) -> a 1-D array of zeros; called twice per group, for data and
             for gradients.
-        group: (name, parameter) -> the optimizer group that it belongs to; by default all are in
-            "default".
-        dtype: of the values, for a mapping that makes each one when it is asked for; by default the
-            first one's.
+        group: (name, parameter) -> the parameter's optimizer group; by default "default" for all.
+        dtype: of the values. Needed for a lazy mapping; by default that of the first value.
 
     Attributes:
         data, grads: the flat arrays, one per group, in order of first appearance.
-        groups: the group name of each.
-        apart: of each, whether its parameters are (see `Parameter`).
-        known_groups: these, and those that only other parts of the model have.
-        spans: where each parameter lies, in registration order.
-        moves: how many times the arrays were replaced by others.
-        common: whether `data` is memory that other ranks write too (see `parallel.fused`).
-        shared: whether a strategy has given these values to several ranks, or each a part; else a
-            rank's are its own.
-        state_store: where the state of optimizers over it lies out of memory (`memory.store`); None
-            for in memory.
-        writes: counts the writes to the parameters.
+        groups: the group name of each array.
+        apart: per array, the `apart` of its parameters (see `Parameter`).
+        known_groups: these groups, and those of the model's stages on other ranks.
+        spans: the location of each parameter, in registration order.
+        moves: how many times `move` replaced the arrays.
+        common: whether other ranks write to `data` too (see `parallel.fused`).
+        shared: whether a strategy has replicated or sharded these values over ranks.
+        state_store: the store of offloaded optimizer state (`memory.store`); None for state in
+            memory.
+        writes: the version counter of the parameters.
     """
 
     def __init__(
@@ -212,7 +211,7 @@ class FlatStorage:
         self.shared = any(parameter.region is not None for parameter in parameters.values())
         self.state_store: Any = None
         self.writes = Writes()
-        # with data and buffer as they were bound
+        # each parameter with the views bound to it, so that `check_places` detects rebinding
         self._views: list[tuple[Parameter, Array, Array]] = []
         buffers: dict[tuple[str, bool], int] = {}
         lengths: list[int] = []
@@ -225,7 +224,7 @@ class FlatStorage:
             lengths += [0] * (buffer == len(lengths))
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
-            # rounded up to the alignment
+            # the next parameter begins at a multiple of the alignment
             lengths[buffer] = -(-(start + parameter.size) // step) * step
         self.groups, self.apart = [label for label, _ in buffers], [apart for _, apart in buffers]
         self._data, self._grads = self._allocate(lengths, dtype, allocate)
@@ -244,8 +243,9 @@ class FlatStorage:
     def _allocate(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
     ) -> tuple[list[Array], list[Array]]:
-        """Make `data` and `grads`; return the arrays in which the parameters and their gradients
-        lie: these.
+        """Allocate `data` and `grads`; return the arrays that the parameters are views of.
+
+        Here these are `data` and `grads` themselves; ZeRO 3 overrides it.
         """
         for length in lengths:
             self.data.append(allocate(length, dtype))
@@ -253,13 +253,11 @@ class FlatStorage:
         return self.data, self.grads
 
     def write(self, span: Span, value: Array) -> None:
-        """Give a parameter its values, of its shape."""
+        """Copy values of a parameter's shape into the storage."""
         span.parameter.data[...] = value
 
     def _lay(self, span: Span) -> tuple[Parameter, Array, Array]:
-        """Let a parameter have its place in the flat arrays, and no gradient; return it and its
-        views.
-        """
+        """Bind a parameter to its slices of the flat arrays, without gradient; return the views."""
         parameter, part = span.parameter, slice(span.start, span.stop)
         parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
         parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
@@ -271,8 +269,9 @@ class FlatStorage:
     ) -> None:
         """Move the parameters, or their gradients, to other arrays of the same lengths and dtypes.
 
-        Nothing is copied: the values are those found there, and gradients are forgotten. Optimizers
-        follow at their next step. A model that was initialized again stays in its new storage.
+        Nothing is copied: the parameters take the values in the new arrays, and gradients are
+        cleared. Optimizers follow at their next step. A model initialized again since then stays in
+        its newer storage.
 
         Raises:
             ShapeError: for arrays of other lengths or dtypes; nothing is changed then.
@@ -293,12 +292,12 @@ class FlatStorage:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients that were not forgotten."""
+        """Whether any parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameters are all here, whenever one looks; see `parallel.zero.storage`."""
+        """Whether all parameters are always resident; ZeRO 3 gathers them on demand."""
         return True
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
@@ -308,11 +307,11 @@ class FlatStorage:
 
     @property
     def size(self) -> int:
-        """The number of parameters' elements, gaps not counted."""
+        """The number of elements of all parameters, without the gaps."""
         return sum(span.stop - span.start for span in self.spans)
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Return this rank's bytes of parameters, gradients, and buffers to compute with them."""
+        """Return this rank's bytes of parameters, of gradients, and of gather buffers."""
         return (
             sum(array.nbytes for array in self.data),
             sum(array.nbytes for array in self.grads),
@@ -320,26 +319,26 @@ class FlatStorage:
         )
 
     def zero_grad(self) -> None:
-        """Forget all gradients: the next backward pass overwrites them."""
+        """Clear all gradients: the next backward pass overwrites them."""
         recorder = active()
         if recorder is None:
-            self._forget()
+            self._clear_grads()
         else:
-            recorder.perform(self._forget)
+            recorder.perform(self._clear_grads)
             recorder.cleared.update(id(span.parameter) for span in self.spans)
 
-    def _forget(self) -> None:
+    def _clear_grads(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
     def finish_gradients(self) -> None:
-        """Let the flat arrays hold every parameter's gradient, whatever they held before.
+        """Complete the flat gradients of all parameters.
 
-        That is zeros where no backward pass has written since `zero_grad`, and a copy of a gradient
-        set by hand.
+        A parameter without a gradient since `zero_grad` gets zeros; a gradient set by hand is
+        copied.
 
         Raises:
-            UsageError: when a parameter lies elsewhere now, and updates here would not reach it.
+            UsageError: when a parameter was bound to other arrays, which updates would not reach.
         """
         perform(self._finish)
 
@@ -350,14 +349,14 @@ class FlatStorage:
                 parameter.finish_gradient()
 
     def check_places(self) -> None:
-        """Refuse to continue when a parameter lies elsewhere now.
+        """Refuse to continue when a parameter is bound to other arrays.
 
         Raises:
-            UsageError: naming it.
+            UsageError: naming the parameter.
         """
         for parameter, data, buffer in self._views:
-            # An update goes to the flat arrays. If somebody has rebound parameter.data, the model
-            # would compute with one array and the optimizer train another, without a word.
+            # Updates go to the flat arrays. After `parameter.data = other` the model would compute
+            # with one array while the optimizer silently trains another.
             if parameter.data is not data or parameter.buffer is not buffer:
                 raise UsageError(
                     f"{parameter.name} lies in this storage no more: its model was initialized"
@@ -372,20 +371,20 @@ class FlatStorage:
     def frozen(self) -> list[tuple[int, slice]]:
         """Return the spans of parameters that need no gradient, which optimizers skip."""
         return [
-            (span.buffer, self.place(span))
+            (span.buffer, self.trained_slice(span))
             for span in self.spans
             if not span.parameter.requires_grad
         ]
 
-    def place(self, span: Span) -> slice:
-        """Return where in its array of `data` lies what this rank trains of a parameter."""
+    def trained_slice(self, span: Span) -> slice:
+        """Return the slice of its array of `data` that this rank trains of a parameter."""
         return slice(span.start, span.stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the recipe of a copy or pickle, whose storage is built for its own parameters."""
+        """Let copy and pickle build a new storage around the copied parameters."""
         groups = {span.parameter.name: self.groups[span.buffer] for span in self.spans}
-        return _laid_again, ([span.parameter for span in self.spans], groups)
+        return _rebuild, ([span.parameter for span in self.spans], groups)
 
     def view(self, span: Span, flats: Sequence[Array]) -> Any:
-        """Return a parameter's place in arrays that lie as `data` does, in its shape."""
+        """Return a parameter's slice of arrays laid out like `data`, in its shape."""
         return flats[span.buffer][span.start : span.stop].reshape(span.parameter.declared)

@@ -1,36 +1,37 @@
-"""How an activation is spread over the ranks of a tensor group.
+"""How an activation is sharded over the ranks of a tensor group.
 
-    replicated   every rank has all of it, the same bits
-    features     each rank has some of the last axis       (batch, h, w, c)  ->  (batch, h, w, part of c)
-    rows         each rank has some rows of the images     (batch, h, w, c)  ->  (batch, part of h, w, c)
+    replicated  every rank has the full activation, with the same bits
+    features    each rank has a shard of the last axis      (batch, h, w, c) -> (batch, h, w, c/n)
+    rows        each rank has a shard of the images' rows   (batch, h, w, c) -> (batch, h/n, w, c)
 
-An axis is divided in `units`, as `shard.split` does it. When images are flattened, the cut shows in
-another form: channels that were divided come again for every pixel (`repeats`), and a row of the
-image has become w * c features, which stay together (`unit`):
+An axis consists of `units`, which are divided among the ranks as `shard.split` does. Flattening an
+image changes the form of its placement. Sharded channels recur for every pixel (`repeats`). A
+sharded row becomes w * c neighbouring features, which stay together (`unit`). Here 0 and 1 are the
+ranks of the elements:
 
-    h w = 3 pixels, 4 channels over 2 ranks        units=4 repeats=3      0 0 1 1  0 0 1 1  0 0 1 1
-    h = 4 rows of w c = 3 numbers over 2 ranks     units=4 unit=3         0 0 0  0 0 0  1 1 1  1 1 1
-    q, k, v of 2 heads of 3 over 2 ranks           units=2 unit=3 repeats=3     0 0 0 1 1 1  0 0 0 1 1 1  0 0 0 1 1 1
+    units=4 repeats=3         4 channels of h w = 3 pixels    0 0 1 1  0 0 1 1  0 0 1 1
+    units=4 unit=3            h = 4 rows of w c = 3 numbers   0 0 0  0 0 0  1 1 1  1 1 1
+    units=2 unit=3 repeats=3  q, k, v of 2 heads of 3         0 0 0 1 1 1  0 0 0 1 1 1  0 0 0 1 1 1
 
-Where the order of layers is known, `parallel.tensor` plans placements ahead. In a module whose
-forward is unknown the tensors say it themselves: what comes out of a layer of which each rank has a
-part is a `CutTensor` (see `cut`), whose `cut` says which part of which whole it is. Each operation
-says in `Function.placed` what it makes of that:
+For a known order of layers, `parallel.tensor` plans the placements ahead. For a module with a
+forward of its own, the tensors carry them: a sharded layer returns a `CutTensor` (see `cut`), whose
+`TensorCut` gives its position in the full tensor. Each operation derives the placement of its
+result in `Function.placed`:
 
-    part | part    elementwise, or along another axis  ->  part | part
-                   along the cut axis, beside a whole tensor as long, a Function that says nothing  ->  refused
+    elementwise, or along another axis                              a shard of the result
+    along the sharded axis, or a Function without `placed`          refused
 
-So a result is the serial run's, or there is none. A whole tensor beside parts (a scale, a mask) is
-the same on every rank, but its gradient is then the sum of what the ranks have: it is copied to
-each (`TensorGroup.copy`). Where it is as long as they are together, each rank takes what lies
-beside its part (`TensorGroup.scatter`).
+So a result equals the serial run's or the operation is refused. A full operand beside shards (a
+scale, a mask) is the same on every rank, but its gradient is the sum over the ranks: it passes
+through `TensorGroup.copy`. If it has the full length of the sharded axis, each rank uses its slice
+(`TensorGroup.scatter`).
 
-A part may itself be cut along another axis, over other ranks (`TensorCut.within`): features over
-the ranks that share the layers, of positions over the ranks that share the sequences. Each
-operation is then asked twice, first about the outer cut, which sees the inner one's parts as whole.
+A shard may be sharded again, along another axis over other ranks (`TensorCut.within`): positions
+over the ranks s of sequence parallelism, features over the ranks t of tensor parallelism. Then
+`placed` is called once per group, the outer one first; it sees the inner shards as full.
 
-    (batch, 6 positions, 4 features)    positions over s, features over t      s0 t0  s0 t1        an operation sees
-                                                                               s1 t0  s1 t1        (batch, 6, 4)
+    (batch, 6 positions, 4 features)     s0 t0  s0 t1     both calls of `placed`
+                                         s1 t0  s1 t1     see the shape (batch, 6, 4)
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ from nnmpi.backend.array import Shape
 from nnmpi.errors import LayoutError
 from nnmpi.shard import Region, part, zigzag
 
-FEATURES, ROWS = -1, 1  # the axes that can be cut
+FEATURES, ROWS = -1, 1  # the axes that can be sharded
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How an activation is spread over the ranks.
+    """How an activation is sharded over the ranks.
 
     Attributes:
-        units: how many units are divided among the ranks along the axis; 0 for a replicated
+        units: the number of units along the axis, divided among the ranks; 0 for a replicated
             activation.
-        unit: how many neighbouring elements a unit has.
-        repeats: how many times all units come, one after another; None when only the next layer's
-            size will tell.
-        axis: the axis that is cut: the last one (-1), the images' rows (1), or of a `TensorCut`
-            any, from 0.
+        unit: the number of neighbouring elements in a unit.
+        repeats: the number of times that the sequence of units recurs; None if only the next
+            layer's size determines it.
+        axis: the sharded axis: the last one (-1) or the images' rows (1); in a `TensorCut` any
+            axis, counted from 0.
     """
 
     units: int = 0
@@ -68,20 +69,20 @@ class Placement:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank has all of it."""
+        """Whether every rank has the full activation."""
         return self.units == 0
 
     @property
     def has_rows(self) -> bool:
-        """Whether the rows of images are cut."""
+        """Whether the rows of images are sharded."""
         return not self.is_replicated and self.axis == ROWS
 
     def region(self, shape: Sequence[int], axis: int, size: int, rank: int) -> Region:
         """Return a rank's region of an array that is sharded along with the activation.
 
         Args:
-            shape: of the whole array.
-            axis: the axis of the array that corresponds to the activation's cut axis.
+            shape: of the full array.
+            axis: the axis of the array that corresponds to the activation's sharded axis.
             size: the number of ranks.
             rank: one of them.
 
@@ -94,7 +95,7 @@ class Placement:
         return Region(full, axis % len(full), local.start, local.stop, repeats, *second)
 
     def resolve(self, total: int) -> Placement:
-        """Return the placement with its repeats known, given the length of the whole axis.
+        """Return the placement with its repeats known, given the full length of the axis.
 
         Raises:
             LayoutError: when the axis cannot have that length.
@@ -123,17 +124,17 @@ class Placement:
             )
 
     def width(self, size: int, rank: int) -> int:
-        """Return how many elements a rank has of each repeat."""
+        """Return the number of a rank's elements in each repeat."""
         return sum(map(len, self.ranges(size, rank)))
 
     def ranges(self, size: int, rank: int) -> tuple[range, ...]:
-        """Return which elements of the axis a rank has, where they do not come again."""
+        """Return a rank's elements of the axis, within the first repeat."""
         local = part(self.units, size, rank)
         return (range(local.start * self.unit, local.stop * self.unit),)
 
     @property
     def once(self) -> int:
-        """How many elements each repeat has, on all ranks."""
+        """The number of elements in each repeat, over all ranks."""
         return self.units * self.unit
 
     def is_like(self, other: Placement, size: int) -> bool:
@@ -145,18 +146,21 @@ class Placement:
         return ours == theirs
 
     def reshaped(self, old: Sequence[int], new: Sequence[int], size: int) -> Placement | None:
-        """Return the placement after a reshape; None if no new axis is cut between whole units.
+        """Return the placement after a reshape, or None if no new axis can carry the shards.
 
             old axes     before | repeats  units  unit | after
-            new axes       left |        own           | right      left divides before * repeats, right unit * after
+            new axes       left |   the sharded axis   | right
+
+        A new axis fits if left divides before * repeats, right divides unit * after (or units that
+        every rank can join), and each rank keeps its elements. Of several, take the shortest.
 
         Args:
-            old, new: whole shapes, of the same number of elements.
+            old, new: full shapes, of the same number of elements.
             size: the number of ranks.
         """
         first = 0
         if not prod(old):
-            # of no samples it is as of one; of anything else without elements there is no telling
+            # an empty batch has the placement of a batch of 1; other empty shapes are ambiguous
             if not (old[0] == new[0] == 0 < prod(old[1:]) and self.axis):
                 return None
             old, new, first = (1, *old[1:]), (1, *new[1:]), 1
@@ -169,7 +173,7 @@ class Placement:
             left, right = prod(new[:axis]), prod(new[axis + 1 :])
             if outer % left:
                 continue
-            joined = right // gcd(right, inner)  # so many units go together
+            joined = right // gcd(right, inner)  # the units that make up one new unit
             if self.units % joined or not _whole_units(self.units, joined, size):
                 continue
             result = Placement(self.units // joined, joined * inner // right, outer // left, axis)
@@ -177,7 +181,7 @@ class Placement:
         return min(fitting, key=lambda item: item[0])[1] if fitting else None
 
     def sliced(self, start: int, stop: int) -> Placement | None:
-        """Return the placement of elements start..stop-1; None unless they are whole repeats."""
+        """Return the placement of elements start..stop-1; None unless they are complete repeats."""
         if start >= stop or start % self.once or stop % self.once:
             return None
         return replace(self, repeats=(stop - start) // self.once)
@@ -192,7 +196,7 @@ class PairPlacement(Placement):
         return zigzag(self.units, size, rank)
 
     def reshaped(self, old: Sequence[int], new: Sequence[int], size: int) -> Placement | None:
-        """See `Placement.reshaped`: the axis is to stay as it is, between others."""
+        """See `Placement.reshaped`: here the axis must keep its length and the axes before it."""
         before = prod(old[: self.axis])
         for axis, length in enumerate(new):
             if length == old[self.axis] and prod(new[:axis]) == before and prod(old) == prod(new):
@@ -202,17 +206,17 @@ class PairPlacement(Placement):
 
 @dataclass(frozen=True)
 class LengthsPlacement(Placement):
-    """The placement of an axis of which each rank has a run of any length.
+    """A placement in contiguous ranges of arbitrary lengths, one per rank.
 
     Attributes:
-        lengths: of the ranks' runs.
+        lengths: of the ranges.
     """
 
     lengths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, lengths: Sequence[int], axis: int) -> LengthsPlacement:
-        """Return the one of these lengths."""
+        """Return the placement with these lengths."""
         return cls(sum(lengths), axis=axis, lengths=tuple(lengths))
 
     def ranges(self, size: int, rank: int) -> tuple[range, ...]:
@@ -222,9 +226,7 @@ class LengthsPlacement(Placement):
 
 
 def _whole_units(units: int, joined: int, size: int) -> bool:
-    """Return whether every rank's units stay the same ones when so many of them are joined to
-    one.
-    """
+    """True if every rank keeps its units when `joined` of them become one."""
     return all(
         part(units, size, r).start == part(units // joined, size, r).start * joined
         for r in range(size)
@@ -235,63 +237,62 @@ REPLICATED = Placement()
 
 
 def features(units: int, unit: int = 1) -> Placement:
-    """Return the placement of an activation whose last axis is divided in `units` units."""
+    """Return the placement of an activation with a last axis of `units` units."""
     return Placement(units, unit)
 
 
 def rows(height: int) -> Placement:
-    """Return the placement of images whose rows are divided."""
+    """Return the placement of images with sharded rows."""
     return Placement(height, axis=ROWS)
 
 
 class TensorGroup(Protocol):
-    """The ranks that share a tensor, and what they exchange of it.
+    """The ranks that share a tensor, and their differentiable collectives.
 
-    `ops.collectives` has those that share layers, `parallel.sequence` those that share sequences.
+    `ops.collectives` implements tensor parallelism, `parallel.sequence` sequence parallelism.
 
     Attributes:
-        depth: which cut is the outer one of a tensor that is cut twice: that of the larger depth.
+        depth: the order in a tensor sharded twice: the group of larger depth is the outer one.
     """
 
     depth: int
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """This rank's number in the group."""
 
     def copy(self, x: Any) -> Any:
         """Return a full tensor for work that differs by rank: backward sums its gradients."""
 
     def gather(self, x: Any, placement: Placement) -> Any:
-        """Return all ranks' parts together."""
+        """Return the full tensor, gathered from all ranks' shards."""
 
     def scatter(self, x: Any, placement: Placement) -> Any:
-        """Return this rank's part of a whole tensor or array."""
+        """Return this rank's shard of a full tensor or array."""
 
     def attention(self, kernels: Any, placement: Placement) -> Any:
         """Return the attention over positions of several ranks (`attend`, `attend_grad`), or None.
 
         Args:
-            kernels: those for whole sequences.
+            kernels: the kernels for full sequences.
             placement: of the positions.
         """
 
 
 @dataclass(frozen=True)
 class TensorCut:
-    """Which part of a larger tensor a rank has.
+    """The position of a rank's shard in its full tensor.
 
     Attributes:
-        placement: how the whole is spread; its axis counts from 0, and its repeats are known.
-        group: the ranks that share it.
-        layer: the full name of the layer that left it so; empty for positions, which are cut before
-            the first one.
-        within: how the part is cut itself, along another axis over other ranks; None where it is
-            not.
+        placement: how the full tensor is sharded; its axis counts from 0, its repeats are known.
+        group: the ranks that share the tensor.
+        layer: the full name of the layer that made the shard; empty for positions, which are
+            sharded before the first layer.
+        within: the cut of the shard itself, along another axis over other ranks; or None.
     """
 
     placement: Placement
@@ -301,30 +302,35 @@ class TensorCut:
 
     @property
     def axis(self) -> int:
-        """The axis that is cut, from 0."""
+        """The sharded axis, from 0."""
         return self.placement.axis
 
     @property
-    def whole(self) -> int:
-        """The length of the whole axis."""
+    def length(self) -> int:
+        """The full length of the axis."""
         return self.placement.once * (self.placement.repeats or 1)
 
-    def own(self, placement: Placement | None = None) -> int:
-        """Return the length of this rank's part of the axis, in this or another placement."""
+    def local_length(self, placement: Placement | None = None) -> int:
+        """Return the length of this rank's shard of the axis, in this or another placement."""
         placement = self.placement if placement is None else placement
         return placement.width(self.group.size, self.group.rank) * (placement.repeats or 1)
 
     def of(self, shape: Sequence[int]) -> Shape:
-        """Return the shape of the whole tensor, given that of this rank's part."""
+        """Return the shape of the full tensor, given that of this rank's shard."""
         shape = shape if self.within is None else self.within.of(shape)
-        return (*shape[: self.axis], self.whole, *shape[self.axis + 1 :])
+        return (*shape[: self.axis], self.length, *shape[self.axis + 1 :])
 
     def is_like(self, other: TensorCut) -> bool:
-        """Return whether both tensors lie on the ranks in the same way."""
+        """Return whether both tensors have the same placement."""
         return self.placement.is_like(other.placement, self.group.size)
 
     def refuse(self, operation: object, why: str) -> LayoutError:
-        """Return the error that says which operation cannot do what with the part."""
+        """Return the error for an operation that does not support the shard.
+
+        Args:
+            operation: a `Function`, or a name.
+            why: the rest of the clause after the name.
+        """
         name = (
             operation
             if isinstance(operation, str)
@@ -337,7 +343,7 @@ class TensorCut:
                 "give that layer Sharding.REPLICATED",
             )
         return LayoutError(
-            f"{name} {why}, but each of {self.group.size} ranks has a part of the {self.whole}"
+            f"{name} {why}, but each of {self.group.size} ranks has a part of the {self.length}"
             f" elements of axis {self.axis}{left}; make it whole first, x = nnmpi.tensor.whole(x),"
             f" or {way}"
         )
@@ -349,16 +355,16 @@ def is_cut(x: Any) -> bool:
 
 
 def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
-    """Return a part's placement, for an operation along other axes than the one that is cut.
+    """Return a shard's placement, for an operation along other axes than the sharded one.
 
     Args:
         function: the operation.
-        x: the part.
-        axes: along which it works; negative ones count from the end.
-        why: what it does along them, if the cut axis is among them.
+        x: the shard.
+        axes: the axes of the operation; negative ones count from the end.
+        why: its work along them, for the error.
 
     Raises:
-        LayoutError: when it is.
+        LayoutError: when the sharded axis is among `axes`.
     """
     cut: TensorCut = x.cut
     if cut.axis in (axis % x.ndim for axis in axes):
@@ -367,10 +373,10 @@ def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
 
 
 def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
-    """Return the first input, of which all must be parts that lie on the ranks in the same way.
+    """Return the first input; refuse inputs that are not all shards of one placement.
 
     Raises:
-        LayoutError: otherwise, saying what it needs or does.
+        LayoutError: with the reason `why`.
     """
     first = next(x for x in inputs if is_cut(x))
     if not all(is_cut(x) and x.cut.is_like(first.cut) for x in inputs):
@@ -379,7 +385,7 @@ def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
 
 
 def moved(x: Any, axis: int) -> Placement:
-    """Return a part's placement, with its cut axis at another place."""
+    """Return a shard's placement, with the sharded axis renumbered."""
     placement: Placement = x.cut.placement
     return replace(placement, axis=axis)
 
@@ -387,20 +393,20 @@ def moved(x: Any, axis: int) -> Placement:
 def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> Placement:
     """Return the placement of an elementwise result: its shards', which must be equal.
 
-    What is whole beside them must have length 1 along the axis that is cut, or not have the axis.
+    A full input must have length 1 along the sharded axis, or not have that axis.
 
     Args:
         function: the operation.
         inputs: its inputs.
-        scatters: whether what is whole and as long as the parts together may be there, too, since
-            each rank will take its part of it (see `beside`).
+        scatters: whether a full input may also have the full length of the axis: each rank then
+            uses its slice (see `beside`).
 
     Raises:
-        LayoutError: otherwise.
+        LayoutError: for other inputs.
     """
     first = next(x for x in inputs if is_cut(x))
     cut: TensorCut = first.cut
-    behind = first.ndim - cut.axis  # where the axis is, counted from the end
+    behind = first.ndim - cut.axis  # the axis counted from the end, as broadcasting aligns axes
     shapes = [tuple(getattr(x, "shape", ())) for x in inputs]
     for x, shape in zip(inputs, shapes, strict=True):
         if is_cut(x):
@@ -411,13 +417,13 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
                 raise cut.refuse(
                     function, f"meets a part that layer {x.cut.layer!r} left in another way"
                 )
-        elif len(shape) >= behind and shape[-behind] not in ((1, cut.whole) if scatters else (1,)):
+        elif len(shape) >= behind and shape[-behind] not in ((1, cut.length) if scatters else (1,)):
             raise cut.refuse(function, "meets a whole tensor")
     return moved(first, max(map(len, shapes)) - behind)
 
 
 def beside(x: Any, ndim: int, placement: Placement) -> Placement | None:
-    """Return the placement of a full operand beside shards; None if all ranks need all of it.
+    """Return the placement of a full operand beside shards; None if every rank needs it in full.
 
     Args:
         x: a tensor or array.

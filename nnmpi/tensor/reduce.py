@@ -12,12 +12,12 @@ from nnmpi.tensor.function import Function, Grads, unbroadcast
 from nnmpi.tensor.placement import Placement, aligned, is_cut, moved, uncut
 
 
-def _kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+def _keep_axes(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
 
 
 class _Reduction(Function):
-    """What reductions share: the axes, and whether they stay as axes of length 1."""
+    """A reduction over `axes`; `keepdims` keeps them with length 1."""
 
     __slots__ = ("axes", "keepdims")
 
@@ -25,15 +25,15 @@ class _Reduction(Function):
         self.axes, self.keepdims = axes, keepdims
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where the cut axis stays."""
+        """Return the input's placement; a reduction over the sharded axis is refused."""
         (x,) = inputs
         placement = uncut(self, x, self.axes, "needs all elements of the axes that it reduces")
-        gone = 0 if self.keepdims else sum(axis < placement.axis for axis in self.axes)
-        return replace(placement, axis=placement.axis - gone)
+        removed = 0 if self.keepdims else sum(axis < placement.axis for axis in self.axes)
+        return replace(placement, axis=placement.axis - removed)
 
 
 class Sum(_Reduction):
-    """The sum over axes, or the mean, where it `averages`."""
+    """The sum over axes, or the mean if `averages`."""
 
     __slots__ = ("averages",)
 
@@ -57,7 +57,7 @@ class Sum(_Reduction):
 
     def backward(self, grad: Array) -> Grads:
         (shape, count), xp = self.saved, self.xp
-        item = xp.reshape(grad, _kept(shape, self.axes))
+        item = xp.reshape(grad, _keep_axes(shape, self.axes))
         return (xp.broadcast_to(xp.divide(item, count) if self.averages else item, shape),)
 
 
@@ -88,7 +88,7 @@ class Variance(_Reduction):
 
     def backward(self, grad: Array) -> Grads:
         (centred, divisor), xp = self.saved, self.xp
-        share = xp.multiply(xp.reshape(grad, _kept(centred.shape, self.axes)), 2 / divisor)
+        share = xp.multiply(xp.reshape(grad, _keep_axes(centred.shape, self.axes)), 2 / divisor)
         return (xp.multiply(centred, share),)
 
 
@@ -116,11 +116,11 @@ class Largest(_Reduction):
 
     def backward(self, grad: Array) -> Grads:
         (x, result), xp = self.saved, self.xp
-        saved = _kept(x.shape, self.axes)
+        shape = _keep_axes(x.shape, self.axes)
         ties = xp.empty(x.shape, grad.dtype)
-        xp.equal(x, xp.reshape(result, saved), out=ties)
+        xp.equal(x, xp.reshape(result, shape), out=ties)
         share = xp.divide(
-            xp.reshape(grad, saved), xp.add.reduce(ties, axis=self.axes, keepdims=True)
+            xp.reshape(grad, shape), xp.add.reduce(ties, axis=self.axes, keepdims=True)
         )
         return (xp.multiply(ties, share),)
 
@@ -133,7 +133,9 @@ class MatMul(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: that of the stacks, the rows of a, or the columns of b.
 
-        (..., n, k) @ (..., k, m) -> (..., n, m)       what is cut along k would have to be added up
+            (..., n, k) @ (..., k, m) -> (..., n, m)
+
+        Operands sharded along k are refused: their products would have to be summed over the ranks.
         """
         a, b = inputs
         for x, inner in ((a, -1), (b, -2 if b.ndim > 1 else -1)):
@@ -155,8 +157,8 @@ class MatMul(Function):
 
     def backward(self, grad: Array) -> Grads:
         (a, b), xp = self.saved, self.xp
-        # a vector on the left is a row, on the right a column: give everything two dimensions, take
-        # them away again
+        # a vector on the left is a row, one on the right a column: add the missing axes here, and
+        # remove them from the gradients at the end
         rows = a[None, :] if a.ndim == 1 else a
         columns = b[:, None] if b.ndim == 1 else b
         if a.ndim == 1:
@@ -165,8 +167,7 @@ class MatMul(Function):
             grad = grad[..., None]  # (..., n, 1)
         to_a = to_b = None
         if self.needs[0]:
-            # (..., n, m) @ (..., m, k) -> (..., n, k); stacks that were broadcast forward are
-            # summed here
+            # (..., n, m) @ (..., m, k) -> (..., n, k); gradients of broadcast stacks are summed
             to_a = xp.reshape(
                 unbroadcast(xp, self.multiply(grad, columns.swapaxes(-1, -2)), rows.shape), a.shape
             )
@@ -182,7 +183,7 @@ class MatMul(Function):
         xp = self.xp
         if b.ndim > 2 or a.ndim == 2:
             return gemm(xp, a, b)
-        rows = prod(a.shape[:-1])  # one matrix for all of a stack: it is one product
+        rows = prod(a.shape[:-1])  # a stack times a single matrix is one product of more rows
         return xp.reshape(
             gemm(xp, xp.reshape(a, (rows, a.shape[-1])), b), (*a.shape[:-1], b.shape[-1])
         )

@@ -14,27 +14,31 @@ from nnmpi.tensor.placement import Placement, alike, moved, uncut
 class Reshape(Function):
     """x with its elements, in order, in another shape."""
 
-    __slots__ = ("wanted",)
+    __slots__ = ("new",)
 
     replayable = views = True
 
-    def __init__(self, wanted: Shape) -> None:
-        self.wanted = wanted
+    def __init__(self, new: Shape) -> None:
+        self.new = new
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the result's placement, if one of its axes is cut between whole units."""
+        """Return the result's placement, if the shards are ranges of complete units of a new axis.
+
+        See `Placement.reshaped`.
+        """
         (x,) = inputs
-        cut, known = x.cut, prod(n for n in self.wanted if n != -1)
-        new = tuple(x.size // known if n == -1 else n for n in self.wanted)
+        cut, known = x.cut, prod(n for n in self.new if n != -1)
+        new = tuple(x.size // known if n == -1 else n for n in self.new)
         placement: Placement | None = cut.placement.reshaped(x.shape, new, cut.group.size)
         if placement is None:
             raise cut.refuse(self, f"of {x.shape} to {new} tears the ranks' parts apart")
-        self.wanted = (*new[: placement.axis], cut.own(placement), *new[placement.axis + 1 :])
+        local = cut.local_length(placement)
+        self.new = (*new[: placement.axis], local, *new[placement.axis + 1 :])
         return placement
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        return self.xp.reshape(x, self.wanted)
+        return self.xp.reshape(x, self.new)
 
     def backward(self, grad: Array) -> Grads:
         return (self.xp.reshape(grad, self.saved[0]),)
@@ -51,7 +55,7 @@ class Transpose(Function):
         self.axes = axes
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: the cut axis goes to its new place."""
+        """Return the input's placement, with the sharded axis at its new position."""
         (x,) = inputs
         return moved(x, self.axes.index(x.cut.axis))
 
@@ -66,7 +70,7 @@ class Transpose(Function):
 
 
 class Concatenate(Function):
-    """Arrays one after another along an axis."""
+    """Arrays joined along an axis."""
 
     __slots__ = ("axis",)
 
@@ -76,7 +80,7 @@ class Concatenate(Function):
         self.axis = axis
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the result's placement: that of all inputs, joined along another axis."""
+        """Return the inputs' placement, which must be equal and of another axis."""
         first = alike(self, inputs, "joins tensors that all lie on the ranks alike")
         return uncut(self, first, (self.axis,), "along that axis needs all of each")
 
@@ -113,11 +117,11 @@ class Pad(Function):
 
 
 class GetItem(Function):
-    """x[key]; elements that the key names twice get both gradients.
+    """x[key]; an element that the key selects twice gets the sum of both gradients.
 
-    On a device, CuPy lets an index out of range begin again from the other end. So NumPy looks
-    first at a key in the host's memory; at one on the device nobody looks, for which the host would
-    have to wait.
+    CuPy wraps an index out of range around instead of raising IndexError. So `check` lets NumPy
+    validate a key in the host's memory first. A key on the device is not validated: the host would
+    have to wait for its values.
     """
 
     __slots__ = ("basic", "key")
@@ -132,33 +136,35 @@ class GetItem(Function):
         )
 
     def check(self, shape: Shape) -> None:
-        """Raise IndexError for what does not fit the shape, unless a part lies on the device."""
+        """Raise IndexError for a key that does not fit the shape, unless it is on the device."""
         parts = self.key if isinstance(self.key, tuple) else (self.key,)
         if not any(hasattr(part, "__cuda_array_interface__") for part in parts):
             np.broadcast_to(False, shape)[self.key]
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the result's placement: the key takes all of the sharded axis, or whole repeats."""
+        """Return the result's placement: the key takes the full sharded axis, or complete repeats.
+
+        It also rewrites the key, whose slice of the sharded axis becomes one of the local shard.
+        """
         (x,) = inputs
         cut, key = x.cut, self._expanded(x.ndim)
         if key is None:
             raise cut.refuse(self, "picks elements by an array")
-        places = [i for i, item in enumerate(key) if item is not None]  # of x's axes
-        local = key[places[cut.axis]]
-        start, stop, step = local.indices(cut.whole) if isinstance(local, slice) else (0, 0, 1)
+        # the position in the key of the sharded axis; new axes (None) are none of x's
+        at = [i for i, item in enumerate(key) if item is not None][cut.axis]
+        local = key[at]
+        start, stop, step = local.indices(cut.length) if isinstance(local, slice) else (0, 0, 1)
         placement: Placement | None = cut.placement.sliced(start, stop) if step == 1 else None
         if placement is None:
             raise cut.refuse(self, f"picks {local} of that axis, no whole groups of its parts")
-        repeat = cut.own() // (cut.placement.repeats or 1)
-        key[places[cut.axis]] = slice(
-            start // cut.placement.once * repeat, stop // cut.placement.once * repeat
-        )
+        repeat = cut.local_length() // (cut.placement.repeats or 1)
+        key[at] = slice(start // cut.placement.once * repeat, stop // cut.placement.once * repeat)
         self.key = tuple(key)
-        gone = sum(isinstance(item, int) for item in key[: places[cut.axis]])
-        return replace(placement, axis=places[cut.axis] - gone)
+        removed = sum(isinstance(item, int) for item in key[:at])
+        return replace(placement, axis=at - removed)
 
     def _expanded(self, ndim: int) -> list[Any] | None:
-        """Return the key as slices, integers and None alone; None for one with arrays."""
+        """Return the key with its Ellipsis expanded; None for a key with arrays or booleans."""
         parts = list(self.key) if isinstance(self.key, tuple) else [self.key]
         if not self.basic or any(isinstance(part, bool) for part in parts):
             return None

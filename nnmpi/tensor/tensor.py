@@ -6,9 +6,9 @@ A gradient in three lines:
     (x * x).sum().backward()
     x.grad                      # array([2., 4.], dtype=float32)
 
-Sums and means of float16 and bfloat16 are added up in float32. In a mode of mixed precision they
-stay float32, as losses do, since a sum may be beyond what float16 holds; else they are rounded to
-the dtype that they are of.
+Sums and means of float16 and bfloat16 accumulate in float32. In mixed precision the result stays
+float32, as losses do, since a sum may exceed the range of float16. Otherwise it is rounded to the
+input's dtype.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Tensor(Variable):
     """An array with automatic differentiation.
 
     Args:
-        data: an array (kept as it is, not copied), or numbers in lists (floats become float32).
+        data: an array (not copied), or numbers in lists (floats become float32).
         requires_grad: whether backward passes compute `grad` for it.
-        dtype: the dtype to convert to; None keeps an array's own.
+        dtype: the dtype to convert to; None leaves an array's dtype.
 
     Raises:
-        DtypeError: when a gradient is wanted for values that are not floating point, or data are no
+        DtypeError: for `requires_grad` with a dtype that is not floating point, or data that are no
             numbers.
 
     Example:
@@ -120,13 +120,13 @@ class Tensor(Variable):
         Args:
             grad: the gradient of this tensor, of its shape, converted to its dtype; by default 1,
                 for a tensor of one element.
-            retain_graph: keep what the operations saved, so that backward can be called again.
-            deferred: takes over the parameters' gradients, which its `finish` computes (see
+            retain_graph: whether the saved arrays stay, so that backward can be called again.
+            deferred: collects the parameters' gradients, which its `finish` computes (see
                 `backward.Deferred`).
 
         Raises:
-            GraphError: when nothing was recorded, or the graph or a part of it was used up by an
-                earlier call; for `deferred` together with hooks or `retain_graph`.
+            GraphError: when nothing was recorded, or an earlier call used up the graph or a part of
+                it; for `deferred` together with gradient hooks or `retain_graph`.
             ShapeError: when `grad` is needed and missing, or has another shape.
             DeviceError: when `grad` is on a device and the tensor is not.
         """
@@ -155,7 +155,7 @@ class Tensor(Variable):
             except TypeError as error:
                 raise mixed_error((self.data, values)) or error from None
             if seed.dtype != self.data.dtype:
-                # an operation, which a recording keeps
+                # an operation, so that a recording includes it
                 seed = Tensor(seed).astype(self.data.dtype).data
             if seed.shape != self.shape:
                 raise ShapeError(
@@ -165,7 +165,7 @@ class Tensor(Variable):
         walk_back(self, seed, retain_graph, deferred)
 
     def detach(self) -> Tensor:
-        """Return a tensor of the same values (not copied) that is no part of the graph."""
+        """Return a tensor of the same values (not copied) without history in the graph."""
         return Tensor(self.data)
 
     def numpy(self) -> Array:
@@ -237,11 +237,11 @@ class Tensor(Variable):
     def __format__(self, form: str) -> str:
         return format(self.item(), form) if form else str(self)
 
-    # An ndarray on the left would otherwise take the tensor apart element by element.
+    # Otherwise an ndarray on the left would compute with the tensor element by element.
     __array_ufunc__ = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        if self.requires_grad and self.data.ndim:  # the graph would end there, and nobody be told
+        if self.requires_grad and self.data.ndim:  # the graph would silently end here
             raise GraphError(
                 "a tensor that needs a gradient becomes an array by x.numpy(), or x.detach()"
             )
@@ -309,9 +309,9 @@ class Tensor(Variable):
             " nnmpi.tensor.where"
         )
 
-    # Comparisons give plain boolean arrays: they have no derivative. `==` is an error, as NumPy
-    # compares elements there, but with the tensor itself: sets, and those of weak references,
-    # compare a key with itself.
+    # Comparisons return plain boolean arrays, since they have no derivative. `==` cannot compare
+    # elements, since dictionaries and sets of tensors need it for identity. It raises for operands
+    # that NumPy would compare by element, so that nobody takes the one bool for an array.
     def __eq__(self, other: object) -> bool:
         if self is not other and (is_result(other) or isinstance(other, int | float | Tensor)):
             raise UsageError(
@@ -347,7 +347,7 @@ class Tensor(Variable):
         """Return the variance over axes; the other arguments are those of `sum`.
 
         Args:
-            correction: what is taken off the number of elements in the denominator; 1 gives the
+            correction: subtracted from the number of elements in the denominator; 1 gives the
                 unbiased estimate.
 
         Raises:
@@ -369,7 +369,7 @@ class Tensor(Variable):
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
         """Return the indices of the maxima along an axis, or of all, as an integer array."""
         refuse("argmax")
-        # of bfloat16 not every library finds the largest
+        # not every array library implements argmax of bfloat16
         values: Any = to_float32(namespace(self.data), self.data)
         return values.argmax(axis=axis, keepdims=keepdims)
 
@@ -398,7 +398,7 @@ class Tensor(Variable):
         return _pointwise("tanh", self)
 
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
-        """Return the elements kept between two bounds; None is no bound.
+        """Return the elements clipped to two bounds; None stands for no bound.
 
         Raises:
             UsageError: when neither bound is given, or low > high.
@@ -439,7 +439,8 @@ class Tensor(Variable):
     def reshape(self, *sizes: int | Sequence[int]) -> Tensor:
         """Return the elements, in order, in another shape; one size may be -1.
 
-        Of no rows, `x.reshape(len(x), -1)` has the columns that rows would have.
+        Unlike NumPy's, it accepts an empty batch: `x.reshape(len(x), -1)` of zero rows has as many
+        columns as it would with rows.
 
         Raises:
             ShapeError: when the sizes do not hold the elements.
@@ -485,11 +486,19 @@ class Tensor(Variable):
         """Return the tensor with its axes permuted; two numbers exchange those axes."""
         match axes:
             case (int(first), int(second)):
-                order = list(range(self.data.ndim))
-                first, second = _own_axes(self, first, second)
-                order[first], order[second] = second, first
-                return Transpose(tuple(order))(self)
+                return self.swapaxes(first, second)
         return self.permute(*axes)
+
+    def swapaxes(self, first: int, second: int) -> Tensor:
+        """Return the tensor with two axes exchanged.
+
+        Raises:
+            ShapeError: for an axis that the tensor does not have.
+        """
+        order = list(range(self.data.ndim))
+        first, second = _checked_axes(self, first, second)
+        order[first], order[second] = second, first
+        return Transpose(tuple(order))(self)
 
     def pad(self, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
         """Return the tensor with a border.
@@ -507,7 +516,7 @@ class Tensor(Variable):
                 f"pad needs one non-negative (before, after) per axis of shape {self.data.shape},"
                 f" not {pairs}"
             )
-        return Pad(pairs, value)(self) if pairs else self  # nothing goes around a single number
+        return Pad(pairs, value)(self) if pairs else self  # NumPy's pad refuses an empty list
 
 
 def maximum(a: Any, b: Any) -> Tensor:
@@ -534,7 +543,7 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
             f" {getattr(values, 'dtype', type(values).__name__)}"
         )
     a, b = operands("where", a, b)
-    if any(map(is_cut, (condition, a, b))):  # the operation says what lies alike
+    if any(map(is_cut, (condition, a, b))):  # `placed` of the operation compares the placements
         return in_float32(Where(), condition, a, b)
     check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
     return in_float32(Where(), values, a, b)
@@ -569,13 +578,15 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Return tensors of one shape along a new axis. Errors are those of `concatenate`."""
     if not tensors or not -(ndim := tensors[0].data.ndim) - 1 <= axis <= ndim:
         raise ShapeError(f"stack of {len(tensors)} tensors along axis {axis} does not fit")
-    place = axis % (ndim + 1)
-    return concatenate([x.reshape(*x.shape[:place], 1, *x.shape[place:]) for x in tensors], place)
+    at = axis % (ndim + 1)
+    return concatenate([x.reshape(*x.shape[:at], 1, *x.shape[at:]) for x in tensors], at)
 
 
 def _sum(function: Function, a: Any, b: Any) -> Tensor:
-    """Apply a sum or product; of two tensors of one dtype in that dtype, which rounds as float32
-    and back would.
+    """Apply add, subtract or multiply.
+
+    Two tensors of one low dtype need no detour by float32: a single such operation rounds to the
+    same result.
     """
     if isinstance(a, Variable) and isinstance(b, Variable) and a.data.dtype == b.data.dtype:
         return function(a, b)
@@ -592,7 +603,10 @@ def _difference(a: Any, b: Any) -> Tensor:
 
 
 def _pointwise(name: str, *inputs: Any, function: Function | None = None) -> Tensor:
-    """Apply an operation that integers have none of: their result would be of another dtype."""
+    """Apply an operation defined for floating point alone.
+
+    Its result for integers would have another dtype.
+    """
     for x in inputs:
         if isinstance(x, Variable) or len(inputs) == 1:
             require_floating(name, x)
@@ -639,7 +653,7 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> tuple[int, ...]:
 
     Raises:
         ShapeError: for an axis that the array does not have, or one named twice.
-        UsageError: where a second axis stands in place of keepdims.
+        UsageError: for a second axis in the position of keepdims.
     """
     if not isinstance(keepdims, bool):
         raise UsageError(
@@ -653,13 +667,13 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> tuple[int, ...]:
         if isinstance(axis, tuple | list)
         else (axis,)
     )
-    result = _own_axes(x, *given)
+    result = _checked_axes(x, *given)
     if len(set(result)) != len(result):
         raise ShapeError(f"axis {axis} names an axis twice")
     return result
 
 
-def _own_axes(x: Tensor, *axes: int) -> tuple[int, ...]:
+def _checked_axes(x: Tensor, *axes: int) -> tuple[int, ...]:
     """Return axes as non-negative numbers.
 
     Raises:
@@ -679,7 +693,7 @@ def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _index(part: Any) -> Any:
-    """Return a part of a key as NumPy takes it."""
+    """Convert a part of a key to NumPy's form: an array, an integer, a slice."""
     values = whole_values("an index", part)
     if hasattr(values, "dtype") and getattr(values, "ndim", 1) == 0 and values.dtype.kind in "iu":
         if isinstance(part, Variable):
@@ -692,7 +706,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
     if isinstance(data, Variable):
         whole_values("Tensor", data)
         if dtype is not None:
-            data = Tensor(data.data).astype(dtype)  # an operation, which a recording keeps
+            data = Tensor(data.data).astype(dtype)  # an operation, so that recordings include it
         data, dtype = data.data, None
     if is_array(data):
         array = data if dtype is None else data.astype(dtype, copy=False)

@@ -127,6 +127,7 @@ def test_methods_are_the_functions():
         (x[None].transpose(-2, -1), a.T[None]),
         (x[None].permute(2, 0, 1), a.T[:, None]),
         (x.transpose(), a.T),
+        (x[None].swapaxes(0, -1), a[None].swapaxes(0, -1)),
         (x.T, a.T),
         (x.flatten(0), a.reshape(-1)),
         (-x, -a),

@@ -118,6 +118,7 @@ SHAPES = [
     (lambda: zeros(2, 3).permute(0, 0), r"\(0, 0\) is no permutation"),
     (lambda: zeros(2, 3).permute(0), r"\(0,\) is no permutation"),
     (lambda: zeros(2, 3).transpose(0, 2), "axis 2 does not fit an array of 2"),
+    (lambda: zeros(2, 3).swapaxes(0, -3), "axis -3 does not fit an array of 2"),
     (lambda: tensor.concatenate([]), "no tensors"),
     (lambda: tensor.concatenate([zeros(2, 3), zeros(2, 2)]), r"\(2, 3\), \(2, 2\)"),
     (lambda: tensor.concatenate([zeros(2)], 1), "along axis 1"),

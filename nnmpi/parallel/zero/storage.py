@@ -228,7 +228,7 @@ class ShardedStorage(FlatStorage):
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
         for span in self.spans:
-            local = self.place(span)
+            local = self.trained_slice(span)
             yield span, self.data[span.buffer][local], self.grads[span.buffer][local]
 
     @property
@@ -242,7 +242,7 @@ class ShardedStorage(FlatStorage):
         """Refuse: other ranks count on what lies where."""
         raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
 
-    def place(self, span: Span) -> slice:
+    def trained_slice(self, span: Span) -> slice:
         """See `FlatStorage.place`."""
         return self._part(span)[0]
 
@@ -276,8 +276,8 @@ class ShardedStorage(FlatStorage):
 
     # ---- gradients ----
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _clear_grads(self) -> None:
+        super()._clear_grads()
         self._fresh = [True] * len(self.data)
 
     @property
