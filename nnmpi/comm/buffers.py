@@ -1,4 +1,4 @@
-"""Which arrays a collective can work on, and their bytes as MPI sees them."""
+"""Arrays for collectives: their dtypes, their bytes, and copies between device and host."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from nnmpi.errors import DtypeError, ShapeError, UsageError
 
 Buffer: TypeAlias = NDArray[Any]
 
-# What both MPI and NumPy can add. MPI has no dependable sum of half-precision numbers; and where a
-# sum of integers does not fit, NumPy wraps around while Open MPI's own all-reduce may stop at the
-# largest number (seen with int8).
+# Dtypes that both MPI and NumPy add. MPI has no dependable sum of half-precision numbers. When a
+# sum of integers overflows, NumPy wraps around, while Open MPI's all-reduce may saturate (seen with
+# int8).
 DTYPES = frozenset(
     np.dtype(name)
     for name in (
@@ -38,8 +38,7 @@ DTYPES = frozenset(
 )
 
 
-# Floating-point numbers of 16 bits, by name as NumPy knows bfloat16 only through a package. Sums
-# take them as float32.
+# 16-bit floats, added in float32. Names, because NumPy has bfloat16 only through a package.
 LOW = ("float16", "bfloat16")
 
 
@@ -47,9 +46,9 @@ def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
     """Return an uninitialized NumPy array in page-locked memory, for fast copies: (elements,).
 
     Args:
-        cuda: the device library's module of that name.
-        elements: 1 at least.
-        dtype: of them.
+        cuda: the device library's `cuda` module.
+        elements: at least 1.
+        dtype: of the elements.
     """
     kind = np.dtype(dtype)
     result: Array = np.frombuffer(
@@ -64,16 +63,16 @@ def is_device(array: object) -> bool:
 
 
 def check_buffer(array: object, low: bool = False) -> Buffer:
-    """Return the array if its sum over ranks can be taken in place.
+    """Return the array if it can be summed over ranks in place, else raise.
 
     Args:
-        array: 1-D C-contiguous writeable array, NumPy's or of a device, of a dtype in `DTYPES`, in
-            the machine's byte order.
-        low: whether it may be of 16-bit floating point.
+        array: 1-D, C-contiguous, writeable, of NumPy or a device, of a dtype in `DTYPES` in native
+            byte order.
+        low: whether 16-bit floats are allowed, too.
 
     Raises:
-        ShapeError: for more or fewer dimensions, gaps between elements, or a read-only array.
-        DtypeError: for something that is no such array, or another dtype.
+        ShapeError: for other dimensions, gaps between elements, or a read-only array.
+        DtypeError: for another type or dtype.
     """
     if not isinstance(array, np.ndarray) and not is_device(array):
         raise DtypeError(
@@ -96,11 +95,11 @@ def check_buffer(array: object, low: bool = False) -> Buffer:
 
 
 def check_contiguous(array: Buffer) -> Buffer:
-    """Return the array if its bytes lie together, so that MPI can read and write them.
+    """Return the array if MPI can read and write it as one block of bytes, else raise.
 
     Raises:
-        ShapeError: for an array with gaps or another order of its elements, or a read-only one.
-        DtypeError: for an object array, whose elements are addresses.
+        ShapeError: for an array that is not C-contiguous, or a read-only one.
+        DtypeError: for an object array: its elements are addresses.
     """
     if array.dtype.hasobject:
         raise DtypeError(
@@ -112,7 +111,7 @@ def check_contiguous(array: Buffer) -> Buffer:
             f"the {array.shape} array with strides {array.strides} has gaps; copy it:"
             " ascontiguousarray"
         )
-    if not getattr(array.flags, "writeable", True):  # a device's arrays all are
+    if not getattr(array.flags, "writeable", True):  # device arrays always are
         raise ShapeError(
             f"the {array.shape} array is read-only, but the result is written into it; pass a copy"
         )
@@ -123,8 +122,8 @@ def as_bytes(array: Buffer) -> NDArray[np.uint8]:
     """Return the bytes of a C-contiguous array, any shape, as a view: (array.nbytes,) uint8.
 
     Raises:
-        ShapeError: for an array whose elements lie apart at even distances; of other ones the bytes
-            are copied.
+        ShapeError: for an array with a constant stride and gaps. Of any other non-contiguous array
+            `reshape` makes a copy: call `check_contiguous` first.
     """
     try:
         return array.reshape(-1).view(np.uint8)
@@ -136,8 +135,8 @@ def as_bytes(array: Buffer) -> NDArray[np.uint8]:
         raise ShapeError(words) from error
 
 
-# Counts in MPI messages are 32-bit in most libraries; half of that leaves room, and nobody can tell
-# the difference.
+# Counts of MPI messages are 32-bit in most libraries. Half of that leaves room; one more message
+# costs nothing beside the seconds of a gigabyte.
 MAX_MESSAGE_BYTES = 2**30
 
 
@@ -148,21 +147,22 @@ def pieces(array: Buffer) -> Iterator[Buffer]:
         yield array[start : start + length]
 
 
-# Device arrays through page-locked host memory: any MPI can do it, and any algorithm.
+# Device arrays go through page-locked host memory, which works with any MPI and any algorithm.
 #
-#     copy to the host, which waits for what computes  ->  messages of host arrays  ->  copy back
+#     copy to the host, after pending kernels  ->  messages of host arrays  ->  copy back
 #
-# So a sum of device arrays has the bits of the same sum of host arrays.
+# So a sum of device arrays has the bits of the same sum of host arrays. A device pointer given to
+# an MPI that is not CUDA-aware is a segmentation fault, so the user declares a CUDA-aware one.
 
 VARIABLE = "NNMPI_CUDA_AWARE"
 
 
 @cache
 def cuda_aware() -> bool:
-    """True if NNMPI_CUDA_AWARE=1 says that MPI takes device pointers; other MPIs crash on one.
+    """Return whether NNMPI_CUDA_AWARE=1 declares that MPI takes device pointers.
 
     Raises:
-        UsageError: for another word than 0 or 1.
+        UsageError: for a value other than 0 or 1.
     """
     word = os.environ.get(VARIABLE, "0")
     if word not in ("0", "1"):
@@ -196,7 +196,7 @@ def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
         return
     xp = namespace(pairs[0][0])
     stream = xp.cuda.get_current_stream()
-    # (it would make one axis of none)
+    # (`ascontiguousarray` alone would make a 0-d array 1-d)
     gapless: list[Any] = [
         array if array.flags.c_contiguous else xp.ascontiguousarray(array) for array, _ in pairs
     ]
@@ -207,7 +207,7 @@ def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
 
 
 def put(host: Array, array: Array) -> None:
-    """Copy host memory from `room_for` to a device array, and wait until it is there."""
+    """Copy host memory from `room_for` to a device array, and wait for the copy."""
     if is_device(array):
         if array.size:
             stream = namespace(array).cuda.get_current_stream()
@@ -218,12 +218,12 @@ def put(host: Array, array: Array) -> None:
 
 
 def room_for(xp: ModuleType, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Return host memory to copy a device's arrays through: page-locked, so that copies are quick.
+    """Return host memory for copies from and to a device: page-locked, so that copies are fast.
 
     Args:
-        xp: the array module of the arrays, NumPy or a device's.
-        shape: of the memory; an int for one dimension.
-        dtype: of the memory.
+        xp: the array module of the arrays: NumPy, or a device's.
+        shape: of the result; an int for one dimension.
+        dtype: of the result.
     """
     elements = math.prod((shape,) if isinstance(shape, int) else shape)
     return (
@@ -234,12 +234,12 @@ def room_for(xp: ModuleType, shape: int | tuple[int, ...], dtype: DTypeLike) -> 
 
 
 def room_like(array: Array, shape: int | tuple[int, ...]) -> Array:
-    """Return host memory for an array of this one's library and dtype; see `room_for`."""
+    """Return host memory for copies of an array, with its dtype; see `room_for`."""
     return room_for(namespace(array), shape, array.dtype)
 
 
 def from_host(host: Array, xp: ModuleType) -> Array:
-    """Return the values as an array of an array module: with NumPy, `host` itself."""
+    """Return the values as an array of module `xp`; with NumPy, `host` itself."""
     if xp is np:
         return host
     array: Array = xp.empty(host.shape, dtype=host.dtype)

@@ -1,17 +1,18 @@
-"""What one rank does in a collective, as values: no MPI and no arrays here.
+"""Collectives as values: each rank's steps, and a contract. No MPI and no arrays here.
 
 A collective over `size` ranks cuts the buffer into `size` chunks (`shard.split`), numbered
-0..size-1. One rank's part of it is a tuple of steps, done in order. In a step the rank sends some
-of its chunks to one rank and receives chunks from one rank, both at once; the step is over when
-both have happened, and the next one begins.
+0..size-1. Each rank has a tuple of steps, done in order. In a step the rank sends some of its
+chunks to one rank and receives chunks from one rank, both at once. The step is over when both
+transfers are; then the next one begins.
 
     Step(to=1, send=(0,), from_=3, recv=(3,), reduce=True)
 
         chunk 0 ----> rank 1
-        chunk 3 <---- rank 3, added to what this rank has in chunk 3
+        chunk 3 <---- rank 3, added to this rank's chunk 3
 
 The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and simulated
-(`comm.duration`) and drawn (`comm.render`).
+(`comm.duration`) and drawn (`comm.render`). An algorithm that sent messages itself would need a
+second text for each of these, and the picture or the proof could differ from the run.
 """
 
 from collections.abc import Callable
@@ -24,9 +25,7 @@ from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.pages.page import preformat
 
 Chunks: TypeAlias = tuple[int, ...] | range
-"""Chunk numbers in the order in which they travel; a range where there are thousands of
-neighbours.
-"""
+"""Chunk numbers in the order of travel; a range for runs of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,11 @@ class Step:
     """One exchange of a rank with at most two others.
 
     Attributes:
-        to: the rank that gets the chunks `send`; None when nothing is sent.
-        send: chunk numbers, in the order in which they travel.
-        from_: the rank whose chunks `recv` arrive; None when nothing is received.
-        recv: chunk numbers, in the order in which they travel.
-        reduce: whether what arrives is added to the chunks (True) or replaces them (False).
+        to: the receiver of the chunks `send`; None when nothing is sent.
+        send: chunk numbers, in the order of travel.
+        from_: the sender of the chunks `recv`; None when nothing is received.
+        recv: chunk numbers, in the order of travel.
+        reduce: True adds the arriving chunks to this rank's; False replaces them.
 
     Raises:
         ScheduleError: for a partner without chunks, chunks without a partner, or a chunk named
@@ -52,7 +51,7 @@ class Step:
     reduce: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a step that means nothing."""
+        """Refuse a malformed step."""
         for name, partner, chunks in (
             ("send", self.to, self.send),
             ("recv", self.from_, self.recv),
@@ -100,40 +99,41 @@ def runs(chunks: Chunks) -> tuple[range, ...]:
     return tuple(joined)
 
 
-# A collective as a value: what every rank has before and after it, and the steps that lead there.
+# The contract of a collective: the contributions in each chunk of each rank, before and after.
 #
-# The contract says for each rank and chunk which ranks' parts are in it. With three ranks, a row
-# per rank and a column per chunk (. is what nobody asks for):
+# With three ranks, a row per rank and a column per chunk; 012 is the sum of the contributions of
+# ranks 0, 1 and 2, and . is a chunk that the contract leaves open:
 #
-#                    before            after
-#     all-reduce     0   0   0         012 012 012        everybody has the sum of all parts
-#                    1   1   1         012 012 012
-#                    2   2   2         012 012 012
+#                    before                after
+#     all-reduce     0   0   0             012 012 012           every rank has the sum
+#                    1   1   1             012 012 012
+#                    2   2   2             012 012 012
 #
-#     reduce-scatter 0   0   0         012 .   .          rank r has the sum of chunk r
-#                    1   1   1         .   012 .
-#                    2   2   2         .   .   012
+#     reduce-scatter 0   0   0             012 .   .             rank r has the sum of chunk r
+#                    1   1   1             .   012 .
+#                    2   2   2             .   .   012
 #
-#     all-gather     0   .   .         0   1   2          rank r's chunk r is with everybody
-#                    .   1   .         0   1   2
-#                    .   .   2         0   1   2
+#     all-gather     0   .   .             0   1   2             every rank has rank r's chunk r
+#                    .   1   .             0   1   2
+#                    .   .   2             0   1   2
 #
-#     broadcast      0   0   0         0   0   0          everybody has what rank 0 had
-#                    .   .   .         0   0   0
-#                    .   .   .         0   0   0
+#     broadcast      0   0   0             0   0   0             every rank has rank 0's chunks
+#                    .   .   .             0   0   0
+#                    .   .   .             0   0   0
 #
-#     all-to-all     0 0 0 . . . . . .     0 . . 1 . . 2 . .     rank s's chunk (s, r), number s N + r, is with rank r
-#                    . . . 1 1 1 . . .     . 0 . . 1 . . 2 .
+#     all-to-all     0 0 0 . . . . . .     0 . . 1 . . 2 . .     rank r has chunk (s, r) of each
+#                    . . . 1 1 1 . . .     . 0 . . 1 . . 2 .     rank s; its number is s N + r
 #                    . . . . . . 2 2 2     . . 0 . . 1 . . 2
 #
-# Who has contributed to a chunk is one integer: its hexadecimal digit r counts rank r's
-# contributions.
+# The contributions to a chunk ("parts" below) are one integer: its hexadecimal digit r counts those
+# of rank r. Adding two chunks is adding two integers, and a contribution counted twice shows as a
+# digit 2, which a set of ranks could not show.
 
 DIGIT_BITS = 4
 ROOT = 0  # the rank whose values a broadcast spreads
 
 Parts: TypeAlias = Callable[[int, int, int], int | None]
-"""(rank, chunk, size) -> the parts in that chunk on that rank; None where nobody asks."""
+"""(rank, chunk, size) -> the parts in that chunk on that rank; None where the chunk is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,11 @@ class Contract:
     """What a collective promises.
 
     Attributes:
-        name: as MPI and the literature call it.
-        begins: the parts before; None for a chunk that holds nothing yet.
+        name: its name in MPI and the literature.
+        begins: the parts before; None for an empty chunk.
         ends: the parts afterwards; None for a chunk that may hold anything.
-        most: how many times one rank's part may be in a chunk.
-        chunks: N ranks -> how many chunks there are; N make up one rank's buffer.
+        most: the most contributions of one rank to a chunk.
+        chunks: N ranks -> number of chunks; N of them make up one rank's buffer.
     """
 
     name: str
@@ -156,9 +156,7 @@ class Contract:
 
 
 Cost: TypeAlias = Callable[[int], tuple[float, float, float]]
-"""N ranks -> what the last one waits for: latencies, and how many times the whole buffer's bytes
-are sent, and are added.
-"""
+"""N ranks -> (latencies, buffers sent, buffers added) on the critical path; a buffer is M bytes."""
 
 
 def _refuse_closed_form(N: int) -> tuple[float, float, float]:
@@ -172,8 +170,8 @@ class Collective:
     Attributes:
         name: such as "ring".
         contract: what it promises.
-        phases: parts that all ranks go through, one after the other.
-        cost: its closed form on links that are all alike, for buffers that N divides.
+        phases: algorithms, run one after the other.
+        cost: the closed form, for equal links and buffers that N divides.
     """
 
     name: str
@@ -190,19 +188,19 @@ class Collective:
         """Return the steps of this rank; none for a single one.
 
         Raises:
-            ScheduleError: for a user's function that fails, or gives something else.
+            ScheduleError: for a user's function that fails or returns no steps.
         """
         return tuple(step for phase in self.phases for step in ask(phase, Step, rank, size))
 
     def sent(self, size: int) -> list[float]:
-        """Return how many buffers' worth each rank sends."""
+        """Return the buffers that each rank sends: its chunks / size."""
         return [sum(len(step.send) for step in self(rank, size)) / size for rank in range(size)]
 
     def seconds(self, N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
         """Return the closed form's seconds for N ranks, M bytes, and prices per message and byte.
 
         Raises:
-            UsageError: where there is none.
+            UsageError: for an algorithm without a closed form.
         """
         latencies, sent, added = self.cost(N)
         return latencies * alpha + sent * M * beta + added * M * gamma
@@ -215,7 +213,7 @@ def as_collective(
 
     Args:
         algorithm: a collective, or a bare function of (rank, size) that returns that rank's steps.
-        contract: what such a function promises; an all-reduce by default.
+        contract: the contract of a bare function; an all-reduce by default.
     """
     if isinstance(algorithm, Collective):
         return algorithm
@@ -223,31 +221,28 @@ def as_collective(
 
 
 def part(rank: int, times: int = 1) -> int:
-    """Return the parts that hold this rank's, so many times, and no other's."""
+    """Return the parts with `times` contributions of this rank alone."""
     return times << DIGIT_BITS * rank
 
 
 def everyone(size: int) -> int:
-    """Return the parts that hold each rank's once."""
+    """Return the parts with one contribution of each rank."""
     return sum(part(rank) for rank in range(size))
 
 
 def count(parts: int, rank: int) -> int:
-    """Return how many times this rank's part is in."""
+    """Return the number of this rank's contributions."""
     return parts >> DIGIT_BITS * rank & (1 << DIGIT_BITS) - 1
 
 
 def _neighbours(rank: int, size: int) -> int:
-    """Return one part of each neighbour on the ring and two of its own; with two ranks, one of
-    each.
-    """
-    if size <= 2:
+    if size <= 2:  # both neighbours are the other rank: a plain average
         return everyone(size)
     return part((rank - 1) % size) + part(rank, 2) + part((rank + 1) % size)
 
 
 def own_part(rank: int, chunk: int, size: int) -> int:
-    """Return the rank's own part: it has one in every chunk."""
+    """Return the rank's own contribution, the start of every chunk of a reduction."""
     return part(rank)
 
 

@@ -1,17 +1,17 @@
 """How long a collective takes on a machine, for up to thousands of ranks.
 
-    rank 0   ........|=======|+++|              .    .            steps in order, as `steps` and `execution` have them:
-    rank 1   ----------------|=======|+++|      .    .            - waits for the other end, = message under way,
-               .  .                    .         .    .            + adds what came (machine.add)
-    rank 2   ====================|-----.---|     .    .
-               .  .                    .         .    over, and added
-               .  both ends have come to it:     the step's last message has arrived
-               .  the message begins             (here the one from rank 0)
-               rank 0 waits for rank 1
+A step of a ring on three ranks; rank 1 comes to it late:
 
-- A message begins when both ends have come to its step (as MPI sends long ones), and, between
-  nodes, when the links of both nodes are free (`machine.Links`). What it costs is said by the
-  link's curve for one way or both, by where its ends are and what they do.
+    rank 0   |=====|-----|=====|++|     receives from 2, waits for 1, sends to 1
+    rank 1   ............|=====|++|     sends to 2 and receives from 0, both at once
+    rank 2   |=====|-----|=====|++|     sends to 0, waits for 1, receives from 1
+                         |     |  the arrivals are added (+; machine.add): the step is over
+                         |     the step's last message has arrived
+                         both ends have come to the step: the message (=) begins
+
+- A message begins when both ends have come to its step (rendezvous, as MPI sends long messages)
+  and, between nodes, when the links of both nodes are free (`machine.Links`). Its seconds are those
+  of the link's curve: inside a node or across, in one direction or both.
 - Chunks have the exact bytes that `shard.split` gives them.
 - The messages of one step between two ranks are posted together, so they pay the latency once, and
   their bytes follow one another:
@@ -23,10 +23,11 @@
   (Two short messages instead of one of the same bytes took half an alpha more between two ranks of
   one node, under Open MPI and MPICH alike, because there alpha is the processor's work; on a
   network alpha is the distance.)
-- Where every rank does what rank 0 does, with its own number added to all ranks and chunks, and all
-  are alike, all clocks are equal: rank 0's steps are enough (`_steps_of_all`). 4096 ranks take 8190
-  steps of a ring, which are 33 million messages. With more than `EXACT_RANKS` this is done on
-  several nodes, too: there a step takes as long as its slowest link.
+- In a symmetric phase each rank's steps are rank 0's with the rank's number added to all ranks and
+  chunks. On equal links all clocks are then equal, and rank 0's steps are enough
+  (`_steps_of_all`): a ring of 4096 ranks has 8190 steps a rank, but 33 million messages. With more
+  than `EXACT_RANKS` ranks this shortcut also serves several nodes; there a step takes as long as
+  its slowest link.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ from nnmpi.custom import ask
 from nnmpi.errors import ScheduleError, UsageError
 
 ITEM_BYTES = 4  # of an element
-# up to which ranks that are not alike are simulated message by message, whatever they do
+# Up to this many ranks, unequal links are simulated message by message; above it, symmetric phases
+# are priced by their slowest link.
 EXACT_RANKS = 64
 
 
@@ -66,14 +68,14 @@ def simulate_collective(
     """Return when each of `size` ranks finishes a collective over a buffer of `nbytes`, in seconds.
 
     Args:
-        collective: what they do.
+        collective: a collective, or a bare function of (rank, size).
         size: number of ranks, at least 1.
         nbytes: the whole buffer of a rank, rounded up to whole elements of float32.
-        machine: what messages and sums cost, and where the ranks are.
+        machine: the costs of messages and sums, and the nodes of the ranks.
 
     Raises:
         UsageError: for no ranks, or a machine with another number of them.
-        ScheduleError: when the ranks wait for one another for ever.
+        ScheduleError: for a deadlock.
     """
     if size < 1 or nbytes < 0:
         raise UsageError(f"{size} ranks with {nbytes} bytes cannot be simulated")
@@ -94,10 +96,11 @@ def simulate_collective(
     return clocks
 
 
-@lru_cache(maxsize=32)  # the planner asks for the same ones with other lengths
+@lru_cache(maxsize=32)  # the planner prices the same ones with other lengths
 def _steps_of_all(phase: Algorithm, size: int) -> Sequence[Step] | None:
-    """Return rank 0's steps where every rank's are those with its number added; else None. Some
-    ranks are looked at.
+    """Return rank 0's steps if the phase is symmetric, else None.
+
+    Three more ranks are compared: all 4096 would cost what the shortcut saves.
     """
     steps = ask(phase, Step, 0, size)
     if any(step.to is None or step.from_ is None for step in steps):
@@ -112,7 +115,7 @@ def _steps_of_all(phase: Algorithm, size: int) -> Sequence[Step] | None:
 
 
 def _seen_from(rank: int, step: Step, size: int) -> tuple[object, ...]:
-    """Return what a step does, with a rank's number taken off all ranks and chunks."""
+    """Return a step with a rank's number subtracted from all ranks and chunks, as a tuple."""
     partners = [
         None if partner is None else (partner - rank) % size for partner in (step.to, step.from_)
     ]
@@ -127,40 +130,40 @@ class _Seconds(Engine):
     """Carries messages over a machine's links; clocks are in seconds.
 
     Args:
-        machine: what they cost.
-        nodes: of each rank.
-        elements: of the buffer.
+        machine: the costs.
+        nodes: the node of each rank.
+        elements: length of the buffer.
     """
 
     def __init__(self, machine: Machine, nodes: tuple[int, ...], elements: int) -> None:
         self._machine, self._nodes = machine, nodes
-        # elements of a chunk; the first chunks have one more
+        # elements of a chunk; the first `_longer` chunks have one more
         self._short, self._longer = divmod(elements, len(nodes))
         self._links = Links(nodes)
-        size, places = len(nodes), len(set(nodes))
-        # Whether ranks that do the same have equal clocks, or nearly.
-        self.may_be_in_lock_step = (places in (1, size) and self._short > 0) or size > EXACT_RANKS
+        size, count = len(nodes), len(set(nodes))
+        # Whether symmetric steps have equal clocks, or nearly. Links are equal on one node, and
+        # with a node per rank. Where some chunks are empty (`_short` 0) the clocks differ.
+        self.may_be_in_lock_step = (count in (1, size) and self._short > 0) or size > EXACT_RANKS
         self._sent, self._message = cache(self._find_sent), cache(machine.message)
         self.of_all = cache(self._find_step)
 
     def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: float) -> float:
-        """Return when the messages have arrived."""
+        """Return the arrival of the last message."""
         across = self._nodes[sender] != self._nodes[receiver]
         costs = self._message(across, (_is_both(out), _is_both(into)), self._sent(out.send))
         return self._links.carry(sender, receiver, ready, *costs)
 
     def turn(self, ready: float) -> int:
-        """Return the instant."""
         return round(ready / INSTANT_S)
 
     def add(self, rank: int, step: Step, over: float) -> float:
-        """Return when what came has been added."""
+        """Return when the arrivals have been added."""
         if not step.reduce or not step.recv:
             return over
         return over + sum(self._machine.add(nbytes) for nbytes in self._sent(step.recv))
 
     def _find_sent(self, chunks: Chunks) -> tuple[int, ...]:
-        """Return the bytes of the messages in which these chunks travel."""
+        """Return the bytes of each message that these chunks make."""
         short, longer = self._short, self._longer
         ends = [
             [short * at + min(at, longer) for at in (run.start, run.stop)] for run in runs(chunks)
@@ -173,9 +176,9 @@ class _Seconds(Engine):
         """Return the seconds of a step that all ranks do at once.
 
         Args:
-            to: where rank 0 sends.
-            sent: how many chunks there are in each message.
-            received: the same of what is added.
+            to: the rank to which rank 0 sends.
+            sent: chunks of each message.
+            received: chunks of each message that is added; empty when arrivals replace.
         """
         longest = (self._short + (self._longer > 0)) * ITEM_BYTES
         messages = tuple(longest * chunks for chunks in sent)

@@ -21,7 +21,7 @@ from nnmpi.comm.algorithms.registry import (
     HIERARCHICAL,
     NATIVE,
     SHARED,
-    How,
+    AlgorithmLike,
     find_collective,
 )
 from nnmpi.comm.collective import ALL_REDUCE
@@ -59,7 +59,11 @@ class Fit:
         return int(self.facts["ranks"])
 
     def predict(
-        self, algorithm: How, nbytes: int, started: bool = False, operation: str = ALL_REDUCE.name
+        self,
+        algorithm: AlgorithmLike,
+        nbytes: int,
+        started: bool = False,
+        operation: str = ALL_REDUCE.name,
     ) -> float:
         """Return the seconds that a collective of float32 will take, by default an all-reduce.
 

@@ -31,7 +31,14 @@ import nnmpi.clock as clock
 import nnmpi.shard as shard
 import nnmpi.timeline as timeline
 from nnmpi.comm.agreement import agreed, require_equal
-from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, NATIVE, SHARED, How, find_collective
+from nnmpi.comm.algorithms.registry import (
+    ALGORITHMS,
+    AUTO,
+    NATIVE,
+    SHARED,
+    AlgorithmLike,
+    find_collective,
+)
 from nnmpi.comm.buffers import Buffer, check_buffer, is_device
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.execution import Pending
@@ -140,7 +147,7 @@ class BucketExchange:
         group: Group,
         buffers: Sequence[Buffer],
         spans: Sequence[Span],
-        algorithm: How | Sequence[How] = AUTO,
+        algorithm: AlgorithmLike | Sequence[AlgorithmLike] = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
     ) -> None:
@@ -300,7 +307,7 @@ class BucketExchange:
             self._left = None
         return now
 
-    def _bind(self, part: Buffer, name: How, tag: int) -> tuple[Pending, Choice]:
+    def _bind(self, part: Buffer, name: AlgorithmLike, tag: int) -> tuple[Pending, Choice]:
         """Return a bucket's sum, ready to be started, and what it is; collective."""
         group = self._group
         if name == AUTO:
@@ -396,7 +403,9 @@ def _ranges(spans: Sequence[Span], buffer: int, itemsize: int, limit_bytes: int)
     return [sorted(numbers[k] for k in group) for group in shard.buckets(sizes, limit_bytes)]
 
 
-def predict(group: Group, algorithm: How, nbytes: int, started: bool = False) -> float | None:
+def predict(
+    group: Group, algorithm: AlgorithmLike, nbytes: int, started: bool = False
+) -> float | None:
     """Return the fit's seconds for an all-reduce; None without a fit.
 
     Args:

@@ -23,7 +23,7 @@ from nnmpi.comm.algorithms.registry import (
     HIERARCHICAL,
     NATIVE,
     SHARED,
-    How,
+    AlgorithmLike,
     find_collective,
 )
 from nnmpi.comm.buffers import (
@@ -114,7 +114,9 @@ class Group(Communicator):
 
     # ---- sums ----
 
-    def all_reduce(self, array: Buffer, algorithm: How = NATIVE, check: bool = True) -> None:
+    def all_reduce(
+        self, array: Buffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
+    ) -> None:
         """Replace the array on every rank by its sum over the ranks; the same bits everywhere.
 
         Args:
@@ -138,7 +140,9 @@ class Group(Communicator):
         """
         self._run(array, algorithm, ALL_REDUCE.name, check)
 
-    def reduce_scatter(self, array: Buffer, algorithm: How = NATIVE, check: bool = True) -> None:
+    def reduce_scatter(
+        self, array: Buffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
+    ) -> None:
         """Replace this rank's chunk by its sum over the ranks; other chunks become undefined.
 
         Args:
@@ -152,7 +156,9 @@ class Group(Communicator):
         """
         self._run(array, algorithm, REDUCE_SCATTER.name, check)
 
-    def all_gather(self, array: Buffer, algorithm: How = NATIVE, check: bool = True) -> None:
+    def all_gather(
+        self, array: Buffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
+    ) -> None:
         """Replace every other rank's chunk of the array by what that rank has in it.
 
         Args:
@@ -186,7 +192,11 @@ class Group(Communicator):
         array /= {1: 1, 2: 2}.get(self.size, 4)
 
     def bind(
-        self, array: Buffer, algorithm: How = NATIVE, tag: int = 0, operation: str = ALL_REDUCE.name
+        self,
+        array: Buffer,
+        algorithm: AlgorithmLike = NATIVE,
+        tag: int = 0,
+        operation: str = ALL_REDUCE.name,
     ) -> Pending:
         """Return a collective bound to this array, in place, that can be started many times.
 
@@ -261,7 +271,7 @@ class Group(Communicator):
                 meeting = f"{name} of {self.comm.members}", begin if came_s is None else came_s
                 trace.add(name, category, timeline.REDUCE, begin, end, args, "", "", *meeting)
 
-    def _run(self, array: Buffer, algorithm: How, operation: str, check: bool) -> None:
+    def _run(self, array: Buffer, algorithm: AlgorithmLike, operation: str, check: bool) -> None:
         """Do a collective once, after a look whether all ranks have the same array."""
         with self.meeting(operation):
             if check:

@@ -1,17 +1,18 @@
 """The engine that runs all ranks' steps without MPI, and the proof of a collective by it.
 
-    rank 0   |--- message to 1 ---|            a message begins when both its ends have come to it (rendezvous)
-    rank 1   ..|-- from 0 --------|+++|        its step is over when its messages are, and the sum is added (+)
-    rank 2   |------- to 3 -------------|      then the rank comes to its next step
+    rank 0   ..|--- to 1 ---|            a message begins when both its ends are ready (rendezvous)
+    rank 1   ..|-- from 0 --|+++|        a step is over when its messages are, and the sum is added
+    rank 2   |------- to 3 -----------|  then the rank comes to its next step
 
-MPI treats long messages so; what gets through here cannot deadlock when MPI buffers short ones.
-Messages are taken in the order in which they become ready, which is the order in which they queue
-for a link. A subclass says what a message does and its duration: `PartialSums` works with
-values, in rounds; `simulate` in seconds.
+MPI treats long messages so. Steps that pass here cannot deadlock when MPI buffers short messages
+either. Messages are served in the order in which they become ready, which is their order in a
+link's queue. A subclass gives a message its effect and its duration: `PartialSums` works with
+values, in rounds; `duration` with seconds.
 
-In a proof a message carries, for each chunk, the set of ranks whose parts have been added up in it.
-At the end each chunk on each rank must hold what the contract promises (in an all-reduce every
-rank's part exactly once), with no message left over.
+In a proof a message carries, for each chunk, the count of each rank's contributions to it. At the
+end each chunk on each rank must hold what the contract promises (in an all-reduce every rank's
+contribution exactly once), with no message left over. A run on arrays of numbers would show a wrong
+sum, but not the rank whose contribution is missing or doubled.
 """
 
 from collections.abc import Sequence
@@ -37,16 +38,15 @@ from nnmpi.errors import ScheduleError, name_ranks
 
 @dataclass(slots=True)
 class RankState:
-    """How far one rank is.
+    """Progress of one rank.
 
     Attributes:
-        steps: all that it does.
-        clock: when it came to the step in which it is; any measure of which earlier and later are
-            told apart.
-        over: when the last message of that step so far had arrived.
+        steps: all its steps.
+        clock: the beginning of its current step, in any ordered measure.
+        over: the arrival of that step's last message so far.
         at: the number of that step; the number of steps at the end.
-        sending: the rank to which the step's messages still have to go, None when they have.
-        receiving: the rank from which messages still have to come.
+        sending: the receiver of the step's pending messages; None when they are through.
+        receiving: the sender of pending messages; None when they are through.
     """
 
     steps: Sequence[Step]
@@ -58,11 +58,11 @@ class RankState:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has done all its steps."""
+        """Whether all steps are done."""
         return self.at >= len(self.steps)
 
     def open(self) -> None:
-        """Come to the next step."""
+        """Enter the next step."""
         self.at += 1
         self.over = self.clock
         if not self.is_over:
@@ -70,13 +70,15 @@ class RankState:
 
 
 class Engine:
-    """Goes through all ranks' steps."""
+    """Walks through all ranks' steps."""
 
     def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: Any) -> Any:
-        """Take the messages of `out`, which `into` receives, along; return when they have arrived.
+        """Carry the messages of `out`, which `into` receives, and return their arrival.
+
+        Calls come in the order of `turn`.
 
         Args:
-            ready: when both ranks had come to it. Calls come in the order of `turn`.
+            ready: when both ranks had come to their step.
         """
         raise NotImplementedError
 
@@ -89,14 +91,14 @@ class Engine:
         return over
 
     def run(self, steps: Sequence[Sequence[Step]], clocks: Sequence[Any]) -> list[RankState]:
-        """Go on until nothing moves any more, and return how far each rank came.
+        """Run until no message is ready, and return the state of each rank.
 
         Args:
-            steps: those of each rank.
-            clocks: when each rank begins.
+            steps: each rank's steps.
+            clocks: each rank's start.
 
         Raises:
-            ScheduleError: for a step that talks to a rank that there is not.
+            ScheduleError: for a step with a partner outside the ranks.
         """
         for rank, mine in enumerate(steps):
             for index, step in enumerate(mine):
@@ -112,7 +114,7 @@ class Engine:
         queue: list[tuple[Any, int, int, Any]] = []  # (turn, sender, receiver, ready)
 
         def meet(sender: int | None, receiver: int | None) -> None:
-            """Queue what one sends to the other if both have come to it."""
+            """Queue the messages from one to the other if both have come to them."""
             if sender is None or receiver is None:
                 return
             source, target = states[sender], states[receiver]
@@ -121,22 +123,20 @@ class Engine:
                 heappush(queue, (self.turn(ready), sender, receiver, ready))
 
         def close(rank: int) -> None:
-            """Leave a rank's step if its messages are complete; enter the next step that has
-            any.
-            """
+            """Leave a rank's step if its messages are complete; enter the next step with any."""
             state = states[rank]
             while not state.is_over and state.sending is None and state.receiving is None:
                 state.clock = self.add(rank, state.steps[state.at], state.over)
                 state.open()
-                # The last of two to come queues their message. This rank may be the last as sender
-                # and as receiver.
+                # The later of two ranks queues their message. This rank may be the later one as
+                # sender and as receiver.
                 meet(rank, state.sending)
                 meet(state.receiving, rank)
 
         for state in states:
             state.open()
         for rank, state in enumerate(states):
-            # all are in their first step, so each message is found by its sender, once
+            # all are in their first step: asking by sender queues each message once
             meet(rank, state.sending)
         for rank in range(len(states)):
             close(rank)  # a step without messages
@@ -162,10 +162,10 @@ class ProvedMessage:
 
     Attributes:
         sender, receiver: the ranks.
-        chunks: that it carries.
+        chunks: the chunks that it carries.
         reduce: whether they are added at the receiver.
-        clock: (rounds, chunks) of the path that led to its end.
-        after: the parts that are in each of the chunks at the receiver afterwards.
+        clock: (rounds, chunks) along the path that leads to its end.
+        after: the parts in each of the chunks at the receiver afterwards.
     """
 
     sender: int
@@ -178,13 +178,13 @@ class ProvedMessage:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a proved collective does.
+    """Rounds and messages of a proved collective.
 
     Attributes:
         size: number of ranks.
-        rounds: time until the last rank is done, when every message takes one round and none is in
-            another's way.
-        sent: by all ranks together, in the order in which it begins.
+        rounds: rounds until the last rank is done; every message takes one, and links are not
+            shared.
+        sent: the messages of all ranks, in the order of their beginnings.
     """
 
     size: int
@@ -209,15 +209,15 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
     """Prove that a collective leaves every rank with the result that its contract promises.
 
     Args:
-        algorithm: gives the steps of each rank.
+        algorithm: a collective, or a bare function of (rank, size).
         size: number of ranks, at least 1.
-        contract: of a bare function of (rank, size), which is an all-reduce by default; a
-            `Collective` has its own.
+        contract: the contract of a bare function, an all-reduce by default; a `Collective` has its
+            own.
 
     Raises:
-        ScheduleError: names rank, step and chunk of a fault: a part that is missing or counted
-            twice, a message that nobody receives or sends, chunks that differ at its two ends, a
-            deadlock, a chunk overwritten while it is sent.
+        ScheduleError: names rank, step and chunk of a fault: a contribution that is missing or
+            counted twice, a message without receiver or sender, chunks that differ at its two
+            ends, a deadlock, a chunk overwritten while it is sent.
 
     Example:
         >>> from nnmpi.comm.prove import prove
@@ -235,8 +235,8 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
 def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], ...]:
     """Return a collective's steps by rank after proving them, once for each number of ranks.
 
-    What is to run on real ranks must not hang there, and must be what was proved: a function that
-    is asked twice may give something else.
+    Real ranks run exactly the proved steps, so that they cannot hang. A user's function called a
+    second time may return other steps.
 
     Raises:
         ScheduleError: see `prove`.
@@ -252,7 +252,7 @@ def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], .
 
 
 def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE) -> Proof:
-    """Return the proof for steps that are given outright, one sequence per rank. See `prove`."""
+    """Prove explicit steps, one sequence per rank; see `prove`."""
     for rank, local in enumerate(steps):
         for index, step in enumerate(local):
             _check_step(f"rank {rank}, step {index}", step, len(steps), contract.chunks(len(steps)))
@@ -264,17 +264,17 @@ def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE
 
 
 class PartialSums(Engine):
-    """Messages as values, one round each: which ranks' parts each chunk of each rank contains.
+    """Messages as values, one round each: the contributions in each chunk of each rank.
 
-    The sets of ranks are integers with a digit per rank (see `collective`), so that adding up
-    chunks is adding integers. What is wrong on the spot raises at once; `check` judges what is left
-    at the end. The clock counts (rounds, chunks): adding takes no time.
+    Contributions are integers with a digit per rank (see `collective`), so that adding chunks is
+    adding integers. A local fault raises at once; `check` compares the end with the contract. The
+    clock counts (rounds, chunks); adding takes no time.
 
     Attributes:
-        held: by rank and chunk, the parts that are in it; 0 where nothing is.
+        held: by rank and chunk, the parts in it; 0 for an empty chunk.
         written: by rank and chunk, the step that changed it last.
-        at: by rank, the step in which it is.
-        arrived: by rank, what has come in this step.
+        at: by rank, its current step.
+        arrived: by rank, the message and parts received in this step.
         sent: all messages so far.
     """
 
@@ -292,7 +292,7 @@ class PartialSums(Engine):
     def carry(
         self, sender: int, receiver: int, out: Step, into: Step, ready: tuple[int, int]
     ) -> tuple[int, int]:
-        """Take a message along if it is what the receiver expects."""
+        """Carry a message if its chunks are those that the receiver expects."""
         if tuple(out.send) != tuple(into.recv):
             raise ScheduleError(
                 f"{self._name(sender)} sends chunks {list(out.send)} to {self._name(receiver)},"
@@ -312,11 +312,10 @@ class PartialSums(Engine):
         return clock
 
     def turn(self, ready: tuple[int, int]) -> int:
-        """Return the round."""
-        return ready[0]
+        return ready[0]  # the round
 
     def add(self, rank: int, step: Step, over: tuple[int, int]) -> tuple[int, int]:
-        """Store what came, when both messages of the step are through."""
+        """Store the arrivals when both messages of the step are through."""
         if rank in self.arrived:
             message, everything = self.arrived.pop(rank)
             message.after = tuple(
@@ -341,7 +340,7 @@ class PartialSums(Engine):
         return total
 
     def check(self) -> None:
-        """Refuse a chunk that at the end is not what the contract says."""
+        """Refuse a chunk that does not end as the contract says."""
         for rank, held in enumerate(self.held):
             for chunk, parts in enumerate(held):
                 expected = self.contract.ends(rank, chunk, self.size)
@@ -359,19 +358,19 @@ def _members(parts: int) -> list[int]:
     return [rank for rank in range(-(-parts.bit_length() // DIGIT_BITS)) if count(parts, rank)]
 
 
-def _difference(parts: int, wanted: int, size: int) -> str:
-    """Return what is missing, or too much, as text."""
-    missing = [rank for rank in range(size) if count(parts, rank) < count(wanted, rank)]
+def _difference(parts: int, expected: int, size: int) -> str:
+    """Return the missing or superfluous ranks as text."""
+    missing = [rank for rank in range(size) if count(parts, rank) < count(expected, rank)]
     if missing:
         return f"without the part of {name_ranks(missing)}"
     return (
         "with the part of"
-        f" {name_ranks([r for r in range(size) if count(parts, r) > count(wanted, r)])} too often"
+        f" {name_ranks([r for r in range(size) if count(parts, r) > count(expected, r)])} too often"
     )
 
 
 def _check_step(where: str, step: Step, size: int, chunks: int) -> None:
-    """Refuse a step that is wrong whatever the other ranks do."""
+    """Refuse a step that is wrong by itself, whatever the other ranks do."""
     for chunk in (*step.send, *step.recv):
         if not 0 <= chunk < chunks:
             raise ScheduleError(
@@ -379,16 +378,14 @@ def _check_step(where: str, step: Step, size: int, chunks: int) -> None:
             )
     torn = sorted(set(step.send) & set(step.recv))
     if torn and not step.reduce:
-        # what is added waits in scratch until the send is over; what replaces does not
+        # `execution` receives into scratch before it adds, but in place when it replaces
         raise ScheduleError(
             f"{where} sends chunk {torn[0]} to rank {step.to} while rank {step.from_} overwrites it"
         )
 
 
 def _check_finished(states: Sequence[RankState]) -> None:
-    """Refuse ranks that wait for ever: first for a message that can never come, else for one
-    another.
-    """
+    """Refuse a deadlock: first report a message that can never come, else the circle of waits."""
     stuck = [rank for rank, state in enumerate(states) if not state.is_over]
     for rank in stuck:
         state = states[rank]
@@ -402,7 +399,7 @@ def _check_finished(states: Sequence[RankState]) -> None:
                 )
     if stuck:
         path, rank = [], stuck[0]
-        while rank not in path:  # who waits for whom, until a rank comes twice
+        while rank not in path:  # follow the waits until a rank comes twice
             path.append(rank)
             awaited = (
                 states[rank].receiving if states[rank].sending is None else states[rank].sending

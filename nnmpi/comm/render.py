@@ -1,16 +1,15 @@
 """Pictures of collectives as text: rounds down, ranks across, messages in the cells.
 
-For a page, an animation, round by round: what travels, and what is in every chunk when it has come.
+A page gets an animation: the messages of each round, and the contents of their chunks on arrival.
 
-    {"begins": [["1", "1"], ["10", "10"]],                    by rank and chunk: rank 0's part, rank
-                                                              1's part
+    {"begins": [["1", "1"], ["10", "10"]],        by rank and chunk: rank 0's part, rank 1's part
      "rounds": 2,
-     "messages": [{"round": 0, "from": 0, "to": 1, "chunks": [1], "reduce": True, "after": ["11"], "clock": [1, 0.5]},
-                  ...]}
+     "messages": [{"round": 0, "from": 0, "to": 1, "chunks": [1],
+                   "reduce": True, "after": ["11"], "clock": [1, 0.5]}, ...]}
 
-What is in a chunk is a hexadecimal number with a digit for each rank (see `collective`). The clock
-at a message's end is [latencies, buffers] along the path that led to it: latencies x alpha +
-buffers x bytes x beta seconds.
+The contents of a chunk are a hexadecimal number with a digit for each rank (see `collective`). The
+clock at a message's end is [latencies, buffers] along the path that leads to it, which takes
+latencies x alpha + buffers x bytes x beta seconds.
 """
 
 from collections import defaultdict
@@ -26,13 +25,14 @@ from nnmpi.errors import ScheduleError, UsageError, counted
 from nnmpi.pages.picture import Arrow, Bar, Picture
 
 _LEGEND = """\
-2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     2 <+ 1  it comes and is added     .  idle"""
+2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     \
+2 <+ 1  it comes and is added     .  idle"""
 DRAWN_IN_NOTEBOOKS = 4  # ranks
-DRAWN = 8  # ranks up to which every number is drawn
+DRAWN = 8  # every number of ranks up to this one has an animation
 MOST = 16  # ranks that fit a page
 PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)
-_ITEMS = 840  # elements in a chunk, so that chunks are even
-SHOWN_BYTES = 2**20  # of the buffer with which a page begins
+_ITEMS = 840  # elements of a chunk
+SHOWN_BYTES = 2**20  # a page's initial buffer
 
 
 def render(algorithm: Collective | Algorithm, size: int) -> str:
@@ -49,7 +49,7 @@ def render(algorithm: Collective | Algorithm, size: int) -> str:
     A rank that sends and receives in one round has two lines.
 
     Raises:
-        ScheduleError: for a collective that cannot be proved.
+        ScheduleError: for a collective without proof; see `prove`.
     """
     collective = as_collective(algorithm)
     rounds: defaultdict[int, list[list[str]]] = defaultdict(lambda: [[] for _ in range(size)])
@@ -97,17 +97,17 @@ def _table(what: str, rows: Sequence[Sequence[list[str]]]) -> str:
 
 
 def _name(chunks: Chunks, size: int) -> str:
-    """Return chunk numbers in short: "all", "3", "0-3", "4,0-1"."""
+    """Return chunk numbers as short text: "all", "3", "0-3", "4,0-1"."""
     if len(chunks) == size:
         return "all"
     return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs(chunks))
 
 
 def animation(collective: Collective, size: int) -> dict[str, Any]:
-    """Return the animation of a collective that is right, as JSON values.
+    """Return a collective's animation as JSON values.
 
     Raises:
-        ScheduleError: for one that is not; see `prove`.
+        ScheduleError: for a collective without proof; see `prove`.
     """
     messages = sorted(prove(collective, size).sent, key=lambda item: (item.clock[0], item.sender))
     chunks, begins_with = range(collective.contract.chunks(size)), collective.contract.begins
@@ -131,7 +131,7 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
 
 
 def picture(collective: Collective, size: int) -> Picture:
-    """Return who sends to whom, as arrows from round to round; see `animation`."""
+    """Return the messages as arrows from round to round; see `animation`."""
     result = animation(collective, size)
     ranks = [Bar(f"rank {rank}", 0, result["rounds"]) for rank in range(size)]
     arrows = [
@@ -163,18 +163,19 @@ def coefficients(collective: Collective, size: int) -> tuple[int, float]:
 def compare(
     collectives: Mapping[str, Collective], first: str, ranks: int, machine: Machine
 ) -> dict[str, Any]:
-    """Return what a page needs to show one collective beside the others of its kind.
+    """Return the data of a page that compares collectives with one contract.
+
+    Collectives without proof on some number of ranks are left out there.
 
     Args:
-        collectives: those with one contract, by name.
-        first: the one that is shown first; the next one stands beside it.
-        ranks, machine: with which the page begins; of the machine one message between nodes, or
-            inside the only one.
+        collectives: by name.
+        first: the name of the one shown first; the next one stands beside it.
+        ranks: number of ranks that the page shows first.
+        machine: gives the page's initial alpha and beta: one message between nodes, or inside the
+            only node.
 
     Raises:
         UsageError: for ranks that do not fit a page.
-        ScheduleError: for a collective that is not right on these ranks; others are left out where
-            it is not.
     """
     if not 2 <= ranks <= MOST:
         raise UsageError(f"a page draws 2 to {MOST} ranks, not {ranks}; draw it as text")
@@ -201,9 +202,7 @@ def compare(
 
 
 def _is_right(collective: Collective, size: int) -> bool:
-    """Return whether it can be proved for this many ranks: one of the user's may want a power of
-    two.
-    """
+    """Return whether a proof succeeds; a user's algorithm may need a power of two, say."""
     try:
         prove(collective, size)
     except ScheduleError:

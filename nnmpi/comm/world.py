@@ -1,19 +1,20 @@
-"""The interface to a world: everything nnmpi needs from what carries its messages.
+"""The interface to the carrier of messages, of which there are two: MPI and the simulation.
 
-    everything else in nnmpi      groups, collectives as steps, pipelines, servers, shared memory,
+    the rest of nnmpi             groups, collectives as steps, pipelines, servers, shared memory,
                                   training
     Comm, World                   the calls below, about thirty                  <- this module
-    two worlds behind them        MPI          processes, by mpi4py
+    two worlds                    MPI          processes, by mpi4py
                                   simulated    threads of one process, one of which runs at a time
 
-Nobody above knows which of the two it is in. The calls are those of MPI, by its names in small
-letters, cut down to what is used: messages are bytes, sums are in place, the ranks' parts lie one
-behind the other.
+No code above this line depends on the world it runs in. So a test, a forecast or a lesson on a
+laptop runs the code of a cluster, and nothing is written a second time for it. The calls are MPI's,
+in lower case, reduced to those in use: messages are bytes, sums are in place, and the ranks' parts
+follow one another without gaps. With mpi4py's communicator as the interface, the simulation would
+have to imitate all of MPI.
 
-A request stands for something that was started. What it is, is the world's own business: it is
-given to the calls below and to nothing else, and may be given to them again when it is complete: it
-stays complete. Until then, a buffer that it reads must not be changed, and one that it writes must
-not be touched.
+A request stands for a started message or collective. It is opaque: pass it to the calls below only.
+A complete request stays complete and may be passed again. Until then, do not change a buffer that
+it reads, and do not touch one that it writes.
 """
 
 from __future__ import annotations
@@ -32,54 +33,52 @@ T = TypeVar("T")
 Result = TypeVar("Result", covariant=True)
 
 PAGE_BYTES = 4096
-WARNING_S, LIMIT_S = 10.0, 300.0  # of a wait in training: it is reported; the job is ended
+WARNING_S, LIMIT_S = 10.0, 300.0  # a wait in training is reported; the job is aborted
 
 Request: TypeAlias = Any
-"""Something that was started: a message, or a collective."""
+"""A started message or collective."""
 
 
 class SharedPages(Protocol):
-    """Some bytes of each rank of a node, which all of them see; zeros at first.
+    """Shared memory of a node's ranks, a part for each rank; zeros at first.
 
     Attributes:
-        parts: (bytes,) uint8, every rank's part, in rank order; each begins at a multiple of
-            `PAGE_BYTES`.
+        parts: (bytes,) uint8 in rank order; each begins at a multiple of `PAGE_BYTES`.
     """
 
     parts: tuple[NDArray[Any], ...]
 
     def sync(self) -> None:
-        """Order this rank's reads and writes of the memory before against those after."""
+        """Memory fence: order this rank's earlier reads and writes before its later ones."""
 
     def free(self) -> None:
-        """Give the memory back. Collective; the parts must not be touched any more."""
+        """Free the memory. Collective; do not touch the parts afterwards."""
 
 
 class BackgroundWork(Protocol[Result]):
-    """Something that is done beside what the rank itself does; see `World.beside`."""
+    """A function running in the background; see `World.beside`."""
 
     def done(self) -> bool:
-        """Return whether it has come to its end."""
+        """Return whether it has ended."""
 
     def result(self) -> Result:
-        """Wait for its end, and return what it returned, or raise what it raised."""
+        """Wait for its end, and return its result or raise its exception."""
 
 
 class World(Protocol):
-    """What there is once for all ranks.
+    """The processes of a job, and their carrier of messages.
 
     Attributes:
-        comm: of all ranks.
-        library: the name and version of what carries the messages, such as "Open MPI 5.0.11".
-        simulated: whether clocks and messages are simulated; for reports, which say so.
-        keeps_order: whether what a rank writes to shared memory is seen by others in the order of
-            writing, so that a counter there may guard what was written before.
-        step: the step of training that this rank is in, which whoever trains sets; for reports of
-            what it waits for.
-        met_s: the seconds for which this rank has stood in collectives so far.
-        machine: what messages cost, where that is known because they are simulated; else None.
-        waiter: what waits for other ranks now, whose `waits_for()` says for what; it sets and
-            clears this itself.
+        comm: the communicator of all ranks.
+        library: name and version of the carrier, such as "Open MPI 5.0.11".
+        simulated: whether clocks and messages are simulated; reports say so.
+        keeps_order: whether other ranks see this rank's writes to shared memory in program order,
+            so that a counter there may guard the data written before it.
+        step: this rank's current step of training, for reports of stalls; the trainer sets it.
+        met_s: this rank's seconds in collectives so far.
+        machine: the costs of messages in a simulation, else None.
+        waiter: the object that waits for other ranks now, whose `waits_for()` describes the wait;
+            it sets and clears this attribute itself.
     """
 
     comm: Comm
@@ -101,33 +100,34 @@ class World(Protocol):
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, made once per key for ranks that share a process.
 
-        Nobody may change it. `make` must not communicate; what it raises is raised by every rank.
+        Do not change the result. `make` must not communicate; its exception is raised on every
+        rank.
         """
 
     def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
         """Run work such as disk writes in the background, in order; it ends before the program.
 
-        It must not communicate, nor touch what the rank itself changes meanwhile. A simulated
-        world, in which one thread runs at a time, does it when somebody asks for its end.
+        It must not communicate, nor touch data that the rank changes meanwhile. A simulated world,
+        in which one thread runs at a time, runs it in `result()`.
         """
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Set the time limit of waits for other ranks; a simulated world detects stalls itself.
 
         Args:
-            warning_s: then it is told which rank is missing, and in what every other one waits.
-            limit_s: then the job is ended, with a status of its own; 0 for never.
-            folder: of the run, where each rank leaves a record then; None for none.
+            warning_s: after this, print the missing rank and the wait of each other rank.
+            limit_s: after this, abort the job with an exit status of its own; 0 for never.
+            folder: the run's folder, for a record of each rank at the abort; None for none.
         """
 
 
 class Comm(Protocol):
-    """Some ranks, numbered 0..size-1 among themselves, whose messages meet nobody else's.
+    """A communicator: ranks 0..size-1 with a private message context.
 
     Attributes:
-        rank: this one's number.
-        size: how many there are.
-        world: that they live in.
+        rank: this process's number.
+        size: number of ranks.
+        world: the job's world.
     """
 
     rank: int
@@ -136,12 +136,12 @@ class Comm(Protocol):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """These ranks' numbers in the world, in order; no rank has to wait for it."""
+        """The ranks' numbers in the world, in order. Local: no communication."""
 
-    # ---- messages between two ranks: C-contiguous arrays on the host, or on a device if the world
-    # takes such ---- Both ends give arrays of one dtype, of those that NumPy itself knows (bytes
-    # for others). Messages with one tag from one rank to another are received in the order in which
-    # they were sent.
+    # ---- messages between two ranks ----
+    # C-contiguous arrays on the host, or on a device if the world supports it. Both ends pass
+    # arrays of one dtype, one of NumPy's (pass other ones as bytes). Messages with the same sender,
+    # receiver and tag arrive in the order of sending.
 
     def isend(self, data: Buffer, to: int, tag: int, /) -> Request:
         """Start sending an array."""
@@ -152,7 +152,7 @@ class Comm(Protocol):
     def irecv(self, into: Buffer, source: int, tag: int, /) -> Request:
         """Start receiving into an array of the message's length."""
 
-    # ---- what was started ----
+    # ---- requests ----
 
     def test_all(self, requests: Sequence[Request], /) -> bool:
         """Return True if all requests are complete, without blocking; drives progress."""
@@ -161,12 +161,12 @@ class Comm(Protocol):
         """Return when all are complete."""
 
     def poke(self) -> None:
-        """Let messages move on."""
+        """Drive the progress of pending messages; MPI moves them only inside its calls."""
 
     # ---- collectives: all ranks call them, in the same order, with arrays of the same dtype ----
 
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have entered the barrier."""
 
     def allreduce(self, array: Buffer, /) -> None:
         """Replace the array everywhere by the sum over the ranks."""
@@ -187,7 +187,7 @@ class Comm(Protocol):
         """Do the same with arrays of `counts` elements.
 
         Args:
-            own: this rank's; None where it is at its place in `into` already.
+            own: this rank's array; None if it already lies at its offset in `into`.
             into: (sum of counts,) written.
             counts: elements of each rank, the same on all ranks.
         """
@@ -199,8 +199,8 @@ class Comm(Protocol):
         """Write the sum over the ranks of this rank's part of the array.
 
         Args:
-            array: (sum of counts,) of which rank r's part follows on those of the ranks before.
-            own: (counts[rank],) written; elsewhere in memory.
+            array: (sum of counts,) the ranks' parts in rank order.
+            own: (counts[rank],) written; must not overlap `array`.
             counts: elements of each rank, the same on all ranks.
         """
 
@@ -210,7 +210,7 @@ class Comm(Protocol):
     # ---- other communicators ----
 
     def duplicate(self) -> Self:
-        """Return another one of the same ranks. Collective."""
+        """Return another communicator of the same ranks. Collective."""
 
     def split(self, color: int, key: int) -> Self:
         """Return the communicator of ranks with one color (0 or more), by key, rank. Collective."""
@@ -219,14 +219,14 @@ class Comm(Protocol):
         """Return the communicator of ranks that share memory, by key, then rank. Collective."""
 
     def free(self) -> None:
-        """Give it back. Collective."""
+        """Free the communicator. Collective."""
 
     def share_pages(self, own_bytes: int) -> SharedPages:
         """Return memory that all ranks of this communicator, on one node, share. Collective.
 
         Args:
-            own_bytes: the length of this rank's part; the ranks' lengths may differ, and be 0.
+            own_bytes: the length of this rank's part; the ranks' lengths may differ and may be 0.
 
         Raises:
-            DeviceError: on all ranks of the communicator, when there is none to be had.
+            DeviceError: on all ranks of the communicator, when the allocation fails.
         """

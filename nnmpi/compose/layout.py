@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
-from nnmpi.comm.algorithms.registry import AUTO, How
+from nnmpi.comm.algorithms.registry import AUTO, AlgorithmLike
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.custom import name_of
@@ -246,7 +246,7 @@ class GradientExchange:
         [4, 4]
     """
 
-    allreduce: How | Sequence[How] = AUTO
+    allreduce: AlgorithmLike | Sequence[AlgorithmLike] = AUTO
     bucket_bytes: int | None = None
     overlap: bool | None = None
     fused_update: bool | None = None

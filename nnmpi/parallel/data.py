@@ -22,7 +22,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.recording import perform
-from nnmpi.comm.algorithms.registry import AUTO, SHARED, How
+from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange, Traffic, predict_traffic
@@ -99,7 +99,7 @@ class DataParallel:
         self,
         model: Module,
         group: Group,
-        allreduce: How | Sequence[How] = AUTO,
+        allreduce: AlgorithmLike | Sequence[AlgorithmLike] = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
         backend: Backend | None = None,
@@ -302,7 +302,7 @@ class DataParallel:
                 " samples) instead of loss.backward(), or parallel.release() first"
             )
 
-    def _share_gradients(self, allreduce: How | Sequence[How]) -> list[Array]:
+    def _share_gradients(self, allreduce: AlgorithmLike | Sequence[AlgorithmLike]) -> list[Array]:
         """Move the gradients to shared memory and return its arrays; none if that would be of no
         use.
 

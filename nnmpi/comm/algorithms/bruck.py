@@ -1,9 +1,9 @@
 """All-gather and reduce-scatter in ceil(log2 N) rounds for any number of ranks (Bruck).
 
-In the all-gather, what a rank has doubles every round: it sends all of it (or as much as is still
-wanted) to the rank that lies 1, 2, 4 ... before it, and gets the next ones from the rank that lies
-as far behind. The way of each chunk is a binomial tree with its owner at the root. With five ranks,
-the chunks that each rank has:
+In the all-gather, each rank's chunks double every round. It sends all of them (in the last round
+the missing ones) to the rank 1, 2, 4 ... before it, and receives as many from the rank as far
+behind. Each chunk travels along a binomial tree with its owner at the root. With five ranks, the
+chunks of each rank:
 
               rank 0      rank 1      rank 2      rank 3      rank 4
     before    0           1           2           3           4
@@ -11,7 +11,7 @@ the chunks that each rank has:
     round 1   0 1 2 3     1 2 3 4     2 3 4 0     3 4 0 1     4 0 1 2      from rank + 2
     round 2   all         all         all         all         all          from rank + 4, one chunk
 
-The reduce-scatter is the same steps backwards: the messages turn round, and what arrives is added.
+The reduce-scatter is the same steps in reverse: messages change direction, arrivals are added.
 
 Cost with N ranks, M bytes of all chunks together, latency alpha, time per byte beta, time per added
 byte gamma:
@@ -19,7 +19,7 @@ byte gamma:
     all-gather       ceil(log2 N) alpha  +  (N-1)/N M beta
     reduce-scatter   ceil(log2 N) alpha  +  (N-1)/N M beta  +  (N-1)/N M gamma
 
-(Chunk numbers that run over the end, as 4 0 1, are two messages at once.) Source: Bruck et al.,
+(Chunk numbers that wrap around, as 4 0 1, are two messages at once.) Source: Bruck et al.,
 Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997.
 """
 

@@ -1,19 +1,19 @@
 """Neighbour averaging: each rank mixes its buffer with its two neighbours' on a ring.
 
-It is no all-reduce: the ranks end with different values, which come closer to one another with
-every call. Decentralized training does it once per update instead of an all-reduce.
+It is no all-reduce: the ranks end with different values, which approach one another with every
+call. Decentralized training does it once per update instead of an all-reduce.
 
               rank 0        rank 1        rank 2        rank 3
               a             b             c             d
-    step 0    a ------->    b ------->    c ------->    d ------->     add what comes from the left
+    step 0    a ------->    b ------->    c ------->    d ------->     add the left neighbour's
               a+d           b+a           c+b           d+c
-    step 1    <------- a+d  <------- b+a  <------- c+b  <------- d+c   add what comes from the right
+    step 1    <------- a+d  <------- b+a  <------- c+b  <------- d+c   add the right neighbour's
               d+2a+b        a+2b+c        b+2c+d        c+2d+a
 
 Divided by 4 that is an average with the weights 1/4, 1/2, 1/4. The weights of a row and of a column
-sum to 1, so the mean over the ranks stays what it was; and no eigenvalue is negative, so the ranks
-do not swing around it. After k calls the differences from the mean have shrunk, in the 2-norm, to
-cos(pi/N)^(2k) or less. With two ranks one step gives both the mean.
+sum to 1, so the mean over the ranks does not change. No eigenvalue is negative, so the ranks do not
+oscillate around it. After k calls the deviations from the mean have shrunk, in the 2-norm, by
+cos(pi/N)^(2k) or more. With two ranks one step gives both the mean.
 
 Cost for any number of ranks N > 2, M bytes, latency alpha, time per byte beta, time per added byte
 gamma:

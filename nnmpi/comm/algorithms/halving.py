@@ -1,11 +1,11 @@
 """All-reduce by vector halving with distance doubling, and back: few rounds and few bytes.
 
-Ranks pair up, first with the nearest, then at twice the distance each round, and halve what they
-are responsible for: a reduce-scatter. Then the same pairs in reverse order double what they have:
-an all-gather. The longest messages go the shortest way, which is inside a node where neighbours
-share one. With eight ranks, what rank 0 does (chunks 0..7):
+Ranks pair up, first with the nearest, then at twice the distance each round, and halve the range of
+chunks that they reduce: a reduce-scatter. Then the same pairs in reverse order double their range:
+an all-gather. The longest messages go the shortest way: inside a node when neighbours share one.
+With eight ranks, rank 0's rounds (chunks 0..7):
 
-    round    partner    sends      receives    afterwards finished or responsible for
+    round    partner    sends      receives    range afterwards (+: added)
     0        1          4 5 6 7    0 1 2 3 +   0 1 2 3
     1        2          2 3        0 1 +       0 1
     2        4          1          0 +         0                     now 0 is the sum
@@ -14,8 +14,8 @@ share one. With eight ranks, what rank 0 does (chunks 0..7):
     5        1          0 1 2 3    4 5 6 7     0 1 2 3 4 5 6 7
 
 When the size is no power of two, P = 2^floor(log2 size) ranks do this. Each of the first size - P
-odd ranks gives its whole buffer to the even rank before it at the beginning and gets the result at
-the end (as MPICH folds them):
+odd ranks first sends its whole buffer to the even rank before it, and receives the result at the
+end (as MPICH folds them):
 
     size 6, P = 4      0<-1   2<-3   4   5      then 0 2 4 5 halve and double      then 0->1   2->3
 
@@ -35,7 +35,7 @@ from nnmpi.comm.collective import Step
 def halving_doubling(rank: int, size: int) -> tuple[Step, ...]:
     """Return this rank's steps: fold to a power of two, halve, double, unfold."""
     power = 1 << size.bit_length() - 1
-    folded = size - power  # so many pairs (0, 1), (2, 3) ... become one
+    folded = size - power  # pairs (0, 1), (2, 3) ... that become one rank
     everything = range(size)
     if rank < 2 * folded and rank % 2:
         return Step(to=rank - 1, send=everything), Step(from_=rank - 1, recv=everything)
@@ -50,9 +50,7 @@ def halving_doubling(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def _butterfly(place: int, power: int, folded: int, size: int) -> tuple[Step, ...]:
-    """Return the halving and the doubling for place 0..power-1 among those that were not folded
-    away.
-    """
+    """Return the halving and the doubling of rank `place`, 0..power-1, of the remaining ranks."""
     halving: list[Step] = []
     mine = range(size)
     distance = 1

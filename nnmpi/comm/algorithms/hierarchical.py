@@ -1,12 +1,12 @@
 """Two-level all-reduce: to a leader in each node, around a ring of leaders, and back.
 
-The links between nodes are slower than memory, and a node has one for all its ranks. So only one
-rank of each node uses it, and what crosses it is what a ring over nodes needs. Three nodes with two
-ranks each:
+The link of a node is slower than its memory and serves all its ranks. So only one rank of each node
+uses it, for a ring over the nodes. Three nodes with two ranks each:
 
     node 0        node 1        node 2
     0 <-- 1       2 <-- 3       4 <-- 5          tree to the leader: whole buffer, inside
-    0 --------->  2 --------->  4 ------> (0)    ring of leaders: chunks 0 1 | 2 3 | 4 5, 2 (K-1) steps, across
+    0 --------->  2 --------->  4 ------> (0)    ring of leaders, across, 2 (K-1) steps:
+                                                 chunks 0 1 | 2 3 | 4 5
     0 --> 1       2 --> 3       4 --> 5          tree from the leader: whole buffer, inside
 
 Nodes may have different numbers of ranks, and a node's ranks need not be neighbours.
@@ -14,7 +14,8 @@ Nodes may have different numbers of ranks, and a node's ranks need not be neighb
 Cost with K nodes of n ranks, M bytes, inside alpha, beta, across alpha', beta', time per added byte
 gamma:
 
-    2 ceil(log2 n) (alpha + M beta)  +  2 (K-1) alpha'  +  2 (K-1)/K M beta'  +  (ceil(log2 n) + (K-1)/K) M gamma
+    2 ceil(log2 n) (alpha + M beta)  +  2 (K-1) alpha'  +  2 (K-1)/K M beta'
+                                     +  (ceil(log2 n) + (K-1)/K) M gamma
 
 Source: Jia et al., Highly scalable deep learning training system with mixed-precision, 2018; Mikami
 et al., Massively distributed SGD, 2018, for the idea.
@@ -55,7 +56,7 @@ def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tu
     return up + _among(leaders, across, lambda chunks: part(size, len(leaders), chunks[0])) + down
 
 
-@lru_cache(maxsize=1)  # thousands of ranks ask for it one after another
+@lru_cache(maxsize=1)  # thousands of ranks call it in turn
 def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
     """Return each node's ranks; nodes in order of their first ranks."""
     members: dict[int, list[int]] = {}
@@ -67,9 +68,7 @@ def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
 def _among(
     ranks: Sequence[int], steps: Sequence[Step], share: Callable[[Chunks], Chunks]
 ) -> tuple[Step, ...]:
-    """Return steps among these ranks, which were numbered 0, 1 ... in them; `share` says what
-    stands for chunks.
-    """
+    """Return steps with their ranks 0, 1 ... replaced by `ranks`, and chunks by `share(chunks)`."""
     return tuple(
         Step(
             None if step.to is None else ranks[step.to],

@@ -1,4 +1,4 @@
-"""The collectives by the names that the command line and `Group` know."""
+"""The collectives by the names on the command line and in `Group`."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ from nnmpi.errors import UsageError
 
 HIERARCHICAL = "hierarchical"
 
-# The last column is the cost with N ranks: (alpha, M beta, M gamma), each so many times.
+# The last argument is the cost with N ranks: the factors of (alpha, M beta, M gamma).
 _ALL = (
     Collective(
         "ring",
@@ -66,32 +66,34 @@ _ALL = (
 COLLECTIVES: Mapping[tuple[str, str], Collective] = MappingProxyType(
     {(c.contract.name, c.name): c for c in _ALL}
 )
-"""All collectives by (what, how), such as ("all-gather", "ring")."""
+"""All collectives by (operation, algorithm), such as ("all-gather", "ring")."""
 
 ALGORITHMS: Mapping[str, Collective] = MappingProxyType(
     {c.name: c for c in _ALL if c.contract is ALL_REDUCE}
 )
-"""The all-reduces that are made of steps."""
+"""The all-reduces made of steps."""
 
-NATIVE = "native"  # MPI's own all-reduce: there are no steps to look at
+NATIVE = "native"  # MPI's own all-reduce: a library call without steps
 AUTO = "auto"  # chosen by size: see `comm.fit.choose`
-SHARED = "shared"  # loads and stores in memory that the ranks of a node share
+SHARED = "shared"  # loads and stores in shared memory of a node
 NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
 
 
-How: TypeAlias = str | Algorithm
-"""How a collective is done: a name, or a function of (rank, size) that a user wrote."""
+AlgorithmLike: TypeAlias = str | Algorithm
+"""The algorithm of a collective: a name, or a user's function of (rank, size)."""
 
 
-def find_collective(operation: str, name: How, nodes: Sequence[int] | None = None) -> Collective:
-    """Return the collective that does this operation in this way, or a user's algorithm as one.
+def find_collective(
+    operation: str, name: AlgorithmLike, nodes: Sequence[int] | None = None
+) -> Collective:
+    """Return an operation's collective by its algorithm's name, or wrap a user's algorithm.
 
     Args:
-        nodes: the node of each rank, for all-reduces that look at it.
+        nodes: the node of each rank, for the hierarchical all-reduce.
 
     Raises:
-        UsageError: for an operation that there is not, a way in which it cannot be done, or a
-            user's collective that promises something else.
+        UsageError: for an unknown operation, an algorithm that the operation lacks, or a user's
+            collective with another contract.
     """
     contracts = {item.contract.name: item.contract for item in _ALL}
     if operation not in contracts:

@@ -1,25 +1,26 @@
 """Ring all-reduce: each rank sends only to its right neighbour, and all links stay busy.
 
 First half, reduce-scatter: partial sums travel to the right, one chunk at a time, and grow at every
-rank they pass, until chunk r is finished at rank r. Second half, all-gather: the finished chunks
-travel once more around. Each half is a collective of its own. With three ranks (chunk numbers; a '
-for each part that has been added, so that 0'' is the finished sum of chunk 0):
+rank they pass, until chunk r is complete at rank r. Second half, all-gather: the complete chunks
+travel around once more. Each half is also a collective by itself. With three ranks (chunk numbers;
+a ' for each contribution added, so that 0'' is the complete sum of chunk 0):
 
-               rank 0        rank 1        rank 2
-    step 0     2 ------->    0 ------->    1 -------> (to rank 0)      reduce
-    step 1     1' ------>    2' ----->     0' ------>                  reduce: now rank 0 has 0'', 1 has 1'', 2 has 2''
-    step 2     0'' ----->    1'' ----->    2'' ----->                  replace
-    step 3     2'' ----->    0'' ----->    1'' ----->                  replace: everybody has 0'', 1'', 2''
+             rank 0      rank 1      rank 2
+    step 0   2 ----->    0 ----->    1 -----> (to rank 0)   reduce
+    step 1   1' ---->    2' ---->    0' ---->               reduce: rank 0 has 0'', 1 1'', 2 2''
+    step 2   0'' --->    1'' --->    2'' --->               replace
+    step 3   2'' --->    0'' --->    1'' --->               replace: all have 0'', 1'', 2''
 
-Cost with N ranks, M bytes, latency alpha, time per byte beta, time per added byte gamma:
+Cost with N ranks, M bytes of all chunks together, latency alpha, time per byte beta, time per added
+byte gamma:
 
     reduce-scatter      (N-1) alpha  +    (N-1)/N M beta  +  (N-1)/N M gamma
-    all-gather          (N-1) alpha  +    (N-1)/N M beta                          (M: the bytes of all chunks together)
+    all-gather          (N-1) alpha  +    (N-1)/N M beta
     all-reduce        2 (N-1) alpha  +  2 (N-1)/N M beta  +  (N-1)/N M gamma
 
-No algorithm moves fewer bytes per rank, so it is the one for long messages; short ones suffer from
-the many steps. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-workstations, 2009.
+No algorithm moves fewer bytes per rank, so the ring is the one for long messages; short ones pay
+the many latencies. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters
+of workstations, 2009.
 """
 
 from nnmpi.comm.collective import Step
@@ -31,7 +32,7 @@ def ring(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def ring_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the size-1 steps after which this rank has the sum of the chunk of its own number."""
+    """Return the size-1 steps after which this rank has the sum of chunk `rank`."""
     return tuple(_pass_on(rank, size, chunk=rank - 1 - i, reduce=True) for i in range(size - 1))
 
 

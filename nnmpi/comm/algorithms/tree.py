@@ -1,26 +1,26 @@
 """All-reduce along a binomial tree: sums run up to rank 0, the result runs down the same branches.
 
-The whole buffer travels at once. With eight ranks, on the way up (the way down, which is a
-broadcast of its own, is the same picture from the bottom to the top with the arrows turned round):
+The whole buffer travels at once. With eight ranks, on the way up (the way down is a broadcast: read
+the picture from the bottom to the top, with the arrows reversed):
 
     rank       0     1     2     3     4     5     6     7
     round 0    o<----o     o<----o     o<----o     o<----o        distance 1
     round 1    o<----------o           o<----------o              distance 2
     round 2    o<----------------------o                          distance 4
 
-A rank receives while its lower bits are 0, and sends at its lowest bit that is 1. Where the tree
-has no such rank (size not a power of two) the branch is left out.
+A rank receives while its lower bits are 0, and sends at its lowest 1 bit. Branches to ranks past
+the last one (size not a power of two) are left out.
 
 Cost with N ranks, M bytes, latency alpha, time per byte beta, time per added byte gamma:
 
     broadcast      ceil(log2 N) alpha  +    ceil(log2 N) M beta
     all-reduce   2 ceil(log2 N) alpha  +  2 ceil(log2 N) M beta  +  ceil(log2 N) M gamma
 
-Few rounds, but the whole message in each of them: for short messages and many ranks. Source:
-Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
+Few rounds with the whole message in each: for short messages and many ranks. Source: Thakur,
+Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
 
 Broadcast for long messages: rank 0 scatters its buffer along a binomial tree, then a ring gathers
-it everywhere.
+it on every rank.
 
 Scatter: at each distance, the largest first, a rank passes on the chunks of the ranks behind it.
 With eight ranks:
@@ -31,16 +31,15 @@ With eight ranks:
     round 1    0 1 ------->  2 3          4 5 ------->  6 7           distance 2
     round 2    0 ---->  1    2 ---> 3     4 ---->  5    6 --->  7     distance 1
 
-Then the all-gather of `ring.py`: every rank's chunk goes once around.
+Then the all-gather of `ring.py`: every rank's chunk goes around once.
 
 Cost with N ranks, M bytes, latency alpha, time per byte beta:
 
     (ceil(log2 N) + N - 1) alpha  +  2 (N-1)/N M beta
 
-against the tree's  ceil(log2 N) alpha + ceil(log2 N) M beta: for long messages on three ranks and
-                    more.
-Source: van de Geijn, On global combine operations, 1994; Barnett et al., Interprocessor collective communication
-library (InterCom), 1994.
+against the tree's  ceil(log2 N) alpha + ceil(log2 N) M beta:  less for long messages on three or
+more ranks. Source: van de Geijn, On global combine operations, 1994; Barnett et al., Interprocessor
+collective communication library (InterCom), 1994.
 """
 
 from nnmpi.comm.collective import Step
@@ -52,7 +51,7 @@ def tree(rank: int, size: int) -> tuple[Step, ...]:
 
 
 def tree_reduce(rank: int, size: int) -> tuple[Step, ...]:
-    """Return the steps that reduce to rank 0: take the children's sums, pass the sum up."""
+    """Return the steps that reduce to rank 0: add the children's sums, pass the sum up."""
     steps = tuple(
         Step(from_=child, recv=range(size), reduce=True) for child in _children(rank, size)
     )
@@ -67,7 +66,7 @@ def tree_broadcast(rank: int, size: int) -> tuple[Step, ...]:
 
 def tree_scatter(rank: int, size: int) -> tuple[Step, ...]:
     """Return the steps that scatter rank 0's buffer, a chunk to each rank."""
-    # it is served with chunks rank..rank+reach-1
+    # this rank receives chunks rank..rank+reach-1
     reach = 1 << (size - 1).bit_length() if rank == 0 else rank & -rank
     steps = (
         () if rank == 0 else (Step(from_=rank - reach, recv=range(rank, min(rank + reach, size))),)
@@ -86,9 +85,7 @@ def _parent(rank: int) -> int:
 
 
 def _children(rank: int, size: int) -> list[int]:
-    """Return the ranks that send their sums to this one, the nearest (which is ready first)
-    first.
-    """
+    """Return the ranks that send their sums to this one, nearest first: that one is ready first."""
     children, distance = [], 1
     while rank & distance == 0 and rank + distance < size:
         children.append(rank + distance)
@@ -101,11 +98,9 @@ def levels(N: int) -> int:
     return (N - 1).bit_length()
 
 
-# All-reduce through a parameter server: rank 0 collects everybody's buffer, adds, and sends the sum
-# back.
+# All-reduce through a parameter server: rank 0 collects all buffers, adds, and sends the sum back.
 #
-# The server serves one worker after another, in rank order, so that the sum does not depend on who
-# comes first:
+# The server serves the workers in rank order, so that the sum's bits do not depend on arrival:
 #
 #     step        0    1    2    3    4    5
 #     worker 1    o----.              .--->o
@@ -118,10 +113,10 @@ def levels(N: int) -> int:
 #
 #     2 (N-1) alpha  +  2 (N-1) M beta  +  (N-1) M gamma
 #
-# The server's link carries everything, so the time grows with N: the yardstick that the others are
-# measured by. (Textbooks often give it a latency of 2 alpha, which needs a server that receives
-# from all workers at once.) Source: Li et al., Scaling distributed machine learning with the
-# parameter server, 2014, with one server.
+# The server's link carries all bytes, so the time grows with N: the baseline for the others.
+# (Textbooks often give it a latency of 2 alpha, which needs a server that receives from all workers
+# at once.) Source: Li et al., Scaling distributed machine learning with the parameter server, 2014,
+# with one server.
 
 
 def star(rank: int, size: int) -> tuple[Step, ...]:
