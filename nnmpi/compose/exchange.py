@@ -116,7 +116,7 @@ class Exchange:
         if len(batch.cuts) != batch.microbatches:
             raise UsageError(
                 f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as"
-                ' Loader(whole=True) deals them for reduction "fixed"; leave whole out'
+                ' Loader(whole_microbatches=True) deals them for reduction "fixed"; leave it out'
             )
 
     def enter(self, microbatch: int) -> None:
@@ -329,7 +329,8 @@ class FixedExchange(Exchange):
         if len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
             raise UsageError(
                 f"this rank has a part of each of {batch.microbatches} microbatches, but with"
-                ' reduction "fixed" each is one replica\'s alone; give Loader(whole=True)'
+                ' reduction "fixed" each is one replica\'s alone; give'
+                " Loader(whole_microbatches=True)"
             )
         asks, self._asks = self._asks, False
         if asks and 0 in self.group.gather(len(batch.cuts)):

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nnmpi.data.dataset import Dataset, Wanted, check_pair, split
+from nnmpi.data.dataset import Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
-    CIFAR_WANTED,
+    CIFAR_EXPECTED,
+    IDX_EXPECTED,
     IDX_FILES,
-    IDX_WANTED,
     SUFFIXES,
     find,
     has_idx,
@@ -130,7 +130,7 @@ def load(
     data_dir: str | Path | None = None,
     seed: int = 0,
     test_fraction: float = 0.2,
-    wanted: Wanted = "classes",
+    predicts: LabelKind = "classes",
     target: str = "",
 ) -> Pair:
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
@@ -142,7 +142,7 @@ def load(
             mnist, ... in it; without it the download folder is read.
         seed, test_fraction: the split of sets that come without a test part (iris, digits, .csv,
             .npz).
-        wanted: what the labels in a file are: classes, quantities, or any, as they look.
+        predicts: what the labels in a file are: classes, quantities, or any, as they look.
         target: the column of a table's labels, by name or number; empty for the last.
 
     Raises:
@@ -159,11 +159,9 @@ def load(
     if target and name in NAMES:
         raise UsageError(f"data set {name!r} knows its labels itself; leave the target out")
     if name in DOWNLOADED:
-        place = _place(name, data_dir)
+        path = _place(name, data_dir)
         pair = (
-            load_cifar(place, name)
-            if name == "cifar10"
-            else load_idx(place, name, CLASS_NAMES[name])
+            load_cifar(path, name) if name == "cifar10" else load_idx(path, name, CLASS_NAMES[name])
         )
         return check_pair(*pair)
     _refuse_data_dir(name, data_dir)
@@ -173,7 +171,7 @@ def load(
         path = BUNDLED[name] if name in BUNDLED else _existing(name)
         reader = next((reader for end, reader in READERS.items() if path.name.endswith(end)), None)
         if path.is_dir():
-            train, test = _load_folder(path, wanted, target)
+            train, test = _load_folder(path, predicts, target)
         elif reader is None:
             raise UsageError(
                 f"data set {path}: files of this kind are not read; give {', '.join(READERS)} or a"
@@ -181,7 +179,7 @@ def load(
             )
         else:
             train, test = reader(
-                path, path.name.split(".")[0], "classes" if name in BUNDLED else wanted, target
+                path, path.name.split(".")[0], "classes" if name in BUNDLED else predicts, target
             )
     if name == "digits":
         train = replace(train, scale=1 / 16)
@@ -303,20 +301,20 @@ def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
 def _place(name: str, data_dir: str | Path | None) -> Path:
     """Return where the files of a downloadable set are."""
     if data_dir is None:
-        place = _look(name, folder := cache_folder() / name, "the folder for downloads")
-        if place is None:
+        path = _look(name, folder := cache_folder() / name, "the folder for downloads")
+        if path is None:
             raise DataError(
                 f"{name} is not in {folder}; let nnmpi.data.prepare({name!r}) download it, set"
                 f" ${VARIABLE}, or name local files as data_dir"
             )
-        return place
-    place = _look(name, folder := expand(Path(data_dir), "data_dir"), "data_dir")
-    if place is None:
-        expected = CIFAR_WANTED if name == "cifar10" else IDX_WANTED
+        return path
+    path = _look(name, folder := expand(Path(data_dir), "data_dir"), "data_dir")
+    if path is None:
+        expected = CIFAR_EXPECTED if name == "cifar10" else IDX_EXPECTED
         raise UsageError(
             f"data_dir {folder} lacks the files of {name}: looked there for {expected}"
         )
-    return place
+    return path
 
 
 def _look(name: str, folder: Path, what: str) -> Path | None:
@@ -349,12 +347,12 @@ def _existing(text: str) -> Path:
     )
 
 
-def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Dataset | None]:
+def _load_folder(folder: Path, predicts: LabelKind, target: str) -> tuple[Dataset, Dataset | None]:
     name = folder.resolve().name
     tables = [find(folder, f"{part}.csv") for part in ("train", "test")]
     if tables[0] and tables[1]:
-        train = to_dataset(read_csv(tables[0], target), name, wanted=wanted)
-        kind: Wanted = "classes" if train.predicts == "classes" else "quantities"
+        train = to_dataset(read_csv(tables[0], target), name, predicts=predicts)
+        kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
         test = to_dataset(read_csv(tables[1], target), name, train.class_names, kind)
         if train.columns and test.columns and test.columns != train.columns:
             raise DataError(
@@ -364,8 +362,8 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Da
         return train, test
     if has_idx(folder):
         return load_idx(folder, name)
-    if place := locate_cifar(folder):
-        return load_cifar(place, name)
+    if path := locate_cifar(folder):
+        return load_cifar(path, name)
     if result := load_classes(folder, name):
         return result
     if any(file.suffix.lower() in SUFFIXES for file in folder.iterdir()):
@@ -374,6 +372,6 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Da
             " for each class"
         )
     raise UsageError(
-        f"data set {folder}: the folder has neither {IDX_WANTED}, nor {CIFAR_WANTED}, nor train.csv"
+        f"data set {folder}: the folder has neither {IDX_EXPECTED}, nor {CIFAR_EXPECTED}, nor train.csv"
         " and test.csv (plain or .gz), nor a folder of images for each class"
     )

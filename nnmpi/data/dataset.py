@@ -13,11 +13,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, is_array
 from nnmpi.backend.random import stream
-from nnmpi.errors import DataError, UsageError, shortened
-from nnmpi.errors import whole as whole_number
+from nnmpi.errors import DataError, UsageError, shortened, whole
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
-Wanted: TypeAlias = Literal["classes", "quantities", "any"]  # of what stands in a file
+LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of what stands in a file
 TOKEN_TYPES = (np.uint16, np.uint32)
 IGNORED = -1  # the label of what is not to be predicted, such as padding
 # as tables write it, in small letters
@@ -90,8 +89,8 @@ def as_float32(name: str, values: Array) -> Array:
         return values
     with np.errstate(over="ignore"):  # the check names the sample
         result = values.astype(np.float32)
-    for place in np.argwhere(~np.isfinite(result))[:1].tolist():
-        raise DataError(f"{name}{place}: {no_number(values[tuple(place)].item())}")
+    for index in np.argwhere(~np.isfinite(result))[:1].tolist():
+        raise DataError(f"{name}{index}: {no_number(values[tuple(index)].item())}")
     return result
 
 
@@ -215,7 +214,7 @@ class Dataset(Samples):
     columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        whole_number("classes", self.classes, 0)
+        whole("classes", self.classes, 0)
         x, y = (
             read_array(self.x, f"samples of {self.name}"),
             read_array(self.y, f"labels of {self.name}", True),
@@ -255,9 +254,9 @@ class Dataset(Samples):
                 else (1, "from 0 to 1")
             )
             fits, what = np.abs(self.y) <= most, "target"
-        for place in np.argwhere(~fits)[:1].tolist():
+        for index in np.argwhere(~fits)[:1].tolist():
             raise DataError(
-                f"{self.name}: {what} {self.y[tuple(place)]} of sample {place[0]} is not {expected}"
+                f"{self.name}: {what} {self.y[tuple(index)]} of sample {index[0]} is not {expected}"
             )
 
     def __len__(self) -> int:

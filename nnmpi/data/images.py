@@ -36,11 +36,11 @@ IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
-IDX_WANTED = f"{', '.join(name for names in IDX_FILES.values() for name in names)} (plain or .gz)"
+IDX_EXPECTED = f"{', '.join(name for names in IDX_FILES.values() for name in names)} (plain or .gz)"
 
 CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR_FOLDER = "cifar-10-batches-bin"
-CIFAR_WANTED = (
+CIFAR_EXPECTED = (
     f"test_batch.bin and at least one data_batch_N.bin (plain or .gz), also in {CIFAR_FOLDER}, or"
     f" {CIFAR_ARCHIVE}"
 )
@@ -120,25 +120,30 @@ def locate_cifar(folder: Path) -> Path | None:
 
     A subset of the training batches will do; at least one and the test batch must be there.
     """
-    for place in (folder, folder / CIFAR_FOLDER):
-        names = {match[1] for path in place.glob("*.bin*") if (match := BATCH.fullmatch(path.name))}
+    for inner in (folder, folder / CIFAR_FOLDER):
+        names = {match[1] for file in inner.glob("*.bin*") if (match := BATCH.fullmatch(file.name))}
         if "test_batch" in names and len(names) > 1:
-            return place
+            return inner
     archive = folder / CIFAR_ARCHIVE
     return archive if archive.is_file() else None
 
 
-def load_cifar(place: Path, name: str) -> tuple[Dataset, Dataset]:
-    """Return the parts of a place that `locate_cifar` gave: x (n, 32, 32, 3) uint8, scale 1/255."""
+def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
+    """Return both parts of CIFAR-10: x (n, 32, 32, 3) uint8, scale 1/255.
+
+    Args:
+        path: the folder or archive that `locate_cifar` returns.
+        name: of the data sets.
+    """
     result: dict[str, bytes] = {}
-    if place.is_dir():
-        for path in sorted(place.glob("*.bin*")):  # "a.bin" sorts before "a.bin.gz"
-            if (match := BATCH.fullmatch(path.name)) and match[1] not in result:
-                result[match[1]] = read_bytes(path)
+    if path.is_dir():
+        for file in sorted(path.glob("*.bin*")):  # the plain file before its .gz: it is read faster
+            if (match := BATCH.fullmatch(file.name)) and match[1] not in result:
+                result[match[1]] = read_bytes(file)
     else:
-        packed = io.BytesIO(read_bytes(place))
+        packed = io.BytesIO(read_bytes(path))
         with (
-            foreign(place, DataError, "not a whole tar archive"),
+            foreign(path, DataError, "not a whole tar archive"),
             tarfile.open(fileobj=packed) as archive,
         ):
             for member in archive:
@@ -149,12 +154,11 @@ def load_cifar(place: Path, name: str) -> tuple[Dataset, Dataset]:
     # data_batch_10 after data_batch_9
     trains = sorted(result.keys() - tests, key=lambda batch: (len(batch), batch))
     if not trains or not tests:
-        raise DataError(f"{place}: needs {CIFAR_WANTED}, and has {sorted(result)}")
+        raise DataError(f"{path}: needs {CIFAR_EXPECTED}, and has {sorted(result)}")
     for batch, content in result.items():
         if len(content) % RECORD:
             raise DataError(
-                f"{place}, {batch}.bin: {len(content)} bytes are not whole records of {RECORD}"
-                " bytes"
+                f"{path}, {batch}.bin: {len(content)} bytes are not whole records of {RECORD} bytes"
             )
     train, test = (
         _records(name, b"".join(result[batch] for batch in batches)) for batches in (trains, tests)

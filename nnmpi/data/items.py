@@ -37,7 +37,7 @@ def as_samples(source: Any) -> Samples:
         features = Dataset(name, source[columns[:-1]], np.zeros(len(source), np.int64), 1)
         labels = tuple(map(str, source[columns[-1]]))
         table = Table(Path(name), features.x, labels, tuple(range(len(labels))), features.columns)
-        return to_dataset(table, name, wanted="any")
+        return to_dataset(table, name, predicts="any")
     what = type(source).__name__
     if isinstance(source, Mapping):
         raise UsageError(
@@ -103,11 +103,11 @@ class Items(Samples):
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
     ) -> tuple[Array, Array]:
         """Return the samples at these indices and their labels; each item is read once."""
-        made, there = (
+        items, places = (
             (self._read(indices) if len(indices) else self._first),
             np.arange(len(indices)),
         )
-        return made.rows(there, dtype), made.labels(there)
+        return items.rows(places, dtype), items.labels(places)
 
     def rows(
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None

@@ -27,13 +27,12 @@ from nnmpi.data.sampler import (
     check_partition,
     cut_batch,
     order,
-    own_order,
-    own_samples,
-    takers,
+    partition_order,
+    partition_samples,
+    row_owners,
 )
 from nnmpi.data.transform import Normalize, Transform, steps_of
-from nnmpi.errors import ShapeError, UsageError
-from nnmpi.errors import whole as whole_of
+from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.shard import split
 
 # A part of a batch that is not larger takes less time to make than to hand over from a thread.
@@ -128,7 +127,7 @@ class Loader:
         rank, world: which part of how many.
         microbatches: the number of parts that each batch is worked on in, one after the other, to
             save memory.
-        whole: give each rank whole microbatches (possibly none), instead of a part of each.
+        whole_microbatches: give each rank whole microbatches (possibly none), instead of a part of each.
         partition: "none", or how the samples are divided for good, so that each rank sees its own
             alone; see `data.sampler`. The batches then depend on the number of ranks.
         transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
@@ -153,7 +152,7 @@ class Loader:
     rank: int = 0
     world: int = 1
     microbatches: int = 1
-    whole: bool = False
+    whole_microbatches: bool = False
     shuffle: bool = True
     partition: str = "none"
     transform: Transform | None = None
@@ -163,17 +162,17 @@ class Loader:
     def __post_init__(self) -> None:
         dataset = self.dataset = as_samples(self.dataset)
         partition = self.partition
-        self.batch_size = size = whole_of("batch_size", self.batch_size)
-        self.microbatches = whole_of("microbatches", self.microbatches)
+        self.batch_size = size = whole("batch_size", self.batch_size)
+        self.microbatches = whole("microbatches", self.microbatches)
         if not 0 <= self.rank < self.world:
             raise UsageError(f"rank {self.rank} of {self.world} ranks does not exist")
-        if self.whole and partition != "none":
+        if self.whole_microbatches and partition != "none":
             raise UsageError(
                 f"the partition {partition!r} does not go with whole microbatches, which are dealt"
                 " to any rank"
             )
         if self.workers is not None:
-            whole_of("workers", self.workers, 0)
+            whole("workers", self.workers, 0)
         self._kind = np.dtype(self.dtype)
         if self._kind.kind != "f":
             raise UsageError(f"samples cannot be given as {self._kind}; choose float32 or float64")
@@ -185,9 +184,9 @@ class Loader:
         if partition != "none":
             rows = [min(size, len(dataset) - first) for first in range(0, len(dataset), size)]
             self._owners = np.concatenate(
-                [takers(row, self.world, self.microbatches) for row in rows]
+                [row_owners(row, self.world, self.microbatches) for row in rows]
             )
-            self._own = own_samples(self._classes(), partition, self.seed, self._owners)
+            self._shards = partition_samples(self._classes(), partition, self.seed, self._owners)
 
     def __repr__(self) -> str:
         """Say which part of how large batches it gives."""
@@ -265,7 +264,7 @@ class Loader:
         rows.
         """
         if self.partition != "none":
-            return own_order(self._own, self._owners, self.seed, epoch)
+            return partition_order(self._shards, self._owners, self.seed, epoch)
         result, lengths = (
             order(len(self.dataset), self.seed, epoch, self.shuffle),
             self.dataset.lengths,
@@ -291,7 +290,7 @@ class Loader:
         """
         start = number * self.batch_size
         global_rows = min(self.batch_size, len(self.dataset) - start)
-        cuts = cut_batch(global_rows, rank, world, self.microbatches, self.whole)
+        cuts = cut_batch(global_rows, rank, world, self.microbatches, self.whole_microbatches)
         rows = [epoch_order[start + cut.first_row :][: cut.stop - cut.start] for cut in cuts]
         indices = rows[0] if len(rows) == 1 else np.concatenate([epoch_order[:0], *rows])
         targets, length = self._extent(epoch_order[start : start + global_rows])

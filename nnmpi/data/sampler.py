@@ -94,7 +94,11 @@ class Cut:
 
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
 def cut_batch(
-    global_rows: int, rank: int = 0, world: int = 1, microbatches: int = 1, whole: bool = False
+    global_rows: int,
+    rank: int = 0,
+    world: int = 1,
+    microbatches: int = 1,
+    whole_microbatches: bool = False,
 ) -> tuple[Cut, ...]:
     """Return each microbatch's rows, among the rank's rows and in the global batch.
 
@@ -107,14 +111,14 @@ def cut_batch(
         global_rows: of the batch.
         rank, world: which of how many data-parallel ranks.
         microbatches: into how many a batch is cut.
-        whole: give each rank whole microbatches instead, possibly none; their shapes then do not
+        whole_microbatches: give each rank whole microbatches instead, possibly none; their shapes then do not
             depend on the layout.
     """
     micros = split(global_rows, min(microbatches, global_rows))
     cuts: list[Cut] = []
     start = 0
-    for number in part(len(micros), world, rank) if whole else range(len(micros)):
-        mine = part(len(micros[number]), *((1, 0) if whole else (world, rank)))
+    for number in part(len(micros), world, rank) if whole_microbatches else range(len(micros)):
+        mine = part(len(micros[number]), *((1, 0) if whole_microbatches else (world, rank)))
         cuts.append(Cut(start, start + len(mine), micros[number].start + mine.start, number))
         start += len(mine)
     return tuple(cuts)
@@ -146,7 +150,7 @@ def check_partition(samples: int, partition: str, workers: int) -> None:
 
 
 @lru_cache(maxsize=4)
-def takers(global_rows: int, world: int, microbatches: int) -> Integers:
+def row_owners(global_rows: int, world: int, microbatches: int) -> Integers:
     """Return which rank takes each row of a global batch: (global_rows,)."""
     result = np.empty(global_rows, np.int64)
     for rank in range(world):
@@ -155,7 +159,9 @@ def takers(global_rows: int, world: int, microbatches: int) -> Integers:
     return result
 
 
-def own_samples(labels: Integers, partition: str, seed: int, owners: Integers) -> list[Integers]:
+def partition_samples(
+    labels: Integers, partition: str, seed: int, owners: Integers
+) -> list[Integers]:
     """Return each worker's own samples, as indices into the training set; a partition.
 
     Args:
@@ -171,16 +177,18 @@ def own_samples(labels: Integers, partition: str, seed: int, owners: Integers) -
     return np.split(shuffled.astype(np.int64), np.cumsum(np.bincount(owners))[:-1])
 
 
-def own_order(own: Sequence[Integers], owners: Integers, seed: int, epoch: int) -> Integers:
-    """Return an epoch's order in which each row holds a sample of its worker.
+def partition_order(
+    shards: Sequence[Integers], owners: Integers, seed: int, epoch: int
+) -> Integers:
+    """Return an epoch's order in which each row holds a sample of its worker, (n,).
 
     Args:
-        own, owners: see `own_samples`.
+        shards, owners: see `partition_samples`.
         seed, epoch: as for `order`.
     """
     result = np.empty(len(owners), np.int64)
-    for worker, mine in enumerate(own):
-        result[owners == worker] = mine[
-            stream(seed, "own order", epoch, worker).permutation(len(mine))
+    for worker, shard in enumerate(shards):
+        result[owners == worker] = shard[
+            stream(seed, "own order", epoch, worker).permutation(len(shard))
         ]
     return result

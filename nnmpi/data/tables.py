@@ -8,13 +8,13 @@
 
 Labels of a table may be text or whole numbers. Either way the classes are the labels that occur in
 the training table, sorted, so numbers need not begin at 0 nor be consecutive; `class_names` says
-which class stands for which label. Where quantities are wanted, the label is a number that is
+which class stands for which label. Where quantities are predicts, the label is a number that is
 predicted.
 
 An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test. x: (n, ...), any real
 dtype; uint8 stays uint8 with scale 1/255, everything else becomes float32. A 3-D x is grayscale
 images and gets its channel. y: (n,) or (n, 1), whole numbers from 0 on; or (n, ...), several labels
-for each sample, where -1 is what is not to be predicted; or, where quantities are wanted, of any
+for each sample, where -1 is what is not to be predicted; or, where quantities are predicts, of any
 real dtype. x holds tokens, which stay whole numbers, if it is uint16 or uint32, or of whole numbers
 (n, time) with several labels for each sample.
 """
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
-from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Wanted, as_float32, check_index, no_number
+from nnmpi.data.dataset import TOKEN_TYPES, Dataset, LabelKind, as_float32, check_index, no_number
 from nnmpi.errors import DataError, UsageError, shortened
 from nnmpi.files import check_unpacked, foreign, opened
 
@@ -41,7 +41,7 @@ MOST_LOST = 0.01  # of a column's deviation, by rounding to float32
 BOOLS = {"True": "1", "False": "0"}  # of features, as pandas writes them
 HINT = (
     "give classes, or predict numbers: by the loss mse, mae or huber (in a call of load by"
-    " wanted='quantities')"
+    " predicts='quantities')"
 )
 
 
@@ -96,7 +96,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         features: how many there are, of a table that may have no labels; None for all columns but
             the label's.
     """
-    values, labels, lines, names, place, width = (
+    values, labels, lines, names, label_column, width = (
         array("d"),
         list[str](),
         list[int](),
@@ -112,8 +112,8 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
                     f"{path}, line {line}: {width} cells; needs {features} features, and maybe a"
                     " label"
                 )
-            place = width if width == features else _target_column(path, cells, target)
-        label = cells.pop(place).strip() if place < width else ""
+            label_column = width if width == features else _target_column(path, cells, target)
+        label = cells.pop(label_column).strip() if label_column < width else ""
         numbers = [_number(BOOLS.get(item.strip(), item)) for item in cells]
         if is_first and {*numbers} == {None}:
             names = [cell.strip() for cell in cells]
@@ -122,32 +122,34 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         labels.append(label)
         lines.append(line)
         if None in numbers:
-            raise _wrong_cell(path, line, numbers.index(None), place, cells[numbers.index(None)])
+            raise _wrong_cell(
+                path, line, numbers.index(None), label_column, cells[numbers.index(None)]
+            )
         values.extend(cast(list[float], numbers))
     if not labels:
         raise DataError(f"{path}: the table has no rows of data")
     exact = np.frombuffer(values).reshape(len(labels), -1)
-    with np.errstate(over="ignore"):  # the check names the place
+    with np.errstate(over="ignore"):  # the check below raises an error with line and column
         result = exact.astype(np.float32)
     for row, column in np.argwhere(~np.isfinite(result))[:1].tolist():
-        raise _wrong_cell(path, lines[row], column, place, exact[row, column].item())
+        raise _wrong_cell(path, lines[row], column, label_column, exact[row, column].item())
     lost = np.abs(result - exact).max(axis=0) > MOST_LOST * exact.std(axis=0)
     for column in np.flatnonzero(lost & (exact != exact[0]).any(axis=0))[:1].tolist():
         least, most = exact[:, column].min(), exact[:, column].max()
         raise DataError(
-            f"{path}, column {column + 1 + (column >= place)}: float32 cannot tell its values"
+            f"{path}, column {column + 1 + (column >= label_column)}: float32 cannot tell its values"
             f" apart, from {least:.10g} to {most:.10g}; subtract what they have in common"
         )
-    if place < width and "" in labels:
+    if label_column < width and "" in labels:
         raise DataError(
-            f"{path}, line {lines[labels.index('')]}, column {place + 1}: the label is missing"
+            f"{path}, line {lines[labels.index('')]}, column {label_column + 1}: the label is missing"
         )
     return Table(path, result, tuple(labels), tuple(lines), tuple(names))
 
 
-def _wrong_cell(path: Path, line: int, feature: int, place: int, value: object) -> DataError:
+def _wrong_cell(path: Path, line: int, feature: int, label_column: int, value: object) -> DataError:
     return DataError(
-        f"{path}, line {line}, column {feature + 1 + (feature >= place)}: {no_number(value)}"
+        f"{path}, line {line}, column {feature + 1 + (feature >= label_column)}: {no_number(value)}"
     )
 
 
@@ -177,7 +179,7 @@ def _number(cell: str) -> float | None:
 
 
 def to_dataset(
-    table: Table, name: str, class_names: tuple[str, ...] = (), wanted: Wanted = "classes"
+    table: Table, name: str, class_names: tuple[str, ...] = (), predicts: LabelKind = "classes"
 ) -> Dataset:
     """Return the table as a data set.
 
@@ -185,7 +187,7 @@ def to_dataset(
         table: what `read_csv` gave.
         name: of the data set.
         class_names: those of the training table, for a test table; empty for the labels that occur.
-        wanted: what the labels are to be; "any" takes numbers for quantities if there is one that
+        predicts: what the labels are to be; "any" takes numbers for quantities if there is one that
             is not whole.
     """
     numbers = {label: _number(label) for label in table.labels}
@@ -194,7 +196,7 @@ def to_dataset(
     fraction = next(
         (label for label, number in numbers.items() if number is not None and number % 1), None
     )
-    if wanted == "quantities" or (wanted == "any" and is_numeric and fraction is not None):
+    if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
         quantities = np.array([numbers[label] for label in table.labels], np.float32)  # of None NaN
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label = shortened(table.labels[row])
@@ -212,32 +214,32 @@ def to_dataset(
         for label, number in numbers.items()
     }
     names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
-    place = {item: number for number, item in enumerate(names)}
-    if unknown := [label for label in table.labels if spelled[label] not in place]:
+    class_of = {item: number for number, item in enumerate(names)}
+    if unknown := [label for label in table.labels if spelled[label] not in class_of]:
         raise DataError(
             f"{table.path}: label {shortened(unknown[0])!r} is not among the training labels"
             f" {list(names)}"
         )
-    y = np.array([place[spelled[label]] for label in table.labels])
+    y = np.array([class_of[spelled[label]] for label in table.labels])
     return Dataset(name, table.features, y, len(names), 1.0, names, table.columns)
 
 
 def load_csv(
-    path: Path, name: str, wanted: Wanted = "classes", target: str = ""
+    path: Path, name: str, predicts: LabelKind = "classes", target: str = ""
 ) -> tuple[Dataset, None]:
     """Return the data set of a table, which has no test part."""
-    return to_dataset(read_csv(path, target), name, wanted=wanted), None
+    return to_dataset(read_csv(path, target), name, predicts=predicts), None
 
 
 def load_npz(
-    path: Path, name: str, wanted: Wanted = "classes", target: str = ""
+    path: Path, name: str, predicts: LabelKind = "classes", target: str = ""
 ) -> tuple[Dataset, Dataset | None]:
     """Return the training part of an .npz file, and the test part if it has one; see the module.
 
     Args:
         path: the file.
         name: of the data set.
-        wanted: what y is to be; "any" takes floats for quantities and whole numbers for classes.
+        predicts: what y is to be; "any" takes floats for quantities and whole numbers for classes.
         target: has to be empty.
     """
     if target:
@@ -250,10 +252,10 @@ def load_npz(
         raise DataError(
             f"{path}: holds {sorted(arrays)}; needs x and y, or x_train, y_train, x_test and y_test"
         )
-    train = _part(path, name, arrays, *names, wanted)
+    train = _part(path, name, arrays, *names, predicts)
     if "x_test" not in arrays:
         return train, None
-    test = _part(path, name, arrays, "x_test", "y_test", wanted, train.classes)
+    test = _part(path, name, arrays, "x_test", "y_test", predicts, train.classes)
     if train.scale != test.scale:
         kinds = f"x_train holds {arrays['x_train'].dtype} and x_test {arrays['x_test'].dtype}"
         raise DataError(
@@ -273,19 +275,19 @@ def read_samples(path: Path) -> Array:
     return x if x.dtype.kind in "iu" else _samples(path, name, x)
 
 
-def _read(path: Path, wanted: Sequence[str]) -> dict[str, Array]:
-    """Return those of the wanted arrays that the file holds."""
+def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
+    """Return those of the arrays with these names that the file holds."""
     what = "not a whole .npz file of arrays without pickled objects"
     with opened(path) as stream, foreign(path, DataError, what):
         if not zipfile.is_zipfile(stream):
             raise ValueError("it is cut off, or another kind of file")
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as archive:
-            there = [name for name in wanted if name in archive.files]
+            present = [name for name in names if name in archive.files]
             check_unpacked(
-                path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in there)
+                path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in present)
             )
-            arrays = {name: archive[name] for name in there}
+            arrays = {name: archive[name] for name in present}
         if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
             raise ValueError(f"{other[0]} is no array")
     return arrays
@@ -297,7 +299,7 @@ def _part(
     arrays: dict[str, Array],
     x_name: str,
     y_name: str,
-    wanted: Wanted,
+    predicts: LabelKind,
     classes: int = 0,
 ) -> Dataset:
     x, y = arrays[x_name], arrays[y_name]
@@ -307,7 +309,7 @@ def _part(
             " (n, ...) labels"
         )
     y = y.reshape(-1) if y.size == len(x) else y
-    if wanted == "quantities" or (wanted == "any" and y.dtype.kind == "f"):
+    if predicts == "quantities" or (predicts == "any" and y.dtype.kind == "f"):
         y = _finite(path, y_name, y)
     elif y.dtype.kind not in "iu":
         raise DataError(

@@ -139,9 +139,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def find_tokenizer(path: str | Path) -> Path | None:
     """Return the file that `load_tokenizer` reads first; None where there is none."""
-    place = expand(Path(path), "tokenizer")
-    names = (LIBRARY_FILE, *PAIRS_FILES) if place.is_dir() else (place.name,)
-    folder = place if place.is_dir() else place.parent
+    full = expand(Path(path), "tokenizer")
+    names = (LIBRARY_FILE, *PAIRS_FILES) if full.is_dir() else (full.name,)
+    folder = full if full.is_dir() else full.parent
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
@@ -214,7 +214,7 @@ class CharacterTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         """Return it as the library has it: words of one character."""
-        vocabulary = {character: place for place, character in enumerate(self.characters)}
+        vocabulary = {character: index for index, character in enumerate(self.characters)}
         split = {
             "type": "Split",
             "pattern": {"Regex": r"[\s\S]"},

@@ -17,7 +17,7 @@ from nnmpi.command import flag_of
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.custom import call_custom, custom_file, is_custom
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
-from nnmpi.data.dataset import IGNORED, Dataset, Samples, Wanted, as_yes_or_no, check_pair
+from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepare_tokens
@@ -175,7 +175,7 @@ def load_inputs(
                 rank=replica[0],
                 world=replica[1],
                 microbatches=parts if training else 1,
-                whole=training and config.parallel.reduction == "fixed",
+                whole_microbatches=training and config.parallel.reduction == "fixed",
                 shuffle=training,
                 partition=data.partition if training else "none",
                 transform=Compose(*transforms) if transforms else None,
@@ -377,14 +377,14 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
         return check_pair(*pair)
     if source is None:
         loss = config.optimization.loss
-        expected: Wanted = (
+        predicts: LabelKind = (
             "any"
             if loss == YES_OR_NO or is_custom(loss)
             else "quantities"
             if loss in ERRORS
             else "classes"
         )
-        return load(data.dataset, data.data_dir, seed, data.test_fraction, expected, data.target)
+        return load(data.dataset, data.data_dir, seed, data.test_fraction, predicts, data.target)
     context = config.model.context
     if context is None:
         context = (

@@ -82,7 +82,9 @@ def fused(
     here = any(module is fuse for _, module in model.named_modules())
     place = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
     full = layout is not None and layout.fixed
-    loader = Loader(train, 32, rank=place[0], world=place[1], microbatches=4, whole=full)
+    loader = Loader(
+        train, 32, rank=place[0], world=place[1], microbatches=4, whole_microbatches=full
+    )
     return worker, fuse if here else None, loader
 
 

@@ -141,13 +141,16 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     # of two rows each: one row would be the first rank's, which had all of a batch then
     many = 2 * group.size
     loader = Loader(
-        train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many, whole=True
+        train,
+        2 * many,
+        rank=where.data_rank,
+        world=where.data_ranks,
+        microbatches=many,
+        whole_microbatches=True,
     )
     answers = refusal(group, worker, loader)
     assert (
-        answers == [""]
-        if group.size == 1
-        else all("leave whole out" in answer for answer in answers)
+        answers == [""] if group.size == 1 else all("leave it out" in answer for answer in answers)
     )
     fixed, where = make(group, Layout(reduction="fixed"))
     shared = Loader(
@@ -155,7 +158,9 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     )
     result = told(UsageError, lambda: fixed.step(next(iter(shared.epoch(0)))))
     assert all(
-        group.gather(result == "" if group.size == 1 else "give Loader(whole=True)" in result)
+        group.gather(
+            result == "" if group.size == 1 else "give Loader(whole_microbatches=True)" in result
+        )
     )
 
 

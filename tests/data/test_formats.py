@@ -111,10 +111,10 @@ def test_damaged_table_names_line_and_column(tmp_path: Path, text: str, message:
 
 
 def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
-    assert table(tmp_path, "1,0.5\n1,3\n", wanted="any").y.tolist() == [0.5, 3]
-    assert table(tmp_path, "1,0\n1,3\n", wanted="quantities").y.dtype == np.float32
+    assert table(tmp_path, "1,0.5\n1,3\n", predicts="any").y.tolist() == [0.5, 3]
+    assert table(tmp_path, "1,0\n1,3\n", predicts="quantities").y.dtype == np.float32
     with pytest.raises(DataError, match="line 2: the target 'x' is not a finite number"):
-        table(tmp_path, "1,0\n1,x\n", wanted="quantities")
+        table(tmp_path, "1,0\n1,x\n", predicts="quantities")
     path = tmp_path / "t.csv"
     assert table(tmp_path, "a,b\nTrue,x\n False,True\n").x.tolist() == [[1], [0]]
     for text, target in (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.data.sampler import Cut, cut_batch, order, own_order, own_samples, takers
+from nnmpi.data.sampler import Cut, cut_batch, order, partition_order, partition_samples, row_owners
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from nnmpi.errors import ShapeError, UsageError
 from tests.data.conftest import prefetch_threads
@@ -203,7 +203,7 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
         ({"dtype": "int64"}, "cannot be given as int64"),
         ({"partition": "halves"}, "partition halves does not exist"),
         ({"partition": "iid", "world": 24}, "partition iid shares 23 training samples"),
-        ({"partition": "iid", "whole": True}, "does not go with whole microbatches"),
+        ({"partition": "iid", "whole_microbatches": True}, "does not go with whole microbatches"),
     ],
 )
 def test_options_without_sense_are_refused(options: dict[str, Any], text: str) -> None:
@@ -219,7 +219,9 @@ def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
         seen = {}
         for rank in range(5):
             batch = list(
-                Loader(data, 10, rank=rank, world=5, microbatches=3, whole=True, workers=0).epoch(0)
+                Loader(
+                    data, 10, rank=rank, world=5, microbatches=3, whole_microbatches=True, workers=0
+                ).epoch(0)
             )[number]
             assert len(batch.x) == sum(cut.stop - cut.start for cut in batch.cuts)
             seen |= {
@@ -281,14 +283,14 @@ LABELLED = Dataset(
 def test_every_sample_has_one_owner(n: int, workers: int, partition: str) -> None:
     """Who finds it in one of its rows, in another order in each epoch."""
     labels = np.random.default_rng(n).integers(0, 5, n)
-    owners = takers(n, workers, 2)
-    owned = own_samples(labels, partition, 1, owners)
+    owners = row_owners(n, workers, 2)
+    owned = partition_samples(labels, partition, 1, owners)
     assert sorted(np.concatenate(owned).tolist()) == list(range(n))
     assert [len(item) for item in owned] == np.bincount(owners).tolist()
     if partition == "label":
         assert np.all(np.diff(labels[np.concatenate(owned)]) >= 0)
     for epoch in range(2):
-        result = own_order(owned, owners, 1, epoch)
+        result = partition_order(owned, owners, 1, epoch)
         assert all(
             sorted(result[owners == worker]) == sorted(item) for worker, item in enumerate(owned)
         )

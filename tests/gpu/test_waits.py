@@ -159,7 +159,7 @@ def test_nobody_waits_without_a_word(
         rank=where.data_rank,
         world=where.data_ranks,
         microbatches=4,
-        whole=layout.fixed,
+        whole_microbatches=layout.fixed,
         workers=0,
     )
     given = loader.epoch(0, backend=backend)

@@ -81,7 +81,13 @@ class Job:
         )
         fixed = layout is not None and layout.fixed
         self.loader = Loader(
-            self.dataset, 11, rank=rank, world=world, microbatches=3, whole=fixed, dtype="float64"
+            self.dataset,
+            11,
+            rank=rank,
+            world=world,
+            microbatches=3,
+            whole_microbatches=fixed,
+            dtype="float64",
         )
 
     def train(self, first: int, last: int) -> None:
