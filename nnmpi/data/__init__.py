@@ -1,20 +1,19 @@
-"""Data sets, and the batches that each rank gets of them.
+"""Data sets, and the batches that each rank reads from them.
 
-In the order to read it:
+Reading order:
 
-    dataset         Dataset: samples and labels in memory, and the split into training and test part
-    catalogue       data sets by name or path: load; prepare downloads
-    images, tables  what files hold: IDX (MNIST), CIFAR-10, folders of images; CSV and npz
+    dataset         Dataset: samples and labels in memory; the split into training and test part
+    catalogue       data sets by name or path: load reads, prepare downloads
+    images, tables  file formats: IDX (MNIST), CIFAR-10, folders of images; CSV and npz
     items           data sets of other libraries: PyTorch's, Hugging Face's, DataFrames
-    tokenizer       text to numbers; text: documents in files, in blocks of tokens or sentences
-    sampler         who sees which sample when; pure functions, with a picture; workers with samples
-                    of their own
-    loader          Loader: one rank's batches, with their microbatches, on the host or on a device
-    transform       normalizing, and the random changes of images
-    prefetch        batches made ahead of time by threads
+    tokenizer       text to tokens and back
+    text            documents in files, as blocks of tokens or as sentences
+    sampler         the order of samples and their ranks: pure functions, with a picture
+    loader          Loader: one rank's batches, with microbatches and prefetch, on host or device
+    transform       normalization and random augmentations
 
-A new data set by name, or a new file format: catalogue. A new augmentation: transform, with a row
-in its table.
+To add a named data set or a file format, start in catalogue. To add an augmentation, write it in
+transform and give it a row in AUGMENTATIONS.
 """
 
 from nnmpi.data.catalogue import NAMES, load, prepare

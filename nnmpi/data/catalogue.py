@@ -1,13 +1,13 @@
-"""Data sets by name: `load` reads one, `prepare` downloads what it needs.
+"""Data sets by name or path: `load` reads one, `prepare` downloads its files.
 
-bundled                     iris, digits                      in the package, split by seed
-downloaded, or data_dir     mnist, fashion-mnist, cifar10     with their own test part
-text                        paradise-lost                     in the package; see `text`
-PATH                        .csv[.gz], .npz                   split by seed, unless the .npz has a test part
-                            .txt, .jsonl, .csv                texts, see `text`
-                            folder                            of IDX files, CIFAR batches, or
-                                                              train.csv and test.csv; of images, in
-                                                              a folder for each class
+bundled                  iris, digits                   in the package; split by seed
+downloaded, or data_dir  mnist, fashion-mnist, cifar10  with a published test part
+text                     paradise-lost                  in the package; see `text`
+PATH                     .csv[.gz], .npz                split by seed, unless the .npz has a
+                                                        test part
+                         .txt, .jsonl, .csv             texts; see `text`
+                         folder                         IDX files; CIFAR batches; train.csv and
+                                                        test.csv; a folder of images per class
 """
 
 import difflib
@@ -50,16 +50,15 @@ BUNDLED = {
 }
 TEXTS = ("paradise-lost",)
 READERS = {".csv": load_csv, ".csv.gz": load_csv, ".npz": load_npz}
-STALL_S = 30.0  # a mirror that sends nothing for so long is given up
+STALL_S = 30.0  # the download moves on to the next mirror after a silence of this length
 CHUNK_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file to download: its name, mirrors in order, size and hash.
+    """A file to download: its name, mirrors in order of preference, size and hash.
 
-    Sizes and hashes are of the files as they are sent, as TensorFlow Datasets lists them
-    (url_checksums).
+    Sizes and hashes are those of the compressed files, from TensorFlow Datasets' url_checksums.
     """
 
     filename: str
@@ -116,8 +115,7 @@ DOWNLOADED = tuple(SOURCES)
 NAMES = ("iris", "digits", *DOWNLOADED, *TEXTS)
 _FASHION_NAMES = "T-shirt/top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
 CLASS_NAMES = {"mnist": tuple("0123456789"), "fashion-mnist": tuple(_FASHION_NAMES.split(","))}
-# Where the files may lie below data_dir, beside the folder itself: a folder of that name, or
-# torchvision's.
+# Folders searched below data_dir: itself, one with the set's name, torchvision's.
 BELOW = {
     "mnist": ("", "mnist", "MNIST/raw"),
     "fashion-mnist": ("", "fashion-mnist", "FashionMNIST/raw"),
@@ -136,19 +134,18 @@ def load(
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:
-        name_or_path: one of NAMES that is no text, or the path of a .csv, .csv.gz or .npz file or
-            of a folder.
-        data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or with a folder
-            mnist, ... in it; without it the download folder is read.
-        seed, test_fraction: the split of sets that come without a test part (iris, digits, .csv,
-            .npz).
-        predicts: what the labels in a file are: classes, quantities, or any, as they look.
-        target: the column of a table's labels, by name or number; empty for the last.
+        name_or_path: one of NAMES except texts, or the path of a .csv, .csv.gz or .npz file or of a
+            folder.
+        data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or its parent; by
+            default the download cache.
+        seed, test_fraction: the split of sets without a test part (iris, digits, .csv, .npz).
+        predicts: the kind of labels in a file: "classes", "quantities", or "any" to infer it.
+        target: the column of a table's labels, by name or number from 1; empty for the last.
 
     Raises:
-        UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or a
-            folder that may not be entered.
-        DataError: for a file that is damaged, or not downloaded yet; the message names it.
+        UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or an
+            unreadable folder.
+        DataError: for a file that is damaged or not downloaded yet; the message names it.
 
     Example:
         >>> train, test = data.load("digits")
@@ -187,14 +184,14 @@ def load(
 
 
 def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
-    """Return the file of a text; None for what is no text.
+    """Return the file of a text; None if the name or path is another kind of data set.
 
     Args:
-        name_or_path: one of TEXTS, or a path.
-        columns: of a table that are the text.
+        name_or_path: one of NAMES, or a path.
+        columns: the columns of a table that hold the text.
 
     Raises:
-        UsageError: for a file that is not there, and for columns of what is no table.
+        UsageError: for a missing file, and for columns without a table.
     """
     if name_or_path in TEXTS:
         return BUNDLED[name_or_path]
@@ -212,14 +209,14 @@ def prepare(
 ) -> Path | None:
     """Download missing files of a data set; return the folder or archive for `load`.
 
-    One rank per node calls this, before all of them load; several at once wait for one another.
-    With data_dir, or for a bundled set or a path, nothing is downloaded and only the arguments are
-    checked; None is returned where there is no folder.
+    One rank per node calls this before any rank loads. Concurrent callers wait for a file lock.
+    With data_dir, or for a bundled set or a path, nothing is downloaded: only the arguments are
+    checked. A bundled set returns None.
 
     Args:
         name: one of NAMES, or a path.
-        data_dir: the folder with local files of a set that would be downloaded.
-        report: called with a sentence when a transfer begins; None for nobody.
+        data_dir: the folder with local files of a downloadable set.
+        report: called with a sentence when a transfer begins.
 
     Raises:
         UsageError: as `load`.
@@ -238,15 +235,16 @@ def prepare(
 
 
 class _Limit:
-    """Ends a transfer that is longer than it should be: stands where pooch expects a progress
-    bar.
+    """Stop a transfer that exceeds the expected size, by posing as pooch's progress bar.
+
+    pooch checks the hash only after the transfer. A broken mirror could fill the disk before that.
     """
 
     def __init__(self, most: int) -> None:
         self.total, self.most, self.done = 0, most, 0
 
     def update(self, nbytes: int) -> None:
-        self.done += nbytes  # whole chunks
+        self.done += nbytes  # pooch counts full chunks, so the last one may overshoot
         if self.done >= self.most + CHUNK_BYTES:
             raise ValueError(f"it sends more than {self.most} bytes")
 
@@ -258,11 +256,11 @@ class _Limit:
 
 
 def download(source: Source, folder: Path, report: Callable[[str], None] | None = None) -> Path:
-    """Return the file in the folder, downloaded by pooch and verified: whole or absent.
+    """Return the file in the folder, downloaded by pooch, verified and complete.
 
     Raises:
-        DataError: when no mirror gave the file (the message says what each one did) or the folder
-            cannot be written.
+        DataError: when every mirror failed (the message gives each mirror's error) or the folder
+            is not writable.
     """
     import pooch
 
@@ -281,7 +279,7 @@ def download(source: Source, folder: Path, report: Callable[[str], None] | None 
                     url, f"sha256:{source.sha256}", source.filename, folder, downloader=by
                 )
             )
-        except (OSError, ValueError) as error:  # of requests, too
+        except (OSError, ValueError) as error:  # the errors of `requests` are OSErrors
             problems.append(f"{mirror}: {error}")
     raise DataError(
         f"{source.filename} ({source.size} bytes) could not be downloaded to {folder}"
@@ -299,7 +297,6 @@ def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
 
 
 def _place(name: str, data_dir: str | Path | None) -> Path:
-    """Return where the files of a downloadable set are."""
     if data_dir is None:
         path = _look(name, folder := cache_folder() / name, "the folder for downloads")
         if path is None:
@@ -330,7 +327,7 @@ def _allowed(what: str) -> AbstractContextManager[None]:
 
 
 def _existing(text: str) -> Path:
-    """Return the path, or say which known name may have been meant."""
+    """Return the path if it exists; else raise UsageError, with a guess at a misspelled name."""
     path = expand(Path(text), "data set")
     with _allowed(f"data set {text!r}"):
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -372,6 +369,6 @@ def _load_folder(folder: Path, predicts: LabelKind, target: str) -> tuple[Datase
             " for each class"
         )
     raise UsageError(
-        f"data set {folder}: the folder has neither {IDX_EXPECTED}, nor {CIFAR_EXPECTED}, nor train.csv"
-        " and test.csv (plain or .gz), nor a folder of images for each class"
+        f"data set {folder}: the folder has neither {IDX_EXPECTED}, nor {CIFAR_EXPECTED}, nor"
+        " train.csv and test.csv (plain or .gz), nor a folder of images for each class"
     )

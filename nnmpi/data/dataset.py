@@ -1,4 +1,4 @@
-"""Dataset: samples and labels in memory, and how a set is split into a training and a test part."""
+"""Dataset: samples and labels in memory, and the split into a training and a test part."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -16,15 +16,15 @@ from nnmpi.backend.random import stream
 from nnmpi.errors import DataError, UsageError, shortened, whole
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
-LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of what stands in a file
+LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file
 TOKEN_TYPES = (np.uint16, np.uint32)
-IGNORED = -1  # the label of what is not to be predicted, such as padding
-# as tables write it, in small letters
+IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
+# spellings of a missing value in tables, in lower case
 MISSING = ("", "?", "-", "na", "n/a", "nan", "<na>", "none", "null", "nat")
 
 
 def check_index(name: object, columns: Sequence[str]) -> None:
-    """Refuse a table whose first column is the index that pandas writes, and reads as a column."""
+    """Refuse a table whose first column is pandas' index: it would become a feature."""
     if columns and columns[0] in ("", "Unnamed: 0"):
         raise DataError(
             f"{name}: the first column has no name, as where pandas writes its index; write the"
@@ -34,40 +34,40 @@ def check_index(name: object, columns: Sequence[str]) -> None:
 
 
 def no_number(value: object, label: bool = False) -> str:
-    """Return what a cell that should be a finite number is, and what to do."""
+    """Return the end of an error sentence about a cell: what is wrong, and a remedy."""
     if str(value).strip().lower() in MISSING:
         return (
             "the value is missing; fill it in or leave its row out, as pandas' table.fillna(0) and"
             " table.dropna() do"
         )
-    does = "scale the column, or leave the row out"
+    remedy = "scale the column, or leave the row out"
     if isinstance(value, str):
-        does = "number classes from 0 on: names, y = numpy.unique(labels, return_inverse=True)"
+        remedy = "number classes from 0 on: names, y = numpy.unique(labels, return_inverse=True)"
     if isinstance(value, str) and not label:
-        does = (
+        remedy = (
             "number categories by pandas.factorize(column), or give each a column by"
             " pandas.get_dummies(table)"
         )
-    return f"{shortened(repr(value))} is not a finite float32 number; {does}"
+    return f"{shortened(repr(value))} is not a finite float32 number; {remedy}"
 
 
 def read_array(values: Any, name: str, label: bool = False) -> Array:
-    """Return an array: of any library unchanged; tables, tensors and lists as NumPy reads them.
+    """Return an array: arrays of any library unchanged, other values converted by NumPy.
 
     Args:
-        values: what has `__array__`, or lists of numbers.
+        values: an array, a table, a tensor, or nested lists of numbers.
         name: for messages.
-        label: whether they are labels.
+        label: whether the values are labels; changes the remedy in the error sentence.
 
     Raises:
-        DataError: for what is no number; the message says what to do about categories and missing
-            values.
+        DataError: for values other than numbers; the message has a remedy for categories and
+            missing values.
     """
     if is_array(values) and values.dtype.kind in "biuf":
         return values
     try:
         result = np.asarray(values)
-        if result.dtype.kind == "O":  # a table's columns of several kinds
+        if result.dtype.kind == "O":  # a table with columns of several dtypes
             result = result.astype(np.float64)
     except (TypeError, ValueError):
         result = np.asarray(values, object)
@@ -80,14 +80,14 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
 
 
 def as_float32(name: str, values: Array) -> Array:
-    """Return real numbers in float32; others must be finite.
+    """Return real numbers in float32; converted values must be finite, float32 input is unchecked.
 
     Raises:
-        DataError: with the name and the place of the first one that is not.
+        DataError: with the name and the index of the first value that is not finite.
     """
     if values.dtype == np.float32:
         return values
-    with np.errstate(over="ignore"):  # the check names the sample
+    with np.errstate(over="ignore"):  # the loop below raises an error with the index
         result = values.astype(np.float32)
     for index in np.argwhere(~np.isfinite(result))[:1].tolist():
         raise DataError(f"{name}{index}: {no_number(values[tuple(index)].item())}")
@@ -95,7 +95,7 @@ def as_float32(name: str, values: Array) -> Array:
 
 
 def count_targets(labels: Array) -> int:
-    """Return the number of targets: labels that are not negative; else the samples."""
+    """Return the number of targets: the non-negative integer labels, or the samples otherwise."""
     if labels.dtype.kind == "i":
         return int(
             np.count_nonzero(labels >= 0) if isinstance(labels, np.ndarray) else (labels >= 0).sum()
@@ -104,11 +104,11 @@ def count_targets(labels: Array) -> int:
 
 
 class Samples(ABC):
-    """What a loader makes batches of: a `Dataset` in memory, or a text.
+    """The source of a loader's batches: a `Dataset` in memory, a text, or another library's items.
 
     Attributes:
         name: for messages and headers.
-        classes: how many classes there are; of texts, the tokens of the vocabulary.
+        classes: the number of classes; for texts, the size of the vocabulary.
     """
 
     name: str
@@ -120,36 +120,36 @@ class Samples(ABC):
     @property
     @abstractmethod
     def sample_shape(self) -> tuple[int, ...]:
-        """The shape of a sample; where they differ, of one as long as may be."""
+        """The shape of a sample; of the longest possible one if lengths differ."""
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What tells these samples from others: a hash."""
+        """A hash of the samples, which a checkpoint compares on resume."""
 
     @property
     def is_tokens(self) -> bool:
-        """Whether samples are whole numbers that stand for something, and not quantities."""
+        """Whether samples are tokens: indices of an embedding, not quantities."""
         return True
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens a model must know; 0 for quantities."""
+        """The number of rows that a model's embedding needs; 0 for quantities."""
         return self.classes
 
     @property
     def targets(self) -> Integers | None:
-        """How many labels of each sample count, (n,); None where each has one."""
+        """The number of targets per sample, (n,); None if each sample has one."""
         return None
 
     @property
     def lengths(self) -> Integers | None:
-        """How long each sample is, (n,); None where all have the same shape."""
+        """The length of each sample, (n,); None if all samples have the same shape."""
         return None
 
     @property
     def variance(self) -> float | None:
-        """Of the quantities that are predicted; None where classes are."""
+        """The variance of predicted quantities; None for classes."""
         return None
 
     @abstractmethod
@@ -161,7 +161,7 @@ class Samples(ABC):
         Args:
             indices: (rows,).
             dtype: of quantities; tokens are int64.
-            length: which samples are padded to, where their lengths differ.
+            length: to pad to, for samples of different lengths.
         """
 
     @abstractmethod
@@ -181,22 +181,22 @@ class Dataset(Samples):
 
     Attributes:
         name: for messages and headers.
-        x: (n, *sample_shape), an array, or what `read_array` reads: a pandas or polars DataFrame, a
-            PyTorch tensor. uint8, and all that becomes float32: quantities. Images are (n, height,
-            width, channels), grayscale with 1 channel, and stay uint8 so that memory stays small:
-            `rows` converts one batch at a time. uint16, uint32, and with a label for each of them
-            any whole numbers: tokens, for an embedding.
-        y: (n,) or (n, ...). Whole numbers, which become int64: labels in 0..classes-1; with several
-            for each sample, `IGNORED` may be among them. Floats, which become float32: quantities
-            that are predicted; or with 2 classes, how sure it is that a sample is of class 1.
-        classes: number of classes; 0 where quantities are predicted.
-        scale: what x is multiplied by to become model input (1/255 for bytes, 1/16 for the 8x8
-            digits, 1 for floats).
-        class_names: one name for each class, or empty.
+        x: (n, *sample_shape): an array, a pandas or polars DataFrame, a PyTorch tensor, or lists.
+            uint16 and uint32 are tokens, and so are other integers in the shape of y. All else is
+            quantities: uint8 stays uint8 and `rows` converts it batch by batch, to save memory;
+            other dtypes become float32. Images are (n, height, width, channels), grayscale with
+            1 channel.
+        y: (n,) or (n, ...). Integers become int64: labels in 0..classes-1, and `IGNORED` where a
+            sample has several. Floats become float32: predicted quantities, or with classes=2
+            the probability of class 1.
+        classes: the number of classes; 0 for quantities.
+        scale: factor from x to model input (1/255 for bytes, 1/16 for the 8x8 digits, 1 for
+            floats).
+        class_names: one name per class, or empty.
         columns: the names of a table's features, or empty.
 
     Raises:
-        DataError: when the arrays do not fit one another or a label is out of range.
+        DataError: when the shapes of x and y do not match or a label is out of range.
 
     Example:
         >>> x, y = np.random.default_rng(0).random((100, 5)), np.arange(100) % 3
@@ -224,7 +224,8 @@ class Dataset(Samples):
         if x.dtype not in (np.uint8, *TOKEN_TYPES) and (
             x.dtype.kind not in "iu" or x.shape != y.shape
         ):
-            # whole numbers may be tokens, but are not without a word
+            # Integers are ambiguous. They are tokens only if uint16 or uint32 says so, or if
+            # each has a label of its own.
             x = as_float32(f"{self.name}: sample", x)
         columns = self.columns or tuple(map(str, getattr(self.x, "columns", ())))
         check_index(self.name, columns)
@@ -263,7 +264,6 @@ class Dataset(Samples):
         return len(self.y)
 
     def __repr__(self) -> str:
-        """Say what is in it, without the numbers."""
         shape = " x ".join(map(str, self.sample_shape))
         return (
             f"Dataset({self.name}: {len(self):,} samples of {shape}, {self.x.dtype},"
@@ -277,21 +277,21 @@ class Dataset(Samples):
 
     @property
     def target_shape(self) -> tuple[int, ...]:
-        """Return the shape of what belongs to one sample; () for one label or quantity."""
+        """Return the shape of one sample's labels; () for one label or quantity."""
         return tuple(self.y.shape[1:])
 
     @property
     def predicts(self) -> Predicts:
-        """What a model of it gives."""
+        """The kind of labels, and so the kind of a model's output."""
         if self.y.dtype.kind == "i":
             return "classes"
         return "yes-or-no" if self.classes else "quantities"
 
     @cached_property
     def variance(self) -> float | None:
-        """The mean squared deviation of numbers from their mean, per place in `target_shape`.
+        """The variance of the quantities, averaged over `target_shape`; None for classes.
 
-        What R2 is measured by; None where classes are predicted.
+        R2 compares a model's squared error with it.
         """
         return (
             float(np.var(self.y, axis=0, dtype=np.float64).mean())
@@ -300,7 +300,7 @@ class Dataset(Samples):
         )
 
     def describe_targets(self) -> str:
-        """Return what is predicted, as text."""
+        """Return the number of classes or quantities as text."""
         if self.predicts != "quantities":
             return f"{self.classes} classes"
         count = prod(self.target_shape)
@@ -310,24 +310,24 @@ class Dataset(Samples):
 
     @property
     def is_tokens(self) -> bool:
-        """Whether samples are tokens, and not quantities."""
+        """Whether samples are tokens, not quantities."""
         return self.x.dtype.kind in "iu" and self.x.dtype != np.uint8
 
     @cached_property
     def vocabulary(self) -> int:
-        """One more than the largest token; 0 for quantities."""
+        """The largest token plus one; 0 for quantities."""
         return int(self.x.max(initial=0)) + 1 if self.is_tokens else 0
 
     @cached_property
     def targets(self) -> Integers | None:
-        """How many labels of each sample count, (n,); None where each has one."""
+        """The number of targets per sample, (n,); None if each sample has one."""
         if self.y.ndim == 1 or self.predicts != "classes":
             return None
         return np.asarray((self.y >= 0).sum(axis=tuple(range(1, self.y.ndim))), np.int64)
 
     @cached_property
     def identity(self) -> str:
-        """A hash of samples and labels, with what they are multiplied by."""
+        """A hash of samples, labels and scale."""
         result = hashlib.sha256(
             f"{self.x.dtype} {self.x.shape} {self.y.shape} {self.classes} {self.scale}".encode()
         )
@@ -351,7 +351,7 @@ class Dataset(Samples):
         return self.y[indices]
 
     def take(self, indices: Integers) -> "Dataset":
-        """Return a data set of the samples at these indices, in that order (copied)."""
+        """Return a data set of the samples at these indices, in that order, copied."""
         return replace(self, x=self.x[indices], y=self.y[indices])
 
 
@@ -359,7 +359,7 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
     """Return a two-class data set with labels 0.0 and 1.0, the probability of class 1.
 
     Raises:
-        DataError: for other numbers of classes, and quantities that are not from 0 to 1.
+        DataError: for more than 2 classes, `IGNORED` labels, and quantities outside 0..1.
     """
     if dataset.predicts == "quantities":
         if dataset.y.min() < 0:
@@ -379,11 +379,11 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
 def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
     """Return training and test parts; the test part begins a seeded permutation.
 
-    The permutation is keyed by the seed. The split is not stratified: class shares may differ
-    between the parts. Both parts get at least one sample.
+    The split is not stratified: class shares may differ between the parts. Both parts get at least
+    one sample.
 
     Args:
-        dataset: what is split.
+        dataset: to split.
         test_fraction: the share of the test part, between 0 and 1.
         seed: of the permutation.
 
@@ -409,7 +409,7 @@ def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Datase
 
 
 def check_pair(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset]:
-    """Return both parts as given, after checking that a model for one fits the other.
+    """Return both parts unchanged, after checking that one model fits both.
 
     Raises:
         DataError: for a part without samples, or parts with samples of different shapes.

@@ -1,12 +1,12 @@
-"""Images of MNIST's format (IDX), of CIFAR-10, and of folders: bytes with labels.
+"""Images in MNIST's format (IDX), in CIFAR-10's, and in folders: bytes with labels.
 
 IDX: unsigned bytes behind a header of sizes (http://yann.lecun.com/exdb/mnist/).
 
     byte  0  1  2     3     4..7    8..11   ...
-          0  0  type  dims  size 0  size 1  ...   sizes are big-endian 32-bit; then the values, last dim fastest
+          0  0  type  dims  size 0  size 1  ...   big-endian 32-bit sizes; then values, C order
 
-CIFAR-10's binary version: records of one label byte and three 32 x 32 colour planes, rows first
-(https://www.cs.toronto.edu/~kriz/cifar.html). The Python version holds pickles and is not read.
+CIFAR-10's binary version: records of one label byte and three 32 x 32 colour planes in C order
+(https://www.cs.toronto.edu/~kriz/cifar.html). The Python version is refused: it holds pickles.
 
     record   label   1024 bytes red   1024 bytes green   1024 bytes blue      3073 bytes
 """
@@ -30,8 +30,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.errors import DataError, UsageError
 from nnmpi.files import foreign, read_bytes
 
-# For each part: the images' and the labels' file names, as they are published and as some unpackers
-# write them.
+# For each part: the published names of the images' and the labels' file.
 IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -61,11 +60,7 @@ BATCH = re.compile(r"(data_batch_\d+|test_batch)\.bin(\.gz)?")
 
 
 def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
-    """Return the array of an IDX file, plain or .gz: read-only uint8.
-
-    Args:
-        dims: the number of dims the file must have (3 for images, 1 for labels).
-    """
+    """Return the array of an IDX file, plain or .gz: read-only uint8 with `dims` dimensions."""
     content, header = read_bytes(path), 4 + 4 * dims
     if content[:4] != bytes([0, 0, 8, dims]) or len(content) < header:
         raise DataError(
@@ -82,7 +77,10 @@ def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """Return the file of this name, plain before .gz, or None; IDX also as name.idx3-ubyte."""
+    """Return the file of this name, plain before .gz, or None.
+
+    Some unpackers write `train-images.idx3-ubyte` for IDX files: that name is found, too.
+    """
     other = re.sub(r"-(?=idx\d)", ".", name)
     places = (folder / f"{item}{end}" for item in (name, other) for end in ("", ".gz"))
     return next((path for path in places if path.is_file()), None)
@@ -94,11 +92,11 @@ def has_idx(folder: Path) -> bool:
 
 
 def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tuple[Dataset, Dataset]:
-    """Return the parts of a folder with all four files: x (n, height, width, 1) uint8, scale 1/255.
+    """Return both parts of a folder of IDX files: x (n, height, width, 1) uint8, scale 1/255.
 
     Args:
-        class_names: one for each class; without them their number is the largest training label
-            plus one.
+        class_names: one per class; without names, the largest training label plus one is the
+            number of classes.
     """
     arrays = {
         part: [
@@ -118,7 +116,7 @@ def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tupl
 def locate_cifar(folder: Path) -> Path | None:
     """Return the path to read: the folder, the official folder in it, the archive, or None.
 
-    A subset of the training batches will do; at least one and the test batch must be there.
+    A subset of the training batches suffices: at least one, and the test batch.
     """
     for inner in (folder, folder / CIFAR_FOLDER):
         names = {match[1] for file in inner.glob("*.bin*") if (match := BATCH.fullmatch(file.name))}
@@ -151,7 +149,7 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
                 if match and not member.issparse() and (stream := archive.extractfile(member)):
                     result[match[1]] = stream.read()
     tests = [item for item in result if item == "test_batch"]
-    # data_batch_10 after data_batch_9
+    # by length first: data_batch_10 after data_batch_9
     trains = sorted(result.keys() - tests, key=lambda batch: (len(batch), batch))
     if not trains or not tests:
         raise DataError(f"{path}: needs {CIFAR_EXPECTED}, and has {sorted(result)}")
@@ -178,7 +176,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 def open_image(file: Path) -> Any:
-    """Return an image of Pillow's, of which the head alone has been read.
+    """Return a Pillow image, opened lazily: only the header has been read.
 
     Raises:
         UsageError: without Pillow.
@@ -191,19 +189,14 @@ def open_image(file: Path) -> Any:
 
 
 def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
-    """Return an image as (height, width, channels), resized, with 1 or 3 channels.
-
-    Raises:
-        UsageError: without Pillow.
-        DataError: when the file cannot be read.
-    """
+    """Return an image resized to `shape`: (height, width, channels), with 1 or 3 channels."""
     with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:
         plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
         return np.asarray(plain).reshape(shape)
 
 
 def find_classes(folder: Path) -> dict[str, list[Path]]:
-    """Return the images of each folder in a folder, by its name."""
+    """Return {subfolder: its image files}, both sorted; subfolders without images are left out."""
     result = {
         item.name: sorted(file for file in item.iterdir() if file.suffix.lower() in SUFFIXES)
         for item in sorted(folder.iterdir())
@@ -215,8 +208,8 @@ def find_classes(folder: Path) -> dict[str, list[Path]]:
 def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
     """Return the parts of a folder CLASS/*.png or train/CLASS/*.png: uint8, scale 1/255.
 
-    None for a folder of other files. Images of several sizes are resized to the median height and
-    width of the training images.
+    None for a folder without such images. All images are resized to the median height and width of
+    the training images. They are gray if all training images are, else RGB.
     """
     local = folder / "train"
     train = find_classes(local if local.is_dir() else folder)

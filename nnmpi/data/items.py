@@ -1,9 +1,13 @@
-"""Data sets of other libraries: anything with a length and items, and tables in memory.
+"""Data sets of other libraries: any object with a length and items, and tables in memory.
 
-data.Loader(torchvision.datasets.CIFAR10(...), 64)       items (x, y): PyTorch's map-style data
-                                                         sets, lists of pairs
-data.Loader(datasets.load_dataset("mnist")["train"], 64) items {"image": x, "label": y}: Hugging Face's
-data.Loader(pandas.read_csv("iris.csv"), 16)             a table, whose last column is the label
+data.Loader(torchvision.datasets.CIFAR10(...), 64)
+    items (x, y): PyTorch's map-style data sets, lists of pairs
+
+data.Loader(datasets.load_dataset("mnist")["train"], 64)
+    items {"image": x, "label": y}: Hugging Face's data sets
+
+data.Loader(pandas.read_csv("iris.csv"), 16)
+    a table with the label in the last column
 """
 
 import hashlib
@@ -20,15 +24,15 @@ from nnmpi.data.dataset import Dataset, Samples, read_array
 from nnmpi.data.tables import Table, to_dataset
 from nnmpi.errors import DataError, UsageError, shortened
 
-LABELS = ("label", "labels", "y", "target", "targets")  # what an item's label may be called
+LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
 
 
 def as_samples(source: Any) -> Samples:
-    """Return what a loader takes: samples as they are, a table or other data set as samples.
+    """Convert a data set of any library to `Samples`; `Samples` pass unchanged.
 
     Raises:
-        UsageError: for what has no length or no items.
-        DataError: for a table with other than numbers, and classes in its last column.
+        UsageError: for an object without length or items.
+        DataError: for a table whose features are not numbers.
     """
     if isinstance(source, Samples):
         return source
@@ -54,20 +58,20 @@ def as_samples(source: Any) -> Samples:
 
 
 class Items(Samples):
-    """The items of a data set of another library, each read when a batch wants it.
+    """The items of another library's data set, each read when its batch is made.
 
-    Floats are quantities, and so are bytes, divided by 255, and whole numbers; uint16, uint32, and
-    whole numbers with a label for each are tokens, as in a `Dataset`.
+    Tokens and quantities are told apart as in a `Dataset`: uint16, uint32, and integers in the
+    shape of y are tokens, all else is quantities. Bytes are divided by 255.
 
     Args:
-        source: `len(source)` items `source[i]`, each (x, y), or a mapping with the label under one
-            of LABELS and x under another name, or numbers under several, which are x in their
-            order. x: an array, a tensor or an image of pillow's, of the same shape in each item.
+        source: `len(source)` items `source[i]`. An item is (x, y), or a mapping with the label
+            under one of LABELS and x under another key; numbers under several keys are x in their
+            order. x is an array, a tensor or a Pillow image, of the same shape in each item.
     """
 
     def __init__(self, source: Any) -> None:
         self.name, self._source = type(source).__name__, source
-        self.classes = len(getattr(source, "classes", ()))  # 0 where nothing tells
+        self.classes = len(getattr(source, "classes", ()))  # 0: unknown without reading all items
 
     def __len__(self) -> int:
         return len(self._source)
@@ -88,12 +92,12 @@ class Items(Samples):
 
     @property
     def vocabulary(self) -> int:
-        """Return 0: nobody has looked at all items."""
+        """0: the largest token is unknown without reading all items."""
         return 0
 
     @cached_property
     def identity(self) -> str:
-        """A hash of all items, each of which is read."""
+        """A hash of all items; reads each of them."""
         result = hashlib.sha256()
         for i in range(len(self)):
             result.update(self._read(np.array([i])).identity.encode())
@@ -116,7 +120,7 @@ class Items(Samples):
         return self.pair(indices, dtype)[0]
 
     def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
-        """See `Samples`; all samples need not fit into memory."""
+        """See `Samples`; reads one item at a time, so that the samples need not fit into memory."""
         return np.concatenate(
             [self._first.y[:0], *(self._read(item).y for item in indices.reshape(-1, 1))]
         )

@@ -1,6 +1,8 @@
-"""Loader: the batches of one rank, prepared by background threads where that pays.
+"""Loader: the batches of one rank, prefetched by background threads if that pays.
 
-Items made ahead of time by background threads, handed out in order. Knows nothing of data sets.
+`Loader` decides the contents of batches. `Prefetch` computes items in threads and yields them in
+order; it does not depend on data sets. Workers are threads, not processes as in PyTorch: NumPy
+releases the interpreter lock in large operations, and a process would need its own data set.
 """
 
 from __future__ import annotations
@@ -35,13 +37,11 @@ from nnmpi.data.transform import Normalize, Transform, steps_of
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.shard import split
 
-# A part of a batch that is not larger takes less time to make than to hand over from a thread.
-# Measured on 2 cores, one rank: without the thread training takes 0.57 of the time with an mlp and
-# 512 bytes, 0.86 with a cnn and 8 KiB.
+# Up to this size, a rank's part of a batch is made faster than a thread could hand it over.
+# Measured on 2 cores, one rank: without the thread, training takes 0.57 of the time for an MLP with
+# 512 bytes per batch, and 0.86 for a CNN with 8 KiB.
 SMALL_BYTES = 2**16
-# batches that are prepared before they are asked for; one for each thread if there are more of
-# those
-AHEAD = 2
+AHEAD = 2  # batches prefetched; at least one per thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,18 +50,17 @@ class Batch:
 
     Attributes:
         x: (rows, *sample_shape), the loader's dtype, C-contiguous. A rank may have 0 rows.
-        y: (rows, ...), int64, one label or several for each sample; a negative one does not count
-            (see `dataset.IGNORED`). Of quantities the loader's dtype.
-        indices: (rows,), int64, the samples' places in the data set.
-        cuts: the microbatches that the rows belong to; one of all rows, if the loader makes no
-            microbatches.
+        y: (rows, ...): int64 labels, one or several per sample, of which negative ones do not
+            count (see `dataset.IGNORED`); or quantities in the loader's dtype.
+        indices: (rows,), int64, of the samples in the data set.
+        cuts: this rank's rows of each microbatch; without microbatches one cut with all rows.
         global_rows: rows of the global batch.
-        microbatches: how many there are of the global batch, over all ranks.
-        epoch, number: which batch of which epoch this is.
-        targets: of each microbatch of the global batch, how many labels count; by default those of
-            full rows. Losses are divided by `global_targets`, their sum.
-        host_y: the labels on the host, where x and y are on a device; else None.
-        length: how many positions the samples have, where x and y have some of them alone (see
+        microbatches: their number in the global batch, over all ranks.
+        epoch, number: of the batch; both count from 0.
+        targets: the number of targets in each microbatch of the global batch; by default every
+            label of every row counts. Losses are divided by `global_targets`, the sum.
+        host_y: the labels on the host if x and y are on a device; else None.
+        length: the full length of the sequences if x and y hold a shard of their positions (see
             `parallel.sequence`); else None.
     """
 
@@ -78,7 +77,7 @@ class Batch:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        """Count the global batch's targets if not given, taking all ranks' rows for full ones."""
+        """Set `targets` if not given: every label of every row counts."""
         if not self.targets:
             item = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
             object.__setattr__(
@@ -86,28 +85,28 @@ class Batch:
             )
 
     def __iter__(self) -> Iterator[Array]:
-        """Yield x and y, for loops that want nothing else."""
+        """Yield x and y, for loops `for x, y in loader`."""
         yield self.x
         yield self.y
 
     @cached_property
     def global_targets(self) -> int:
-        """How many labels of the global batch count: its real tokens, or its samples."""
+        """The number of targets in the global batch: its tokens without padding, or its samples."""
         return sum(self.targets)
 
     @property
     def own_targets(self) -> int:
-        """How many labels of this rank's rows count."""
+        """The number of targets in this rank's rows."""
         return count_targets(self.y if self.labels is None else self.labels)
 
     @property
     def labels(self) -> NDArray[Any] | None:
-        """The labels on the host; None where they are on a device alone."""
+        """The labels on the host; None if they are on a device only."""
         return self.y if isinstance(self.y, np.ndarray) else self.host_y
 
     @property
     def first_row(self) -> int:
-        """The place of the first row in the global batch."""
+        """The index of this rank's first row in the global batch."""
         return self.cuts[0].first_row if self.cuts else 0
 
 
@@ -118,25 +117,24 @@ def _full_targets(global_rows: int, microbatches: int, each: int) -> tuple[int, 
 
 @dataclass(eq=False, repr=False)
 class Loader:
-    """Gives a rank its part of every global batch, in an order that depends on (seed, epoch) alone.
+    """Yield a rank's part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:
-        dataset: a `Dataset` or a text; or what `items` reads: PyTorch's and Hugging Face's data
-            sets, DataFrames.
-        batch_size: rows of the global batch; n or more makes one batch of everything.
-        rank, world: which part of how many.
-        microbatches: the number of parts that each batch is worked on in, one after the other, to
-            save memory.
-        whole_microbatches: give each rank whole microbatches (possibly none), instead of a part of each.
-        partition: "none", or how the samples are divided for good, so that each rank sees its own
-            alone; see `data.sampler`. The batches then depend on the number of ranks.
-        transform: applied to x on the way; keyed by (seed, epoch, index), see `transform`.
+        dataset: a `Dataset`, a text, or another library's data set: see `data.items`.
+        batch_size: rows of the global batch; n or more makes one batch per epoch.
+        rank, world: this rank's part of the batch, and the number of parts.
+        microbatches: the number of microbatches per batch, which are computed one by one to save
+            memory.
+        whole_microbatches: give each rank whole microbatches (possibly none), not a shard of each.
+        partition: "none", or a fixed partition of the samples over the ranks: see `data.sampler`.
+            With a partition, batches depend on the number of ranks.
+        transform: applied to x; keyed by (seed, epoch, index): see `data.transform`.
         dtype: of x, a float type.
-        workers: threads that prepare batches; 0 prepares each one when it is asked for. By default
-            one, but for small batches on the host: see `SMALL_BYTES`.
+        workers: threads that prefetch batches; 0 makes each batch on demand. The default is 0 for
+            small batches on the host (see `SMALL_BYTES`) and 1 otherwise.
 
     Raises:
-        UsageError: for sizes and counts that make no sense; the message names the value.
+        UsageError: for invalid sizes and counts; the message names the value.
 
     Example:
         >>> train, _ = data.load("iris")
@@ -179,7 +177,7 @@ class Loader:
         self._steps = (
             [] if self.transform is None or dataset.is_tokens else steps_of(self.transform)
         )
-        self._asked = 0  # how many times for the next epoch
+        self._epochs = 0  # begun by `iter`
         check_partition(len(dataset), partition, self.world)
         if partition != "none":
             rows = [min(size, len(dataset) - first) for first in range(0, len(dataset), size)]
@@ -189,7 +187,6 @@ class Loader:
             self._shards = partition_samples(self._classes(), partition, self.seed, self._owners)
 
     def __repr__(self) -> str:
-        """Say which part of how large batches it gives."""
         whose = f"rank {self.rank} of {self.world}"
         return (
             f"Loader({self.dataset.name}: {self.batches_per_epoch} batches of {self.batch_size},"
@@ -197,9 +194,9 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the batches of the next epoch: first epoch 0, then 1, and so on."""
-        self._asked += 1
-        return self.epoch(self._asked - 1)
+        """Return the batches of the next epoch: epoch 0 first, then 1, and so on."""
+        self._epochs += 1
+        return self.epoch(self._epochs - 1)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -213,12 +210,12 @@ class Loader:
     def epoch(self, epoch: int, start: int = 0, backend: Backend | None = None) -> Prefetch[Batch]:
         """Return an iterator over this rank's part of an epoch's batches, from batch `start`.
 
-        Closing it, leaving its `with` block, or dropping it stops its threads. An exception of the
-        transform is raised at the batch that it belongs to.
+        `close`, the end of a `with` block, or garbage collection stops its threads. An exception of
+        the transform is raised at its batch.
 
         Args:
-            backend: where x and y shall be; None for the host. A copy to a device takes
-                microseconds, and a step waits for it anyway, so copies are not queued beside it.
+            backend: of x and y; None for the host. Batches are copied to a device on demand, not
+                ahead of time: the copy takes microseconds, and a step waits for it anyway.
         """
         epoch_order, device = (
             self.order(epoch),
@@ -239,15 +236,13 @@ class Loader:
             lambda number: self.part(epoch_order, epoch, number, self.rank, self.world),
             range(start, self.batches_per_epoch),
             workers=threads,
-            ahead=max(AHEAD, threads),  # with fewer, some threads would only wait
+            ahead=max(AHEAD, threads),  # with fewer, some threads would be idle
             finish=upload,
         )
 
     @cached_property
     def _takes_long(self) -> bool:
-        """Return whether making a part of a batch may take longer than having it made by a
-        thread.
-        """
+        """Whether making a part of a batch may take longer than handing it over from a thread."""
         if self.dataset.is_tokens or not all(isinstance(step, Normalize) for step in self._steps):
             return True
         return (
@@ -258,10 +253,10 @@ class Loader:
         )
 
     def order(self, epoch: int) -> Integers:
-        """Return the order of an epoch's samples, (n,). Sentences of similar length stay together.
+        """Return the order of an epoch's samples, (n,).
 
-        With a partition it depends on the ranks: each finds its own samples where it takes its
-        rows.
+        Sentences of similar length share a batch. With a partition, each rank's rows hold its own
+        samples, so that the order depends on the number of ranks.
         """
         if self.partition != "none":
             return partition_order(self._shards, self._owners, self.seed, epoch)
@@ -281,12 +276,12 @@ class Loader:
         rank: int,
         world: int,
     ) -> Batch:
-        """Return a part of a batch, whichever rank this loader is for.
+        """Return a part of a batch; the rank may be another than this loader's.
 
         Args:
-            epoch_order: the order of the samples in the epoch; see `order`.
+            epoch_order: of the epoch's samples; see `order`.
             number: of the batch in the epoch.
-            rank, world: which part of how many.
+            rank, world: the part, and the number of parts.
         """
         start = number * self.batch_size
         global_rows = min(self.batch_size, len(self.dataset) - start)
@@ -302,12 +297,11 @@ class Loader:
         return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
     def _extent(self, batch_order: Integers) -> tuple[tuple[int, ...], int | None]:
-        """Return the targets of each microbatch of a global batch, and the length that its samples
-        are padded to.
+        """Return each microbatch's number of targets, and the length to pad samples to.
 
-        Both are the global batch's, so that no layout changes them, and every rank finds them
-        without a message. The targets are empty where every sample has one, and the length None
-        where all have the same.
+        Both are computed from the global batch, so that they do not depend on the layout and need
+        no message. The targets are empty if every sample has one; the length is None if all
+        samples have the same shape.
         """
         targets, lengths = self.dataset.targets, self.dataset.lengths
         counts: tuple[int, ...] = ()
@@ -327,7 +321,7 @@ class Loader:
         return np.ascontiguousarray(x)
 
     def _classes(self) -> Integers:
-        """Return each sample's class; without one each, zeros."""
+        """Return each sample's class, (n,); zeros for samples with several labels or quantities."""
         labels = (
             self.dataset.labels(np.arange(len(self.dataset)))
             if self.dataset.targets is None
@@ -348,15 +342,14 @@ T = TypeVar("T")
 
 
 class Prefetch(Iterator[T], Generic[T]):
-    """Iterates over make(i) for i in numbers, made by threads up to `ahead` items early.
+    """Yield make(i) for i in numbers, computed by threads up to `ahead` items early.
 
-    Items come in the order of `numbers`, whoever makes them. An exception in make reaches the
-    consumer at that item. The threads end when the items are used up, at close(), when the `with`
-    block is left, or when the iterator is garbage. With workers=0 the items are made when they are
-    asked for.
+    Items keep the order of `numbers`. An exception in `make` is raised at its item. The threads end
+    after the last item, at close(), at the end of a `with` block, or when the iterator is garbage
+    collected. With workers=0 each item is made on demand.
 
     Args:
-        finish: applied to each item by the thread that asks for it; None for nothing.
+        finish: applied to each item by the consuming thread; None for nothing.
     """
 
     def __init__(
@@ -369,22 +362,24 @@ class Prefetch(Iterator[T], Generic[T]):
         finish: Callable[[T], T] | None = None,
     ) -> None:
         self._make, self._numbers, self._finish = make, iter(numbers), finish
-        self._coming: deque[Future[T]] = deque()
+        self._pending: deque[Future[T]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         if workers and numbers:
             self._pool = ThreadPoolExecutor(min(workers, len(numbers)), "nnmpi-prefetch")
             self._submit(self._pool, max(ahead, 1))
 
     def _submit(self, pool: ThreadPoolExecutor, count: int) -> None:
-        self._coming += [pool.submit(self._make, number) for number in islice(self._numbers, count)]
+        self._pending += [
+            pool.submit(self._make, number) for number in islice(self._numbers, count)
+        ]
 
     def __next__(self) -> T:
-        """Return the next item, waiting until it is made."""
+        """Return the next item; wait for its thread."""
         try:
             if self._pool is None:
                 item = self._make(next(self._numbers))
-            elif self._coming:
-                item = self._coming.popleft().result()
+            elif self._pending:
+                item = self._pending.popleft().result()
                 self._submit(self._pool, 1)
             else:
                 raise StopIteration
@@ -396,7 +391,7 @@ class Prefetch(Iterator[T], Generic[T]):
     def close(self) -> None:
         """Discard prefetched items and stop the threads, without waiting for hung ones."""
         self._numbers = iter(())
-        self._coming.clear()
+        self._pending.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

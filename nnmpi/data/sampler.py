@@ -1,26 +1,29 @@
-"""Which rank sees which sample when: pure functions, so every layout sees the same batches.
+"""The order of samples and their ranks: pure functions, so every layout sees the same batches.
 
-    order     7 2 9 0 | 4 8 1 5 | 3 6      a permutation of the samples, cut into global batches (the last is short)
-    rank 0    7 2     | 4 8     | 3        the rows of a global batch are shared out in contiguous parts
+An epoch's order is a permutation of the samples. It is cut into global batches, of which the last
+may be short. The rows of a global batch are sharded contiguously over the ranks:
+
+    order     7 2 9 0 | 4 8 1 5 | 3 6
+    rank 0    7 2     | 4 8     | 3
     rank 1        9 0 |     1 5 |   6
 
-With microbatches each of these is cut first, and its pieces are sharded, or (`whole`) given out
-whole:
+A batch is cut into microbatches first. Each is sharded, or given to one rank
+(`whole_microbatches`):
 
     2 microbatches      7 2 | 9 0        rank 0    7   | 9        whole    rank 0    7 2
                                          rank 1      2 |   0               rank 1        | 9 0
 
-Samples may also stay where they are: every worker has a part of its own, and sees no other.
+A partition fixes each worker's samples for the run:
 
-    none     any sample may come to any worker                    0 1 2 3 4 5 6 7 8 9 ...  shuffled anew in each epoch
-    iid      a random part each, for the whole run                worker 0: 7 2 9    worker 1: 4 0 8    worker 2: 1 5 3
-    label    the samples sorted by class, cut into parts          worker 0: 0 0 1    worker 1: 1 2 2    worker 2: 3 3 4
+    none     any worker may get any sample            shuffled again in each epoch
+    iid      a random part per worker                 0: 7 2 9    1: 4 0 8    2: 1 5 3
+    label    samples sorted by class, cut in parts    0: 0 0 1    1: 1 2 2    2: 3 3 4
 
 With iid, a worker's gradient estimates the gradient of the full set. With label it does not: it is
-biased towards that worker's classes. Where workers do not wait for one another, a slow one
-contributes fewer updates, so its classes are learned less (Zhao et al., "Federated learning with
-non-IID data", 2018; Koloskova et al., "Sharper convergence guarantees for asynchronous SGD for
-distributed and federated learning", 2022).
+biased towards that worker's classes. In asynchronous training a straggler contributes fewer
+updates, so its classes are learned less (Zhao et al., "Federated learning with non-IID data", 2018;
+Koloskova et al., "Sharper convergence guarantees for asynchronous SGD for distributed and federated
+learning", 2022).
 """
 
 from collections.abc import Sequence
@@ -34,7 +37,7 @@ from nnmpi.backend.random import stream
 from nnmpi.errors import UsageError
 from nnmpi.shard import part, split
 
-POOL = 50  # batches that are sorted together: more are more alike, and less random
+POOL = 50  # batches sorted together: a larger pool saves padding and makes batches less random
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Integers:
@@ -43,8 +46,8 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Integers:
     Args:
         n: samples of the training set.
         seed: of the run.
-        epoch: from 0; every epoch has an order of its own.
-        shuffle: whether the order is random.
+        epoch: from 0; each has its own order.
+        shuffle: False keeps the data set's order.
     """
     if not shuffle:
         return np.arange(n, dtype=np.int64)
@@ -54,14 +57,14 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Integers:
 def by_length(
     epoch_order: Integers, lengths: Integers, batch_size: int, seed: int, epoch: int
 ) -> Integers:
-    """Return an epoch's order in which the samples of a batch have about the same length.
+    """Return an epoch's order in which the samples of a batch have similar lengths.
 
-    Each POOL batches are sorted by length, and all batches but a short last one are shuffled again:
+    Samples are sorted by length in pools of POOL batches. Then all full batches are shuffled:
 
-        lengths    3 9 1 8 | 2 7 9 4     ->     1 2 | 3 4 | 7 8 | 9 9    ->    7 8 | 1 2 | 9 9 | 3 4
+        lengths    3 9 1 8 | 2 7 9 4   ->   1 2 | 3 4 | 7 8 | 9 9   ->   7 8 | 1 2 | 9 9 | 3 4
 
     Args:
-        epoch_order: of `order`.
+        epoch_order: the result of `order`.
         lengths: (n,), of all samples.
         batch_size: rows of a global batch.
         seed, epoch: as for `order`.
@@ -80,10 +83,12 @@ def by_length(
 
 @dataclass(frozen=True)
 class Cut:
-    """One microbatch: rows start..stop-1 of the rank's, from row `first_row` of the batch.
+    """A rank's rows of one microbatch.
 
     Attributes:
-        number: which of the global batch's microbatches it is.
+        start, stop: the rows start..stop-1 among the rank's.
+        first_row: the first row's index in the global batch.
+        number: of the microbatch in the global batch.
     """
 
     start: int
@@ -100,27 +105,26 @@ def cut_batch(
     microbatches: int = 1,
     whole_microbatches: bool = False,
 ) -> tuple[Cut, ...]:
-    """Return each microbatch's rows, among the rank's rows and in the global batch.
+    """Return a rank's rows of each microbatch, as offsets in the rank's rows and in the batch.
 
-    The global batch is split into microbatches first, each of which is sharded over the ranks, so
-    that microbatches hold the same samples under every layout. A microbatch has at least one row,
-    so a short batch may have fewer of them; some ranks have none of its rows when there are more
-    ranks than rows.
+    The global batch is split into microbatches first and each is sharded over the ranks, so that
+    microbatches hold the same samples under every layout. A microbatch has at least one row: a
+    short batch may have fewer. With more ranks than rows in a microbatch, some ranks get none of it.
 
     Args:
-        global_rows: of the batch.
-        rank, world: which of how many data-parallel ranks.
-        microbatches: into how many a batch is cut.
-        whole_microbatches: give each rank whole microbatches instead, possibly none; their shapes then do not
-            depend on the layout.
+        global_rows: rows of the global batch.
+        rank, world: among the data-parallel ranks.
+        microbatches: the number of microbatches per full batch.
+        whole_microbatches: give each rank whole microbatches, possibly none. Their shapes then do
+            not depend on the layout.
     """
     micros = split(global_rows, min(microbatches, global_rows))
     cuts: list[Cut] = []
     start = 0
     for number in part(len(micros), world, rank) if whole_microbatches else range(len(micros)):
-        mine = part(len(micros[number]), *((1, 0) if whole_microbatches else (world, rank)))
-        cuts.append(Cut(start, start + len(mine), micros[number].start + mine.start, number))
-        start += len(mine)
+        rows = part(len(micros[number]), *((1, 0) if whole_microbatches else (world, rank)))
+        cuts.append(Cut(start, start + len(rows), micros[number].start + rows.start, number))
+        start += len(rows)
     return tuple(cuts)
 
 
@@ -128,16 +132,7 @@ PARTITIONS = ("none", "iid", "label")
 
 
 def check_partition(samples: int, partition: str, workers: int) -> None:
-    """Check that there is such a partition, and that it leaves samples for everybody.
-
-    Args:
-        samples: of the training set.
-        partition: one of PARTITIONS.
-        workers: who share the samples.
-
-    Raises:
-        UsageError: if there is none, or more workers than samples.
-    """
+    """Raise UsageError for an unknown partition, and for more workers than samples."""
     if partition not in PARTITIONS:
         raise UsageError(
             f"partition {partition} does not exist; choose from: {', '.join(PARTITIONS)}"
@@ -151,7 +146,7 @@ def check_partition(samples: int, partition: str, workers: int) -> None:
 
 @lru_cache(maxsize=4)
 def row_owners(global_rows: int, world: int, microbatches: int) -> Integers:
-    """Return which rank takes each row of a global batch: (global_rows,)."""
+    """Return the rank of each row of a global batch: (global_rows,)."""
     result = np.empty(global_rows, np.int64)
     for rank in range(world):
         for cut in cut_batch(global_rows, rank, world, microbatches):
@@ -162,14 +157,13 @@ def row_owners(global_rows: int, world: int, microbatches: int) -> Integers:
 def partition_samples(
     labels: Integers, partition: str, seed: int, owners: Integers
 ) -> list[Integers]:
-    """Return each worker's own samples, as indices into the training set; a partition.
+    """Partition the training set: return each worker's samples, as indices.
 
     Args:
-        labels: (n,), of the whole training set.
+        labels: (n,), of the full training set.
         partition: "iid" or "label".
         seed: of the run.
-        owners: (n,), which worker takes each row of an epoch: it has as many samples as it takes
-            rows.
+        owners: (n,), the worker of each row of an epoch. A worker gets as many samples as rows.
     """
     shuffled = stream(seed, "partition").permutation(len(labels))
     if partition == "label":

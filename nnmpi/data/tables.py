@@ -1,22 +1,21 @@
 """Tables and arrays: CSV files and NumPy archives.
 
-    sepal_length_cm,petal_length_cm,species        a header: no feature cell of the first row is a
-                                                   number
-    5.1,1.4,setosa                                 features, and the label in the last column or one
-                                                   that is named
-    7.0,4.7,versicolor
+    sepal_length_cm,petal_length_cm,species      a header: no feature cell of this row is a number
+    5.1,1.4,setosa                               features, and the label in the last column or in
+    7.0,4.7,versicolor                           the one named `target`
 
-Labels of a table may be text or whole numbers. Either way the classes are the labels that occur in
-the training table, sorted, so numbers need not begin at 0 nor be consecutive; `class_names` says
-which class stands for which label. Where quantities are predicts, the label is a number that is
-predicted.
+Labels of a table are text or integers. The classes are the labels that occur in the training table,
+sorted: integers need not begin at 0 nor be consecutive. `class_names` maps classes to labels. With
+predicts="quantities", the label is a number to predict.
 
-An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test. x: (n, ...), any real
-dtype; uint8 stays uint8 with scale 1/255, everything else becomes float32. A 3-D x is grayscale
-images and gets its channel. y: (n,) or (n, 1), whole numbers from 0 on; or (n, ...), several labels
-for each sample, where -1 is what is not to be predicted; or, where quantities are predicts, of any
-real dtype. x holds tokens, which stay whole numbers, if it is uint16 or uint32, or of whole numbers
-(n, time) with several labels for each sample.
+An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test.
+
+    x    (n, ...), any real dtype: uint8 stays uint8 with scale 1/255, the rest becomes float32.
+         3-D quantities are grayscale images and get a channel axis.
+         Tokens: uint16 or uint32, or other integers (n, time) with several labels per sample.
+    y    (n,) or (n, 1): integers from 0 on
+         (n, ...): several labels per sample; -1 does not count
+         any real dtype with predicts="quantities"
 """
 
 import csv
@@ -36,9 +35,9 @@ from nnmpi.data.dataset import TOKEN_TYPES, Dataset, LabelKind, as_float32, chec
 from nnmpi.errors import DataError, UsageError, shortened
 from nnmpi.files import check_unpacked, foreign, opened
 
-SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
-MOST_LOST = 0.01  # of a column's deviation, by rounding to float32
-BOOLS = {"True": "1", "False": "0"}  # of features, as pandas writes them
+SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
+MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
+BOOLS = {"True": "1", "False": "0"}  # features, as pandas writes them
 HINT = (
     "give classes, or predict numbers: by the loss mse, mae or huber (in a call of load by"
     " predicts='quantities')"
@@ -47,10 +46,14 @@ HINT = (
 
 @dataclass(frozen=True)
 class Table:
-    """A parsed file: features (rows, columns) float32, and label cells as text, with lines.
+    """A parsed table.
 
     Attributes:
-        columns: the features' names, where there is a header.
+        path: of the file, for messages.
+        features: (rows, columns), float32.
+        labels: of each row, as text.
+        lines: the line number of each row, for messages.
+        columns: the features' names; empty without a header.
     """
 
     path: Path
@@ -61,7 +64,7 @@ class Table:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text in UTF-8, plain or .gz, each with its end, which is a newline."""
+    """Yield the lines of a UTF-8 text, plain or .gz, each with its newline."""
     try:
         with opened(path) as stream, TextIOWrapper(cast(Any, stream), "utf-8-sig") as text:
             yield from text
@@ -87,23 +90,16 @@ def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def read_csv(path: Path, target: str = "", features: int | None = None) -> Table:
-    """Return the table of a CSV file, plain or .gz, in UTF-8.
+    """Parse a CSV file, plain or .gz, in UTF-8.
 
     Args:
         path: of the file.
-        target: the column of the label, by its name in the header or its number from 1; empty for
-            the last one.
-        features: how many there are, of a table that may have no labels; None for all columns but
-            the label's.
+        target: the column of the label, by name or by number from 1; empty for the last one.
+        features: the number of features of a table that may lack labels; None if all columns but
+            the label's are features.
     """
-    values, labels, lines, names, label_column, width = (
-        array("d"),
-        list[str](),
-        list[int](),
-        list[str](),
-        -1,
-        0,
-    )
+    values, label_at, width = array("d"), -1, 0
+    labels, lines, names = list[str](), list[int](), list[str]()
     for line, cells in read_cells(path):
         is_first, width = not width, len(cells)
         if is_first:
@@ -112,8 +108,8 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
                     f"{path}, line {line}: {width} cells; needs {features} features, and maybe a"
                     " label"
                 )
-            label_column = width if width == features else _target_column(path, cells, target)
-        label = cells.pop(label_column).strip() if label_column < width else ""
+            label_at = width if width == features else _target_column(path, cells, target)
+        label = cells.pop(label_at).strip() if label_at < width else ""
         numbers = [_number(BOOLS.get(item.strip(), item)) for item in cells]
         if is_first and {*numbers} == {None}:
             names = [cell.strip() for cell in cells]
@@ -122,9 +118,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         labels.append(label)
         lines.append(line)
         if None in numbers:
-            raise _wrong_cell(
-                path, line, numbers.index(None), label_column, cells[numbers.index(None)]
-            )
+            raise _wrong_cell(path, line, numbers.index(None), label_at, cells[numbers.index(None)])
         values.extend(cast(list[float], numbers))
     if not labels:
         raise DataError(f"{path}: the table has no rows of data")
@@ -132,29 +126,29 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
     with np.errstate(over="ignore"):  # the check below raises an error with line and column
         result = exact.astype(np.float32)
     for row, column in np.argwhere(~np.isfinite(result))[:1].tolist():
-        raise _wrong_cell(path, lines[row], column, label_column, exact[row, column].item())
+        raise _wrong_cell(path, lines[row], column, label_at, exact[row, column].item())
     lost = np.abs(result - exact).max(axis=0) > MOST_LOST * exact.std(axis=0)
     for column in np.flatnonzero(lost & (exact != exact[0]).any(axis=0))[:1].tolist():
         least, most = exact[:, column].min(), exact[:, column].max()
         raise DataError(
-            f"{path}, column {column + 1 + (column >= label_column)}: float32 cannot tell its values"
+            f"{path}, column {column + 1 + (column >= label_at)}: float32 cannot tell its values"
             f" apart, from {least:.10g} to {most:.10g}; subtract what they have in common"
         )
-    if label_column < width and "" in labels:
+    if label_at < width and "" in labels:
         raise DataError(
-            f"{path}, line {lines[labels.index('')]}, column {label_column + 1}: the label is missing"
+            f"{path}, line {lines[labels.index('')]}, column {label_at + 1}: the label is missing"
         )
     return Table(path, result, tuple(labels), tuple(lines), tuple(names))
 
 
-def _wrong_cell(path: Path, line: int, feature: int, label_column: int, value: object) -> DataError:
+def _wrong_cell(path: Path, line: int, feature: int, label_at: int, value: object) -> DataError:
     return DataError(
-        f"{path}, line {line}, column {feature + 1 + (feature >= label_column)}: {no_number(value)}"
+        f"{path}, line {line}, column {feature + 1 + (feature >= label_at)}: {no_number(value)}"
     )
 
 
 def _target_column(path: Path, first: list[str], target: str) -> int:
-    """Return the column of the label in a table that begins with these cells."""
+    """Return the label's column in a table with this first row."""
     if len(first) < 2:
         raise DataError(
             f"{path}, line 1: {len(first)} cell; needs at least one feature, then the label, with"
@@ -172,7 +166,7 @@ def _target_column(path: Path, first: list[str], target: str) -> int:
 
 def _number(cell: str) -> float | None:
     try:
-        # Python reads 1_0 as 10, and a table never means that
+        # Python reads 1_0 as 10; a table never means that
         return None if "_" in cell else float(cell)
     except ValueError:
         return None
@@ -181,23 +175,23 @@ def _number(cell: str) -> float | None:
 def to_dataset(
     table: Table, name: str, class_names: tuple[str, ...] = (), predicts: LabelKind = "classes"
 ) -> Dataset:
-    """Return the table as a data set.
+    """Convert a table to a data set.
 
     Args:
-        table: what `read_csv` gave.
+        table: a result of `read_csv`.
         name: of the data set.
-        class_names: those of the training table, for a test table; empty for the labels that occur.
-        predicts: what the labels are to be; "any" takes numbers for quantities if there is one that
-            is not whole.
+        class_names: of the training table, if this is a test table; else empty.
+        predicts: the kind of labels; "any" means quantities if a label has a fraction.
     """
     numbers = {label: _number(label) for label in table.labels}
     is_numeric = all(_number(label) is not None for label in class_names or table.labels)
-    # or NaN
+    # NaN counts as a fraction, too: nan % 1 is nan, which is true
     fraction = next(
         (label for label, number in numbers.items() if number is not None and number % 1), None
     )
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
-        quantities = np.array([numbers[label] for label in table.labels], np.float32)  # of None NaN
+        # NumPy converts None to NaN
+        quantities = np.array([numbers[label] for label in table.labels], np.float32)
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label = shortened(table.labels[row])
             raise DataError(
@@ -227,20 +221,20 @@ def to_dataset(
 def load_csv(
     path: Path, name: str, predicts: LabelKind = "classes", target: str = ""
 ) -> tuple[Dataset, None]:
-    """Return the data set of a table, which has no test part."""
+    """Return the data set of a CSV file, and None: it has no test part."""
     return to_dataset(read_csv(path, target), name, predicts=predicts), None
 
 
 def load_npz(
     path: Path, name: str, predicts: LabelKind = "classes", target: str = ""
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the training part of an .npz file, and the test part if it has one; see the module.
+    """Return the training part of an .npz file, and the test part or None; see the module.
 
     Args:
-        path: the file.
+        path: of the file.
         name: of the data set.
-        predicts: what y is to be; "any" takes floats for quantities and whole numbers for classes.
-        target: has to be empty.
+        predicts: the kind of y; "any" takes floats for quantities and integers for classes.
+        target: must be empty; it is here because `load` calls all readers alike.
     """
     if target:
         raise UsageError(
@@ -266,7 +260,7 @@ def load_npz(
 
 
 def read_samples(path: Path) -> Array:
-    """Return x (or x_test) of an .npz file, as it is."""
+    """Return x (or x_test) of an .npz file: integers unchanged, floats as float32."""
     arrays = _read(path, ("x", "x_test"))
     name = next((name for name in ("x", "x_test") if name in arrays), None)
     if name is None:
@@ -276,7 +270,7 @@ def read_samples(path: Path) -> Array:
 
 
 def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
-    """Return those of the arrays with these names that the file holds."""
+    """Return the file's arrays among `names`."""
     what = "not a whole .npz file of arrays without pickled objects"
     with opened(path) as stream, foreign(path, DataError, what):
         if not zipfile.is_zipfile(stream):
