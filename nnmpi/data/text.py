@@ -1,36 +1,36 @@
-"""Texts as training data: tokens to read, and for each of them the one that comes next.
+"""Texts as training data: x holds tokens, y the next token of each.
 
-Blocks, for GPT: the documents one after another, cut every T tokens; what is left makes a last
-block with padding.
+Blocks, for GPT: documents are concatenated and cut every T tokens. The rest makes a last block
+with padding.
 
     tokens    t h e _ c a t # a _ d o g #         # ends a document
     x         t h e _ c | a t # a _ | d o g p p
     y         h e _ c a | t # a _ d | o g # . .   . is IGNORED, p the padding: #
 
-Sentences, for an LSTM: each document is a sample, one of more than T tokens continues in the next
-sample; a batch is as long as its longest, and has sentences of about that length (see
+Sentences, for an LSTM: each document is a sample. A document of more than T tokens continues in the
+next sample. A batch is padded to its longest sample and holds samples of similar length (see
 `sampler.by_length`).
 
     x         t h e _ c a t         y     h e _ c a t #
               a _ d o g p p               _ d o g # . .
 
-In x the end of a document stands for padding alone, so that the lengths can be told from it.
+In x, the end token # occurs as padding only, so that the model can compute the lengths from x.
 
-A text's tokens are in a file of their own, which is mapped into memory: the corpus need not fit
-there.
+The tokens are written to a file once and mapped into memory, so that the corpus may be larger than
+memory:
 
-    ~/.cache/nnmpi/tokens/KEY/tokens.bin       every document's tokens and the one that ends it:
-                                               uint16, or uint32
-                              ends.npy         where each document ends in it, int64
+    ~/.cache/nnmpi/tokens/KEY/tokens.bin       the tokens of all documents, each with its end token:
+                                               uint16, or uint32 for a large vocabulary
+                              ends.npy         the end of each document in tokens.bin, int64
                               tokenizer.json
 
-KEY is a hash of the text, the tokenizer, and what a document is.
+KEY is a hash of the text, the tokenizer, and the rule that makes documents.
 
-Documents come from files, one by one, in UTF-8, plain or .gz:
+Documents are read one by one from a file in UTF-8, plain or .gz:
 
-    .txt          the whole file is one document; or, for sentences, each line that is not empty
-    .csv          each row: the columns that are asked for, one under the other
-    .jsonl        each line, an object: the same of its fields
+    .txt          the full file is one document; for sentences, each line that is not empty is one
+    .csv          each row is one: the chosen columns, joined by newlines
+    .jsonl        each line is one: the chosen fields of its object, joined by newlines
 """
 
 import csv
@@ -53,9 +53,9 @@ from nnmpi.errors import DataError, UsageError, raised_as
 from nnmpi.files import cache_folder, folder_atomically, locked, parse_json, sha256
 
 DEFAULT_CONTEXT = 64
-FORMAT = 3  # of the files; a new one has other keys
-PIECE = 2**20  # characters
-CELL_BYTES = 2**30  # the longest cell of a table
+FORMAT = 3  # of the token files; part of KEY, so that files of other formats are written again
+PIECE = 2**20  # characters: size of the pieces that a document is tokenized in
+CELL_BYTES = 2**30  # the longest cell of a table; the limit of Python's csv is 128 KiB
 ENDINGS = (".txt", ".jsonl")
 TOKENS, ENDS = "tokens.bin", "ends.npy"
 
@@ -64,7 +64,7 @@ TOKENS, ENDS = "tokens.bin", "ends.npy"
 
 
 def is_text(path: Path, columns: Sequence[str]) -> bool:
-    """True if a file holds text, by its suffix, or by requested text columns of a table."""
+    """Return whether a file holds text, by its suffix; a .csv does if text columns are given."""
     name = path.name.removesuffix(".gz")
     return name.endswith(ENDINGS) or (bool(columns) and name.endswith(".csv"))
 
@@ -72,16 +72,16 @@ def is_text(path: Path, columns: Sequence[str]) -> bool:
 def read_documents(
     path: Path, columns: Sequence[str] = (), lines: bool = False
 ) -> Iterator[tuple[str, bool]]:
-    """Yield pieces of a file's documents, and whether the document ends with the piece.
+    """Yield pieces of a file's documents, each with a flag: whether it ends its document.
 
     Args:
-        path: ending in .txt, .csv or .jsonl, or these and .gz.
-        columns: of a table; of .jsonl "text" by default.
+        path: a .txt, .csv or .jsonl file, or one of these with .gz.
+        columns: of the table; the default is "text" for .jsonl.
         lines: whether each line of a .txt is a document.
 
     Raises:
-        UsageError: for a column that is not there.
-        DataError: for a file that cannot be read, is not UTF-8 or no table, and for an empty
+        UsageError: for a missing column.
+        DataError: for an unreadable file, one that is not UTF-8 or not a table, and for an empty
             document.
     """
     name, empty = path.name.removesuffix(".gz"), True
@@ -116,23 +116,24 @@ def read_documents(
 
 
 def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield one document in pieces, cut before a line that begins with no space: no tokenizer joins
-    over that.
+    """Yield one document in pieces of about PIECE characters.
 
-    Behind an empty line it is not cut: there GPT-2's pattern looks at what comes next.
+    The tokens must be those of the undivided text. A piece therefore ends before a line whose first
+    character is no space: no tokenizer merges across it. It does not end after an empty line: there
+    the split of GPT-2's pattern depends on the next character.
     """
-    held, size = [""], 0
+    piece, size = [""], 0
     for line in read_lines(path):
-        if size > PIECE and line[:1].strip() and held[-1][-2:-1].strip():
-            yield "".join(held), False
-            held, size = [], 0
-        held.append(line)
+        if size > PIECE and line[:1].strip() and piece[-1][-2:-1].strip():
+            yield "".join(piece), False
+            piece, size = [], 0
+        piece.append(line)
         size += len(line)
-    yield "".join(held), True
+    yield "".join(piece), True
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line and the cells of each row of a CSV table with a header."""
+    """Yield the line number and the chosen cells of each row of a CSV table with a header."""
     csv.field_size_limit(CELL_BYTES)
     rows = read_cells(path)
     _, header = next(rows, (1, []))
@@ -142,7 +143,6 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]
 
 
 def _check_columns(where: str, there: Collection[str], columns: Sequence[str]) -> None:
-    """Refuse columns that are not there, or more than once."""
     for column in columns:
         if list(there).count(column) != 1:
             raise UsageError(
@@ -151,7 +151,7 @@ def _check_columns(where: str, there: Collection[str], columns: Sequence[str]) -
 
 
 def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line and the fields of each object of a file of JSON lines."""
+    """Yield the line number and the chosen fields of each object of a JSON Lines file."""
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
@@ -176,16 +176,16 @@ def _is_unicode(text: str) -> bool:
         return False
 
 
-# ---- their tokens ----
+# ---- tokens ----
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """A text to be read.
+    """A text file and the rules to make samples from it.
 
     Attributes:
-        path: see `read_documents`.
-        tokenizer: "bytes", "characters", or where one was saved: see `tokenizer.load_tokenizer`.
+        path: of the text; see `read_documents`.
+        tokenizer: "bytes", "characters", or the path of one: see `tokenizer.load_tokenizer`.
         columns: of a table.
         sentences: whether each line of a .txt is a document, and each document a sample.
     """
@@ -196,17 +196,17 @@ class TextSource:
     sentences: bool = False
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
-        """Yield its documents; see `read_documents`."""
+        """Yield the documents' pieces; see `read_documents`."""
         return read_documents(self.path, self.columns, self.sentences)
 
     def load_tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer; None for one that is made of the text."""
+        """Return the tokenizer; None for "characters", which is made from the text."""
         return None if self.tokenizer == CHARACTERS else load_tokenizer(self.tokenizer)
 
     @cached_property
     def key(self) -> str:
-        """What names its tokens: a hash of the text, the tokenizer, and what a document is."""
-        made = self.load_tokenizer()
+        """KEY of the token files: a hash of the text, the tokenizer, and the document rule."""
+        tokenizer = self.load_tokenizer()
         with raised_as(DataError, f"{self.path}: cannot be read"):
             text = sha256(self.path)
         kind = "".join(self.path.suffixes)
@@ -216,19 +216,19 @@ class TextSource:
             kind,
             self.columns,
             self.sentences,
-            CHARACTERS if made is None else made.identity,
+            CHARACTERS if tokenizer is None else tokenizer.identity,
         ]
         return hashed(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def prepare_tokens(source: TextSource) -> Path:
-    """Return the folder with the text's tokens, after writing it if it is not there.
+    """Return the folder with the text's tokens; write it first if it is missing.
 
-    One rank per node calls this; several at once wait for one another.
+    One rank per node calls this. Concurrent callers wait for a file lock.
 
     Raises:
-        UsageError, DataError: for a text or a tokenizer that cannot be read, see `read_documents`
-            and `tokenizer`; and for a folder that cannot be written.
+        UsageError, DataError: for an unreadable text or tokenizer, see `read_documents` and
+            `tokenizer`; and for a folder that cannot be written.
     """
     parent = cache_folder() / "tokens"
     folder = parent / source.key
@@ -274,10 +274,10 @@ class Text(Samples):
 
     Args:
         source: the text.
-        tokens: all documents' tokens, each with the tokenizer's end behind it; mapped, not read.
-        tokenizer: what made them.
-        spans: (documents, 2), where each document of this part begins and ends in them.
-        context: T, the most tokens of a sample.
+        tokens: of all documents, each followed by the end token; mapped, not read.
+        tokenizer: of the tokens.
+        spans: (documents, 2), the begin and end in `tokens` of each document of this part.
+        context: T, the most tokens per sample.
     """
 
     def __init__(
@@ -291,11 +291,13 @@ class Text(Samples):
         self.tokenizer, self.classes, self.context = tokenizer, tokenizer.vocabulary_size, context
         self._tokens = tokens
         sizes = spans[:, 1] - spans[:, 0]
-        self._stops = np.cumsum(sizes)  # where each document ends in the part
+        # Positions count through the documents of this part. `_stops` are the documents' ends
+        # in the part; adding `_offsets` turns a position into an index of `tokens`.
+        self._stops = np.cumsum(sizes)
         self._offsets = spans[:, 1] - self._stops
-        # Each sample's first token in the part, and how many of them have one that comes next.
+        # `_firsts` are the samples' first positions; `_counts` their tokens with a next one.
         if source.sentences:
-            parts = -(-(sizes - 1) // context)  # of each document
+            parts = -(-(sizes - 1) // context)  # samples per document
             document = np.repeat(np.arange(len(parts)), parts)
             within = (
                 np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -312,36 +314,36 @@ class Text(Samples):
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """The shape of a sample of the most tokens."""
+        """The shape of the longest possible sample."""
         return (self.context,)
 
     @property
     def identity(self) -> str:
-        """What names the text's tokens."""
+        """KEY of the text's token files."""
         return self._key
 
     @property
     def targets(self) -> Integers:
-        """How many tokens of each sample are to be predicted, (n,)."""
+        """The number of tokens to predict in each sample, (n,)."""
         return self._counts
 
     @property
     def lengths(self) -> Integers | None:
-        """How many tokens each sample has, (n,); None where all have `context`."""
+        """The number of tokens in each sample, (n,); None for blocks, which are padded to T."""
         return self._counts if self.sentences else None
 
     def rows(
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
     ) -> Array:
-        """Return the tokens that are read."""
+        """Return the samples' tokens (rows, length), padded with the end token."""
         return self._filled(indices, length, self.tokenizer.end, 0)
 
     def labels(self, indices: Integers, length: int | None = None) -> Integers:
-        """Return the tokens that come next."""
+        """Return the next token of each (rows, length), padded with `IGNORED`."""
         return self._filled(indices, length, IGNORED, 1)
 
     def _filled(self, indices: Integers, length: int | None, padding: int, shift: int) -> Integers:
-        """Return each sample's tokens, `shift` places behind those that are read, in rows of one
+        """Return each sample's tokens from `shift` positions after its first, in rows of equal
         length.
         """
         counts = self._counts[indices]
@@ -363,25 +365,26 @@ class Text(Samples):
 def load_text(
     source: TextSource, context: int = DEFAULT_CONTEXT, seed: int = 0, test_fraction: float = 0.2
 ) -> tuple[Text, Text]:
-    """Return the training and the test part of a text whose tokens are there: see `prepare_tokens`.
+    """Return the training and the test part of a text, after `prepare_tokens` has run.
 
-    The documents are dealt to the two parts by chance; of a single one the end is the test part.
+    Documents are assigned to the parts at random. A single document is cut: its end is the test
+    part.
 
     Args:
         source: the text.
-        context: the most tokens of a sample.
+        context: the most tokens per sample.
         seed: of the split.
         test_fraction: the share of the test part, between 0 and 1.
 
     Raises:
-        UsageError, DataError: as `prepare_tokens`; for tokens that are damaged; and for a part that
-            is shorter than a block.
+        UsageError, DataError: as `prepare_tokens`; for damaged token files; and for a part shorter
+            than a block.
     """
     folder = cache_folder() / "tokens" / source.key
     try:
         ends = np.load(folder / ENDS, allow_pickle=False)
         tokenizer = load_tokenizer(folder)
-        # a part is made 10 times faster
+        # as an ndarray: indexing a memmap takes 10 times as long
         tokens = np.memmap(folder / TOKENS, _kind(tokenizer), "r").view(np.ndarray)
         if not len(ends) or len(tokens) != ends[-1]:
             raise ValueError(f"{len(tokens)} tokens")

@@ -1,15 +1,15 @@
-"""Tokenizers: a text to numbers and back.
+"""Tokenizers: text to tokens and back.
 
-    bytes           256 tokens, one for each byte of UTF-8                            built in
-    characters      the characters of a training text, sorted                         built in
-    FOLDER or FILE  GPT-2's byte pairs (vocab.json and merges.txt: Radford et al.,
-                    2019), or any tokenizer.json                                      the library `tokenizers`
+    bytes           one token per byte of UTF-8 (256)                  built in
+    characters      the characters of a training text, sorted          built in
+    FOLDER or FILE  GPT-2's byte pairs (vocab.json and merges.txt:     the library `tokenizers`
+                    Radford et al., 2019), or any tokenizer.json
 
-Every tokenizer has a token that ends a text, `end`. It stands between two documents, and where a
-short one is padded.
+Every tokenizer has an end token, `end`. It separates documents and pads short ones.
 
-All are saved as a tokenizer.json, which that library reads, and a tokenizer_config.json, with which
-Hugging Face's transformers does. Reading those of the two that are built in needs neither.
+All are saved as a tokenizer.json, which the library `tokenizers` reads, and a
+tokenizer_config.json, which Hugging Face's transformers needs beside it. nnmpi reads its built-in
+tokenizers back without either library.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 PAIRS_FILES = ("vocab.json", "merges.txt")
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
-MOST_TOKENS = 2**22  # fifteen times what the largest vocabularies have
+MOST_TOKENS = 2**22  # fifteen times the largest vocabularies in use
 BYTES, CHARACTERS = "bytes", "characters"
 
 
 class Tokenizer(ABC):
-    """Turns a text into tokens and back.
+    """Convert a text to tokens and back.
 
     Attributes:
         name: for headers.
-        end: the token that ends a text.
-        end_text: what the library calls it.
-        vocabulary_size: how many tokens there are: the numbers 0..vocabulary_size-1.
+        end: the end token.
+        end_text: its spelling in tokenizer.json.
+        vocabulary_size: the number of tokens, which are 0..vocabulary_size-1.
     """
 
     name: str
@@ -52,30 +52,30 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without an end.
+        """Return the tokens of a text, without an end token.
 
         Raises:
-            UsageError: for a text that has no tokens for all of it.
+            UsageError: for a text with parts that have no token.
         """
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Return the text of tokens without an end."""
+        """Return the text of tokens, none of which is an end token."""
 
     @abstractmethod
     def to_json(self) -> str:
-        """Return it as the library has it."""
+        """Return the text of the tokenizer.json."""
 
     @property
     def identity(self) -> str:
-        """A hash of all that its results depend on."""
+        """A hash of everything that its tokens depend on."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; an end is nothing.
+        """Return the text of tokens; end tokens are left out.
 
         Raises:
-            UsageError: for a number that is no token.
+            UsageError: for a number outside the vocabulary.
         """
         size = self.vocabulary_size
         if wrong := [item for item in ids if not 0 <= item < size]:
@@ -86,26 +86,26 @@ class Tokenizer(ABC):
         return self._decode([item for item in ids if item != self.end])
 
     def save(self, folder: Path) -> None:
-        """Write LIBRARY_FILE and CONFIG_FILE into a folder, which exists."""
+        """Write LIBRARY_FILE and CONFIG_FILE into an existing folder."""
         (folder / LIBRARY_FILE).write_text(self.to_json(), encoding="utf-8")
-        words = {
+        config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.end_text,
             "bos_token": self.end_text,
         }
-        (folder / CONFIG_FILE).write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer that a folder or a file holds.
+    """Load a tokenizer from a folder or a file.
 
     Args:
-        path: "bytes"; a folder with what `Tokenizer.save` wrote, a tokenizer.json, or vocab.json
-            and merges.txt; or one of these files.
+        path: "bytes"; or a folder that `Tokenizer.save` wrote, or that has a tokenizer.json, or
+            vocab.json and merges.txt; or one of these files.
 
     Raises:
-        UsageError: when there is none, or the library that reads it is not installed.
-        DataError: for a file that is damaged.
+        UsageError: without such a file, or without the library to read it.
+        DataError: for a damaged file.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
@@ -138,7 +138,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def find_tokenizer(path: str | Path) -> Path | None:
-    """Return the file that `load_tokenizer` reads first; None where there is none."""
+    """Return the file that `load_tokenizer` reads first, or None."""
     full = expand(Path(path), "tokenizer")
     names = (LIBRARY_FILE, *PAIRS_FILES) if full.is_dir() else (full.name,)
     folder = full if full.is_dir() else full.parent
@@ -146,7 +146,7 @@ def find_tokenizer(path: str | Path) -> Path | None:
 
 
 class ByteTokenizer(Tokenizer):
-    """A token for each byte of a text in UTF-8, and 256 for the end."""
+    """One token per byte of UTF-8; 256 is the end token."""
 
     name = BYTES
     vocabulary_size = 257
@@ -165,8 +165,8 @@ class ByteTokenizer(Tokenizer):
         return bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """Return it as the library has it: GPT-2's letter for each byte, and no pairs."""
-        # these stand for themselves, others move up
+        """Return the text of the tokenizer.json: GPT-2's letter for each byte, and no merges."""
+        # GPT-2 writes printable bytes as themselves and shifts the others to 256..
         plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
         others = iter(range(256, 512))
         vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
@@ -180,10 +180,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharacterTokenizer(Tokenizer):
-    """A token for each of some characters, in their order; the next one is the end.
+    """One token per character, in sorted order; the next number is the end token.
 
     Args:
-        characters: of the vocabulary, in any order.
+        characters: the vocabulary, in any order; duplicates are ignored.
     """
 
     name = CHARACTERS
@@ -195,7 +195,7 @@ class CharacterTokenizer(Tokenizer):
         self.vocabulary_size = self.end + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return each character's place in the vocabulary."""
+        """Return each character's index in the vocabulary."""
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         if not self.characters:
             raise UsageError("the tokenizer has no characters; make it of a text")
@@ -213,7 +213,7 @@ class CharacterTokenizer(Tokenizer):
         return "".join(self.characters[item] for item in ids)
 
     def to_json(self) -> str:
-        """Return it as the library has it: words of one character."""
+        """Return the text of the tokenizer.json: words of one character."""
         vocabulary = {character: index for index, character in enumerate(self.characters)}
         split = {
             "type": "Split",
@@ -230,58 +230,60 @@ class LibraryTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`.
 
     Args:
-        made: a `tokenizers.Tokenizer`. If it has none of the tokens in ENDS, the first of these is
+        inner: a `tokenizers.Tokenizer`. If it has none of the tokens in ENDS, the first of these is
             added.
     """
 
-    def __init__(self, made: Any) -> None:
-        self._made, self.name = made, type(made.model).__name__
-        made.no_truncation()
-        made.no_padding()
-        self.end_text = next((item for item in ENDS if made.token_to_id(item) is not None), ENDS[0])
-        if made.token_to_id(self.end_text) is None:
-            made.add_special_tokens([self.end_text])
-        self.end = made.token_to_id(self.end_text)
-        # some may be no text's
-        self.vocabulary_size = max(made.get_vocab(with_added_tokens=True).values()) + 1
-        if self.vocabulary_size > MOST_TOKENS:  # an embedding would have a row for each number
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.name = inner, type(inner.model).__name__
+        inner.no_truncation()
+        inner.no_padding()
+        self.end_text = next(
+            (item for item in ENDS if inner.token_to_id(item) is not None), ENDS[0]
+        )
+        if inner.token_to_id(self.end_text) is None:
+            inner.add_special_tokens([self.end_text])
+        self.end = inner.token_to_id(self.end_text)
+        # the largest number, not the count: a vocabulary may have gaps
+        self.vocabulary_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocabulary_size > MOST_TOKENS:  # the embedding has a row for each number
             raise ValueError(
                 f"a token has the number {self.vocabulary_size - 1}, beyond {MOST_TOKENS}"
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens that the library finds."""
+        """Return the library's tokens."""
         try:
-            tokens: list[int] = self._made.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # see `load_tokenizer`
+            tokens: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises plain Exceptions
             raise UsageError(
                 f"the tokenizer {self.name} has no tokens for the text ({error})"
             ) from None
         return tokens
 
     def _decode(self, ids: list[int]) -> str:
-        return self._made.decode(ids, skip_special_tokens=True)
+        return self._inner.decode(ids, skip_special_tokens=True)
 
     def to_json(self) -> str:
-        """Return what the library keeps of it."""
-        return self._made.to_str()
+        """Return the text of the tokenizer.json."""
+        return self._inner.to_str()
 
 
 def _of_pairs(library: Any, vocabulary: str, merges: str) -> Any:
     """Return GPT-2's tokenizer: pairs of bytes, merged in order."""
-    made = library.Tokenizer(library.models.BPE.from_file(vocabulary, merges))
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = library.decoders.ByteLevel()
-    numbers = made.get_vocab()
-    lost = len(set(library.pre_tokenizers.ByteLevel.alphabet()) - numbers.keys())
-    if lost or len(set(numbers.values())) < len(numbers):
-        # the library would leave out what it does not find
+    result = library.Tokenizer(library.models.BPE.from_file(vocabulary, merges))
+    result.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    result.decoder = library.decoders.ByteLevel()
+    numbers = result.get_vocab()
+    missing = len(set(library.pre_tokenizers.ByteLevel.alphabet()) - numbers.keys())
+    if missing or len(set(numbers.values())) < len(numbers):
+        # refused here: the library would silently drop bytes without a token
         raise ValueError(
-            f"{lost} of the 256 bytes have no token" if lost else "two tokens have one number"
+            f"{missing} of the 256 bytes have no token" if missing else "two tokens have one number"
         )
-    if made.token_to_id(ENDS[0]) is not None:
-        made.add_special_tokens([ENDS[0]])
-    return made
+    if result.token_to_id(ENDS[0]) is not None:
+        result.add_special_tokens([ENDS[0]])
+    return result
 
 
 def _library_form(
@@ -290,13 +292,13 @@ def _library_form(
     pieces: dict[str, Any],
     decoder: dict[str, Any],
 ) -> str:
-    """Return what the library keeps of a tokenizer; the end comes after the vocabulary.
+    """Return the text of a tokenizer.json; the end token follows the vocabulary.
 
     Args:
-        vocabulary: each token's number, from 0 on.
-        model: what else there is of it.
-        pieces: what cuts a text before the model sees it.
-        decoder: what puts tokens together.
+        vocabulary: {token: number}, from 0 on.
+        model: the other fields of "model".
+        pieces: the "pre_tokenizer", which splits a text before the model sees it.
+        decoder: joins tokens to a text.
     """
     flags = {
         "single_word": False,
@@ -316,13 +318,13 @@ def _library_form(
 
 
 def _read_built_in(file: Path) -> Tokenizer | None:
-    """Return the tokenizer of bytes or of characters that the file holds; None for any other."""
+    """Return the file's built-in tokenizer; None for another tokenizer."""
     try:
         values = read_json(file)
-        known: list[Tokenizer] = [
+        candidates: list[Tokenizer] = [
             ByteTokenizer(),
             CharacterTokenizer("".join(values["model"]["vocab"])),
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return next((item for item in known if json.loads(item.to_json()) == values), None)
+    return next((item for item in candidates if json.loads(item.to_json()) == values), None)

@@ -1,9 +1,9 @@
 """Transforms between storage and model: Normalize, and random image augmentations.
 
-A transform is called with (x, indices, epoch, seed) and returns new rows. What it draws for a
-sample depends on (seed, epoch, index of the sample) alone, so the sample looks the same on
-whichever rank, in whichever batch, it is. Augment before normalizing: what is filled with 0 is
-black only in images that are not centred yet.
+A transform is called with (x, indices, epoch, seed) and returns new rows. Its random numbers for a
+sample depend on (seed, epoch, index of the sample) alone: every layout and batch size augments the
+sample alike. Augment before normalizing: augmentations fill with 0, which is black only in images
+that are not normalized yet.
 """
 
 from abc import ABC, abstractmethod
@@ -23,17 +23,18 @@ from nnmpi.errors import ShapeError, UsageError
 
 
 def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> Integers:
-    """Return a number in 0..high-1 per sample index, (rows,) int64; high at most 2**31.
+    """Return a random number in 0..high-1 per sample index, (rows,) int64; high at most 2**31.
 
-    It does not depend on the other indices. A hash of 32 bits is multiplied by high, and the upper
-    half of the product is kept (Lemire, 2019): no division. (Generators, as of
-    `backend.random.stream`, cost 20 us for each sample.)
+    Each number is a hash of its index: it does not depend on the other indices. The 32-bit hash is
+    multiplied by high and the upper half of the product is the result (Lemire, 2019), without a
+    division. A generator per sample, as of `backend.random.stream`, would cost 20 us each.
 
     Args:
         seed: of the run.
-        epoch: in which the samples are seen.
-        indices: (rows,), the samples' places in the data set.
-        what: the numbers are for, such as "flip": every purpose has a stream of its own.
+        epoch: of the samples.
+        indices: (rows,), of the samples in the data set.
+        what: names the stream of random numbers, such as "flip".
+        high: upper bound, exclusive.
     """
     (bits,) = random_bits(
         np, 0, 1, indices.astype(np.uint32), key_pair(int(seed), int(epoch), what)
@@ -46,7 +47,7 @@ Draw: TypeAlias = Callable[[str, int], Integers]
 
 
 class Transform(Protocol):
-    """Anything that can be called like the classes of this module."""
+    """The interface of a transform: a class of this module, or any function with this signature."""
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return transformed rows of x (rows, *sample_shape), same dtype; x stays unchanged."""
@@ -59,8 +60,8 @@ class Compose:
     def __init__(self, *transforms: Transform | Sequence[Transform]) -> None:
         self.transforms = [
             item
-            for given in transforms
-            for item in (given if isinstance(given, Sequence) else [given])
+            for entry in transforms
+            for item in (entry if isinstance(entry, Sequence) else [entry])
         ]
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
@@ -78,14 +79,13 @@ class Normalize:
         mean, std: numbers, or arrays that broadcast against one sample: (features,) or (channels,).
 
     Raises:
-        UsageError: for a std that is 0, negative or no number.
+        UsageError: for a std that is 0, negative or NaN.
     """
 
     mean: Array | float
     std: Array | float
 
     def __post_init__(self) -> None:
-        """Check what is divided by."""
         if not np.all(np.asarray(self.std) > 0):
             raise UsageError(
                 f"std is {self.std}; it must be more than 0 (1 for what does not vary)"
@@ -93,11 +93,11 @@ class Normalize:
 
     @classmethod
     def fit(cls, train: Dataset) -> "Normalize":
-        """Return the normalization that gives the training samples mean 0 and standard deviation 1.
+        """Fit the normalization that gives the training samples mean 0 and standard deviation 1.
 
-        Over all pixels of a channel for images (n, height, width, channels), over the samples for
-        each feature otherwise; computed in float64, in two passes. What does not vary is only
-        centred (std 1).
+        Statistics are per channel for images (n, height, width, channels), else per feature. They
+        are computed in float64, in two passes, FIT_ROWS samples at a time. A constant feature is
+        only centred (std 1).
         """
         axes = (0, 1, 2) if train.x.ndim == 4 else (0,)
         count = train.x.size // int(
@@ -107,22 +107,23 @@ class Normalize:
         mean = sum(train.rows(cut, "float64").sum(axes) for cut in cuts) / count
         squares = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts)
         std = np.sqrt(squares / count)
-        # Rounding leaves a constant feature a tiny spread, and dividing by that would blow the
-        # rounding up.
+        # Rounding gives a constant feature a tiny std; division by it would amplify the rounding.
         return cls(mean, np.where(std > 1e-12 * np.maximum(np.abs(mean), 1.0), std, 1.0))
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return (x - mean) / std in the dtype of x.
 
         Raises:
-            ShapeError: when they do not fit.
+            ShapeError: when mean or std does not broadcast against a sample.
         """
         mean, std, shape = (
             np.asarray(self.mean, x.dtype),
             np.asarray(self.std, x.dtype),
             x.shape[1:],
         )
-        try:  # of whole samples: over a short last axis NumPy takes 4 times as long
+        # Subtract arrays of a full sample: broadcasting over a short last axis takes NumPy 4 times
+        # as long.
+        try:
             flat_mean, flat_std = (np.broadcast_to(item, shape).reshape(-1) for item in (mean, std))
         except ValueError:
             raise ShapeError(
@@ -134,13 +135,13 @@ class Normalize:
 
 
 class Augmentation(ABC):
-    """A random change of images (rows, height, width, channels): a `Transform` that says how."""
+    """Base of the image augmentations: subclasses write `change`."""
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
-        """Return the changed images.
+        """Return the changed images, (rows, height, width, channels).
 
         Raises:
-            ShapeError: when x is not images.
+            ShapeError: for x of other dimensions.
         """
         if x.ndim != 4:
             raise ShapeError(
@@ -156,11 +157,11 @@ class Augmentation(ABC):
 
 @dataclass(frozen=True)
 class Shift(Augmentation):
-    """Shifts each image by up to `pixels`, padding with 0: a random crop.
+    """Shift each image by up to `pixels`, padding with 0: a random crop.
 
     Attributes:
-        pixels: the largest shift; every whole shift from -pixels to pixels is equally likely, down
-            and across.
+        pixels: the largest shift; every shift from -pixels to pixels is equally likely, down and
+            across.
     """
 
     pixels: int = 2
@@ -178,15 +179,15 @@ class Shift(Augmentation):
         lines[:, p : p + height, p * channels : (p + width) * channels] = x.reshape(
             rows, height, width * channels
         )
-        # Every crop as a view, its rows in one piece: (rows, windows down, windows across, height,
-        # width * channels).
+        # All crops as a view: (rows, windows down, windows across, height, width * channels).
+        # Width and channels are one axis, so that a row of a crop is copied as one contiguous block.
         crops = sliding_window_view(lines, (height, width * channels), (1, 2))
         return crops[np.arange(rows), down, across * channels].reshape(x.shape)
 
 
 @dataclass(frozen=True)
 class Flip(Augmentation):
-    """Mirrors every second image left to right, on average. Not for digits or text."""
+    """Mirror each image left to right with probability 1/2. Not for digits or text."""
 
     def change(self, x: Array, draw: Draw) -> Array:
         """Return the images, some of them mirrored."""
@@ -197,17 +198,18 @@ class Flip(Augmentation):
 
 @dataclass(frozen=True)
 class Rotate(Augmentation):
-    """Rotates each image about its centre by up to `degrees`, bilinear, filling with 0."""
+    """Rotate each image about its centre by up to `degrees`, bilinear, filling with 0."""
 
     degrees: float = 10.0
 
     def change(self, x: Array, draw: Draw) -> Array:
-        """Return the turned images."""
+        """Return the rotated images."""
         height, width = x.shape[1:3]
         angle = np.deg2rad(_uniform(draw, "rotate", self.degrees))[..., 0]
         down, across = (np.arange(n) - (n - 1) / 2 for n in (height, width))
         cos, sin, down = np.cos(angle), np.sin(angle), down[:, None]
-        # Where each pixel comes from, in an image with one black row before and two behind it.
+        # The source of each pixel. The image is padded by one black row and column before and two
+        # after, so that bilinear neighbours of clipped sources exist and are black.
         rows = np.clip(cos * down + sin * across + (height + 1) / 2, 0, height + 1)
         columns = np.clip(cos * across - sin * down + (width + 1) / 2, 0, width + 1)
         padded = np.pad(x, ((0, 0), (1, 2), (1, 2), (0, 0)))
@@ -221,7 +223,7 @@ class Rotate(Augmentation):
 
 @dataclass(frozen=True)
 class ColorJitter(Augmentation):
-    """Scales brightness, contrast and saturation by factors of 1 - value to 1 + value.
+    """Scale brightness, contrast and saturation by random factors in 1 - value .. 1 + value.
 
     Contrast is around the image's mean, saturation around each pixel's mean over the channels.
     """
@@ -231,8 +233,8 @@ class ColorJitter(Augmentation):
     saturation: float = 0.2
 
     def change(self, x: Array, draw: Draw) -> Array:
-        """Return the changed images, from 0 to 1."""
-        # A factor moves values away from 0, or from the mean over some of the last axes.
+        """Return the changed images, clipped to 0..1."""
+        # A factor scales the distance from 0 (brightness) or from a mean (the other two).
         for axes, (what, most) in zip((0, 3, 1), vars(self).items(), strict=True):
             middle = x.mean((1, 2, 3)[-axes:], keepdims=True) if axes else 0
             x = middle + (x - middle) * (1 + _uniform(draw, what, most)).astype(x.dtype)
@@ -241,7 +243,7 @@ class ColorJitter(Augmentation):
 
 @dataclass(frozen=True)
 class Cutout(Augmentation):
-    """Blackens a square at a random pixel of each image (DeVries and Taylor, 2017)."""
+    """Blacken a square at a random pixel of each image (DeVries and Taylor, 2017)."""
 
     pixels: int = 8
 
@@ -256,11 +258,11 @@ class Cutout(Augmentation):
 
 
 def _uniform(draw: Draw, what: str, most: float) -> Array:
-    """Return a number from -most to most for each sample: (rows, 1, 1, 1), float64."""
+    """Return a random number in -most..most per sample: (rows, 1, 1, 1), float64."""
     return most * (draw(what, 2**31 - 1) / 2**30 - 1).reshape(-1, 1, 1, 1)
 
 
-# by an image's shorter side
+# Each row makes a transform from the length of an image's shorter side.
 AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(
     {
         "shift": lambda side: Shift(max(1, side // 12)),
@@ -273,5 +275,4 @@ AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(
 
 
 def steps_of(transform: Transform) -> list[Transform]:
-    """Return the transforms that one is composed of."""
     return list(transform.transforms) if isinstance(transform, Compose) else [transform]
