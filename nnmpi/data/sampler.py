@@ -109,7 +109,7 @@ def cut_batch(
 
     The global batch is split into microbatches first and each is sharded over the ranks, so that
     microbatches hold the same samples under every layout. A microbatch has at least one row: a
-    short batch may have fewer. With more ranks than rows in a microbatch, some ranks get none of it.
+    short batch may have fewer. With more ranks than rows in a microbatch, some ranks get none.
 
     Args:
         global_rows: rows of the global batch.

@@ -180,7 +180,7 @@ class Shift(Augmentation):
             rows, height, width * channels
         )
         # All crops as a view: (rows, windows down, windows across, height, width * channels).
-        # Width and channels are one axis, so that a row of a crop is copied as one contiguous block.
+        # Width and channels are one axis: each row of a crop is copied as one contiguous block.
         crops = sliding_window_view(lines, (height, width * channels), (1, 2))
         return crops[np.arange(rows), down, across * channels].reshape(x.shape)
 
