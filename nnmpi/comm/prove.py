@@ -312,7 +312,8 @@ class PartialSums(Engine):
         return clock
 
     def turn(self, ready: tuple[int, int]) -> int:
-        return ready[0]  # the round
+        """Return the round, the first number of the clock."""
+        return ready[0]
 
     def add(self, rank: int, step: Step, over: tuple[int, int]) -> tuple[int, int]:
         """Store the arrivals when both messages of the step are through."""
