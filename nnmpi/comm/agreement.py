@@ -1,14 +1,14 @@
 """Agreement among ranks: on failures, on values, and on the steps at which they check.
 
-Used where a rank can fail or differ alone: reading files, checking options, building models,
-saving. Without it the others would wait for ever in their next collective. Nothing here is called
-in the training step itself; there an exception ends the job (see `nnmpi.comm.mpi.shutdown`).
+It serves phases in which one rank can fail or differ alone: reading files, checking options,
+building models, saving. Without it the others would wait for ever in their next collective. The
+training step itself uses none of this: it would cost a meeting of the ranks per step. There an
+exception aborts the job (see `nnmpi.comm.mpi.shutdown`).
 
     one rank fails, all raise   `agreed` around work that every rank does
                                 `on_root` for work that rank 0 does for all
                                 `CollectivePhase` for work in several steps with messages in between
-    the same on every rank      `require_equal`, and `refuse_different` for values that were
-                                gathered already
+    the same on every rank      `require_equal`, and `refuse_different` for gathered values
     a check every few steps     `PeriodicCheck`
 """
 
@@ -27,21 +27,16 @@ import nnmpi.errors as errors
 from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
 
-# Ranks that exchange small values: the part of a group that everything else in this package builds
-# on.
-#
-# Nothing here sums or moves arrays; `group.Group` does.
-
 
 class Communicator:
-    """Some ranks, numbered 0..size-1 among themselves.
+    """Ranks 0..size-1 that exchange small values; `group.Group` adds the arrays.
 
     Its methods are collective unless they say otherwise: all ranks call them, in the same order.
 
     Args:
         comm: a communicator of these ranks.
-        private: whether nobody else uses `comm`. If not, this works on a duplicate, so that its
-            messages never meet others'.
+        private: whether `comm` has no other user. If it has, this works on a duplicate, so that
+            messages of both never mix.
 
     Attributes:
         rank: this process's number among them.
@@ -84,12 +79,10 @@ class Communicator:
         return type(self)(self.comm.split_by_node(self.rank), private=True)
 
     def nodes(self) -> list[int]:
-        """Return the node number of each rank, in order of first ranks. Collective the first
-        time.
-        """
+        """Return each rank's node number; nodes in order of first ranks. Collective at first."""
         if self._nodes is None:
             node = self.node()
-            firsts = self.gather(node.share(self.rank))  # the lowest rank on each one's node
+            firsts = self.gather(node.share(self.rank))  # the lowest rank of each rank's node
             node.free()
             numbers = sorted(set(firsts))
             self._nodes = [numbers.index(rank) for rank in firsts]
@@ -101,7 +94,7 @@ class Communicator:
         return nodes[: self.rank].count(nodes[self.rank])
 
     def free(self) -> None:
-        """Give the communicator back; for programs that make many."""
+        """Free the communicator; MPI libraries have a limited number of them."""
         self.comm.free()
 
     # ---- values ----
@@ -109,10 +102,10 @@ class Communicator:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, in rank order, on every rank.
 
-        Tuples become lists and keys of dictionaries text, this rank's own too.
+        Tuples become lists and keys of dictionaries text, also in this rank's value.
 
         Raises:
-            CommError: on all ranks, when a value is none that JSON can hold.
+            CommError: on all ranks, when a value has no JSON form.
         """
         text = np.frombuffer(encode_json(value), np.uint8)
         lengths = np.empty(self.size, np.int64)
@@ -126,23 +119,22 @@ class Communicator:
         ]
 
     def share(self, value: Any, root: int = 0) -> Any:
-        """Return root's JSON value on every rank; what the others pass is not looked at.
+        """Return root's JSON value on every rank; the other ranks' arguments are ignored.
 
         Raises:
-            CommError: on all ranks, when the value is none that JSON can hold.
+            CommError: on all ranks, when the value has no JSON form.
         """
         return self.gather(value if self.rank == root else None)[root]
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has entered the barrier."""
         self.comm.barrier()
 
     def sum_floats(self, values: Sequence[float], asleep: bool = False) -> list[float]:
         """Sum a few numbers over the ranks in float64 and rank order: the same bits with any MPI.
 
         Args:
-            asleep: whether to leave the core to others until the last rank comes, which may be
-                late.
+            asleep: whether to yield the core while waiting; for ranks that may come late.
         """
         if self.size == 1:
             return [float(value) for value in values]
@@ -150,7 +142,7 @@ class Communicator:
 
     def max_floats(self, values: Sequence[float]) -> list[float]:
         """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
-        # MPI does not say what it does with NaN
+        # not MPI_MAX: its result with NaN is undefined
         return list(self._gather_floats(values).max(axis=0).tolist())
 
     def _gather_floats(self, values: Sequence[float], asleep: bool = False) -> NDArray[np.float64]:
@@ -167,8 +159,8 @@ class Communicator:
 def encode_json(value: Any) -> bytes:
     """Return the value as JSON text: no pickle, so that a message can hold nothing but data.
 
-    What JSON cannot hold becomes a complaint that `decode_json` raises at the other end. The sender
-    must not raise: the other ranks are on their way into the exchange and would wait for it.
+    A value without a JSON form becomes an error that `decode_json` raises on every rank. Raising
+    here, on the sender alone, would leave the other ranks waiting in the exchange.
     """
     try:
         return json.dumps({"value": value}).encode()
@@ -180,7 +172,7 @@ def decode_json(text: bytes, rank: int) -> Any:
     """Return the value that `rank` encoded; as in JSON, tuples are lists and keys are strings.
 
     Raises:
-        CommError: when the value was none that JSON can hold; names the rank.
+        CommError: when the value had no JSON form; names the rank.
     """
     message = json.loads(text)
     if "error" in message:
@@ -201,9 +193,8 @@ T = TypeVar("T")
 def agreed(group: Communicator) -> Iterator[None]:
     """Run the body, and raise on every rank if it raised on any. Collective: all ranks enter it.
 
-    The body must not use the group itself after a point where one rank can fail alone: the others
-    would wait there. KeyboardInterrupt and SystemExit are not for agreement; they pass through and
-    end the job.
+    The body must not use the group after a point of failure of one rank: the others would wait in
+    the group's call. KeyboardInterrupt and SystemExit pass through and end the job.
 
         with agreed(group):
             train = load(path)          # a file that is damaged on one node stops all
@@ -222,15 +213,15 @@ def agreed(group: Communicator) -> Iterator[None]:
 def agree(group: Communicator, error: Exception | None, speaker: int | None = None) -> None:
     """Return if no rank has an error; otherwise raise on every rank. Collective.
 
-    An error of nnmpi's own keeps its kind, and with it the exit status; of several, the lowest
-    rank's counts. Any other exception becomes a CommError that ends with that rank's traceback. The
-    text begins with the ranks that failed, unless all of them failed with the same text.
+    An error of nnmpi keeps its class and exit status; of several, the lowest rank's counts. Any
+    other exception becomes a CommError that ends with that rank's traceback. The text begins with
+    the ranks that failed, unless all of them failed with the same text.
 
     Args:
         group: the ranks that must agree.
-        error: this rank's exception, None if all went well.
-        speaker: a rank that worked for all, if there is one: where it fails alone it is not named
-            either.
+        error: this rank's exception; None without one.
+        speaker: the rank that worked for all, if any: the text does not name it when it fails
+            alone.
 
     Raises:
         NnmpiError: the error that all ranks raise; on a rank that failed, caused by its own
@@ -245,13 +236,12 @@ def agree(group: Communicator, error: Exception | None, speaker: int | None = No
 
 
 def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
-    """Return what `work` returns on rank 0, a JSON value, on every rank. Collective.
+    """Run `work` on rank 0 and return its JSON value on every rank. Collective.
 
-    The text of an error does not name rank 0: the user need not know which rank did the work for
-    all.
+    The text of an error does not name rank 0: a user does not care which rank did the work for all.
 
     Raises:
-        NnmpiError: on all ranks, when `work` raises; of what kind and with what text, see `agree`.
+        NnmpiError: on all ranks, when `work` raises; see `agree` for its class and text.
     """
     phase = CollectivePhase(group)
     result = phase.attempt(work) if group.is_root else None
@@ -262,19 +252,17 @@ def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
 class CollectivePhase:
     """Work in steps with messages between them, which runs to its end even if a rank fails.
 
-    A rank that has failed does no more work but still takes part in the messages, in which it says
-    that it has nothing (see `point_to_point.Rendezvous`): so nobody waits for it. At the end all
-    ranks agree.
+    A failed rank does no more work but still takes part in the messages, with a refusal in place of
+    data (see `point_to_point.Rendezvous`), so that no rank waits for it. At the end all ranks
+    agree.
 
         phase = CollectivePhase(group)
-        part = phase.attempt(read, name)            # None if it fails, or anything has failed
-                                                    before
-        phase.require(channel.send(part, to=1))     # no more work here if the other rank has failed
+        part = phase.attempt(read, name)            # None if it fails, or failed before
+        phase.require(channel.send(part, to=1))     # stop here if the other rank has failed
         phase.agree()                               # raises on all ranks if any has failed
 
     Attributes:
-        stopped: whether this rank's work failed, or it noticed that another's has: then it does no
-            more work.
+        stopped: whether work failed on this rank, or on another one that it met.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -283,7 +271,7 @@ class CollectivePhase:
         self.stopped = False
 
     def attempt(self, work: Callable[..., T], *args: Any) -> T | None:
-        """Return what the work returns; None if it fails, or something has failed before."""
+        """Return the work's result; None if it fails, or anything has failed before."""
         if self.stopped:
             return None
         try:
@@ -293,7 +281,7 @@ class CollectivePhase:
             return None
 
     def require(self, done: bool) -> bool:
-        """Do no more work if this was not done because another rank has failed; return `done`."""
+        """Stop the phase here if a transfer was refused (`done` False); return `done`."""
         self.stopped = self.stopped or not done
         return done
 
@@ -310,9 +298,7 @@ class CollectivePhase:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """Return the error as a JSON value: its kind (nnmpi's nearest base), its text, its traceback if
-    it is foreign.
-    """
+    """Return an error as a JSON value: nnmpi's nearest base class, text, traceback if foreign."""
     if isinstance(error := errors.told(error), NnmpiError):
         kinds = [
             kind.__name__
@@ -330,7 +316,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _rebuild(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | None) -> NnmpiError:
-    """Return the error that stands for all that failed, from their descriptions by rank."""
+    """Return one error for all failed ranks, from their descriptions by rank."""
     first = failed[min(failed)]
     texts: dict[str, list[int]] = {}
     for rank, result in failed.items():
@@ -357,7 +343,7 @@ def require_equal(
     kind: type[NnmpiError] = CommError,
     show: Callable[[Any], str] | None = str,
 ) -> None:
-    """Make sure that all ranks have the same items in the same order. Collective.
+    """Raise on all ranks unless all have the same items in the same order. Collective.
 
     Args:
         group: the ranks.
@@ -384,15 +370,15 @@ def refuse_different(
 
     Args:
         everyones: the items of each rank, in rank order.
-        problem: what is wrong then, without the ranks; or a function that returns it for the number
-            of the first item that differs.
-        remedy: what the user can do; nothing by default.
+        problem: the text of the problem, without ranks; or a function from the number of the first
+            differing item to that text.
+        remedy: the user's way out, as text; nothing by default.
         kind: the error to raise.
-        show: returns an item as text; None for items that mean nothing to the user, such as
-            hashes: then the ranks alone are named.
+        show: returns an item as text; None for items such as hashes: the text then names only the
+            ranks.
 
     Raises:
-        NnmpiError: of that kind.
+        NnmpiError: of class `kind`.
     """
     missing = object()
     for number, of_ranks in enumerate(zip_longest(*everyones, fillvalue=missing)):
@@ -422,20 +408,21 @@ def _have(ranks: Sequence[int]) -> str:
 # ---- a check every few steps ----
 
 
-UNTIMED_STEPS = 10  # between two checks where steps take no reproducible time
+UNTIMED_STEPS = 10  # between two checks when step times are not reproducible
 
 
-# between two questions for signals: Open MPI leaves half a second from the first one to the end
+# Seconds between two checks for signals: Open MPI kills a job half a second after the first signal.
 SIGNALS_S = 0.1
 
 
 class PeriodicCheck:
     """Gathers a value of each rank every SIGNALS_S seconds or so, at the same step everywhere.
 
-        rank 0   step step step [check] step step step step [check]     rank 0 chooses the next step of a check from its
-        rank 1   step step step [check] step step step step [check]     own step time, and tells the others in this one
+        rank 0   step step step [check] step step step step [check]
+        rank 1   step step step [check] step step step step [check]
 
-    Ranks that went by their own clocks would wait for one another at different steps.
+    In each check rank 0 sends the number of steps until the next one, from its own step time. Ranks
+    that went by their own clocks would check at different steps and wait for one another.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -452,7 +439,7 @@ class PeriodicCheck:
         self._steps_left -= 1
         if self._steps_left > 0:
             return None
-        # a simulated run must not depend on what steps take here
+        # a simulated run must not depend on the host's step times
         reproducible_s = clock.reproducible(step_s)
         steps = max(1, int(SIGNALS_S / reproducible_s)) if reproducible_s else UNTIMED_STEPS
         answers = self._group.gather([value, steps])

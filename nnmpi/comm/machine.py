@@ -1,14 +1,16 @@
-"""A machine as the cost model sees it: what a message costs, what adding costs, and who sits where.
+"""A machine for the cost model: the seconds of messages and additions, and the nodes of the ranks.
 
-         node 0                            node 1
-    +-----------------+               +-----------------+
-    | rank 0   rank 1 |               | rank 2   rank 3 |     inside: a message between two ranks of a node
-    |    |       |    |     across    |    |       |    |     across: one between nodes; all of a node's ranks share
-    |    +--link-+----|---------------|----+--link-+    |             its link, where one message at a time goes out
-    +-----------------+               +-----------------+             and one comes in
+         node 0                   node 1
+    +---------------+        +---------------+    inside: a message between two ranks of a node
+    | rank 0  rank 1|        | rank 2  rank 3|    across: a message between nodes; the ranks of a
+    |   |      |    | across |   |      |    |            node share its link, which carries one
+    |   +-link-+----|--------|---+-link-+    |            message out and one in at a time
+    +---------------+        +---------------+
 
-Everything is in seconds and bytes. The textbooks' machine, alpha + beta * bytes for every message,
-is `Machine.uniform(alpha_s, beta_s, gamma_s)`.
+All numbers are in seconds and bytes. The textbooks' machine, alpha + beta * bytes for every
+message, is `Machine.uniform(alpha_s, beta_s, gamma_s)`. Its straight line is not enough for
+forecasts: a real curve has a step where MPI changes from eager to rendezvous sends, and a bend
+where messages outgrow the caches. Hence the piecewise `Curve`.
 """
 
 import math
@@ -19,21 +21,20 @@ from itertools import pairwise
 
 from nnmpi.errors import UsageError
 
-# Where a line's second point lies: so far out that the slope computed from the two has every digit
-# of beta.
+# The second point of a line lies so far out that the slope between both has all digits of beta.
 _FAR_BYTES = 2.0**40
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds as a function of bytes, in straight pieces: what a message costs, or adding.
+    """Seconds of a message or an addition as a piecewise linear function of its bytes.
 
-    seconds |              /          a message that is short is sent at once, a longer one after a handshake (the
-            |            /            step between the pieces), and a very long one does not fit the caches
-            |       ___/
-            |   ___/                  below the first point: its value    beyond the last: its slope goes on
-            |__/
-            +------------------ bytes
+    seconds |              /          short messages are sent at once (eager), longer ones after
+            |            /            a handshake (rendezvous: the step), and very long ones do
+            |       ___/              not fit the caches
+            |   ___/
+            |__/                      left of the first point: its value
+            +------------------ bytes right of the last one: the last slope
 
     Args:
         points: (bytes, seconds) with growing bytes. Beyond the last one the last slope continues
@@ -65,7 +66,7 @@ class Curve:
 
     @property
     def alpha_s(self) -> float:
-        """What the shortest message costs."""
+        """The seconds of the shortest message."""
         return self.points[0][1]
 
     def beta(self, nbytes: float) -> float:
@@ -75,7 +76,7 @@ class Curve:
     def __call__(self, nbytes: float) -> float:
         """Return the seconds for a number of bytes."""
         points = self.points
-        after = bisect_right(points, (nbytes, math.inf))  # the first point that lies beyond
+        after = bisect_right(points, (nbytes, math.inf))  # the first point beyond nbytes
         if after == 0 or len(points) == 1:
             return self.alpha_s
         (x0, y0), (x1, y1) = points[after - 1 : after + 1] if after < len(points) else points[-2:]
@@ -87,7 +88,7 @@ class Curve:
         )
 
     def shared(self, messages: float) -> "Curve":
-        """Return the cost of a message while so many share the bytes of a link."""
+        """Return the cost of a message while this many share a link's bandwidth."""
         alpha_s = self.alpha_s
         return Curve(
             tuple(
@@ -99,12 +100,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message costs between two ranks.
+    """The cost of a message between two ranks.
 
     Attributes:
-        one_way: for a rank that in the same step only sends or only receives.
-        both_ways: for a rank that does both at once; where a message's two ends differ, the more
-            expensive curve holds.
+        one_way: for a rank that only sends or only receives in a step.
+        both_ways: for a rank that does both at once. A message whose two ends differ has the more
+            expensive curve.
     """
 
     one_way: Curve
@@ -118,13 +119,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Links, processors, and where the ranks are.
+    """Links, processors, and the nodes of the ranks.
 
     Attributes:
         inside: messages between ranks of one node.
-        across: messages between nodes; None when they cost what those inside do.
+        across: messages between nodes; None when they cost the same as inside.
         nodes: the node number of each rank; None when all are on one node.
-        add: seconds to add that many received bytes to as many of your own (gamma per byte).
+        add: seconds to add received bytes to as many local ones (gamma per byte).
 
     Example:
         >>> from nnmpi.comm.machine import Machine
@@ -160,7 +161,7 @@ class Machine:
         return self.nodes if self.nodes is not None else (0,) * size
 
     def link(self, across: bool) -> Link:
-        """Return the link between nodes or that inside one."""
+        """Return the link between nodes or inside one."""
         return self.across if across and self.across is not None else self.inside
 
     def message(
@@ -170,9 +171,9 @@ class Machine:
 
         Args:
             across: whether they go between nodes.
-            both: whether each of the two ends sends and receives at once; the more expensive one
-                counts.
-            lengths: of the messages, in bytes.
+            both: for each of the two ends, whether it sends and receives at once; the more
+                expensive end counts.
+            lengths: bytes of each message.
         """
         link = self.link(across)
         curves = {link.both_ways if item else link.one_way for item in both}
@@ -188,20 +189,19 @@ def blocks(size: int, per_node: int) -> tuple[int, ...]:
     return tuple(rank // per_node for rank in range(size))
 
 
-# The links of the nodes: who may use them when, if several messages want to.
+# Contention for the links of nodes.
 #
-# A link carries one message out and one message in at a time, for as long as its bytes take (not
-# during its latency). Messages get it in the order in which they become ready:
+# A link carries one message out and one message in at a time, for the time of its bytes (not during
+# its latency). Messages get it in the order in which they become ready:
 #
 #     ready      a    b c                        a, b and c leave the same node
 #     link out   |-- a --|-- b --|-- c --|
-#     there               .a      .b      .c     each its latency after its last byte has left
+#     arrival             .a      .b      .c     each its latency after its last byte has left
 #
-# A message waits until both links are free, that of the node it leaves and that of the node it
-# enters. Collectives are simulated on these links (`simulate`), and so are the messages of
-# simulated ranks (`simulated.simulated_comm`).
+# A message waits until both links are free: its source's and its target's. Both simulations use
+# these links: collectives (`duration`) and simulated ranks (`simulated.simulated_comm`).
 
-# Moments closer than this are the same: the last digits of sums must not decide who goes first.
+# Times closer than this are equal: rounding must not decide the order of messages.
 INSTANT_S = 1e-12
 
 
@@ -209,7 +209,7 @@ class Links:
     """The links of nodes, all free at first.
 
     Args:
-        nodes: of each rank.
+        nodes: the node of each rank.
     """
 
     def __init__(self, nodes: Sequence[int]) -> None:
@@ -219,10 +219,10 @@ class Links:
     def carry(
         self, sender: int, receiver: int, ready_s: float, latency_s: float, wire_s: float
     ) -> float:
-        """Let messages pass from rank to rank; return when they have arrived.
+        """Occupy the links for a message between two ranks; return its arrival in seconds.
 
-        A link between nodes is taken for `wire_s` only. Who waits for the other node's link keeps
-        its own node's until then: those behind it wait too, even for nodes that are free
+        A message between nodes occupies both links for `wire_s`. While it waits for the target's
+        link it blocks its source's: messages behind it wait too, even those to free nodes
         (head-of-line blocking).
         """
         source, target = self._nodes[sender], self._nodes[receiver]
