@@ -1,15 +1,17 @@
-"""Running collectives, step by step or by the communicator's own calls, without blocking.
+"""Running collectives, step by step or by the communicator's native calls, without blocking.
 
-    Execution          the steps of an algorithm of nnmpi's
-    NativeExecution    the communicator's own collective (MPI's), to work with and to compare with
+    Execution          the steps of one of nnmpi's algorithms
+    NativeExecution    the communicator's native collective (MPI's), for use and for comparison
 
-Each is bound to one array and may be started again and again: which bytes go where is worked out
-once. It moves on when it is polled, so that it can run while something else is computed, and
-several can be in flight at once.
+Each is bound to one array and can be started many times: slices and messages are computed once. It
+advances when it is polled, so that it overlaps with computation, and several can be in flight.
 
-    started:  for each step   post its receives, post its sends      (receives first: a message finds its place)
-                              all done?  no: come back at the next poll
-                              add what arrived in scratch; next step
+    for each step:   post its receives, post its sends      (receives first: MPI writes an arriving
+                     not all complete: return until the next poll     message in place, unbuffered)
+                     add the arrivals in scratch
+
+A thread per collective would advance without polls, but it would contend with the computation for
+Python's interpreter lock at every step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,10 +51,10 @@ class Pending(Protocol):
     """Restartable work that is started, polled and waited for, such as a bound collective."""
 
     def start(self) -> None:
-        """Start it. Leave its array alone until it is finished."""
+        """Start it. Do not touch its array until it is finished."""
 
     def poll(self) -> bool:
-        """Go on as far as possible without waiting; return whether it is finished."""
+        """Advance as far as possible without waiting; return whether it is finished."""
 
     def wait(self) -> Any:
         """Return when it is finished."""
@@ -62,14 +64,14 @@ class Pending(Protocol):
 
 
 class MessageRequest:
-    """Started messages: the sender's array may change, the receiver's be read, when they end.
+    """Started messages. Until they end, do not change a sent array or read a received one.
 
     Args:
-        comm: that they go through.
-        requests: theirs.
-        array: that they are in, which stays until they are through.
-        filled: (host, array) what is copied then, to a device for which the messages go through
-            host memory.
+        comm: their communicator.
+        requests: their requests.
+        array: their array, kept alive until they end.
+        filled: (host, array) pairs to copy at the end, for device arrays that go through host
+            memory.
     """
 
     __slots__ = ("_comm", "_filled", "_requests", "array")
@@ -90,7 +92,7 @@ class MessageRequest:
         return not self._requests
 
     def wait(self) -> Any:
-        """Return the array when they are through."""
+        """Return the array when all messages have completed."""
         self._comm.wait_all(self._requests)
         self._requests = []
         for host, array in self._filled:
@@ -103,9 +105,9 @@ class Calls(MessageRequest):
 
     Args:
         comm: the communicator.
-        starts: begin them.
-        blocks: do the same and return when it is done, where MPI is faster at that.
-        waits_for: returns what is waited for, as text; by default what the world knows by itself.
+        starts: the non-blocking calls.
+        blocks: the same calls in MPI's blocking form, which is faster, for `run`.
+        waits_for: describes the wait in reports of stalls; by default the world's own text.
     """
 
     def __init__(
@@ -140,11 +142,11 @@ class Calls(MessageRequest):
 
 
 Stage: TypeAlias = Pending | Callable[[], Any]
-"""What is started and then waited for; or a function, for what this rank has to compute."""
+"""Work that is started and waited for; or a function, for this rank's computation."""
 
 
 class Stages:
-    """A collective that is done in stages, one after the other; see `Pending` for the methods.
+    """A collective of stages, one after the other; see `Pending` for the methods.
 
     Args:
         stages: such as a copy, a sum and a copy back.
@@ -158,7 +160,7 @@ class Stages:
         self._at = len(stages)
 
     def start(self) -> None:
-        """Start on the array's values now. Leave the array alone until `poll` or `wait` ends it.
+        """Start on the array's values now. Do not touch the array until `poll` or `wait` ends it.
 
         Raises:
             CommError: when it is running already.
@@ -169,7 +171,7 @@ class Stages:
         self._next()
 
     def poll(self) -> bool:
-        """Go as far as possible without waiting for others; return whether it is finished."""
+        """Advance as far as possible without waiting; return whether it is finished."""
         while self._at < len(self._stages):
             if not self._stages[self._at].poll():
                 return False
@@ -177,7 +179,7 @@ class Stages:
         return True
 
     def wait(self) -> None:
-        """Return when it is finished, and no other rank needs the array any more."""
+        """Return when it is finished and no other rank reads the array."""
         while self._at < len(self._stages):
             self._stages[self._at].wait()
             self._next()
@@ -190,9 +192,7 @@ class Stages:
             run()
 
     def _next(self) -> None:
-        """Begin the next stage in which there is something to wait for; compute what comes before
-        it.
-        """
+        """Run the functions up to the next stage with a wait, and start that stage."""
         self._at += 1
         while self._at < len(self._stages):
             stage = self._stages[self._at]
@@ -212,8 +212,8 @@ def staged(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
 def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
     """Return a 16-bit float array's sum, computed in float32 and rounded once.
 
-    MPI has no dependable sum of such numbers, and adding them two by two would round at every rank
-    on the way.
+    MPI has no dependable sum of such numbers, and sums in 16 bits would round at every rank on the
+    way.
     """
     wide: Array = namespace(array).empty(array.shape, dtype=np.float32)
     return Stages([partial(_copy, array, wide), bind(wide), partial(_copy, wide, array)])
@@ -231,11 +231,10 @@ class Execution(Stages):
 
     Args:
         steps: this rank's steps over comm.size chunks.
-        array: (n,) the buffer, worked on in place; n may be 0 or less than the number of ranks. One
-            of a device is given to MPI as it is, when it was computed.
-        comm: the communicator; its ranks are those in the steps.
-        tag: tells the messages of this execution from those of others in flight between the same
-            ranks.
+        array: (n,) the buffer, changed in place; n may be 0 or less than the number of ranks. A
+            device array is passed to MPI itself, after pending kernels.
+        comm: the communicator of the ranks in the steps.
+        tag: separates the messages of executions in flight between the same ranks.
 
     Raises:
         ShapeError: see `check_buffer`.
@@ -248,13 +247,13 @@ class Execution(Stages):
         longest = max(
             (sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0
         )
-        # one for all steps: only one step is under way
+        # one scratch for all steps: only one step is in flight
         scratch = xp.empty(longest, dtype=array.dtype)
         stages: list[Stage] = []
         for step in steps:
             targets = list(_slices(step.recv, array, chunks))
             landing = targets
-            if step.reduce:  # one after another
+            if step.reduce:  # arrivals lie one after another in scratch
                 stops = accumulate(target.size for target in targets)
                 landing = [
                     scratch[stop - target.size : stop]
@@ -266,7 +265,7 @@ class Execution(Stages):
                 (comm.irecv, landing, step.from_),
                 (comm.isend, sent, step.to),
             ):
-                # As bytes: the dtype is nobody else's business.
+                # As bytes: MPI need not have the dtype.
                 messages = (as_bytes(piece) for part in parts for piece in pieces(part))
                 calls += [partial(call, message, cast(int, partner), tag) for message in messages]
             if calls:
@@ -282,9 +281,7 @@ class Execution(Stages):
 
 
 def _check(array: Buffer) -> list[Stage]:
-    """Refuse an array that cannot be summed; return what waits until one of a device was
-    computed.
-    """
+    """Refuse an array that cannot be summed; return the wait for a device's pending kernels."""
     check_buffer(array, low=is_device(array))
     current = namespace(array).cuda.get_current_stream if is_device(array) else None
     return [] if current is None else [lambda: current().synchronize()]
@@ -303,23 +300,23 @@ def _describe(step: Step, steps: int, tag: int) -> str:
     return f"a collective of {steps} steps (tag {tag}), for {partners}"
 
 
-# ---- by the communicator's own calls ----
+# ---- by the communicator's native calls ----
 
-NATIVE_OPERATIONS = tuple(each.name for each in (ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER))
+NATIVE_OPERATIONS = tuple(item.name for item in (ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER))
 
 
 class NativeExecution(Stages):
-    """One of MPI's own collectives on one array, again and again.
+    """One of MPI's native collectives on one array, again and again.
 
-    It works in place on the same layout as those made of steps: rank r's chunk is part r of
-    `shard.split(n, size)`. Unlike there, there is no tag: MPI pairs these by the order of their
-    starts, so all ranks must start them in the same order. A device's array is done with when it
-    was started: Open MPI takes device pointers in its blocking collectives, but not in those that
-    are only started (https://www.open-mpi.org/faq/?category=runcuda).
+    It works in place on the same layout as a collective of steps: rank r's chunk is part r of
+    `shard.split(n, size)`. It has no tag: MPI pairs collectives by the order of their starts, so
+    all ranks must start them in the same order. On a device array, `start` already completes the
+    collective: Open MPI takes device pointers in blocking collectives only
+    (https://www.open-mpi.org/faq/?category=runcuda).
 
     Args:
-        array: (n,) the buffer, worked on in place; one of a device as in `Execution`.
-        comm: the communicator whose ranks take part.
+        array: (n,) the buffer, changed in place; a device array as in `Execution`.
+        comm: the communicator.
         operation: "all-reduce", "broadcast" (from rank 0), "all-gather" or "reduce-scatter".
 
     Raises:
@@ -333,7 +330,7 @@ class NativeExecution(Stages):
             )
         stages = _check(array)
         calls = _find_calls(array, comm, operation)
-        # What is written may not overlap what is read.
+        # MPI's reduce-scatter must not write into its input: read a copy, refreshed at each start.
         stages += [
             partial(_copy, array, given[0]) for name, given in calls if name == "reduce_scatter"
         ]
@@ -344,7 +341,7 @@ class NativeExecution(Stages):
 
 
 def _find_calls(array: Buffer, comm: Comm, operation: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the calls of the communicator that do it, by name, with their arguments."""
+    """Return the operation's calls of the communicator, by name, with their arguments."""
     parts = [array[chunk.start : chunk.stop] for chunk in split(array.size, comm.size)]
     counts, at_once = [part.size for part in parts], len([*pieces(array)]) < 2
     if operation == BROADCAST.name:
@@ -356,5 +353,6 @@ def _find_calls(array: Buffer, comm: Comm, operation: str) -> list[tuple[str, tu
         return [("broadcast", (piece, owner)) for owner, piece in owned]
     if operation == REDUCE_SCATTER.name and at_once:
         return [("reduce_scatter", (array.copy(), parts[comm.rank], counts))]
-    # a long reduce-scatter sums for all
+    # An all-reduce, or a reduce-scatter too long for one message: its pieces would each need counts
+    # of their own, so every rank gets the complete sum.
     return [("allreduce", (piece,)) for piece in pieces(array)]

@@ -1,7 +1,8 @@
-"""The ranks that work together on something, and what they can do together.
+"""Groups: ranks that sum, gather and exchange arrays.
 
-A strategy gets the group of its own axis and cannot see other ranks. Everything here is collective
-unless it says otherwise: all ranks of the group call it, in the same order.
+A strategy gets the group of its own axis and cannot see other ranks. So strategies combine without
+code for one another, and a mistake in one cannot reach the messages of another. Everything here
+is collective unless it says otherwise: all ranks of the group call it, in the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,12 +65,12 @@ class Group(Communicator):
     """A communicator: ranks 0..size-1, their collectives and their private messages.
 
     Args:
-        comm: a communicator of these ranks, of this package's or of mpi4py's.
-        private: whether nobody else uses `comm`. If not, the group works on a duplicate, so that
-            its messages never meet others'.
+        comm: a communicator of these ranks, of this package or of mpi4py.
+        private: whether `comm` has no other user. If it has, the group works on a duplicate, so
+            that messages of both never mix.
 
     Attributes:
-        fit: what "auto" chooses by, made for these ranks (see `fit.Fit`); None for a rule of thumb.
+        fit: the measured fit by which "auto" chooses (see `fit.Fit`); None for a rule of thumb.
 
     Example:
         >>> def program(group):
@@ -84,7 +85,7 @@ class Group(Communicator):
         super().__init__(_find_world(comm), private)
         self.fit: Fit | None = None
         self._memory: SharedMemory | None = None
-        self._compared: set[Collective] = set()  # users', of which all ranks have the same steps
+        self._compared: set[Collective] = set()  # users' collectives, equal on all ranks
 
     def duplicate(self) -> "Group":
         """Return a group of the same ranks with its own message context and shared memory."""
@@ -92,7 +93,7 @@ class Group(Communicator):
         twin.fit, twin._nodes = self.fit, self._nodes
         if self._memory is not None and not self._memory.closed:
             with suppress(DeviceError):
-                # no room for its barriers: who asks for shared sums gets the error then
+                # no memory for its barriers: `memory()` raises the error when it is needed
                 twin._memory = self._memory.twin(twin)
         return twin
 
@@ -100,14 +101,14 @@ class Group(Communicator):
         """Return the memory shared by each node's ranks, one until it is freed. Collective if new.
 
         Raises:
-            DeviceError: on all ranks, when there is none on one of their nodes.
+            DeviceError: on all ranks, when one of their nodes has no shared memory.
         """
         if self._memory is None or self._memory.closed:
             self._memory = SharedMemory(self)
         return self._memory
 
     def free(self) -> None:
-        """Give the communicators back; for programs that make many groups. Shared arrays stay."""
+        """Free the communicators; MPI libraries have a limited number. Shared arrays stay."""
         if self._memory is not None:
             self._memory.close()
         super().free()
@@ -121,22 +122,21 @@ class Group(Communicator):
 
         Args:
             array: (n,) C-contiguous, float32, float64 or integers; n and dtype the same on all
-                ranks. Where a sum of 8-bit integers does not fit, MPI's own may stop at the largest
-                number and the others wrap around. float16 and bfloat16 are added up in float32. It
-                may be a device's: the result is there for what is given to the current stream
-                afterwards.
+                ranks. When a sum of 8-bit integers overflows, "native" may saturate; the other
+                algorithms wrap around. float16 and bfloat16 are added in float32. A device array is
+                ready for work queued on the current stream afterwards.
             algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; or a function
-                of your own, (rank, size) -> steps, which is proved before it runs first.
-            check: make sure first that n and dtype agree, by an exchange of a few bytes; without it
-                ranks whose arrays differ may wait for ever.
+                of your own, (rank, size) -> steps, proved before its first run.
+            check: compare n and dtype over the ranks first, by an exchange of a few bytes; without
+                it ranks with different arrays may wait for ever.
 
         Raises:
             ShapeError: for an array that is not 1-D, contiguous and writeable.
             DtypeError: for another dtype.
-            CommError: with `check`, on all ranks, when one of them has another array.
+            CommError: with `check`, on all ranks, when their arrays differ.
             UsageError: for an unknown algorithm.
-            ScheduleError: on all ranks, for one of your own that is no all-reduce; it names the
-                fault.
+            ScheduleError: on all ranks, for a function of your own that is no all-reduce; it names
+                the fault.
         """
         self._run(array, algorithm, ALL_REDUCE.name, check)
 
@@ -146,8 +146,7 @@ class Group(Communicator):
         """Replace this rank's chunk by its sum over the ranks; other chunks become undefined.
 
         Args:
-            array: as in `all_reduce`; the chunks are those of `shard.split(n, size)`, rank r's is
-                number r.
+            array: as in `all_reduce`; rank r's chunk is number r of `shard.split(n, size)`.
             algorithm: "native", "ring" or "tree".
             check: as in `all_reduce`.
 
@@ -159,7 +158,7 @@ class Group(Communicator):
     def all_gather(
         self, array: Buffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
     ) -> None:
-        """Replace every other rank's chunk of the array by what that rank has in it.
+        """Replace every other rank's chunk of the array by that rank's values of it.
 
         Args:
             array: as in `reduce_scatter`.
@@ -174,7 +173,7 @@ class Group(Communicator):
     def average_neighbours(self, array: Buffer) -> None:
         """Replace the array by half of itself plus a quarter of each ring neighbour's (gossip).
 
-        Between two ranks it is the mean of both. See `algorithms/gossip.py`.
+        Two ranks get the mean of both. See `algorithms/gossip.py`.
 
         Args:
             array: (n,) float32 or float64; n and dtype the same on all ranks.
@@ -183,7 +182,7 @@ class Group(Communicator):
             DtypeError: for integers, which have no halves.
             ShapeError, CommError: as in `all_reduce`.
         """
-        self.check_same(array)  # before anybody refuses
+        self.check_same(array)  # first, so that all ranks refuse or none does
         if not is_floating(array.dtype):
             raise DtypeError(
                 f"an average of {array.dtype} numbers is not whole; convert to float32 or float64"
@@ -204,9 +203,9 @@ class Group(Communicator):
             array: as in `all_reduce`.
             algorithm: as in `all_reduce`; for other operations a name in `registry.COLLECTIVES`, or
                 "native".
-            tag: 0..16383, the same on all ranks, different for all that are in flight at once.
+            tag: 0..16383, the same on all ranks; different for collectives in flight at once.
             operation: "all-reduce", "reduce-scatter", "all-gather", "broadcast" (from rank 0), or
-                "neighbour-average" (which leaves the weighted sum, undivided).
+                "neighbour-average" (the weighted sum, undivided).
 
         Raises:
             UsageError: for another tag, operation or algorithm.
@@ -242,7 +241,7 @@ class Group(Communicator):
 
     @property
     def machine(self) -> Machine | None:
-        """What messages cost: as simulated, or as fitted; None where nothing is known."""
+        """The machine simulated, or else fitted; None without either."""
         return self.comm.world.machine or (None if self.fit is None else self.fit.machine)
 
     @contextmanager
@@ -253,10 +252,10 @@ class Group(Communicator):
         category: str = "collective",
         args: timeline.Args | None = None,
     ) -> Iterator[None]:
-        """Time a collective and show it in a trace: waiting for the last rank, then exchange.
+        """Time a collective and show it in a trace: the wait for the last rank, the exchange.
 
         Args:
-            name: of what is done; the ranks do what has one name in one order.
+            name: of the collective; all ranks run collectives with one name in the same order.
             came_s: when this rank began it, if not now.
             category, args: see `timeline.TraceEvent`.
         """
@@ -266,22 +265,19 @@ class Group(Communicator):
             yield
         finally:
             end = clock.now()
-            world.met_s = before_s + end - begin  # a collective within another one counts once
+            world.met_s = before_s + end - begin  # a nested collective counts once
             if trace is not None:
                 meeting = f"{name} of {self.comm.members}", begin if came_s is None else came_s
                 trace.add(name, category, timeline.REDUCE, begin, end, args, "", "", *meeting)
 
     def _run(self, array: Buffer, algorithm: AlgorithmLike, operation: str, check: bool) -> None:
-        """Do a collective once, after a look whether all ranks have the same array."""
         with self.meeting(operation):
             if check:
                 self.check_same(array)
             self.bind(array, algorithm, BLOCKING_TAG, operation).run()
 
     def _proved(self, collective: Collective) -> Sequence[Step]:
-        """Return this rank's steps of a user's collective. Collective at first, when the ranks
-        compare theirs.
-        """
+        """Return this rank's steps of a user's collective; at first all ranks compare theirs."""
         steps = proved_steps(collective, self.size)
         if collective not in self._compared:
             require_equal(
@@ -295,13 +291,13 @@ class Group(Communicator):
         return steps[self.rank]
 
     def choose(self, array: Buffer, started: bool = False) -> Choice:
-        """Return what "auto" means for this array, and why; the same on all ranks.
+        """Return the algorithm that "auto" means for this array, and why; the same on all ranks.
 
-        Shared memory is among what is chosen from only if the array was allocated there (on all
-        ranks): see `memory`.
+        Shared memory is a candidate only if the array was allocated there on all ranks: see
+        `memory`.
 
         Args:
-            started: whether it will be started and polled, and not be a blocking call.
+            started: whether it will be started and polled, instead of a blocking call.
         """
         if is_device(array) and cuda_aware():
             return Choice(NATIVE, "MPI takes device arrays")
@@ -310,17 +306,17 @@ class Group(Communicator):
             if self._memory is None or self._memory.closed or is_device(array)
             else self._memory
         )
-        shared = memory is not None and memory.place(array) is not None
+        shared = memory is not None and memory.locate(array) is not None
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
     def check_same(self, array: Buffer) -> None:
-        """Make sure that all ranks have an array of the same length and dtype that can be summed.
+        """Raise unless all ranks have an array of the same length and dtype that can be summed.
 
-        MPI itself does not say so when they differ: it hangs or mixes bytes up.
+        MPI itself does not notice different arrays: it hangs, or mixes up bytes.
 
         Raises:
-            CommError: on all ranks, with each different array and the ranks that have it.
-            ShapeError, DtypeError: on all ranks, when all have the same wrong one.
+            CommError: on all ranks; names each array and its ranks.
+            ShapeError, DtypeError: on all ranks, when all have the same unsuitable array.
         """
         wrong = ""
         try:
@@ -329,7 +325,7 @@ class Group(Communicator):
             wrong = str(error)
         local = np.array([-1, -1] if wrong else [array.size, array.dtype.num], np.int64)
         everyones = np.empty((self.size, 2), np.int64)
-        self.comm.allgather(local, everyones)  # 16 bytes are all that is exchanged if all is well
+        self.comm.allgather(local, everyones)  # 16 bytes per rank; the texts below only on failure
         if (everyones == everyones[0]).all() and everyones[0, 0] >= 0:
             return
         problem = "a collective needs the same array on every rank, but these differ"
@@ -366,8 +362,8 @@ class Group(Communicator):
         """Return this rank's part of the sum over the ranks. Collective.
 
         Args:
-            parts: (sum of counts,) what this rank adds to every rank's part, in rank order. float16
-                and bfloat16 are added up in float32.
+            parts: (sum of counts,) this rank's contribution to every rank's part, in rank order.
+                float16 and bfloat16 are added in float32.
             counts: every rank's length, the same on all ranks; a part may be empty.
 
         Raises:
@@ -389,12 +385,12 @@ class Group(Communicator):
     ) -> list[Buffer]:
         """Send each rank its array; return the received ones, of the given shapes. Collective.
 
-        The messages are those of `algorithms.pairwise`, posted at once in the order of its rounds;
-        none is empty.
+        The messages are those of `algorithms.pairwise`, all posted at once in the order of its
+        rounds. Empty arrays make no messages.
 
         Args:
-            parts: what goes to each rank, of any shape; this rank's own is returned as it is.
-            shapes: of what comes from each.
+            parts: the array for each rank, of any shape; this rank's own is returned itself.
+            shapes: the shape of the array from each rank.
             name, category: of the exchange in a timeline.
         """
         xp, steps = namespace(parts[0]), pairwise(self.rank, self.size)
@@ -416,11 +412,11 @@ class Group(Communicator):
         """Replace the array by its elementwise maximum over the ranks. Collective.
 
         Args:
-            array: (n,) not of 16-bit floating point. NaN where any rank has NaN.
+            array: (n,) but no 16-bit floats. NaN where any rank has NaN.
 
         Raises:
             ShapeError: when it is not 1-D and contiguous.
-            DtypeError: for 16-bit floating point.
+            DtypeError: for 16-bit floats.
         """
         host = to_host(check_buffer(array))
         everyones = np.empty((self.size, host.size), host.dtype)
@@ -437,12 +433,12 @@ class Group(Communicator):
     # ---- values ----
 
     def broadcast(self, array: Buffer, root: int = 0) -> None:
-        """Replace the array on every rank by what `root` has.
+        """Replace the array on every rank by root's values.
 
         Args:
             array: any shape, C-contiguous, any dtype but object; shape and dtype the same on all
                 ranks.
-            root: the rank whose values all get.
+            root: the source's rank.
 
         Raises:
             ShapeError: for an array with gaps, or a read-only one.
@@ -468,12 +464,10 @@ def _describe(array: Any) -> str:
 
 
 def _find_world(comm: Any) -> Comm:
-    """Return a communicator with the calls of `comm.world`: itself, or for one of mpi4py's what has
-    them.
-    """
+    """Return a communicator with the interface of `comm.world`; wrap one of mpi4py's."""
     if hasattr(comm, "world"):
         return cast(Comm, comm)
-    # needs an MPI library, which whoever has such a communicator has
+    # imported here, because it loads MPI; a user of mpi4py has loaded it already
     from nnmpi.comm.mpi.mpi_world import wrap
 
     return wrap(comm)

@@ -1,9 +1,10 @@
 """Arrays shared by all ranks of a node: gradients there are summed without messages.
 
-    allocate   | rank 0's array | rank 1's array | rank 2's array |      each rank gets its own, and views of all
-    common     | one array                       |                       all ranks get the same one
+    allocate     | rank 0's array | rank 1's array | rank 2's array |     each rank gets one array,
+                                                                          and views of all
+    common_all   | one array                       |                      all ranks get the same one
 
-Everything here is collective over the group, except where a docstring excludes it.
+Everything here is collective over the group unless a docstring says "local".
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -23,35 +25,38 @@ from nnmpi.comm.execution import Calls, Stages
 from nnmpi.comm.world import PAGE_BYTES, SharedPages
 from nnmpi.errors import DeviceError, ShapeError, UsageError, name_ranks
 
-# Barriers among the ranks of a node that cost a tenth of MPI's: each rank counts on a flag that the
-# others watch.
+# Barriers among the ranks of a node at a tenth of the cost of MPI's: each rank increments a counter
+# that the others poll.
 #
-#     rank 0's page   [ 7 | 3 | 0 ...       one counter per barrier, 8 bytes each; only rank 0 writes here
-#     rank 1's page   [ 6 | 3 | 0 ...       rank 1 has not come to the first barrier's 7th crossing yet
+#     rank 0's page   [ 7 | 3 | 0 ...       one counter per barrier, 8 bytes each; only rank 0
+#                                           writes here
+#     rank 1's page   [ 6 | 3 | 0 ...       rank 1 has not yet come to barrier 0's 7th crossing
 #                       |   |
 #                barrier 0  barrier 1
 #
-# A rank that arrives raises its own counter, and is through when everybody's counter is as high.
-# That what was written before a flag is seen by those who see the flag holds on x86, whose
-# processors keep stores, and loads, in order. In any other world the ranks meet in a collective
-# between two synchronizations of the memory instead.
+# A rank that arrives increments its counter, and passes when all counters are as high. Data written
+# before a counter must be visible to a rank that sees the counter. x86 guarantees that: its
+# processors keep the order of stores, and of loads. In any other world the ranks meet in a
+# collective between two memory fences instead.
 
 FLAGS_PER_PAGE = PAGE_BYTES // 8
 
-# A rank looks this often before it offers its core to others; with fewer cores than ranks, the one
-# it waits for may be waiting for this very core.
+# Polls before a rank yields its core. With fewer cores than ranks, the awaited rank may be waiting
+# for this very core, so a rank yields sooner.
 PATIENT_POLLS = 2000
 CROWDED_POLLS = 20
-# Until messages move on once, which takes about as long as a yield.
-POLLS_PER_POKE = 64
+# Polls between two calls that drive the progress of messages; a call takes about as long as a
+# yield.
+POLLS_PER_PROGRESS = 64
 
 
 class FlagBarrier:
     """A barrier by counters in shared memory, for worlds that preserve the order of writes.
 
     Args:
-        counters: every rank's counter, in rank order, as memoryviews of one int64.
-        memory: of the node whose ranks meet.
+        counters: every rank's counter, in rank order, as memoryviews of one int64: reading one
+            takes less than reading a NumPy element.
+        memory: the memory of the node.
     """
 
     def __init__(self, counters: Sequence[memoryview], memory: SharedMemory) -> None:
@@ -62,7 +67,7 @@ class FlagBarrier:
         self._goal = 0
 
     def start(self) -> None:
-        """Say that this rank has arrived."""
+        """Mark this rank as arrived."""
         self._goal = self._own[0] = self._own[0] + 1
 
     def poll(self) -> bool:
@@ -81,11 +86,11 @@ class FlagBarrier:
                     self._memory.wait_for(self)
 
     def free(self) -> None:
-        """Do nothing: the counters are the memory's."""
+        """Do nothing: `SharedMemory` frees the counters' page."""
 
     def run(self) -> None:
         """Arrive, and return when all others have."""
-        local = self._own  # what start and wait do, without calling them: a barrier takes 0.2 us
+        local = self._own  # start and wait, inlined: a barrier takes 0.2 us
         goal = self._goal = local[0] = local[0] + 1
         for counter in self._others:
             if counter[0] < goal:
@@ -93,69 +98,68 @@ class FlagBarrier:
                 return
 
     def waits_for(self) -> str:
-        """Return what it waits for, as text."""
+        """Describe the wait, for reports of stalls."""
         return (
             f"crossing {self._goal} of a barrier in shared memory, for {name_ranks(self.missing())}"
         )
 
     def missing(self) -> list[int]:
-        """Return which ranks of the group have not arrived."""
+        """Return the ranks of the group that have not arrived."""
         pairs = zip(self._memory.members, self._counters, strict=True)
         return [rank for rank, counter in pairs if counter[0] < self._goal]
 
 
 class CollectiveBarrier(Stages):
-    """A barrier by a dummy sum between two memory barriers, valid in any world.
+    """A barrier by a dummy sum between two memory fences, valid in any world.
 
-    It has a communicator of its own, so that several barriers can be under way in any order.
+    Each has its own communicator, so that several barriers can be in flight in any order.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
         self._comm = memory.node.duplicate()
-        number = np.zeros(1, np.int64)  # one element: a sum of none need not wait for anybody
+        number = np.zeros(1, np.int64)  # one element: an empty sum need not wait for other ranks
         crossing = Calls(self._comm, [partial(self._comm.iallreduce, number)])
         super().__init__([memory.sync, crossing, memory.sync], "a barrier in shared memory")
 
     def free(self) -> None:
-        """Give the communicator back. Collective over the node."""
+        """Free the communicator. Collective over the node."""
         self._comm.free()
 
 
 LINE_BYTES = 64
-MAIN = -1  # the tag of the barrier that everybody uses
+MAIN = -1  # the tag of `SharedMemory.barrier`
 
 
 class SharedMemory:
-    """What the ranks of each node of a group share.
+    """Memory shared by the ranks of each node of a group.
 
-    The arrays live until `free`, or the end of the process: nothing has to be freed before that.
+    The arrays live until `free` or the end of the process; freeing them is optional.
 
     Args:
-        group: the ranks; those on one node share memory.
+        group: the ranks; those of one node share memory.
 
     Attributes:
         group: the ranks.
         node: the communicator of this node's ranks, in the group's order.
         rank, size: this rank's number on its node, and the number of ranks there.
-        node_of: the number of each group rank's node.
-        members: the group's numbers of this node's ranks, in their order here.
-        polls: how many times a rank looks before it offers its core to others.
-        across: the communicator between nodes, of the ranks that have the same number on theirs;
-            `rank` 0 are leaders. None where there is one node.
-        closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.
+        node_of: the node number of each rank of the group.
+        members: the group's ranks on this node, in order.
+        polls: polls before a rank yields its core.
+        across: the communicator of the ranks with the same `rank` on each node, of which `rank` 0
+            are the leaders; None with a single node.
+        closed: whether it was closed or freed; then it makes no more arrays and barriers.
 
     Raises:
-        DeviceError: on all ranks, when there is no shared memory on one of their nodes.
+        DeviceError: on all ranks, when one of their nodes has no shared memory.
     """
 
     def __init__(self, group: Communicator) -> None:
         self.group, self._ordered = group, group.comm.world.keeps_order
         self.node_of = tuple(group.nodes())
         several = len(set(self.node_of)) > 1
-        self._owns_node = (
-            several or not self._ordered
-        )  # and gives it back; whether it is the group's is not to be seen later
-        # where nothing is sent on it; and communicators are scarce: MPICH has 2048
+        # On a single node with flags, no message goes through `node`: the group's communicator
+        # serves. Communicators are scarce: MPICH has 2048.
+        self._owns_node = several or not self._ordered  # whether `close` frees `node`
         self.node = group.comm
         if self._owns_node:
             self.node = group.comm.split(self.node_of[group.rank], group.rank)
@@ -174,7 +178,7 @@ class SharedMemory:
         self.polls = CROWDED_POLLS if self.size > len(cores) else PATIENT_POLLS
         self._pages: list[SharedPages] = []  # of the barriers' flags
         self._barriers: dict[int, FlagBarrier | CollectiveBarrier] = {}
-        self._windows: dict[int, SharedPages] = {}  # by allocation number; twins have the same
+        self._windows: dict[int, SharedPages] = {}  # by allocation number; shared with twins
         self.closed = False
         try:
             self.barrier_of(MAIN)
@@ -186,7 +190,7 @@ class SharedMemory:
         """Return the same memory for a duplicate of the group, with barriers of its own.
 
         Raises:
-            UsageError: when it was closed.
+            UsageError: for a closed memory.
         """
         self._check_open()
         twin = SharedMemory(group)
@@ -198,11 +202,11 @@ class SharedMemory:
     def allocate(self, elements: int, dtype: DTypeLike) -> Buffer:
         """Return (elements,) zeros of this rank, which its node's other ranks see in `parts`.
 
-        Ranks may ask for different lengths.
+        The ranks' lengths may differ.
 
         Raises:
             DeviceError: on all ranks, when it does not fit on one of the nodes.
-            UsageError: when the memory was closed.
+            UsageError: for a closed memory.
         """
         kind = np.dtype(dtype)
         return self._make(elements * kind.itemsize).parts[self.rank].view(kind)
@@ -210,7 +214,7 @@ class SharedMemory:
     def common_all(self, arrays: Iterable[tuple[int, DTypeLike]]) -> list[Buffer]:
         """Return (elements,) zeros common to all ranks of the node, for each pair.
 
-        They are in one allocation, and begin at multiples of 64 bytes.
+        They lie in one allocation, at multiples of 64 bytes.
 
         Raises:
             DeviceError, UsageError: as in `allocate`.
@@ -224,8 +228,8 @@ class SharedMemory:
             for start, (elements, kind) in zip(starts, kinds, strict=True)
         ]
 
-    def place(self, array: Buffer) -> tuple[int, int] | None:
-        """Return an array's allocation and first byte here; None if it is elsewhere (local)."""
+    def locate(self, array: Buffer) -> tuple[int, int] | None:
+        """Return an array's allocation and first byte; None for other memory (local)."""
         address = array.ctypes.data
         for number, window in self._windows.items():
             start = address - window.parts[self.rank].ctypes.data
@@ -237,29 +241,29 @@ class SharedMemory:
         """Return every rank's array of the same allocation, sliced alike, in rank order (local).
 
         Raises:
-            ShapeError: for an array that was not allocated here.
+            ShapeError: for an array in other memory.
         """
         number, start = self._find(array)
         parts = self._windows[number].parts
         return [part[start : start + array.nbytes].view(array.dtype) for part in parts]
 
-    # ---- waiting for one another ----
+    # ---- barriers ----
 
     def barrier(self) -> None:
-        """Return when all ranks of the node have come here; what they wrote before is seen then.
+        """Return when all ranks of the node have entered; their earlier writes are visible then.
 
         Raises:
-            UsageError: when the memory was closed.
+            UsageError: for a closed memory.
         """
         self._check_open()
         self._barriers[MAIN].run()
 
     def barrier_of(self, tag: int) -> FlagBarrier | CollectiveBarrier:
-        """Return the node's barrier with this tag; collective where the tag is new.
+        """Return the node's barrier with this tag; collective for a new tag.
 
         Raises:
-            UsageError: when the memory was closed.
-            DeviceError: when there is no shared memory for another page of flags.
+            UsageError: for a closed memory.
+            DeviceError: when another page of flags cannot be allocated.
         """
         self._check_open()
         if tag not in self._barriers:
@@ -273,58 +277,55 @@ class SharedMemory:
         return self._barriers[tag]
 
     def _find_counters(self, number: int) -> list[memoryview]:
-        page, place = divmod(number, FLAGS_PER_PAGE)
+        page, offset = divmod(number, FLAGS_PER_PAGE)
         if page == len(self._pages):
             self._pages.append(self.node.share_pages(PAGE_BYTES))
-        views = [memoryview(part).cast("B").cast("q") for part in self._pages[page].parts]  # type: ignore[arg-type]
-        return [view[place : place + 1] for view in views]
+        parts: Sequence[Any] = self._pages[page].parts
+        views = [memoryview(part).cast("B").cast("q") for part in parts]
+        return [view[offset : offset + 1] for view in views]
 
     def wait_for(self, barrier: FlagBarrier) -> None:
-        """Return when all ranks have come to a barrier, offering the core to others at every look.
+        """Return when all ranks have come to a barrier, yielding the core after every poll.
 
-        Who waits for long is reported, and ended, by the world's own watch (`World.watch`).
+        `World.watch` limits long waits.
         """
         world = self.node.world
-        give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
-        world.waiter, looks = barrier, 0
+        yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+        world.waiter, polls = barrier, 0
         try:
             while not barrier.poll():
-                give_way()
-                looks += 1
-                if looks % POLLS_PER_POKE == 0:
-                    self.node.poke()
+                yield_core()
+                polls += 1
+                if polls % POLLS_PER_PROGRESS == 0:
+                    self.node.progress()
         finally:
             world.waiter = None
 
     def sync(self) -> None:
-        """Memory barrier: order this rank's accesses to all shared arrays (local)."""
+        """Memory fence: order this rank's accesses to all shared arrays (local)."""
         for window in self._windows.values():
             window.sync()
 
     def drop(self, arrays: Iterable[Buffer]) -> None:
-        """Free an array of `allocate` and all its slices, which must not be used any more.
+        """Free arrays of `allocate` and all their slices; do not use them afterwards.
 
         Raises:
-            ShapeError: for an array that was not allocated here.
+            ShapeError: for an array in other memory.
         """
         for number in {self._find(array)[0] for array in arrays}:
             self._windows.pop(number).free()
 
     def free(self) -> None:
-        """Free all arrays, also of duplicates; none may be used any more.
-
-        Done again, it does nothing.
-        """
+        """Free all arrays, also those of duplicates; do not use them afterwards. Idempotent."""
         while self._windows:
             self._windows.popitem()[1].free()
         self.close()
 
     def close(self) -> None:
-        """Give back the barriers and communicators alone: what a `twin` has for itself.
+        """Free the barriers and communicators, but not the arrays, which twins share. Idempotent.
 
-        MPI's windows that are left to its end are freed there in an order that may differ between
-        ranks of several groups, and then they wait for one another for ever. Done again, it does
-        nothing.
+        Windows left to MPI's end would be freed there in an order that may differ between ranks of
+        several groups, which is a deadlock.
         """
         if self.closed:
             return
@@ -340,32 +341,30 @@ class SharedMemory:
             self.node.free()
 
     def _check_open(self) -> None:
-        """Refuse what needs barriers and communicators when they are gone: on all ranks, as all
-        have closed it.
-        """
+        """Refuse a closed memory; all ranks raise, because closing is collective."""
         if self.closed:
             raise UsageError(
                 "this shared memory was closed or freed; ask the group for its memory() again"
             )
 
     def _find(self, array: Buffer) -> tuple[int, int]:
-        place = self.place(array)
-        if place is None:
+        location = self.locate(array)
+        if location is None:
             raise ShapeError(
                 f"the array of {array.size} elements was not allocated in shared memory; use"
                 " allocate()"
             )
-        return place
+        return location
 
     def _make(self, own_bytes: int) -> SharedPages:
-        """Return a new window, or let all ranks raise."""
+        """Return a new window, or raise on all ranks."""
         self._check_open()
         window: SharedPages | None = None
         try:
             with agreed(self.group):
                 window = self.node.share_pages(own_bytes)
         except DeviceError:
-            if window is not None:  # this node had room, and another had not
+            if window is not None:  # this node had room, another one had not
                 window.free()
             raise
         assert window is not None

@@ -1,22 +1,22 @@
 """Sums inside a node without messages: each rank sums its slice of all ranks' arrays.
 
                   slice 0     slice 1     slice 2
-    rank 0's    | a0        | a1        | a2        |       barrier: all arrays are final
-    rank 1's    | b0        | b1        | b2        |       rank r adds column r, block by block, and uses the sum
-    rank 2's    | c0        | c1        | c2        |         while it is in its cache
-                  by rank 0   by rank 1   by rank 2         barrier: all columns are done
+    rank 0      | a0        | a1        | a2        |     barrier: all arrays are final
+    rank 1      | b0        | b1        | b2        |     rank r adds column r, block by block, and
+    rank 2      | c0        | c1        | c2        |       uses the sum while it is in its cache
+                  by rank 0   by rank 1   by rank 2       barrier: all columns are done
 
-What becomes of a sum is its user's: it is copied to all arrays (`SharedSum`), the slice's owner
-updates the parameters there (`parallel.fused`), or keeps it (`parallel.zero`). The sum is taken in
-rank order whoever takes it, so all ranks have the same bits.
+The users differ in what they do with a sum. `SharedSum` copies it to all arrays, `parallel.fused`
+updates the slice's parameters with it, `parallel.zero` keeps it at the slice's owner. Sums are
+taken in rank order, so all ranks have the same bits.
 
-Each byte of a shared all-reduce is read once and written once: 2 M bytes per rank. A ring touches 4
-(N-1)/N M bytes and sends 2 (N-1) messages. With several nodes the sum of each goes into its
-leader's array, the leaders add theirs up with the steps of a ring, and the ranks copy:
+Each byte of a shared all-reduce is read once and written once: 2 M bytes per rank. A ring touches
+4 (N-1)/N M bytes and sends 2 (N-1) messages. With several nodes the sum of each node goes into its
+leader's array, the leaders sum theirs with the steps of a ring, and the ranks copy:
 
     node sum -> leader   |   leaders: ring   |   every rank copies its leader's array
 
-The arrays must lie in the shared memory (`SharedMemory.allocate`), at the same place on all ranks.
+The arrays must lie in the shared memory (`SharedMemory.allocate`), at equal offsets on all ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ from nnmpi.comm.execution import Execution, Stage, Stages
 from nnmpi.comm.node import LINE_BYTES, SharedMemory
 from nnmpi.errors import DeviceError
 
-# What is added at a time of all ranks' arrays together should lie in a core's cache, but shorter
-# blocks than this cost more in calls than the cache saves. Measured (Zen 4, 1 MiB L2, Open MPI |
-# MPICH, buffers refilled, microseconds for 4 MB): 2 ranks with blocks of 64, 128, 256 KiB 232, 132,
-# 110 | 340, 251, 231; 4 ranks 1278, 1002, 1227 | 1328, 1061, 1222.
+# The blocks of all ranks' arrays together should fit a core's cache; but blocks below the least
+# cost more in calls than the cache saves. Measured microseconds for 4 MB (Zen 4, 1 MiB L2, buffers
+# refilled):
+#
+#     block, KiB             64    128    256
+#     2 ranks, Open MPI     232    132    110
+#     2 ranks, MPICH        340    251    231
+#     4 ranks, Open MPI    1278   1002   1227
+#     4 ranks, MPICH       1328   1061   1222
 CACHED_BYTES = 512 * 1024
 LEAST_BLOCK_BYTES = 128 * 1024
 
@@ -45,17 +50,17 @@ class NodeSum:
     """Sums this rank's slices of the arrays of a node's ranks. Collective to make.
 
     Args:
-        arrays: this rank's, each (n,), in the memory.
-        memory: of the group whose ranks take part.
+        arrays: this rank's arrays, each (n,), in the memory.
+        memory: the memory of the group's nodes.
         tag: of its barrier, see `SharedMemory.barrier_of`.
-        owns: the slice of each array that this rank adds up; `own_slice` by default.
-        places: where the sums go, as long as the slices; by default into the first rank's arrays.
-        block_bytes: how much of each array is added at a time, if not what suits a cache.
+        owns: the slice of each array that this rank sums; `own_slice` by default.
+        totals: arrays for the sums, as long as the slices; by default the first rank's slices.
+        block_bytes: bytes of each array that are added at a time; by default to fit a cache.
 
     Attributes:
         memory, owns: as given.
         barrier: to be crossed when all arrays are final, and when all sums are done.
-        places: where the sums go.
+        totals: the arrays of the sums.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class NodeSum:
         memory: SharedMemory,
         tag: int = 0,
         owns: Sequence[slice] | None = None,
-        places: Sequence[Buffer] | None = None,
+        totals: Sequence[Buffer] | None = None,
         block_bytes: int | None = None,
     ) -> None:
         size = memory.size
@@ -75,24 +80,24 @@ class NodeSum:
             else list(owns)
         )
         everyones = [memory.parts(array) if size > 1 else [array] for array in arrays]
-        seen = [
-            [full[local] for full in wholes]
-            for wholes, local in zip(everyones, self.owns, strict=True)
+        columns = [
+            [array[owned] for array in ranks]
+            for ranks, owned in zip(everyones, self.owns, strict=True)
         ]
-        self.places = [parts[0] for parts in seen] if places is None else list(places)
-        suits = max(CACHED_BYTES // size, LEAST_BLOCK_BYTES) if block_bytes is None else block_bytes
+        self.totals = [parts[0] for parts in columns] if totals is None else list(totals)
+        limit = max(CACHED_BYTES // size, LEAST_BLOCK_BYTES) if block_bytes is None else block_bytes
         self._blocks = []
-        for place, parts in zip(self.places, seen, strict=True):
-            summands = parts if places is None else [place, *parts]
-            self._blocks.append(list(_blocks(summands, max(1, suits // place.itemsize))))
+        for total, parts in zip(self.totals, columns, strict=True):
+            summands = parts if totals is None else [total, *parts]
+            self._blocks.append(list(_blocks(summands, max(1, limit // total.itemsize))))
 
     def sums(self, i: int, replace: bool = False) -> Iterator[tuple[Buffer, Sequence[Buffer]]]:
         """Sum array i in place; yield each block's sum and addends while they are in the cache.
 
         Args:
             i: its number.
-            replace: whether the sum takes the place of what is there; not in the first rank's
-                arrays.
+            replace: whether to overwrite the old values of `totals` instead of adding to them; only
+                with `totals` given.
         """
         add = np.add
         for total, parts in self._blocks[i]:
@@ -106,13 +111,12 @@ class NodeSum:
 class SharedSum(Stages):
     """An array's sum over a group, through each node's memory. Collective to make.
 
-    It has the methods of `Execution`. Several may be in flight at once if their tags differ, and be
-    started and polled in any order.
+    It has the methods of `Execution`. Several with different tags may be in flight at once, started
+    and polled in any order.
 
     Args:
-        array: (n,) the buffer, summed in place; it may be a slice of an allocated one, of any
-            length, 0 too.
-        memory: of the group whose ranks take part.
+        array: (n,) the buffer, summed in place; it may be a slice of an allocated one, also empty.
+        memory: the memory of the group's nodes.
         tag: 0..32767, the same on all ranks.
 
     Raises:
@@ -136,7 +140,7 @@ def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Ite
         for total, others in node.sums(0):
             if across is None:
                 for other in others:
-                    other[...] = total  # a third of what the call of np.copyto takes
+                    other[...] = total  # the call takes a third of np.copyto's
 
     def copy() -> None:
         array[...] = leaders
@@ -156,10 +160,12 @@ def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Ite
 def own_slice(array: Buffer, size: int, rank: int) -> slice:
     """Return the slice of an array that one rank sums, at multiples of 64 bytes.
 
+    Whole cache lines: two ranks that write one line would pass it to and fro (false sharing).
+
     Args:
-        array: (n,) of the sum.
-        size: the number of ranks that add up a part each.
-        rank: the one in question.
+        array: (n,) the array.
+        size: number of ranks.
+        rank: the owner of the slice.
     """
     step = LINE_BYTES // array.itemsize
     units = shard.part(-(-array.size // step), size, rank)
@@ -167,9 +173,7 @@ def own_slice(array: Buffer, size: int, rank: int) -> slice:
 
 
 def _blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, tuple[Buffer, ...]]]:
-    """Yield views of the same elements of each array, `limit` at a time: of the first one, and of
-    the others.
-    """
+    """Yield (view of the first array, views of the others) of the same up to `limit` elements."""
     for start in range(0, parts[0].size, limit):
         yield (
             parts[0][start : start + limit],
@@ -178,11 +182,9 @@ def _blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, tuple
 
 
 def _is_to_add(array: Buffer, memory: SharedMemory) -> bool:
-    """Return whether there is anything to add; refuse ranks whose arrays differ, or lie at
-    different places.
-    """
-    place = memory.place(array)
-    where = place and list(place)
+    """Return whether there is anything to add; refuse arrays that differ in length or offset."""
+    location = memory.locate(array)
+    where = location and list(location)
     everyones = memory.group.gather([array.size, array.dtype.name, where])
     described = [[f"{size} elements of {dtype}"] for size, dtype, _ in everyones]
     refuse_different(
@@ -191,7 +193,7 @@ def _is_to_add(array: Buffer, memory: SharedMemory) -> bool:
     if array.size == 0 or len(everyones) == 1:
         return False
     if len(set(memory.node_of)) == len(everyones):
-        # a rank on each node: nobody has to see another's array
+        # a rank on each node: none reads another's array
         return True
     if any(other != where or other is None for _, _, other in everyones):
         raise DeviceError(

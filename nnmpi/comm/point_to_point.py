@@ -1,15 +1,13 @@
-"""Messages between two ranks, in the three ways in which they are needed.
+"""Messages between two ranks: blocking exchanges, overlapped messages, and a handshake.
 
-    send_and_receive    all that a rank sends and receives at one moment; returns when it is through
-                        (halos, all-to-all)
-    Messages            sends on their way and receives posted early, while the rank computes
+    send_and_receive    posts a set of sends and receives, and waits for all (halos, all-to-all)
+    Messages            sends in flight and receives posted early, while the rank computes
                         (pipelines, servers)
-    rendezvous          one array at a time, sent only if both ends say that they can: a rank that
-                        has failed says no, and the other does not wait for a message that never
-                        comes (saving and loading)
+    rendezvous          one array at a time after a handshake: a failed rank refuses, so that the
+                        other does not wait for a message that never comes (saving and loading)
 
-Making `Messages` and a `rendezvous` is collective, nothing else is. No call here depends on what
-MPI buffers.
+Only making `Messages` and a `rendezvous` is collective. No call here relies on MPI's buffering:
+plain blocking sends pass tests with short messages, which MPI buffers, and deadlock with long ones.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from nnmpi.comm.world import Comm, Request
 if TYPE_CHECKING:
     from nnmpi.comm.group import Group
 
-# MPI promises tags up to 32767. The lower half is the caller's; one more is for all blocking sums
-# and exchanges, of which there is only one at a time.
+# MPI guarantees tags up to 32767. The lower half is the caller's. One more serves all blocking sums
+# and exchanges, of which only one is in flight at a time.
 BLOCKING_TAG = 2**14
 HANDSHAKE_TAG, DATA_TAG = 0, 1
 
@@ -46,17 +44,17 @@ def send_and_receive(
 ) -> None:
     """Send some arrays and fill others; return when all are sent and filled.
 
-        rank 0   receive from 1, send to 1                      every receive is posted before a send begins, so
-        rank 1   receive from 0, receive from 2, send to 0 ...  nothing waits for another, whatever MPI buffers
+        rank 0   receive from 1, send to 1                       every receive is posted before a
+        rank 1   receive from 0, receive from 2, send to 0 ...   send begins: no circle of waits
 
-    Not collective: only the ranks that have something to exchange call it. Between two ranks,
-    messages are paired in the order in which both name them.
+    Not collective: only the ranks with messages call it. Messages between two ranks are paired by
+    their order in the lists.
 
     Args:
-        group: whose ranks are meant.
-        sends: (rank, array) any shape, C-contiguous; what goes to that rank.
-        receives: (rank, array) any shape, C-contiguous and writeable; filled with what comes from
-            that rank, of the same length. Arrays of a device go through host memory.
+        group: the ranks.
+        sends: (rank, array) pairs: any shape, C-contiguous; the message to that rank.
+        receives: (rank, array) pairs: any shape, C-contiguous, writeable; filled with the message
+            of that rank, of the same length. Device arrays go through host memory.
 
     Raises:
         ShapeError: for an array with gaps, or a read-only one.
@@ -87,36 +85,35 @@ def start_exchange(
 
 
 class Messages:
-    """Messages that block only if they must, on a communicator of their own. Collective to make.
+    """Non-blocking messages on a communicator of their own. Collective to make.
 
-        sender    send --------- goes on -------- progress ------ drain
-                      \\
-        receiver   receive (posted) --- goes on --- wait
+        sender     send --------- computes -------- progress ------ drain
+                       \\
+        receiver   receive (posted) --- computes --- wait
 
-    A send returns at once and keeps its array until the message has left; a receive is posted
-    before the message is needed, into an array of its own. So no order of calls on the two sides
-    can lock them. Messages with one tag from one rank to another arrive in the order in which they
-    were sent.
+    A send returns at once and keeps its array alive until the message has left. A receive is posted
+    before its message is needed, into an array of its own. So no order of calls on the two sides
+    deadlocks. Messages with the same sender, receiver and tag arrive in the order of sending.
 
     Args:
         group: the ranks.
-        synchronous_sends: whether a message leaves only when its receive has been posted: MPI then
-            buffers nothing, which tests use to show that nothing depends on it.
+        synchronous_sends: whether a message leaves only after its receive was posted. MPI then
+            buffers nothing; tests use it to show that no code relies on buffering.
 
     Attributes:
-        sent, sent_bytes: the messages that were sent so far, and their bytes; one that was cut
-            counts once.
+        sent, sent_bytes: number and bytes of messages sent so far; a message cut into pieces counts
+            once.
     """
 
     def __init__(self, group: Group, synchronous_sends: bool = False) -> None:
         self._comm = group.comm.duplicate()
         self._isend = self._comm.issend if synchronous_sends else self._comm.isend
-        self._leaving: list[MessageRequest] = []  # MPI reads their arrays until they are complete
+        self._leaving: list[MessageRequest] = []  # kept alive: MPI reads their arrays
         self.sent = self.sent_bytes = 0
 
     @property
     def leaving(self) -> int:
-        """The number of sends whose arrays are still needed, as far as this rank knows."""
+        """The number of sends whose arrays are still in use, as of the last `progress`."""
         return len(self._leaving)
 
     def send(self, array: Buffer, to: int, tag: int) -> MessageRequest:
@@ -125,7 +122,7 @@ class Messages:
         Args:
             array: any shape, numbers, C-contiguous, on the host.
             to: the rank that receives it.
-            tag: the tag that it receives with.
+            tag: the receiver's tag.
         """
         request = MessageRequest(self._comm, _post(self._isend, array, to, tag), array)
         self._leaving.append(request)
@@ -136,10 +133,10 @@ class Messages:
         """Post the receive of a message.
 
         Args:
-            array: of the message's shape and dtype, C-contiguous, on the host; written from now
-                until it is there.
+            array: of the message's shape and dtype, C-contiguous, on the host; written until the
+                message has arrived.
             source: the rank that sends it.
-            tag: the tag that it sends with.
+            tag: the sender's tag.
 
         Raises:
             ShapeError, DtypeError: for an array with gaps, a read-only one, or one of Python
@@ -149,17 +146,17 @@ class Messages:
         return MessageRequest(self._comm, _post(self._comm.irecv, array, source, tag), array)
 
     def progress(self) -> None:
-        """Let messages move on, and let go of the arrays that have left. Never waits."""
+        """Drive messages and release the arrays that have left; never waits."""
         self._leaving = [request for request in self._leaving if not request.poll()]
 
     def drain(self) -> None:
-        """Return when everything that was sent has left."""
+        """Return when all sent messages have left."""
         for request in self._leaving:
             request.wait()
         self._leaving = []
 
     def free(self) -> None:
-        """Give the communicator back. Collective."""
+        """Free the communicator. Collective."""
         self._comm.free()
 
 
@@ -167,11 +164,11 @@ class Rendezvous:
     """Sends arrays between two ranks of which either may fail just before. `rendezvous` makes one.
 
         sender          receiver
-        I have it  <->  I have room         a byte each way
-        array       ->  array               only if both said yes
+        ready?     <->  ready?              a byte each way
+        array       ->  array               only if both are ready
 
-    Each call returns when the other end has come. So two ranks must not send to one another at the
-    same time; ranks that all go through the same list of transfers in the same order are safe.
+    Each call waits for the other end. So two ranks must not send to one another at the same time;
+    ranks that all process the same list of transfers in the same order are safe.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -181,13 +178,13 @@ class Rendezvous:
         """Send the array, and return whether it was received.
 
         Args:
-            array: any shape, numbers, on the host; None when there is nothing to send after all.
+            array: any shape, numbers, on the host; None to refuse.
             to: the rank that calls `receive`.
         """
         return self._pass(self._comm.isend, array, to)
 
     def receive(self, array: Buffer | None, source: int) -> bool:
-        """Write into the array what `source` sends, and return whether it sent anything.
+        """Fill the array with source's, and return whether it was sent.
 
         Args:
             array: shape and dtype as at the other end, C-contiguous; None to refuse.

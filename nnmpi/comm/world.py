@@ -160,7 +160,7 @@ class Comm(Protocol):
     def wait_all(self, requests: Sequence[Request], /) -> Any:
         """Return when all are complete."""
 
-    def poke(self) -> None:
+    def progress(self) -> None:
         """Drive the progress of pending messages; MPI moves them only inside its calls."""
 
     # ---- collectives: all ranks call them, in the same order, with arrays of the same dtype ----

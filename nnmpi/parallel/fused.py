@@ -142,7 +142,7 @@ class FusedUpdate:
             UsageError: see `Optimizer.step`.
             CommError: when another rank does not come in time.
         """
-        scale(self._node.places, factor)
+        scale(self._node.totals, factor)
         self.optimizer.update(self._blocks, self._frozen())
         self.storage.writes.count += 1
         with self._group.meeting("other ranks"):
@@ -158,7 +158,7 @@ class FusedUpdate:
             for i in range(len(node.owns)):
                 for grad, _ in node.sums(i):
                     total += float(grad.dot(grad))  # now, while the block is in the cache
-        return total if trusted(total) else sum_of_squares(node.places)
+        return total if trusted(total) else sum_of_squares(node.totals)
 
     def _frozen(self) -> list[tuple[int, slice]]:
         """Return what of the frozen parameters this rank would update."""

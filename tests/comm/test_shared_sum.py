@@ -216,7 +216,7 @@ def test_a_closed_twin_leaves_the_arrays(group: Group) -> None:
     full.all_reduce(array, "shared")
     assert (array == full.size**2).all()
     full.memory().free()
-    assert twin.place(array) is None
+    assert twin.locate(array) is None
     full.comm.free()
 
 
@@ -270,7 +270,7 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(
     saved = memory.allocate(5, "float64")
     memory.barrier_of(3)
     for give_back in (memory.close, memory.free):
-        assert memory.place(saved) is not None
+        assert memory.locate(saved) is not None
         give_back()
         give_back()
         for ask in (
@@ -282,6 +282,6 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(
         ):
             with pytest.raises(UsageError, match="was closed or freed; ask the group"):
                 ask()
-    assert memory.place(saved) is None
+    assert memory.locate(saved) is None
     assert full.sum_floats([1.0]) == [full.size]
     full.free()

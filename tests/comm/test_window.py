@@ -32,8 +32,8 @@ def test_every_rank_sees_what_the_others_write_into_their_arrays(group: Group) -
     right = (
         zeros
         and seen == [True] * memory.size
-        and memory.place(local[1:]) == (0, 4)
-        and memory.place(local.copy()) is None
+        and memory.locate(local[1:]) == (0, 4)
+        and memory.locate(local.copy()) is None
     )
     memory.free()
     assert all(group.gather(right))

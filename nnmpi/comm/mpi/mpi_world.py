@@ -173,7 +173,7 @@ class MpiComm:
             MPI.Group.Translate_ranks(self.mpi.Get_group(), None, MPI.COMM_WORLD.Get_group())
         )
 
-    def poke(self) -> None:
+    def progress(self) -> None:
         """Let messages move on."""
         self.mpi.Iprobe()
 

@@ -521,7 +521,7 @@ class SimulatedComm:
             self._board.open[self._own.number].close(request)
         self._own.news += 1
 
-    def poke(self) -> None:
+    def progress(self) -> None:
         """Let messages move on; see `comm.world.Comm`."""
         self._scheduler.enter(self._own)
         self._scheduler.give_way(self._own)

@@ -405,10 +405,10 @@ class ShardedStorage(FlatStorage):
             full[item] = mine
         memory.barrier()
         self._node = NodeSum(
-            grads, memory, owns=self.own, places=None if self.stage == 1 else self.grads
+            grads, memory, owns=self.own, totals=None if self.stage == 1 else self.grads
         )
         self._settle(data, grads)
-        self.grads = self._node.places
+        self.grads = self._node.totals
 
     def finish_update(self) -> None:
         """Publish all new parameters; in stage 3, discard what was gathered of the old ones."""
