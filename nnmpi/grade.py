@@ -58,27 +58,31 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from nnmpi.command import Parser, positive_count, say, suggest
+from nnmpi.command import Parser, positive_count, printable, say
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
 from nnmpi.exercise.exercise import Exercise, Setting
 from nnmpi.exercise.exercises import EXERCISES, POWERS, SHAPES
+from nnmpi.exercise.notebook import find
 from nnmpi.exercise.solution import Solution, TimedOut
 from nnmpi.files import parse_json, read_text, rebuilt, write_atomically
 from nnmpi.units import Bytes
 
 PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
 MOST_TEXT = 2000  # characters of a sentence, which may quote a solution's exception
-MOST_RANKS, LEAST_BYTES = 128, 128 << 20  # of a machine; of a process, which imports NumPy
+RANKS = range(1, 128 + 1)  # of a machine
+LEAST_BYTES = 128 << 20  # of a process, which imports NumPy
 ONE, CLASS = "one", "class"
 CHILD = """
 import pathlib, sys
@@ -141,7 +145,7 @@ class Outcome:
     value: float | None = None
 
     @property
-    def told(self) -> str:
+    def output(self) -> str:
         """The reason, and the drawing below it."""
         return f"{self.text}\n\n{self.drawing}".rstrip()
 
@@ -190,118 +194,132 @@ def read_assignment(file: Path) -> Assignment:
             " some"
         )
     for name, setting in assignment.machines.items():
-        try:
+        with _located(f"{file}, machine {name}"):
             _check_machine(setting)
-        except (NnmpiError, ValueError) as error:
-            raise UsageError(f"{file}, machine {name}: {error}") from None
     criteria: list[Criterion] = []
     for number, criterion in enumerate(assignment.criteria, 1):
-        criterion = replace(
-            criterion,
-            name=criterion.name or criterion.exercise,
-            file=criterion.file or f"{criterion.exercise.replace('-', '_')}.py",
-        )
-        wrong = _find_wrong(criterion, {other.name for other in criteria}, assignment.machines)
-        if wrong:
-            raise UsageError(f"{file}, criterion {number}: {wrong}")
+        with _located(f"{file}, criterion {number}"):
+            exercise = find(criterion.exercise)
+            criterion = replace(
+                criterion,
+                name=criterion.name or exercise.name,
+                file=criterion.file or f"{exercise.function}.py",
+            )
+            names = {other.name for other in criteria}
+            _check_criterion(criterion, exercise, names, assignment.machines)
         criteria.append(criterion)
     return replace(assignment, criteria=tuple(criteria))
 
 
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (NnmpiError, ValueError) as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _refuse(wrong: object, sentence: str) -> None:
+    if wrong:
+        raise UsageError(sentence)
+
+
 def _check_machine(setting: Setting) -> None:
-    if not (1 <= setting.ranks <= MOST_RANKS and 1 <= setting.microbatches <= MOST_RANKS):
-        raise UsageError(f"ranks and microbatches must be from 1 to {MOST_RANKS}")
-    if not (0 <= setting.forward_s < inf and 0 <= setting.message_s < inf and setting.bytes > 0):
-        raise UsageError("forward_s and message_s must not be below 0, and bytes must be above 0")
+    _refuse(
+        setting.ranks not in RANKS or setting.microbatches not in RANKS,
+        f"ranks and microbatches must be from 1 to {RANKS[-1]}",
+    )
+    _refuse(
+        not (0 <= setting.forward_s < inf and 0 <= setting.message_s < inf and setting.bytes > 0),
+        "forward_s and message_s must not be below 0, and bytes must be above 0",
+    )
     _ = setting.machine  # raises for an invalid network
 
 
-def _find_wrong(criterion: Criterion, before: set[str], machines: Mapping[str, Setting]) -> str:
-    """Return why a criterion is invalid, or ""."""
-    exercise = EXERCISES.get(criterion.exercise)
-    if exercise is None:
-        return (
-            f"there is no exercise {criterion.exercise!r}{suggest(criterion.exercise, EXERCISES)}"
-        )
-    if criterion.name in before or not before.issuperset(criterion.needs):
-        return f"{criterion.name!r} must be a new name, and need only names above it"
-    if not (
-        0 <= criterion.points < inf
-        and 0 <= criterion.at_most < inf
-        and 0 <= criterion.none_at < inf
-    ):
-        return "points, at_most and none_at must be numbers that are not below 0"
-    if 0 < criterion.none_at <= criterion.at_most:
-        return "none_at must be above at_most"
-    if Path(criterion.file).name != criterion.file or not criterion.file.endswith(".py"):
-        return (
-            f"file must be a name that ends in .py, in no other folder, and is {criterion.file!r}"
-        )
-    if wrong := _find_wrong_size(exercise, criterion.sizes):
-        return wrong
-    if not criterion.measure:
-        return (
-            "say what to measure, such as seconds"
-            if criterion.at_most or criterion.machine or criterion.of
-            else ""
-        )
-    if exercise.measure is None or criterion.machine not in machines or not criterion.at_most > 0:
-        return (
+def _check_criterion(
+    criterion: Criterion, exercise: Exercise, before: set[str], machines: Mapping[str, Setting]
+) -> None:
+    measure, machine, of, at_most = (
+        criterion.measure,
+        criterion.machine,
+        criterion.of,
+        criterion.at_most,
+    )
+    _refuse(
+        criterion.name in before or not before.issuperset(criterion.needs),
+        f"{criterion.name!r} must be a new name, and need only names above it",
+    )
+    _refuse(
+        not all(0 <= number < inf for number in (criterion.points, at_most, criterion.none_at)),
+        "points, at_most and none_at must be numbers that are not below 0",
+    )
+    _refuse(0 < criterion.none_at <= at_most, "none_at must be above at_most")
+    _refuse(
+        Path(criterion.file).name != criterion.file or not criterion.file.endswith(".py"),
+        f"file must be a name that ends in .py, in no other folder, and is {criterion.file!r}",
+    )
+    _check_sizes(exercise, criterion.sizes)
+    if not measure:
+        _refuse(at_most or machine or of, "say what to measure, such as seconds")
+        return
+    if exercise.measure is None or machine not in machines or not at_most > 0:
+        raise UsageError(
             f"to measure takes at_most, a machine ({', '.join(machines)}), and an exercise on"
             " ranks, which is no formula"
         )
-    if criterion.of and criterion.of not in exercise.own:
-        return f"of must be one of {', '.join(exercise.own)}"
-    setting = machines[criterion.machine]
-    if wrong := _find_wrong_size(
-        exercise, [[setting.ranks, setting.microbatches][: 1 + (exercise.sizes[0] in SHAPES)]]
-    ):
-        return wrong
-    numbers = _measure_own(exercise, criterion.of, setting)
-    if criterion.measure not in numbers:
-        return (
-            f"of {criterion.exercise} one can measure {', '.join(numbers)}, not {criterion.measure}"
-        )
-    if criterion.of and not max(numbers[criterion.measure]) > 0:
-        local = f"{criterion.of} takes no {criterion.measure} on {criterion.machine}"
-        return f"{local}, of which nothing is a multiple"
-    return ""
+    _refuse(
+        of and of not in exercise.references, f"of must be one of {', '.join(exercise.references)}"
+    )
+    setting = machines[machine]
+    _check_sizes(exercise, [[setting.ranks, setting.microbatches][: 1 + _is_paired(exercise)]])
+    numbers = _reference(exercise, of, setting)
+    _refuse(
+        measure not in numbers,
+        f"of {exercise.name} one can measure {', '.join(numbers)}, not {measure}",
+    )
+    _refuse(
+        of and not max(numbers[measure]) > 0,
+        f"{of} takes no {measure} on {machine}, of which nothing is a multiple",
+    )
 
 
-def _measure_own(exercise: Exercise, name: str, setting: Setting) -> Mapping[str, Sequence[float]]:
-    """Return the measures of nnmpi's own solution; without one, their names alone."""
-    local = exercise.own[name] if name else next(iter(exercise.own.values()), None)
-    if local is None or exercise.measure is None:
-        return {"bytes": [], "seconds": []}
-    return exercise.measure(local, setting)[1]
+def _is_paired(exercise: Exercise) -> bool:
+    """Return whether the exercise's sizes are pairs: ranks and microbatches."""
+    return isinstance(exercise.sizes[0], tuple)
 
 
-def _find_wrong_size(exercise: Exercise, sizes: Sequence[Any]) -> str:
-    pair = exercise.sizes[0] in SHAPES
-    for size in sizes if len(exercise.sizes) > 1 else ():
+def _reference(exercise: Exercise, name: str, setting: Setting) -> Mapping[str, Sequence[float]]:
+    """Return the measures of one of the package's solutions, or the limits on any solution."""
+    assert exercise.measure is not None
+    measures = (
+        exercise.measure(exercise.references[name], setting) if name else exercise.best(setting)
+    )
+    return measures[1]
+
+
+def _check_sizes(exercise: Exercise, sizes: Sequence[Any]) -> None:
+    name, pair = exercise.name, _is_paired(exercise)
+    _refuse(
+        sizes and len(exercise.sizes) == 1, f"{name} has no sizes: it is judged by drawn cases"
+    )
+    for size in sizes:
         numbers = size if isinstance(size, list) else [size]
-        if len(numbers) != 1 + pair or not all(
-            type(n) is int and 1 <= n <= MOST_RANKS for n in numbers
-        ):
-            what = "[ranks, microbatches]" if pair else "a number of ranks"
-            return f"a size of {exercise.name} is {what}, from 1 to {MOST_RANKS}, and not {size!r}"
-        if exercise.sizes == POWERS and numbers[0] & (numbers[0] - 1):
-            return f"a size of {exercise.name} is a power of two, and not {size}"
-        if exercise.sizes == SHAPES and numbers[1] % numbers[0]:
-            return f"of {exercise.name} microbatches are a multiple of ranks, and not {size}"
-    if sizes and len(exercise.sizes) == 1:
-        return f"{exercise.name} has no sizes: it is judged by drawn cases"
-    return ""
+        _refuse(
+            len(numbers) != 1 + pair or not all(type(n) is int and n in RANKS for n in numbers),
+            f"a size of {name} is {'[ranks, microbatches]' if pair else 'a number of ranks'}, from"
+            f" 1 to {RANKS[-1]}, and not {size!r}",
+        )
+        _refuse(
+            exercise.sizes == POWERS and numbers[0] & (numbers[0] - 1),
+            f"a size of {name} is a power of two, and not {size}",
+        )
+        _refuse(
+            exercise.sizes == SHAPES and numbers[1] % numbers[0],
+            f"of {name} microbatches are a multiple of ranks, and not {size}",
+        )
 
 
 # ---- judging ----
-
-
-def printable(text: str) -> str:
-    """Escape unprintable characters but newlines, for terminals, XML and JSON."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text
-    )
 
 
 def grade(assignment: Assignment, submission: Path) -> Grade:
@@ -309,8 +327,7 @@ def grade(assignment: Assignment, submission: Path) -> Grade:
     outcomes: list[Outcome] = []
     for criterion in assignment.criteria:
         passed = {outcome.name for outcome in outcomes if outcome.status == PASSED}
-        missing = {*criterion.needs} - passed
-        outcomes.append(_judge(assignment, criterion, submission, missing))
+        outcomes.append(_judge(assignment, criterion, submission, {*criterion.needs} - passed))
     return Grade(printable(submission.name), tuple(outcomes))
 
 
@@ -323,56 +340,59 @@ def _find_file(submission: Path, name: str) -> Path | None:
     return file if file.is_file() and file.resolve() == submission.resolve() / file.name else None
 
 
+def _outcome(
+    criterion: Criterion,
+    status: str,
+    text: str,
+    share: float = 0.0,
+    drawing: str = "",
+    value: float | None = None,
+) -> Outcome:
+    name, hidden, of = criterion.name, criterion.hidden, criterion.points
+    text = printable(shortened(text, MOST_TEXT))
+    return Outcome(name, hidden, status, round(share, 6) * of, of, text, printable(drawing), value)
+
+
 def _judge(
     assignment: Assignment, criterion: Criterion, submission: Path, missing: set[str]
 ) -> Outcome:
     exercise, file = EXERCISES[criterion.exercise], _find_file(submission, criterion.file)
     setting = assignment.machines.get(criterion.machine)
-    folder = submission if submission.is_dir() else None
-
-    def outcome(
-        status: str, text: str, share: float = 0.0, drawing: str = "", value: float | None = None
-    ) -> Outcome:
-        points, sentence = round(share, 6) * criterion.points, printable(shortened(text, MOST_TEXT))
-        name, hidden, of = criterion.name, criterion.hidden, criterion.points
-        return Outcome(name, hidden, status, points, of, sentence, printable(drawing), value)
-
+    outcome = partial(_outcome, criterion)
     if missing:
         return outcome(BLOCKED, f"it needs {min(missing)}, which has not passed")
     if file is None:
         return outcome(BLOCKED, f"there is no {criterion.file}")
+    folder = submission if submission.is_dir() else None
+    limits = assignment.limit_s, assignment.memory
     try:
-        with Solution(
-            file, exercise.function, folder, assignment.limit_s, assignment.memory
-        ) as function:
+        with Solution(file, exercise.function, folder, *limits) as function:
             if setting is None or exercise.measure is None:
                 return outcome(PASSED, exercise.check(function, criterion.sizes), 1.0)
             _, numbers, drawing = exercise.measure(function, setting)
     except NnmpiError as error:
         status = TIMEOUT if isinstance(error, TimedOut) else FAILED
-        return outcome(status, str(error), 0.0, getattr(error, "drawing", ""))
+        return outcome(status, str(error), drawing=getattr(error, "drawing", ""))
     except Exception as error:
         # an error of the checker: no success, and not the student's failure either
         return outcome(BLOCKED, f"the checker cannot judge it: {type(error).__name__}: {error}")
-    value = max(numbers[criterion.measure])
-    score = value / (
-        max(_measure_own(exercise, criterion.of, setting)[criterion.measure])
-        if criterion.of
-        else 1.0
+    measure, of, at_most, none_at = (
+        criterion.measure,
+        criterion.of,
+        criterion.at_most,
+        criterion.none_at,
     )
-    times = f" times what {criterion.of} takes" if criterion.of else ""
+    value = max(numbers[measure])
+    score = value / max(_reference(exercise, of, setting)[measure]) if of else value
+    times = f" times what {of} takes" if of else ""
     sentence = (
-        f"{value:.6g} {criterion.measure} on {criterion.machine}, {score:.4g}{times}; at most"
-        f" {criterion.at_most:g}{times} is asked for"
+        f"{value:.6g} {measure} on {criterion.machine}, {score:.4g}{times}; at most"
+        f" {at_most:g}{times} is asked for"
     )
-    if score <= criterion.at_most * (1 + 1e-9):
-        return outcome(PASSED, sentence, 1.0, "", value)
-    share = (
-        (criterion.none_at - score) / (criterion.none_at - criterion.at_most)
-        if criterion.none_at
-        else 0.0
-    )
-    return outcome(FAILED, sentence, max(0.0, share), drawing, value)
+    if score <= at_most * (1 + 1e-9):
+        return outcome(PASSED, sentence, 1.0, value=value)
+    share = max(0.0, (none_at - score) / (none_at - at_most)) if none_at else 0.0
+    return outcome(FAILED, sentence, share, drawing, value)
 
 
 def grade_class(
@@ -385,7 +405,6 @@ def grade_class(
     limit_s = 60 + 2 * assignment.limit_s * len(assignment.criteria)
 
     def one(submission: Path) -> Grade:
-        name = printable(submission.name)
         problem = "it is neither a folder nor a file whose name ends in .py"
         if not submission.is_symlink() and (submission.is_dir() or submission.suffix == ".py"):
             try:
@@ -397,11 +416,8 @@ def grade_class(
                 return result
             except (subprocess.SubprocessError, TypeError, ValueError) as error:
                 problem = f"its grading took too long, or ended by itself ({type(error).__name__})"
-        outcomes = (
-            Outcome(criterion.name, criterion.hidden, BLOCKED, 0.0, criterion.points, problem)
-            for criterion in assignment.criteria
-        )
-        return Grade(name, tuple(outcomes))
+        outcomes = (_outcome(criterion, BLOCKED, problem) for criterion in assignment.criteria)
+        return Grade(printable(submission.name), tuple(outcomes))
 
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(one, submissions))
@@ -467,7 +483,7 @@ def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
             "score": each.points,
             "max_score": each.of,
             "status": PASSED if each.status == PASSED else FAILED,
-            "output": each.told,
+            "output": each.output,
             "visibility": "hidden" if each.hidden else "visible",
         }
         for each in outcomes
@@ -485,7 +501,7 @@ def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
             "passed": each.status == PASSED,
             "score": int(each.points),
             "max-score": int(each.of),
-            "output": each.told,
+            "output": each.output,
         }
         for each in _only(grades).public
     ]
@@ -527,7 +543,7 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
         for each in grades[0].outcomes:
             hidden = " (hidden)" * each.hidden
             lines.append(f"{each.status:<8} {each.points:g} of {each.of:g}  {each.name}{hidden}")
-            lines += [f"    {line}".rstrip() for line in each.told.splitlines()]
+            lines += [f"    {line}".rstrip() for line in each.output.splitlines()]
         return "\n".join(lines)
     names = [item.name for item in assignment.criteria]
     rows = [["", *map(str, range(1, len(names) + 1)), "points"]]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import getdoc
 from textwrap import indent
 from typing import Any, TypeAlias
 
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Machine
 from nnmpi.custom import fault
-from nnmpi.errors import NnmpiError, ScheduleError
+from nnmpi.errors import NnmpiError
 from nnmpi.exercise.child import show
 from nnmpi.exercise.wire import WrongAnswer
 from nnmpi.units import Bytes
@@ -65,24 +65,28 @@ class Exercise:
         name: as on the command line.
         statement: the task, in a few lines.
         arguments: of the function, such as "rank, size".
-        judge: (function, size) -> a sentence on a right solution; it raises `WrongAnswer`. The
-            function may run in another process, which passes values alone: see `exercise.solution`.
         sizes: numbers of ranks (of pipelines: ranks and microbatches).
+        judge: (function, size) -> a sentence on a right solution; raises `WrongAnswer`. None: the
+            limits of `best` judge what `measure` returns. The function may run in another process,
+            which passes values alone: see `exercise.solution`.
         imports: import lines of the starter file.
         measure: (function, setting) -> the measures of a right solution: "seconds" and "bytes" on
             simulated clocks, "chunks", "rounds", "activations". It raises `WrongAnswer` for a wrong
             one. None if there is nothing to measure.
-        own: the package's solutions by name, as references for measures.
+        best: setting -> the limits of the measures: of activations for each rank, of all else for
+            any rank.
+        references: the package's solutions by name; a measure may be given as a multiple of theirs.
     """
 
     name: str
     statement: str
     arguments: str
-    judge: Callable[[Function, Any], str]
     sizes: Sequence[Any] = (1,)
+    judge: Callable[[Function, Any], str] | None = None
     imports: str = ""
     measure: Callable[[Function, Setting], Measures] | None = None
-    own: Mapping[str, Function] = field(default_factory=dict)
+    best: Callable[[Setting], Measures] = lambda _: ("", {}, "")
+    references: Mapping[str, Function] = field(default_factory=dict)
 
     @property
     def function(self) -> str:
@@ -108,7 +112,8 @@ class Exercise:
             >>> find("data-split").check(data_split)
             'right in 95 cases'
         """
-        *_, sentence = [self.judge(function, size) for size in sizes or self.sizes]
+        judge = self.judge or self._judge_measures
+        *_, sentence = [judge(function, size) for size in sizes or self.sizes]
         return f"right {sentence}"
 
     def starter(self) -> str:
@@ -119,37 +124,24 @@ class Exercise:
         body = indent('raise NotImplementedError("write it here")', "    ")
         return f'"""{text}\n"""\n\n{imports}def {self.function}({self.arguments}):\n{body}\n'
 
-
-def judge_measures(
-    measure: Callable[[Function, Setting], Measures],
-    best: Callable[[Setting], Measures],
-    function: Function,
-    size: Any,
-) -> str:
-    """Return a sentence on the measures of a right solution, which exceed no limit.
-
-    Args:
-        measure: of the exercise.
-        best: setting -> the limits: of activations for each rank, of all else for any rank.
-        function: the solution.
-        size: the number of ranks, or the numbers of ranks and microbatches.
-
-    Raises:
-        WrongAnswer: naming the mistake, or the rank and the measure over its limit.
-    """
-    setting = Setting(*size) if isinstance(size, Sequence) else Setting(size)
-    _, limits, drawn = best(setting)
-    with judged("", str, lambda: drawn):
-        where, numbers, drawing = measure(function, setting)
-        for name, limit in limits.items():
-            for rank, number in enumerate(numbers[name]):
-                most = limit[rank] if name == "activations" else max(limit)
-                if number > most * (1 + 1e-9):
-                    who = f"rank {rank}" if len(numbers[name]) > 1 else "it"
-                    excess = f"{who} {VERBS[name].format(number)}, and {most:.10g} are enough"
-                    raise WrongAnswer(f"{where}: the result is right, but {excess}", drawing)
-    verbs = (VERBS[name].format(max(ranks)) for name, ranks in numbers.items() if any(ranks))
-    return f"{where}: it {', '.join(verbs)}"
+    def _judge_measures(self, function: Function, size: Any) -> str:
+        assert self.measure is not None
+        setting = Setting(*size) if isinstance(size, Sequence) else Setting(size)
+        _, limits, drawn = self.best(setting)
+        try:
+            where, numbers, drawing = self.measure(function, setting)
+            for name, limit in limits.items():
+                for rank, number in enumerate(numbers[name]):
+                    most = limit[rank] if name == "activations" else max(limit)
+                    if number > most * (1 + 1e-9):
+                        who = f"rank {rank}" if len(numbers[name]) > 1 else "it"
+                        excess = f"{who} {VERBS[name].format(number)}, and {most:.10g} are enough"
+                        raise WrongAnswer(f"{where}: the result is right, but {excess}", drawing)
+        except WrongAnswer as error:
+            error.best = drawn
+            raise
+        verbs = (VERBS[name].format(max(ranks)) for name, ranks in numbers.items() if any(ranks))
+        return f"{where}: it {', '.join(verbs)}"
 
 
 def call(function: Function, *values: Any) -> Any:
@@ -166,19 +158,6 @@ def call(function: Function, *values: Any) -> Any:
         raise WrongAnswer(fault(function, map(show, values), error)) from error
 
 
-@contextmanager
-def judged(where: str, draw: Callable[[], str], best: Callable[[], str] = str) -> Iterator[None]:
-    """Turn a ScheduleError in the body into a `WrongAnswer` with the setting and drawings.
-
-    Args:
-        where: the setting, such as "on 2 ranks".
-        draw: returns the drawing of the solution; called on errors alone.
-        best: returns the drawing of a right one.
-    """
-    try:
-        yield
-    except ScheduleError as error:
-        raise WrongAnswer(f"{where}: {error}", draw(), best()) from None
-    except WrongAnswer as error:
-        error.drawing, error.best = error.drawing or draw(), error.best or best()
-        raise
+def described(function: Function) -> tuple[str, str]:
+    """Return an exercise's name and statement: a function's name and docstring."""
+    return function.__name__.replace("_", "-"), getdoc(function) or ""

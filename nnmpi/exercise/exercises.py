@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import cleandoc
-from itertools import product
+from itertools import chain, product
 from math import isclose
 from random import Random
 from sys import float_info
@@ -43,8 +43,7 @@ from nnmpi.exercise.exercise import (
     Measures,
     Setting,
     call,
-    judge_measures,
-    judged,
+    described,
 )
 from nnmpi.exercise.shared import SHARED
 from nnmpi.exercise.wire import WrongAnswer
@@ -106,20 +105,23 @@ def measure_collective(
     """
     size, steps, contract = setting.ranks, list[tuple[Step, ...]](), right.contract
     where = f"on {counted(size, 'rank')}"
-    with judged(where, lambda: _drawing(steps)):
+    try:
         steps += [
             few(ask(function, Step, rank, size), 4 * size * contract.chunks(size))
             for rank in range(size)
         ]
         proof = prove_steps(steps, contract)
-        for rank, own in enumerate(steps if near else ()):
-            friends = {partner for step in right(rank, size) for partner in (step.to, step.from_)}
-            for at, step in enumerate(own):
-                for partner in {step.to, step.from_} - friends - {None}:
-                    who = f"rank {rank}, step {at} talks to rank {partner}"
+        for rank, program in enumerate(steps if near else ()):
+            partners = {other for step in right(rank, size) for other in (step.to, step.from_)}
+            for at, step in enumerate(program):
+                for other in {step.to, step.from_} - partners - {None}:
+                    who = f"rank {rank}, step {at} talks to rank {other}"
                     raise ScheduleError(f"the result is right, but {who}, which it may not")
+    except ScheduleError as error:
+        raise WrongAnswer(f"{where}: {error}", _drawing(steps)) from None
     sent, received = (
-        [sum(len(getattr(step, way)) for step in own) for own in steps] for way in ("send", "recv")
+        [sum(len(getattr(step, way)) for step in program) for program in steps]
+        for way in ("send", "recv")
     )
     busiest = -(-setting.bytes // contract.chunks(size)) * max(*sent, *received)
     collective = as_collective(lambda rank, size: steps[rank], contract)
@@ -149,12 +151,17 @@ def _collective(
     form: str = _FORM,
 ) -> Exercise:
     right = OWN[what, how]
-    own = {item.name: item for (operation, _), item in OWN.items() if operation == what}
+    references = {item.name: item for (operation, _), item in OWN.items() if operation == what}
     measure = partial(measure_collective, right, near)
-    imports = "from nnmpi.comm.collective import Step"
-    judge = partial(judge_measures, measure, partial(measure, right))
     return Exercise(
-        name, f"{cleandoc(statement)}\n\n{form}", "rank, size", judge, sizes, imports, measure, own
+        name,
+        f"{cleandoc(statement)}\n\n{form}",
+        "rank, size",
+        sizes,
+        imports="from nnmpi.comm.collective import Step",
+        measure=measure,
+        best=partial(measure, right),
+        references=references,
     )
 
 
@@ -330,84 +337,110 @@ def judge_rule(cases: Cases, function: Function, *_: object) -> str:
     return f"in {tried} cases"
 
 
-def _seconds(collective: Collective, counts: Sequence[int], draw: Random) -> Iterator[Case]:
-    """Yield cases of a cost, also for each number of buckets in `counts`."""
-    for N, buckets in product((1, 2, 3, 4, 5, 8, 16, draw.randint(17, 64)), counts or [1]):
+RING = ALGORITHMS["ring"]
+
+
+def _seconds(collective: Collective, draw: Random) -> Iterator[Case]:
+    for N in (1, 2, 3, 4, 5, 8, 16, draw.randint(17, 64)):
         for M, alpha, beta in (
             (4000 * N, 1.0, 0.0),
             (4000 * N, 0.0, 1.0),
             (1, 0.0, 1.0),
             (4000 * N, 1.0, 1.0),
         ):
-            given = f"with N = {N}, M = {M}, alpha = {alpha:g}, beta = {beta:g}"
-            given += f" and {buckets} buckets" * bool(
-                counts
-            ) + " (bytes are divided by /, not by //)" * (M == 1)
-            expected = buckets * collective.seconds(N, M / buckets, alpha, beta)
-            yield given, (N, M, alpha, beta, *[buckets] * bool(counts)), float(expected)
+            hint = " (bytes are divided by /, not by //)" * (M == 1)
+            case = f"with N = {N}, M = {M}, alpha = {alpha:g}, beta = {beta:g}{hint}"
+            yield case, (N, M, alpha, beta), float(collective.seconds(N, M, alpha, beta))
 
 
-def _crossover(draw: Random) -> Iterator[Case]:
+def _cost(name: str, operation: str, algorithm: str, statement: str) -> Exercise:
+    judge = partial(judge_rule, partial(_seconds, COLLECTIVES[operation, algorithm]))
+    return Exercise(name, cleandoc(statement), "N, M, alpha, beta", judge=judge)
+
+
+def _rule(arguments: str) -> Callable[[Cases], Exercise]:
+    return lambda cases: Exercise(*described(cases), arguments, judge=partial(judge_rule, cases))
+
+
+@_rule("N, M, alpha, beta, buckets")
+def bucket_cost(draw: Random) -> Iterator[Case]:
+    """Gradients in equal buckets, each summed around the ring, one after another.
+
+    Return the seconds for M bytes in all on N ranks.
+    """
+    for buckets, (case, values, seconds) in product((1, 2, 5), _seconds(RING, draw)):
+        N, _, alpha, _ = values
+        # each bucket has the latencies of a ring, and a share of its bytes
+        expected = seconds + (buckets - 1) * RING.seconds(N, 0, alpha, 0)
+        yield f"{case} and {buckets} buckets", (*values, buckets), expected
+
+
+@_rule("N, alpha, beta")
+def ring_tree_crossover(draw: Random) -> Iterator[Case]:
+    """From how many bytes on is the ring faster than the tree?
+
+    Return the M at which both all-reduces take as long; N is a power of two, at least 4.
+    """
     for N in (4, 8, 16, 64):
         alpha, beta = draw.uniform(1e-4, 1e-3), draw.uniform(1e-9, 1e-8)
-        (rounds, sent, _), (levels, whole, _) = (
-            ALGORITHMS[name].cost(N) for name in ("ring", "tree")
-        )
-        expected = alpha * (rounds - levels) / (beta * (whole - sent))
+        (rounds, shares, _), (levels, buffers, _) = RING.cost(N), ALGORITHMS["tree"].cost(N)
+        expected = alpha * (rounds - levels) / (beta * (buffers - shares))
         yield f"with N = {N}, alpha = {alpha}, beta = {beta}", (N, alpha, beta), expected
 
 
-def _rows(draw: Random) -> Iterator[Case]:
+@_rule("rows, rank, size")
+def data_split(draw: Random) -> Iterator[Case]:
+    """Which rows of a batch a rank takes.
+
+    Return (start, stop). The ranks have all rows, each once, in their order; where rows do not
+    divide, the first ranks have one more than the others.
+    """
     for size in (1, 2, 3, 5, 8):
-        for rows in (
-            size,
-            size + 1,
-            size - 1,
-            7 * size + draw.randrange(size),
-            draw.randrange(100, 1000),
-        ):
+        drawn = 7 * size + draw.randrange(size), draw.randrange(100, 1000)
+        for rows in (size, size + 1, size - 1, *drawn):
             for rank, part in enumerate(split(rows, size)):
                 case = f"{counted(rows, 'row')} on {counted(size, 'rank')}, rank {rank}"
                 yield case, (rows, rank, size), (part.start, part.stop)
 
 
-def _ssp(draw: Random) -> Iterator[Case]:
+@_rule("steps, worker, bound")
+def ssp_rule(draw: Random) -> Iterator[Case]:
+    """Stale synchronous: may a worker begin a step?
+
+    steps[w] is how many steps worker w has done. It may, if it leads the slowest by at most bound.
+    Return True or False.
+    """
     for _ in range(100):
         clocks = WorkerClocks(draw.randint(1, 5))
         clocks.steps[:] = [draw.randint(3, 6) for _ in clocks.steps]
         worker, bound = draw.randrange(len(clocks.steps)), draw.randint(0, 3)
-        lead = f"it leads the slowest by {clocks.lead(worker)}"
         case = (
             f"workers have done {clocks.steps} steps, and worker {worker} asks under the bound"
-            f" {bound} ({lead})"
+            f" {bound} (it leads the slowest by {clocks.lead(worker)})"
         )
         yield case, (clocks.steps, worker, bound), clocks.may_start(worker, bound)
 
 
-def _gradients(draw: Random) -> Iterator[Case]:
+@_rule("events")
+def gradient_staleness(draw: Random) -> Iterator[Case]:
+    """How stale is each gradient?
+
+    events are in order: ("read", worker) reads the weights, ("push", worker) pushes the gradient
+    computed with them, which is one update. Return a list: for each push, the number of updates
+    between the worker's read and its push.
+    """
     for length in range(1, 40):
         events: list[tuple[str, int]] = []
-        read: dict[int, int] = {}
+        updates_at_read: dict[int, int] = {}
         expected: list[int] = []
         for worker in draw.choices(range(3), k=length):
-            events.append(("push" if worker in read else "read", worker))
-            if worker in read:
-                expected.append(len(expected) - read.pop(worker))
+            reads = worker not in updates_at_read
+            events.append(("read" if reads else "push", worker))
+            if reads:
+                updates_at_read[worker] = len(expected)
             else:
-                read[worker] = len(expected)
+                expected.append(len(expected) - updates_at_read.pop(worker))
         yield f"events {events}", (events,), expected
-
-
-def _rule(name: str, arguments: str, cases: Cases, statement: str) -> Exercise:
-    return Exercise(name, cleandoc(statement), arguments, partial(judge_rule, cases))
-
-
-def _cost(name: str, operation: str, algorithm: str, statement: str, *counts: int) -> Exercise:
-    arguments, cases = (
-        "N, M, alpha, beta",
-        partial(_seconds, COLLECTIVES[operation, algorithm], counts),
-    )
-    return _rule(name, arguments + ", buckets" * bool(counts), cases, statement)
 
 
 _COSTS = (
@@ -443,57 +476,8 @@ _COSTS = (
 
         Return its seconds on N ranks; M are the bytes of all chunks together.""",
     ),
-    _cost(
-        "bucket-cost",
-        "all-reduce",
-        "ring",
-        """Gradients in equal buckets, each summed around the ring, one after another.
-
-        Return the seconds for M bytes in all on N ranks.""",
-        *(1, 2, 5),
-    ),
-    _rule(
-        "ring-tree-crossover",
-        "N, alpha, beta",
-        _crossover,
-        """From how many bytes on is the ring faster than the tree?
-
-        Return the M at which both all-reduces take as long; N is a power of two, at least 4.""",
-    ),
-)
-
-_SPLIT = _rule(
-    "data-split",
-    "rows, rank, size",
-    _rows,
-    """Which rows of a batch a rank takes.
-
-    Return (start, stop). The ranks have all rows, each once, in their order; where rows do not
-    divide, the first ranks have one more than the others.""",
-)
-
-_RULES = (
-    _rule(
-        "ssp-rule",
-        "steps, worker, bound",
-        _ssp,
-        """Stale synchronous: may a worker begin a step?
-
-        steps[w] is how many steps worker w has done. It may, if it leads the slowest by at most
-        bound.
-        Return True or False.""",
-    ),
-    _rule(
-        "gradient-staleness",
-        "events",
-        _gradients,
-        """How stale is each gradient?
-
-        events are in order: ("read", worker) reads the weights, ("push", worker) pushes the
-        gradient computed with them, which is one update. Return a list: for each push, the number
-        of updates between the worker's read and its push.
-        """,
-    ),
+    bucket_cost,
+    ring_tree_crossover,
 )
 
 
@@ -518,20 +502,22 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
     """
     ranks, stages, microbatches = setting.ranks, setting.ranks * virtual, setting.microbatches
     where = f"with {ranks} ranks and {microbatches} microbatches"
-    with judged(where, str):  # the sentence shows the programs
-        most = 8 * virtual * (microbatches + 1)  # a solution may also list its messages
+    most = 8 * virtual * (microbatches + 1)  # a solution may also list its messages
+    try:
         programs = tuple(
             few(ask(function, Instruction, rank, ranks, microbatches), most)
             for rank in range(ranks)
         )
-        for one in (one for program in programs for one in program):
-            there = one.stage in range(stages) and one.microbatch in range(microbatches)
-            if type(one.kind) is not Kind or not there:
+        for one in chain(*programs):
+            exists = one.stage in range(stages) and one.microbatch in range(microbatches)
+            if type(one.kind) is not Kind or not exists:
                 raise ScheduleError(
                     f"{one} has no place in {stages} stages and {microbatches} microbatches"
                 )
         schedule = lower(Schedule(name, ranks, stages, microbatches, programs))
         check(schedule)
+    except ScheduleError as error:
+        raise WrongAnswer(f"{where}: {error}") from None  # the sentence shows the programs
     costs = even_costs(stages, setting.forward_s / virtual, message_s=setting.message_s)
     run = simulate_schedule(schedule, costs)
     numbers = {"activations": run.peak_activations, "seconds": [run.makespan_s]}
@@ -550,30 +536,30 @@ def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
     """
     stages, microbatches = shape
     where = f"with {stages} stages and {counted(microbatches, 'microbatch', 'microbatches')}"
-    todo, enough = [*product(range(microbatches), range(stages))], stages + microbatches - 1
-    found, over = call(function, *shape), list[Any]()
+    passes, enough = [*product(range(microbatches), range(stages))], stages + microbatches - 1
+    answer, done = call(function, *shape), dict[Any, int]()  # passes, each with its cycle
     try:
-        cycles = [[tuple(one) for one in cycle] for cycle in few(found, 4 * len(todo))]
+        cycles = [[tuple(one) for one in cycle] for cycle in few(answer, 4 * len(passes))]
     except TypeError:
         raise WrongAnswer(
-            f"{where} it gives {found!r}; give a list of lists of (microbatch, stage)"
+            f"{where} it gives {answer!r}; give a list of lists of (microbatch, stage)"
         ) from None
     for number, cycle in enumerate(cycles):
-        for place, one in enumerate(cycle):
-            told = f"{where}: {one!r} in cycle {number}"
-            if one not in todo or any(isinstance(each, float) for each in one):
-                raise WrongAnswer(
-                    f"{told} is {'done already' if one in over else 'no (microbatch, stage)'}"
-                )
+        for one in cycle:
+            at = f"{where}: {one!r} in cycle {number}"
+            if one not in passes or any(isinstance(index, float) for index in one):
+                raise WrongAnswer(f"{at} is no (microbatch, stage)")
+            if one in done:
+                raise WrongAnswer(f"{at} is done already")
             m, s = one
-            if s > 0 and (m, s - 1) not in over[: len(over) - place]:
-                raise WrongAnswer(f"{told} comes before {(m, s - 1)} is over")
-            if any(s == other for _, other in cycle[:place]):
-                raise WrongAnswer(f"{told}: stage {s} has another microbatch in this cycle")
-            todo.remove(one)
-            over.append(one)
-    if todo:
-        raise WrongAnswer(f"{where}: {todo[0]} is missing")
+            if s > 0 and done.get((m, s - 1), number) == number:
+                raise WrongAnswer(f"{at} comes before {(m, s - 1)} is over")
+            if number in (done.get((other, s)) for other in range(microbatches)):
+                raise WrongAnswer(f"{at}: stage {s} has another microbatch in this cycle")
+            done[one] = number
+    for one in passes:
+        if one not in done:
+            raise WrongAnswer(f"{where}: {one} is missing")
     if len(cycles) > enough:
         raise WrongAnswer(
             f"{where}: all is done, but it takes {len(cycles)} cycles, and {enough} are enough"
@@ -582,15 +568,19 @@ def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
 
 
 def _order(name: str, schedule: str, statement: str, virtual: int = 1) -> Exercise:
-    def own(rank: int, ranks: int, microbatches: int) -> Any:
+    def right(rank: int, ranks: int, microbatches: int) -> Any:
         return make(schedule, ranks, microbatches, virtual).programs[rank]
 
     measure = partial(measure_order, schedule, virtual)
-    judge = partial(judge_measures, measure, partial(measure, own))
-    sizes = FEW if virtual == 1 else SHAPES
-    arguments, imports = "rank, ranks, microbatches", "from nnmpi.schedule.schedule import Kind"
     return Exercise(
-        name, cleandoc(statement), arguments, judge, sizes, imports, measure, {schedule: own}
+        name,
+        cleandoc(statement),
+        "rank, ranks, microbatches",
+        FEW if virtual == 1 else SHAPES,
+        imports="from nnmpi.schedule.schedule import Kind",
+        measure=measure,
+        best=partial(measure, right),
+        references={schedule: right},
     )
 
 
@@ -655,8 +645,8 @@ _SCHEDULES = (
 Return a list of cycles, each a list of (microbatch, stage) that run at once. Stage s may begin a
 microbatch in the cycle after stage s - 1 has done it. Use the fewest cycles.""",
         "stages, microbatches",
-        judge_cycles,
         FEW,
+        judge_cycles,
     ),
 )
 
@@ -664,9 +654,9 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
     {
         "collectives": _COLLECTIVES,
         "what they cost": _COSTS,
-        "what ranks share out": (_SPLIT, *SHARED),
+        "what ranks share out": (data_split, *SHARED),
         "pipeline schedules": _SCHEDULES,
-        "who may go on": _RULES,
+        "who may go on": (ssp_rule, gradient_staleness),
     }
 )
 EXERCISES: Mapping[str, Exercise] = {each.name: each for kind in KINDS.values() for each in kind}

@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from inspect import cleandoc
 from math import inf
 from typing import Any, TypeAlias
 
@@ -24,7 +23,14 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, counted
-from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, call, judge_measures
+from nnmpi.exercise.exercise import (
+    Exercise,
+    Function,
+    Measures,
+    Setting,
+    call,
+    described,
+)
 from nnmpi.exercise.wire import WrongAnswer
 from nnmpi.shard import split
 
@@ -223,13 +229,20 @@ def _shared(
     network: str = "",
 ) -> Callable[[Trial], Exercise]:
     def best(setting: Setting) -> Measures:
-        return "", {"seconds" if network else "bytes": [most(setting.ranks)]}, ""
+        limits = dict.fromkeys(("bytes", "seconds"), [inf])
+        return "", limits | {"seconds" if network else "bytes": [most(setting.ranks)]}, ""
 
     def make(trial: Trial) -> Exercise:
-        measure, name = partial(measure_shared, trial, network), trial.__name__.replace("_", "-")
-        statement = f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}"
-        judge = partial(judge_measures, measure, best)
-        return Exercise(name, statement, arguments, judge, sizes, "import numpy as np", measure)
+        name, statement = described(trial)
+        return Exercise(
+            name,
+            f"{statement}\n\n{more.strip()}",
+            arguments,
+            sizes,
+            imports="import numpy as np",
+            measure=partial(measure_shared, trial, network),
+            best=best,
+        )
 
     return make
 
@@ -493,23 +506,20 @@ def overlap(group: Ranks, arrays: Arrays) -> Part:
 
 
 SHARED = (
-    *(
-        global_mean,
-        gradient_mean,
-        grid_split,
-        row_linear,
-        column_gradient,
-        gathered_linear,
-        gathered_gradient,
-    ),
-    *(
-        sharded_pair,
-        pair_gradient,
-        zero_update,
-        zero3_partition,
-        zero3_forward,
-        zero3_backward,
-        sharded_adam,
-    ),
-    *(expert_parallel, overlap),
+    global_mean,
+    gradient_mean,
+    grid_split,
+    row_linear,
+    column_gradient,
+    gathered_linear,
+    gathered_gradient,
+    sharded_pair,
+    pair_gradient,
+    zero_update,
+    zero3_partition,
+    zero3_forward,
+    zero3_backward,
+    sharded_adam,
+    expert_parallel,
+    overlap,
 )

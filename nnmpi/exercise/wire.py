@@ -47,12 +47,12 @@ class WrongAnswer(NnmpiError):
 
     Attributes:
         drawing: of the solution's rounds or schedule; may be empty.
-        best: of the package's, shown only in notebooks, because it is the answer.
+        best: the drawing of the package's; only notebooks show it, because it is the answer.
     """
 
-    def __init__(self, sentence: str, drawing: str = "", best: str = "") -> None:
+    def __init__(self, sentence: str, drawing: str = "") -> None:
         super().__init__(sentence)
-        self.drawing, self.best = drawing, best
+        self.drawing, self.best = drawing, ""
 
     def _render_traceback_(self) -> list[str]:  # IPython shows this instead of a traceback
         pictures = {"Yours:": self.drawing, "As few and as short as they can be:": self.best}
