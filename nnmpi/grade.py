@@ -17,7 +17,7 @@ An assignment is a file in TOML:
     points = 10
 
     [[criteria]]
-    name = "six and seven ranks"      # the exercise's own name, if none is given
+    name = "six and seven ranks"      # default: the exercise's name
     exercise = "ring-all-reduce"
     points = 5
     hidden = true                     # students see neither its name nor why it failed
@@ -27,16 +27,15 @@ An assignment is a file in TOML:
     [[criteria]]
     name = "as fast as a ring"
     exercise = "ring-all-reduce"
-    file = "fast.py"                  # in a submission's folder; ring_all_reduce.py, if none is
-                                      given
+    file = "fast.py"                  # in a submission's folder; default: ring_all_reduce.py
     points = 5
     measure = "seconds"               # or bytes, chunks (of the busiest rank), rounds, activations
-                                      (peak)
+                                      # (peak)
     machine = "cluster"
-    of = "ring"                       # as a multiple of what nnmpi's own takes there; else as it is
-    at_most = 1.05                    # for all points
-    none_at = 2                       # from there on none, and evenly between; without it, all or
-                                      none
+    of = "ring"                       # score: a multiple of nnmpi's ring; default: the number
+                                      # itself
+    at_most = 1.05                    # a score up to here has all points
+    none_at = 2                       # from here on none, linear between; default: all or none
 
     [machines.cluster]
     ranks = 16
@@ -44,13 +43,14 @@ An assignment is a file in TOML:
                                       # also per_node=8,inside_gbit=100; empty: messages are free
     bytes = "64MiB"                   # of a collective's buffer
     microbatches = 8                  # of a pipeline
-    forward_s = 1                     # of a rank's stages for one; a backward takes twice as long
+    forward_s = 1                     # a microbatch in all stages of a rank; backward takes twice
+                                      # as long
     message_s = 0                     # from stage to stage
 
 A submission is a file, or a folder of files. Each submission of a class is graded in a process of
 its own, and its solutions run in further processes. A criterion is passed, failed, blocked (its
 file is missing, or a criterion it needs has not passed), or timeout (over its limit). Seconds are
-those of simulated clocks: the same on every computer.
+those of simulated clocks, the same on every computer.
 """
 
 import json
@@ -167,8 +167,8 @@ class Grade:
     def public(self) -> list[Outcome]:
         """The outcomes that students may see, hidden ones without name and reason."""
         return [
-            replace(each, name=f"hidden {number}", text="", drawing="") if each.hidden else each
-            for number, each in enumerate(self.outcomes, 1)
+            replace(item, name=f"hidden {number}", text="", drawing="") if item.hidden else item
+            for number, item in enumerate(self.outcomes, 1)
         ]
 
 
@@ -186,13 +186,12 @@ def read_assignment(file: Path) -> Assignment:
             assignment: Assignment = rebuilt(Assignment, tomllib.loads(read_text(file)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{file} is no assignment: {error}") from None
-    if not (
-        0 < assignment.limit_s < inf and assignment.memory >= LEAST_BYTES and assignment.criteria
-    ):
-        raise UsageError(
-            f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and criteria"
-            " some"
-        )
+    limits = 0 < assignment.limit_s < inf and assignment.memory >= LEAST_BYTES
+    _refuse(
+        not (limits and assignment.criteria),
+        f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and criteria"
+        " some",
+    )
     for name, setting in assignment.machines.items():
         with _located(f"{file}, machine {name}"):
             _check_machine(setting)
@@ -262,11 +261,11 @@ def _check_criterion(
     if not measure:
         _refuse(at_most or machine or of, "say what to measure, such as seconds")
         return
-    if exercise.measure is None or machine not in machines or not at_most > 0:
-        raise UsageError(
-            f"to measure takes at_most, a machine ({', '.join(machines)}), and an exercise on"
-            " ranks, which is no formula"
-        )
+    _refuse(
+        exercise.measure is None or machine not in machines or not at_most > 0,
+        f"to measure takes at_most, a machine ({', '.join(machines)}), and an exercise on ranks,"
+        " which is no formula",
+    )
     _refuse(
         of and of not in exercise.references, f"of must be one of {', '.join(exercise.references)}"
     )
@@ -299,9 +298,7 @@ def _reference(exercise: Exercise, name: str, setting: Setting) -> Mapping[str, 
 
 def _check_sizes(exercise: Exercise, sizes: Sequence[Any]) -> None:
     name, pair = exercise.name, _is_paired(exercise)
-    _refuse(
-        sizes and len(exercise.sizes) == 1, f"{name} has no sizes: it is judged by drawn cases"
-    )
+    _refuse(sizes and len(exercise.sizes) == 1, f"{name} has no sizes: it is judged by drawn cases")
     for size in sizes:
         numbers = size if isinstance(size, list) else [size]
         _refuse(
@@ -335,8 +332,8 @@ def _find_file(submission: Path, name: str) -> Path | None:
     """Return the file to judge; never a link, which may lead to another student's file."""
     if not submission.is_dir():
         return submission
-    alone = sorted(submission.glob("*.py"))
-    file = alone[0] if len(alone) == 1 else submission / name
+    files = sorted(submission.glob("*.py"))
+    file = files[0] if len(files) == 1 else submission / name
     return file if file.is_file() and file.resolve() == submission.resolve() / file.name else None
 
 
@@ -404,7 +401,7 @@ def grade_class(
     """
     limit_s = 60 + 2 * assignment.limit_s * len(assignment.criteria)
 
-    def one(submission: Path) -> Grade:
+    def grade_in_process(submission: Path) -> Grade:
         problem = "it is neither a folder nor a file whose name ends in .py"
         if not submission.is_symlink() and (submission.is_dir() or submission.suffix == ".py"):
             try:
@@ -420,7 +417,7 @@ def grade_class(
         return Grade(printable(submission.name), tuple(outcomes))
 
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, submissions))
+        return list(pool.map(grade_in_process, submissions))
 
 
 def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list[Path]:
@@ -429,7 +426,7 @@ def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list
     Args:
         assignment: its criteria name the files of a submission.
         path: a file or a folder.
-        kind: "one" or "class"; "" if the folder itself tells.
+        kind: "one" or "class"; "": the folder's content decides.
 
     Raises:
         UsageError: for a missing path, and for a folder that could be both.
@@ -438,18 +435,18 @@ def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list
         raise UsageError(f"there is no {path}; give a file, a folder, or a folder of these")
     if path.is_file() or kind == ONE:
         return [path.resolve()]
-    inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "__"))]
+    inside = [entry for entry in sorted(path.iterdir()) if not entry.name.startswith((".", "__"))]
     asked = {item.file for item in assignment.criteria}
     others = [
-        each
-        for each in inside
-        if each.name not in asked and (each.is_dir() or each.suffix == ".py")
+        entry
+        for entry in inside
+        if entry.name not in asked and (entry.is_dir() or entry.suffix == ".py")
     ]
-    if asked & {each.name for each in inside} and others and not kind:
+    if asked & {entry.name for entry in inside} and others and not kind:
         raise UsageError(
             f"{path} can be one submission, and a class's folder; say --as one, or --as class"
         )
-    many = kind == CLASS or len(others) > 1 or any(each.is_dir() for each in others)
+    many = kind == CLASS or len(others) > 1 or any(entry.is_dir() for entry in others)
     return inside if many else [path.resolve()]
 
 
@@ -479,17 +476,20 @@ def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
     outcomes = _only(grades).outcomes
     tests = [
         {
-            "name": each.name,
-            "score": each.points,
-            "max_score": each.of,
-            "status": PASSED if each.status == PASSED else FAILED,
-            "output": each.output,
-            "visibility": "hidden" if each.hidden else "visible",
+            "name": item.name,
+            "score": item.points,
+            "max_score": item.of,
+            "status": PASSED if item.status == PASSED else FAILED,
+            "output": item.output,
+            "visibility": "hidden" if item.hidden else "visible",
         }
-        for each in outcomes
+        for item in outcomes
     ]
-    ahead = [each for each in outcomes if each.value is not None and not each.hidden]
-    board = [{"name": each.name, "value": each.value, "order": "asc"} for each in ahead]
+    board = [
+        {"name": item.name, "value": item.value, "order": "asc"}
+        for item in outcomes
+        if item.value is not None and not item.hidden
+    ]
     return json.dumps({"tests": tests, "leaderboard": board}, indent=2)
 
 
@@ -497,13 +497,13 @@ def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return one submission's result.json for Classroom 50, points rounded down to integers."""
     tests: list[dict[str, Any]] = [
         {
-            "test-name": each.name,
-            "passed": each.status == PASSED,
-            "score": int(each.points),
-            "max-score": int(each.of),
-            "output": each.output,
+            "test-name": item.name,
+            "passed": item.status == PASSED,
+            "score": int(item.points),
+            "max-score": int(item.of),
+            "output": item.output,
         }
-        for each in _only(grades).public
+        for item in _only(grades).public
     ]
     names = ("CLASSROOM", "ASSIGNMENT", "SUBMISSION_TAG", "COMMIT_URL", "RELEASE_URL", "REVIEW_URL")
     classroom, title, tag, commit, release, review = (os.environ.get(name, "") for name in names)
@@ -516,7 +516,7 @@ def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
         "release": release,
         "review": review or commit,
         "datetime": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-        **{name: sum(each[name] for each in tests) for name in ("score", "max-score")},
+        **{name: sum(test[name] for test in tests) for name in ("score", "max-score")},
         "tests": tests,
     }
     return json.dumps(result, indent=2)
@@ -525,10 +525,10 @@ def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
 def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return JUnit XML, a suite per submission."""
     suites = Element("testsuites", name=assignment.title)
-    for each in grades:
-        suite = SubElement(suites, "testsuite", name=each.submission)
-        for item in each.public:
-            case = SubElement(suite, "testcase", name=item.name, classname=each.submission)
+    for result in grades:
+        suite = SubElement(suites, "testsuite", name=result.submission)
+        for item in result.public:
+            case = SubElement(suite, "testcase", name=item.name, classname=result.submission)
             if item.status != PASSED:
                 kind = "skipped" if item.status == BLOCKED else "failure"
                 text = SubElement(case, kind, message=item.text, type=item.status)
@@ -540,19 +540,19 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return a submission's criteria with reasons; for a class, a line each and a leaderboard."""
     if len(grades) == 1:
         lines = [f"{assignment.title}, {grades[0].submission}: {grades[0].total}", ""]
-        for each in grades[0].outcomes:
-            hidden = " (hidden)" * each.hidden
-            lines.append(f"{each.status:<8} {each.points:g} of {each.of:g}  {each.name}{hidden}")
-            lines += [f"    {line}".rstrip() for line in each.output.splitlines()]
+        for item in grades[0].outcomes:
+            hidden = " (hidden)" * item.hidden
+            lines.append(f"{item.status:<8} {item.points:g} of {item.of:g}  {item.name}{hidden}")
+            lines += [f"    {line}".rstrip() for line in item.output.splitlines()]
         return "\n".join(lines)
     names = [item.name for item in assignment.criteria]
     rows = [["", *map(str, range(1, len(names) + 1)), "points"]]
-    for matches in grades:
+    for result in grades:
         text = (
             outcome.status if outcome.status in (BLOCKED, TIMEOUT) else f"{outcome.points:.4g}"
-            for outcome in matches.outcomes
+            for outcome in result.outcomes
         )
-        rows.append([matches.submission, *text, matches.total])
+        rows.append([result.submission, *text, result.total])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += ["", *(f"{number}  {name}" for number, name in enumerate(names, 1))]
@@ -566,7 +566,7 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 def as_json(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return all results as JSON, with sentences and drawings."""
-    return json.dumps([asdict(each) for each in grades], indent=2)
+    return json.dumps([asdict(result) for result in grades], indent=2)
 
 
 def _only(grades: Sequence[Grade]) -> Grade:
@@ -580,8 +580,8 @@ def _only(grades: Sequence[Grade]) -> Grade:
 
 FORMATS: Mapping[str, Callable[[Assignment, Sequence[Grade]], str]] = MappingProxyType(
     {
-        each.__name__[3:]: each
-        for each in (as_table, as_gradescope, as_classroom50, as_junit, as_json)
+        function.__name__[3:]: function
+        for function in (as_table, as_gradescope, as_classroom50, as_junit, as_json)
     }
 )
 

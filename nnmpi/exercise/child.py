@@ -1,9 +1,9 @@
 """The program of a solution's process: it imports the file and calls the function.
 
-The process has only those parts of nnmpi that solutions are written with. Before it loads the
+The process has only the parts of nnmpi that solutions are written with. Before it loads the
 solution, it closes imports to all but the solution's own source files. An audit hook refuses what
-no solution needs: other files, processes, the network, ctypes, machine code. That is no sandbox:
-docs/grading.md names the gaps.
+no solution needs: other files, processes, the network, ctypes, machine code. The hook is no
+sandbox; docs/grading.md names its gaps.
 """
 
 import os
@@ -33,7 +33,7 @@ REFUSED = (  # prefixes of audit events
 )
 # functions of os that raise no audit event, so they are deleted
 SILENT = "mkfifo mknod setpriority sched_setaffinity sched_setscheduler pidfd_open"
-MAY = (
+MAY = (  # modules that a solution may import
     "__future__ abc array bisect cmath collections contextlib copy dataclasses decimal enum"
     " fractions functools heapq itertools json math numbers numpy numpy.fft numpy.linalg"
     " numpy.random operator pathlib random re statistics string textwrap time types typing warnings"
@@ -50,7 +50,7 @@ def main() -> None:
 
     wire = Frames(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), do, borrows=True)
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # output of a solution must not pass for a verdict
+    for stream in range(3):  # a solution's output must not pass for a verdict
         os.dup2(null, stream)
     wire.word, file, name, seconds, nbytes, path, roots, hidden = wire.receive()
     _limit(seconds, nbytes)
@@ -92,7 +92,8 @@ def _guard(
     """Return the audit hook: a solution may read files in `roots` but not in `hidden`.
 
     The hook reads only its closure and calls only C functions, because a solution could replace
-    globals and Python functions.
+    globals and Python functions. An import that reaches it is a file still to load: modules that
+    are loaded already, such as those of MAY, raise no event.
     """
     sep, up, kind, text, number, forbidden = os.sep, os.pardir, type, str, int, PermissionError
     may = frozenset({*local} - sys.stdlib_module_names | {"encodings", "nnmpi", "numpy"})

@@ -1,11 +1,14 @@
 """The exercises: collectives, their costs, group operations, pipeline schedules, staleness rules.
 
-A collective is a function of (rank, size) that returns that rank's steps. It is proved on several
-numbers of ranks; then its rounds, bytes and partners are compared with the exercise's limits. Group
-operations run on simulated ranks and are compared with the serial result. Schedules are checked,
-then timed and counted beside the package's. Costs, for N ranks, M bytes, alpha seconds per message
-and beta per byte, are compared with the collectives' closed forms, and rules with `synchrony`, on
-drawn cases.
+Each kind has its checker:
+
+    collectives       (rank, size) -> that rank's steps. `prove` checks them on several numbers of
+                      ranks; then rounds, bytes and partners are compared with the package's
+    group operations  run on simulated ranks and compared with the serial result: `exercise.shared`
+    schedules         `check` accepts any right one; then the simulated time and the peak of
+                      activations are compared with the package's
+    costs, rules      compared on drawn cases with the collectives' closed forms and `synchrony`;
+                      N ranks, M bytes, alpha seconds per message, beta seconds per byte
 """
 
 from __future__ import annotations
@@ -69,14 +72,15 @@ _REDUCE = Contract(
     "reduce", own_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None
 )
 _REDUCES = (Collective("line", _REDUCE, (_line,)), Collective("tree", _REDUCE, (tree_reduce,)))
-OWN = {**COLLECTIVES, **{("reduce", each.name): each for each in _REDUCES}}
+REFERENCES = {**COLLECTIVES, **{("reduce", item.name): item for item in _REDUCES}}
 
 
 def few(answer: Any, most: int) -> Any:
-    """Return an answer that is short enough to judge quickly.
+    """Return an answer that is short enough to be judged quickly.
 
     Raises:
-        WrongAnswer: for more than `most` items, a few times as many as any right answer has.
+        WrongAnswer: for more than `most` items. The caller gives a few times what any right answer
+            has, so that a wasteful one still gets the better sentence.
     """
     if len(answer) > most:
         raise WrongAnswer(f"it gives {len(answer):,} of them, which are more than any answer needs")
@@ -96,7 +100,7 @@ def measure_collective(
 
     Args:
         right: a right collective.
-        near: True if ranks may talk only to their partners in `right`.
+        near: True if a rank may talk only to its partners in `right`.
         function: the solution.
         setting: the simulated machine.
 
@@ -143,15 +147,14 @@ old one. A step may also only send, or only receive."""
 
 def _collective(
     name: str,
-    what: str,
-    how: str,
+    operation: str,
+    algorithm: str,
     statement: str,
     near: bool = False,
     sizes: tuple[int, ...] = ANY,
     form: str = _FORM,
 ) -> Exercise:
-    right = OWN[what, how]
-    references = {item.name: item for (operation, _), item in OWN.items() if operation == what}
+    right = REFERENCES[operation, algorithm]
     measure = partial(measure_collective, right, near)
     return Exercise(
         name,
@@ -161,7 +164,9 @@ def _collective(
         imports="from nnmpi.comm.collective import Step",
         measure=measure,
         best=partial(measure, right),
-        references=references,
+        references={
+            item.name: item for (named, _), item in REFERENCES.items() if named == operation
+        },
     )
 
 
@@ -170,7 +175,7 @@ _COLLECTIVES = (
         "line-reduce",
         "reduce",
         "line",
-        """The sum of all ranks at rank 0, passed along a line.
+        """Rank 0 gets the sum of all buffers, along a line.
 
         Rank r talks to r - 1 and r + 1 only; all chunks travel at once, in size - 1 rounds.""",
         near=True,
@@ -179,7 +184,7 @@ _COLLECTIVES = (
         "star-all-reduce",
         "all-reduce",
         "ps",
-        """A parameter server: rank 0 adds up what all bring, and sends the sum back.
+        """A parameter server: rank 0 adds up all buffers, and sends the sum back.
 
         Only rank 0 talks to the others: 2 (size - 1) rounds.""",
         near=True,
@@ -188,7 +193,7 @@ _COLLECTIVES = (
         "ring-reduce-scatter",
         "reduce-scatter",
         "ring",
-        """Around a ring: rank r ends with the sum of chunk r.
+        """Rank r ends with the sum of chunk r, around a ring.
 
         Rank r talks to its two neighbours only: size - 1 rounds, and a rank sends size - 1
         chunks.""",
@@ -198,7 +203,7 @@ _COLLECTIVES = (
         "ring-all-gather",
         "all-gather",
         "ring",
-        """Around a ring: rank r's chunk r gets to everybody.
+        """Every rank gets chunk r of rank r, around a ring.
 
         Rank r talks to its two neighbours only: size - 1 rounds, and a rank sends size - 1
         chunks.""",
@@ -208,7 +213,7 @@ _COLLECTIVES = (
         "ring-all-reduce",
         "all-reduce",
         "ring",
-        """Everybody gets the sum of all buffers, around a ring.
+        """Every rank gets the sum of all buffers, around a ring.
 
         A reduce-scatter, then an all-gather: 2 (size - 1) rounds, and a rank sends 2 (size - 1)
         chunks.""",
@@ -218,7 +223,7 @@ _COLLECTIVES = (
         "tree-broadcast",
         "broadcast",
         "tree",
-        """Rank 0's buffer to everybody along a tree.
+        """Every rank gets rank 0's buffer, along a tree.
 
         In each round twice as many ranks have it: log2 of size rounds, rounded up.""",
     ),
@@ -226,15 +231,15 @@ _COLLECTIVES = (
         "tree-reduce",
         "reduce",
         "tree",
-        """The sum of all buffers at rank 0, up a tree.
+        """Rank 0 gets the sum of all buffers, up a tree.
 
-        The broadcast's picture from the bottom to the top: log2 of size rounds, rounded up.""",
+        The broadcast in reverse: log2 of size rounds, rounded up.""",
     ),
     _collective(
         "tree-all-reduce",
         "all-reduce",
         "tree",
-        """Everybody gets the sum, up a tree and down again.
+        """Every rank gets the sum of all buffers, up a tree and down again.
 
         2 log2 of size rounds, rounded up; all chunks travel at once.""",
     ),
@@ -242,9 +247,9 @@ _COLLECTIVES = (
         "all-gather-doubling",
         "all-gather",
         "tree",
-        """Rank r's chunk r gets to everybody in log2 of size rounds; size is a power of two.
+        """Every rank gets chunk r of rank r in log2 of size rounds; size is a power of two.
 
-        What a rank has doubles in each round: it sends size - 1 chunks in all.""",
+        A rank's chunks double in each round: it sends size - 1 chunks in all.""",
         sizes=POWERS,
     ),
     _collective(
@@ -253,7 +258,7 @@ _COLLECTIVES = (
         "tree",
         """Rank r ends with the sum of chunk r in log2 of size rounds; size is a power of two.
 
-        What a rank is responsible for halves in each round: it sends size - 1 chunks in all.""",
+        The chunks that a rank still sums halve in each round: it sends size - 1 chunks in all.""",
         sizes=POWERS,
     ),
     _collective(
@@ -269,7 +274,7 @@ _COLLECTIVES = (
         "bruck-all-gather",
         "all-gather",
         "tree",
-        """Rank r's chunk r gets to everybody; log2 of size rounds for any size, rounded up.
+        """Every rank gets chunk r of rank r; log2 of size rounds for any size, rounded up.
 
         In round k rank r gets from rank r + 2^k the chunks that it still lacks.""",
     ),
@@ -287,7 +292,7 @@ _COLLECTIVES = (
         "my-all-reduce",
         "all-reduce",
         "ps",
-        """Everybody gets the sum of all buffers, in any way.
+        """Every rank gets the sum of all buffers, in any way.
 
         No slower than a parameter server: 2 (size - 1) rounds, and no rank sends more than the
         server.""",
@@ -307,7 +312,7 @@ _COLLECTIVES = (
 )
 
 
-# ---- rules: what collectives cost, which rows a rank has, who may continue ----
+# ---- rules: costs of collectives, a rank's rows, staleness ----
 
 Case: TypeAlias = tuple[str, tuple[Any, ...], Any]
 """A description, the arguments, and the expected result."""
@@ -492,7 +497,7 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
     """Check a schedule; return the peak activations of each rank and the simulated seconds.
 
     Args:
-        name: of the package's schedule; any other that is as good also passes.
+        name: of the package's schedule; any other without excess also passes.
         virtual: stages on each rank.
         function: the solution.
         setting: the simulated machine.
@@ -508,11 +513,11 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
             few(ask(function, Instruction, rank, ranks, microbatches), most)
             for rank in range(ranks)
         )
-        for one in chain(*programs):
-            exists = one.stage in range(stages) and one.microbatch in range(microbatches)
-            if type(one.kind) is not Kind or not exists:
+        for item in chain(*programs):
+            exists = item.stage in range(stages) and item.microbatch in range(microbatches)
+            if type(item.kind) is not Kind or not exists:
                 raise ScheduleError(
-                    f"{one} has no place in {stages} stages and {microbatches} microbatches"
+                    f"{item} has no place in {stages} stages and {microbatches} microbatches"
                 )
         schedule = lower(Schedule(name, ranks, stages, microbatches, programs))
         check(schedule)
@@ -539,27 +544,27 @@ def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
     passes, enough = [*product(range(microbatches), range(stages))], stages + microbatches - 1
     answer, done = call(function, *shape), dict[Any, int]()  # passes, each with its cycle
     try:
-        cycles = [[tuple(one) for one in cycle] for cycle in few(answer, 4 * len(passes))]
+        cycles = [[*map(tuple, cycle)] for cycle in few(answer, 4 * len(passes))]
     except TypeError:
         raise WrongAnswer(
             f"{where} it gives {answer!r}; give a list of lists of (microbatch, stage)"
         ) from None
     for number, cycle in enumerate(cycles):
-        for one in cycle:
-            at = f"{where}: {one!r} in cycle {number}"
-            if one not in passes or any(isinstance(index, float) for index in one):
+        for item in cycle:
+            at = f"{where}: {item!r} in cycle {number}"
+            if item not in passes or any(isinstance(index, float) for index in item):
                 raise WrongAnswer(f"{at} is no (microbatch, stage)")
-            if one in done:
+            if item in done:
                 raise WrongAnswer(f"{at} is done already")
-            m, s = one
+            m, s = item
             if s > 0 and done.get((m, s - 1), number) == number:
                 raise WrongAnswer(f"{at} comes before {(m, s - 1)} is over")
             if number in (done.get((other, s)) for other in range(microbatches)):
                 raise WrongAnswer(f"{at}: stage {s} has another microbatch in this cycle")
-            done[one] = number
-    for one in passes:
-        if one not in done:
-            raise WrongAnswer(f"{where}: {one} is missing")
+            done[item] = number
+    for item in passes:
+        if item not in done:
+            raise WrongAnswer(f"{where}: {item} is missing")
     if len(cycles) > enough:
         raise WrongAnswer(
             f"{where}: all is done, but it takes {len(cycles)} cycles, and {enough} are enough"
@@ -588,7 +593,7 @@ _SCHEDULES = (
     _order(
         "naive-pipeline",
         "naive",
-        """One microbatch after another: forward through all ranks, and back.
+        """One microbatch after another: forward through all ranks, then backward.
 
         Return the passes of the rank, in order: Kind.F.at(stage, microbatch) and
         Kind.B.at(stage, microbatch).""",
@@ -653,10 +658,10 @@ microbatch in the cycle after stage s - 1 has done it. Use the fewest cycles."""
 KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
     {
         "collectives": _COLLECTIVES,
-        "what they cost": _COSTS,
-        "what ranks share out": (data_split, *SHARED),
+        "costs": _COSTS,
+        "sharded data, layers and states": (data_split, *SHARED),
         "pipeline schedules": _SCHEDULES,
-        "who may go on": (ssp_rule, gradient_staleness),
+        "staleness": (ssp_rule, gradient_staleness),
     }
 )
-EXERCISES: Mapping[str, Exercise] = {each.name: each for kind in KINDS.values() for each in kind}
+EXERCISES: Mapping[str, Exercise] = {item.name: item for kind in KINDS.values() for item in kind}

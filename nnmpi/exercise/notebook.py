@@ -15,7 +15,7 @@ def find(name: str) -> Exercise:
     Example:
         >>> from nnmpi.exercise.notebook import find
         >>> find("ring-all-reduce").title
-        'Everybody gets the sum of all buffers, around a ring.'
+        'Every rank gets the sum of all buffers, around a ring.'
     """
     if name not in EXERCISES:
         near = suggest(name, EXERCISES)
@@ -26,7 +26,7 @@ def find(name: str) -> Exercise:
 
 
 def check(name: str, function: Function) -> str:
-    """Check a solution of an exercise; return a sentence if it is right.
+    """Check a solution of an exercise; return a sentence on a right one.
 
     Raises:
         UsageError: for an unknown exercise.

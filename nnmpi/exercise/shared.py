@@ -94,7 +94,7 @@ class Backward:
         """Return the gradient of a layer, after its seconds.
 
         Raises:
-            WrongAnswer: for another layer than the one before the last.
+            WrongAnswer: for a layer out of order.
         """
         if layer != self._next:
             raise WrongAnswer(
@@ -193,10 +193,10 @@ def _compare(what: str, result: Any, expected: Any) -> None:
         raise WrongAnswer(f"{what} is {result!r}, and must be numbers of shape {expected.shape}")
     if given.shape != expected.shape:
         raise WrongAnswer(f"{what} has shape {given.shape}, and must have {expected.shape}")
-    for place in np.argwhere(~np.isclose(given, expected, rtol=1e-9, atol=1e-12)).tolist()[:1]:
-        at = f": element {tuple(place) if len(place) > 1 else place[0]}" if place else ""
+    for index in np.argwhere(~np.isclose(given, expected, rtol=1e-9, atol=1e-12)).tolist()[:1]:
+        at = f": element {tuple(index) if len(index) > 1 else index[0]}" if index else ""
         raise WrongAnswer(
-            f"{what}{at} is {given[*place]:.12g}, and must be {expected[*place]:.12g}"
+            f"{what}{at} is {given[*index]:.12g}, and must be {expected[*index]:.12g}"
         )
 
 
@@ -248,20 +248,23 @@ def _shared(
 
 
 def _moved(times: float, *numbers: int) -> Most:
-    """Return the bytes of `times` turns around a ring, each rank with a padded part."""
-    return lambda size: times * ITEM_BYTES * (size - 1) * sum(-(-each // size) for each in numbers)
+    """Return the bytes of `times` turns around a ring, each rank with a padded part of every array.
+
+    An all-gather or reduce-scatter is one turn; the tenths above whole turns are tolerance.
+    """
+    return lambda size: times * ITEM_BYTES * (size - 1) * sum(-(-n // size) for n in numbers)
 
 
 def _gridded(size: int) -> float:
-    """Return what a sum over a replica and a gather over the others send, and two fifths more."""
+    """Return the bytes of a sum over a replica and a gather over the others; two fifths more."""
     tp = _shards(size)
     return 1.4 * ITEM_BYTES * WEIGHTS * (2 * (tp - 1) / tp + size // tp - 1) // 1
 
 
 def _routed(size: int) -> float:
     """Return the busiest rank's bytes of tokens, both ways; a third more for expert numbers."""
-    own = -(-EXPERTS // size)
-    return 4 / 3 * ITEM_BYTES * WIDTH * TOKENS // EXPERTS * (EXPERTS - own + own * (size - 1))
+    most = -(-EXPERTS // size)  # experts of a rank
+    return 4 / 3 * ITEM_BYTES * WIDTH * TOKENS // EXPERTS * (EXPERTS - most + most * (size - 1))
 
 
 def _shards(size: int) -> int:
@@ -307,7 +310,7 @@ def grid_split(group: Ranks, arrays: Arrays) -> Part:
     """Ranks on a grid: rank d * tp + t is shard t of replica d.
 
     Return (the sum of x over the ranks of this replica, the x of all ranks with the same shard in
-    one flat array, in the order of replicas). No rank sends more than for these.
+    one flat array, in the order of replicas). No rank sends more bytes than these two need.
     """
     (x,), tp = arrays((group.size, WEIGHTS)), _shards(group.size)
     d, t = divmod(group.rank, tp)
@@ -339,7 +342,7 @@ def column_gradient(group: Ranks, arrays: Arrays) -> Part:
 def gathered_linear(group: Ranks, arrays: Arrays) -> Part:
     """y = x @ w, where each rank has some columns of w: the whole y on every rank.
 
-    columns[r] is how many rank r has. No more bytes are sent than by one gather of y.
+    columns[r] is the number of rank r's columns. Send no more bytes than one gather of y does.
     """
     x, w = arrays((BATCH, IN), (IN, OUT))
     return (group, x, w[:, _mine(OUT, group)], [*map(len, split(OUT, group.size))]), x @ w
@@ -388,9 +391,9 @@ def zero_update(group: Ranks, arrays: Arrays) -> Part:
     """A step of ZeRO: each rank updates its own part of the weights.
 
     weights and gradient are flat, and mine is this rank's slice. The old weights stand in
-    weights[mine]; what is elsewhere in weights is of no use. Change weights in place, so that
-    everywhere they are the old ones less rate times the sum of all ranks' gradients:
-    reduce_scatter, update, all_gather. No more bytes are sent than by these.
+    weights[mine]; the rest of weights is of no use. Change weights in place, on every rank and in
+    full, to the old ones less rate times the sum of all ranks' gradients: reduce_scatter, update,
+    all_gather. Send no more bytes than these do.
     """
     (weights, *gradients), mine = arrays(*[(WEIGHTS,)] * (1 + group.size)), _mine(WEIGHTS, group)
     return (
@@ -401,17 +404,16 @@ def zero_update(group: Ranks, arrays: Arrays) -> Part:
 
 
 def _alone(weights: Array, mine: slice) -> Array:
-    own = np.full_like(weights, np.nan)
-    own[mine] = weights[mine]
-    return own
+    shard = np.full_like(weights, np.nan)
+    shard[mine] = weights[mine]
+    return shard
 
 
 @_shared("group, w")
 def zero3_partition(group: Ranks, arrays: Arrays) -> Part:
     """ZeRO-3, 1: a rank's part of a layer's weights.
 
-    Return the flat w's part of this rank. All parts are of the same length; at the end of the last
-    ones there are zeros.
+    Return this rank's part of the flat w. All parts are equally long; zeros pad the last ones.
     """
     (w,) = arrays((IN, OUT))
     return (group, w), _part(w, group)
@@ -435,7 +437,7 @@ def zero3_forward(group: Ranks, arrays: Arrays) -> Part:
 def zero3_backward(group: Ranks, arrays: Arrays) -> Part:
     """ZeRO-3, 3: backward. Weights are gathered once more, gradients are summed to their owners.
 
-    inputs[i] is what came to layer i (to layer 1 behind max), grad the gradient of the result.
+    inputs[i] is layer i's input (layer 1's after max), grad the gradient of the result.
     Return (the gradient of x, this rank's part of the sum of layer 0's gradients over all ranks,
     the same of layer 1), parts as in zero3-partition.
     """
@@ -455,10 +457,10 @@ def zero3_backward(group: Ranks, arrays: Arrays) -> Part:
 def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
     """A step of Adam, where each rank has its own part of the weights and of both moments.
 
-    weights and gradient are flat, m, v and weights[mine] this rank's parts; what is elsewhere in
-    weights is of no use. Sum the gradients, change m and v in place, and weights everywhere: rate
-    0.01, betas 0.9 and 0.999, epsilon 1e-8 beside the root, both moments corrected by the number of
-    the step. No more bytes are sent than by reduce_scatter and all_gather.
+    weights and gradient are flat, m, v and weights[mine] this rank's parts; the rest of weights is
+    of no use. Sum the gradients, change m and v in place, and weights on every rank and in full:
+    rate 0.01, betas 0.9 and 0.999, epsilon 1e-8 added to the root, both moments corrected by the
+    number of the step. Send no more bytes than reduce_scatter and all_gather do.
     """
     weights, m, v, *gradients = arrays(*[(WEIGHTS,)] * (3 + group.size))
     mine, v, total = _mine(WEIGHTS, group), v * v, sum(gradients)
@@ -470,19 +472,19 @@ def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, x, chosen, experts, owner", _ALL_TO_ALL, _routed)
 def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
-    """A mixture of experts: each token goes to its expert, wherever that is, and comes back.
+    """A mixture of experts: each token goes to its expert's rank, and comes back.
 
     x is (tokens, width); chosen[i] is the expert of token i, owner[e] the rank of expert e; experts
-    = {e: matrix} has this rank's. Return x[i] @ (matrix of chosen[i]) for each token. Only tokens
-    that must travel do.
+    = {e: matrix} has this rank's. Return x[i] @ (matrix of chosen[i]) for each token. Send no token
+    whose expert is on its rank.
     """
     xs, order, experts = arrays(
         (group.size, TOKENS, WIDTH), (group.size, TOKENS), (EXPERTS, WIDTH, WIDTH)
     )
     chosen, x = np.argsort(order[group.rank]) % EXPERTS, xs[group.rank]
     owner = [rank for rank, part in enumerate(split(EXPERTS, group.size)) for _ in part]
-    own = {e: experts[e] for e in range(EXPERTS) if owner[e] == group.rank}
-    return (group, x, chosen.tolist(), own, owner), np.einsum("ti,tio->to", x, experts[chosen])
+    local = {e: experts[e] for e in range(EXPERTS) if owner[e] == group.rank}
+    return (group, x, chosen.tolist(), local, owner), np.einsum("ti,tio->to", x, experts[chosen])
 
 
 @_shared(
@@ -497,12 +499,11 @@ def overlap(group: Ranks, arrays: Arrays) -> Part:
     """Sum gradients while the backward pass continues.
 
     Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the
-    first. In simulated time it must take no longer than the backward pass and one sum of layer 0
-    (and 5 % more).
+    first. The simulated time may be that of the backward pass and one sum of layer 0, and 5 % more.
     """
     gradients = arrays(*((group.size, numbers) for numbers in NUMBERS))
-    backward = Backward(group, [each[group.rank] for each in gradients], SECONDS)
-    return (backward,), tuple(each.sum(0) for each in gradients)
+    backward = Backward(group, [layer[group.rank] for layer in gradients], SECONDS)
+    return (backward,), tuple(layer.sum(0) for layer in gradients)
 
 
 SHARED = (

@@ -9,7 +9,7 @@
     with Solution(file, "ring_all_reduce") as function:
         EXERCISES["ring-all-reduce"].check(function)
 
-A check calls it like any function and judges the result. It may rely on these rules:
+A check calls it like any function and judges the result. These rules hold:
 
 - Arguments and results are values: numbers, strings, lists, tuples, dicts, arrays, ranges, slices,
   steps, instructions (`exercise.wire`). An iterator's values arrive as a tuple. Of any other object
@@ -71,9 +71,9 @@ sys.path.pop()
 sys.path_importer_cache.clear()
 main()
 """
-ANSWERS = "comm/algorithms schedule synchrony parallel exercise comm/group.py shard.py"
+ANSWERS = "comm/algorithms schedule synchrony parallel exercise comm/group.py shard.py"  # sources
 NAMES = re.compile(r"\b(id|arg|name)='\w*'")  # in a dumped tree
-LEAST = 60  # nodes of a body: students write shorter ones, such as GPipe, alike by themselves
+LEAST = 60  # nodes of a body; shorter ones, such as GPipe's, come out alike without copying
 MOST_BYTES, MOST_FILES = 1 << 20, 200
 
 
@@ -100,7 +100,7 @@ class Solution:
     limit_bytes: int = LIMIT_BYTES
 
     def __post_init__(self) -> None:
-        """Start nothing yet."""
+        """Prepare; the first call starts a process."""
         self.__name__, self._expired = self.name, False
         self._processes: dict[int | None, tuple[Popen[bytes], Frames]] = {}
         self._timer = Timer(self.limit_s, self._expire)
@@ -140,19 +140,19 @@ class Solution:
         for process, _ in self._processes.values():
             process.wait()
             for stream in (process.stdin, process.stdout):
-                # its end may never come: who has them else?
+                # not read to its end, which another holder of the pipe could keep open
                 with suppress(OSError):
                     stream.close()  # type: ignore[union-attr]
 
     def __call__(self, *values: Any) -> Any:
-        """Return what the function makes of these values.
+        """Call the function in the process of the values' rank, and return its result.
 
         Raises:
-            WrongAnswer: for an exception in it, for what is no value, and for a process that ends.
-            TimedOut: when it takes too long.
+            WrongAnswer: if the function raises, returns what is no value, or ends its process.
+            TimedOut: if it takes too long.
         """
         process, wire = self._process(
-            next((each.rank for each in values if hasattr(each, "rank")), None)
+            next((value.rank for value in values if hasattr(value, "rank")), None)
         )
         try:
             return wire.ask(0, "", values, {}, 0)
@@ -239,7 +239,7 @@ class Solution:
         )
 
 
-# ---- nnmpi's own text ----
+# ---- copies of the package's functions ----
 
 
 def _refuse_own_text(file: Path) -> None:
@@ -249,14 +249,15 @@ def _refuse_own_text(file: Path) -> None:
         raise WrongAnswer(f"{file.name} has more than {MOST_BYTES:,} bytes; hand in what you wrote")
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # its import reports these
         for shape, name in _functions(text):
-            if shape in _own():
+            if shape in _answers():
                 raise WrongAnswer(
-                    f"{name} is, but for names, nnmpi's own {_own()[shape]}; write one of your own"
+                    f"{name} is, but for names, nnmpi's own {_answers()[shape]}; write one of your"
+                    " own"
                 )
 
 
 @cache
-def _own() -> dict[str, str]:
+def _answers() -> dict[str, str]:
     files = [
         file
         for name in ANSWERS.split()
