@@ -27,7 +27,7 @@ from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.replayed import Replay
 from nnmpi.compose.stats import PassReport
-from nnmpi.nn.chain import kept_at
+from nnmpi.nn.chain import stashed_at
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
 from nnmpi.parallel.pipeline.stage import Run, Stage, run_chain
 from nnmpi.schedule.check import check
@@ -226,7 +226,7 @@ class Executor:
 
     def _make_stage(self, where: Arrangement, number: int) -> Stage:
         is_last = number == self.count - 1
-        saved = kept_at(where.layers, where.cuts[number].start)
+        saved = stashed_at(where.layers, where.cuts[number].start)
         chain = run_chain(number, where.stages[number], saved, self.end if is_last else None)
         run = chain if self._sequence is None else self._shared(chain, is_last)
         return Stage(run, self._caller.mode, is_last, where.layout.recomputes)

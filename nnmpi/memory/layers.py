@@ -22,7 +22,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import BYTE_S, KeptArrays, Store, owner_id, saved_memory
-from nnmpi.nn.chain import ChainLayer, Kept, ModelPart, Run, closed_runs, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, open_chain
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.backward import Deferred, walk_back
@@ -274,7 +274,7 @@ class _Around(NamedTuple):
     single: bool
 
     @classmethod
-    def of(cls, x: Any, kept: Kept) -> _Around:
+    def of(cls, x: Any, kept: Stashed) -> _Around:
         single = not isinstance(x, tuple | list)
         plains = [
             (plain(item), item.requires_grad) for item in [*([x] if single else x), *kept.values()]
@@ -282,7 +282,7 @@ class _Around(NamedTuple):
         values = tuple(Value(local.data, cuts) for (local, cuts), _ in plains)
         return cls(values, tuple(needs for _, needs in plains), tuple(kept), single)
 
-    def run(self, layer: Measured) -> tuple[list[Tensor], Any, Kept]:
+    def run(self, layer: Measured) -> tuple[list[Tensor], Any, Stashed]:
         """Return leaves with these values, and what a layer makes of them."""
         leaves = [
             Tensor(value.array, requires_grad=needs)

@@ -50,7 +50,7 @@ from nnmpi.memory.plan import (
     price_plan,
 )
 from nnmpi.memory.store import KeptArrays, Store, measure_bandwidth
-from nnmpi.nn.chain import ChainLayer, ModelPart, alone, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, without_stash
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, recording
@@ -305,13 +305,13 @@ class RecomputedModel:
         measured = [
             Measured(
                 _name(chain[run.start]),
-                partial(alone, gathered(layer, self._weights)),
+                partial(without_stash, gathered(layer, self._weights)),
                 layer.parameters(),
             )
             for run, layer in zip(runs, self._layers, strict=True)
         ]
         measured.append(
-            Measured("result" if head is _as_it_is else "loss", partial(alone, head), ())
+            Measured("result" if head is _as_it_is else "loss", partial(without_stash, head), ())
         )
         with nullcontext() if group is None else agreed(group):
             x = value.marked(Tensor(value.array, requires_grad=needed))

@@ -1,12 +1,17 @@
 """Layers, and the module tree that they form.
 
-To read, in this order: module (attributes, names, initialization), linear or any other layer,
-container (sequences, residual blocks, and which layers are computed as one operation), mode
-(training and evaluation), sharding (the tables that say how layers are sharded over ranks),
-chain (how a model is split into stages), compiled (recorded steps).
+Reading order:
 
-To add a layer: a `Module` in a file of its own, its name here; where it mixes features, a rule in
-`parallel/sharded`.
+    module                  attributes, names, initialization
+    linear, ...             the layers
+    container               sequences, residual blocks, fusion of layers into one operation
+    mode                    training and evaluation
+    sharding                tables that assign a sharding to each layer
+    chain                   a model as a list of layers to cut into stages
+    compiled                recorded steps
+
+To add a layer, write a `Module` in its own file and export it here. A layer that mixes features
+also needs a rule in `parallel/sharded`.
 """
 
 from nnmpi.nn.activation import (
@@ -48,7 +53,7 @@ from nnmpi.nn.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.nn.transformer import CausalSelfAttention, MultiheadAttention, TransformerBlock
 
-# PyTorch's names: one class normalizes all shapes, and a module finds what stands in its lists.
+# PyTorch's names: here one class normalizes all shapes, and a module searches its plain lists.
 BatchNorm1d = BatchNorm2d = BatchNorm
 ModuleList = list
 

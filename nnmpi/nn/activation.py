@@ -77,7 +77,7 @@ class Flatten(Module):
     """(batch, ...) -> (batch, features)"""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x with all axes but the first made into one."""
+        """Return x with all axes but the first flattened into one."""
         return x.flatten()
 
 
@@ -105,12 +105,12 @@ def activation(name: str) -> Module:
 
 
 class Dropout(Module):
-    """Drops elements at random in training; passes x as it is in evaluation.
+    """Drops elements at random in training; returns x unchanged in evaluation.
 
-    The mask is a function of the run's seed, the step, the layer's full name and the sample's place
-    in the global batch (`nn.training` sets them), so that every layout drops the same elements. So
-    one layer that is used twice in a pass drops the same places both times: make a layer for each
-    place. Without a new `step` the masks stay the same.
+    The mask is a function of the run's seed, the step, the layer's full name and the sample's index
+    in the global batch (`nn.training` sets them). So every layout drops the same elements. A layer
+    used twice in a pass drops the same elements both times: make one layer per use. Passes with
+    the same `step` have the same masks.
 
     Args:
         p: the probability that an element is dropped, in [0, 1).
@@ -136,7 +136,7 @@ class Dropout(Module):
             if self.p:
                 warn_later(x)
             return x
-        return dropout(x, self.p, partial(mask_place, self.path))
+        return dropout(x, self.p, partial(mask_key, self.path))
 
 
 class Dropout2d(Dropout):
@@ -150,8 +150,11 @@ class Dropout2d(Dropout):
         return x * super().forward(Tensor(ones))
 
 
-def mask_place(path: str) -> tuple[tuple[int, int], int]:
-    """Return the random stream of a layer's dropout mask, evaluated again in each compiled pass."""
+def mask_key(path: str) -> tuple[tuple[int, int], int]:
+    """Return the key of a layer's dropout stream and the first row of this rank.
+
+    Passed to the operation as a function, since a compiled pass evaluates it again in each replay.
+    """
     mode = current()
     return key_pair("dropout", mode.seed, mode.step, path), mode.first_row
 

@@ -1,15 +1,14 @@
-"""A model as a chain of layers, to be cut anywhere, and a part of it as a module.
+"""A model as a chain of layers that can be cut anywhere, and a part of the chain as a module.
 
     Sequential(conv, Residual(Sequential(a, b), shortcut), head)
 
         0: conv   |   1: open   1.body.0: a   1.body.1: b   1: close (+ 1.shortcut)   |   2: head
-                      \\________________ kept as "1" _______________^
+                      \\______________ stashed as "1" ______________^
 
-This is the one list of where a model may be cut: stages of a pipeline, units of ZeRO, memory plans
-and the planner read it. Sequences within sequences and residual blocks are opened, a module that
-has `links` is as many layers (a transformer's block is two), and any other one is one. Where a cut
-leaves a kept value open, it travels beside the activation. Parameters keep the names that they have
-in the whole model.
+This is the only list of a model's cut points: pipeline stages, ZeRO units, memory plans and the
+planner read it. Nested sequences and residual blocks are opened. A module with `links` is one layer
+per link (a transformer block has two), and any other module is one layer. A stashed value that
+crosses a cut travels beside the activation. Parameters keep their names in the full model.
 """
 
 from __future__ import annotations
@@ -21,64 +20,64 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from nnmpi.errors import UsageError
-from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, fuse, keep
+from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, fuse, stash
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.tensor.parameter import Parameter
 
-Kept: TypeAlias = dict[str, Any]
-Run: TypeAlias = Callable[[Any, Kept], Any]
+Stashed: TypeAlias = dict[str, Any]
+Run: TypeAlias = Callable[[Any, Stashed], Any]
 
 
 @dataclass(frozen=True)
 class ChainLayer:
-    """One piece of a chain that is not cut.
+    """An indivisible layer of a chain.
 
     Attributes:
         name: the module's full name in the model.
-        run: (x, kept) -> x; puts values that skip layers into `kept` and takes them from there.
+        run: (x, stashed) -> x; it stores values that skip layers in `stashed` and fetches them.
         members: the modules with parameters that it calls, with their full names.
-        keeps: the name under which it keeps a value, or None.
-        takes: the name of the kept value that it takes, or None.
-        module: what it calls, when it does nothing else.
+        stashes: the name of the value that it stashes, or None.
+        pops: the name of the stashed value that it consumes, or None.
+        module: the module, if `run` only calls it.
     """
 
     name: str
     run: Run
     members: tuple[tuple[str, Module], ...] = ()
-    keeps: str | None = None
-    takes: str | None = None
+    stashes: str | None = None
+    pops: str | None = None
     module: Module | None = None
 
 
 def open_chain(model: Module) -> tuple[ChainLayer, ...]:
-    """Return the model's layers in order, after giving every module its full name (`Module.path`).
+    """Set every module's full name (`Module.path`), and return the model's layers in order.
 
-    A model that is no sequence is one layer.
+    A model that is not a sequence is one layer.
 
     Raises:
         UsageError: when stashes and pops do not pair up.
     """
     model.name_modules()
     layers = tuple(_layers(model, ""))
-    open_names: Kept = {}
+    open_names: Stashed = {}
     for layer in layers:
-        if layer.keeps is not None:
-            keep(open_names, layer.keeps, None)
-        if layer.takes is not None:
-            fetch(open_names, layer.takes)
+        if layer.stashes is not None:
+            stash(open_names, layer.stashes, None)
+        if layer.pops is not None:
+            fetch(open_names, layer.pops)
     check_empty(open_names)
     return layers
 
 
-def kept_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
+def stashed_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
     """Return the sorted names of the stashed values that cross the cut before layer `cut`."""
     names: set[str] = set()
     for layer in layers[:cut]:
-        if layer.keeps is not None:
-            names.add(layer.keeps)
-        if layer.takes is not None:
-            names.discard(layer.takes)
+        if layer.stashes is not None:
+            names.add(layer.stashes)
+        if layer.pops is not None:
+            names.discard(layer.pops)
     return tuple(sorted(names))
 
 
@@ -87,61 +86,63 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
     if type(module) is Sequential:
         for name, layer in module.children():
             if isinstance(layer, Stash):
-                yield _keeper(inside + name, inside + layer.name)
+                yield _stash_layer(inside + name, inside + layer.name)
             elif isinstance(layer, Pop):
-                yield _taker(inside + name, inside + layer.name, layer, ((inside + name, layer),))
+                yield _pop_layer(
+                    inside + name, inside + layer.name, layer, ((inside + name, layer),)
+                )
             else:
                 yield from _layers(layer, inside + name)
     elif type(module) is Residual:
         start = f"{path} (start)"
         shortcut = () if module.shortcut is None else ((f"{inside}shortcut", module.shortcut),)
-        yield _keeper(path, start)
+        yield _stash_layer(path, start)
         yield from _layers(module.body, f"{inside}body")
-        yield _taker(path, start, module.close, shortcut)
+        yield _pop_layer(path, start, module.close, shortcut)
     elif "links" in vars(type(module)):
         for name, half, local in module.links:
             members = tuple((inside + item, module.get(item)) for item in local)
-            yield ChainLayer(inside + name, partial(alone, getattr(module, half)), members)
+            yield ChainLayer(inside + name, partial(without_stash, getattr(module, half)), members)
     else:
-        yield ChainLayer(path, lambda x, kept: module(x), ((path, module),), module=module)
+        yield ChainLayer(path, lambda x, stashed: module(x), ((path, module),), module=module)
 
 
-def _keeper(path: str, name: str) -> ChainLayer:
-    def run(x: Any, saved: Kept) -> Any:
-        keep(saved, name, x)
+def _stash_layer(path: str, name: str) -> ChainLayer:
+    def run(x: Any, stashed: Stashed) -> Any:
+        stash(stashed, name, x)
         return x
 
-    return ChainLayer(path, run, keeps=name)
+    return ChainLayer(path, run, stashes=name)
 
 
-def _taker(
+def _pop_layer(
     path: str, name: str, join: Callable[[Any, Any], Any], members: tuple[tuple[str, Module], ...]
 ) -> ChainLayer:
-    return ChainLayer(path, lambda x, saved: join(x, fetch(saved, name)), members, takes=name)
+    return ChainLayer(path, lambda x, stashed: join(x, fetch(stashed, name)), members, pops=name)
 
 
 class ModelPart(Module):
-    """A run of a chain's layers as a model; its parameters keep their full names.
+    """Consecutive layers of a chain as a model; parameters keep their names in the full model.
 
     Args:
-        model: the whole model, whose modules this part uses.
-        layers: the layers; of `open_chain(model)`.
+        model: the full model; the part shares its modules.
+        layers: some of `open_chain(model)`.
 
     Attributes:
         layers: as given.
 
     Raises:
-        UsageError: from `forward`, when kept values are open at the ends.
+        UsageError: from `forward`, when a stashed value crosses an end of the part.
     """
 
     def __init__(self, model: Module, layers: Sequence[ChainLayer]) -> None:
         self.layers = tuple(layers)
         self._joined = join_layers(layers)
-        self._whole = list(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._whole}
+        self._full = list(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._full}
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the layers' modules with their full names, once for each place they stand in."""
+        """Yield the layers' modules with their full names, once per layer that calls them."""
         for layer in self.layers:
             yield from layer.members
 
@@ -150,18 +151,18 @@ class ModelPart(Module):
         for _, parameter in super().named_parameters():
             yield self._names[id(parameter)], parameter
 
-    def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the whole model's parameters. See `Module.whole_parameters`."""
-        yield from self._whole
+    def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the full model's parameters. See `Module.full_parameters`."""
+        yield from self._full
 
     def name_modules(self) -> None:
-        """Leave the names as `open_chain` gave them."""
+        """Leave the names of `open_chain` unchanged: they are those of the full model."""
 
     def forward(self, x: Any) -> Any:
         """Return the last layer's result for the first one's input."""
-        saved: Kept = {}
-        x = run_layers(self.layers, self._joined, x, saved)
-        check_empty(saved)
+        stashed: Stashed = {}
+        x = run_layers(self.layers, self._joined, x, stashed)
+        check_empty(stashed)
         return x
 
 
@@ -169,34 +170,32 @@ def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
     """Return the calls that run some layers, one call for layers that a sequence fuses."""
     runs: list[Run] = []
     for parent, group in groupby(layers, _sequence_of):
-        result = list(group)
+        siblings = list(group)
         runs += (
-            [layer.run for layer in result]
+            [layer.run for layer in siblings]
             if parent is None
             else [
-                partial(alone, call)
-                for call in fuse([layer.module for layer in result if layer.module is not None])
+                partial(without_stash, call)
+                for call in fuse([layer.module for layer in siblings if layer.module is not None])
             ]
         )
     return tuple(runs)
 
 
 def _sequence_of(layer: ChainLayer) -> str | None:
-    """Return the name of the sequence in which a layer stands; None where it is more than a
-    module's call.
-    """
+    """Return the name of a layer's sequence; None if the layer does more than call a module."""
     return None if layer.module is None else layer.name.rpartition(".")[0]
 
 
 def closed_runs(layers: Sequence[ChainLayer]) -> Iterator[range]:
-    """Yield the shortest runs of layers that pass on one value alone and split no fused call."""
+    """Yield the shortest runs of layers with a single value at each end and no split fused call."""
     start = 0
     while start < len(layers):
         stop, names = start, set[str | None]()
         while (
             stop == start or names or (stop < len(layers) and _is_joint(layers[start : stop + 1]))
         ):
-            names ^= {layers[stop].keeps, layers[stop].takes} - {None}
+            names ^= {layers[stop].stashes, layers[stop].pops} - {None}
             stop += 1
         yield range(start, stop)
         start = stop
@@ -206,19 +205,21 @@ def _is_joint(layers: Sequence[ChainLayer]) -> bool:
     return len({*map(_sequence_of, layers)} - {None}) == 1 == len(join_layers(layers))
 
 
-def run_layers(layers: Sequence[ChainLayer], joined: Sequence[Run], x: Any, kept: Kept) -> Any:
-    """Return the output of some layers; `kept` holds stashed values, and is updated.
+def run_layers(
+    layers: Sequence[ChainLayer], joined: Sequence[Run], x: Any, stashed: Stashed
+) -> Any:
+    """Return the output of some layers; update the stashed values.
 
     Args:
-        joined: the layers' `join_layers`, which run unless the mode wants every module by itself.
+        joined: the layers' `join_layers`, which run unless the mode disables fusion.
     """
     for run in joined if current().joins else [layer.run for layer in layers]:
-        x = run(x, kept)
+        x = run(x, stashed)
     return x
 
 
-def alone(call: Callable[[Any], Any], x: Any, kept: Kept) -> Any:
-    """Run something that keeps nothing."""
+def without_stash(call: Callable[[Any], Any], x: Any, stashed: Stashed) -> Any:
+    """Adapt a module or a fused call, which stashes nothing, to `Run`."""
     return call(x)
 
 
@@ -228,7 +229,7 @@ def cut_chain(
     """Return the layers of each stage.
 
     Raises:
-        UsageError: when the ranges are not all layers in order, none empty.
+        UsageError: unless the ranges cover all layers in order and none is empty.
     """
     flat = [i for cut in cuts for i in cut]
     if flat != list(range(len(layers))) or not all(len(cut) for cut in cuts):

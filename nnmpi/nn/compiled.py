@@ -1,25 +1,28 @@
 """Recording a training step once and replaying it: `nnmpi.compile`.
 
     @nnmpi.compile
-    def step(x, y):                          first call          runs, and notes every call on arrays
-        model.zero_grad()                    later calls         copy x and y to their places, make the noted calls
-        loss = ops.cross_entropy(model(x), y)                    again: no graph, no checks, nothing
-                                                                 allocated
+    def step(x, y):
+        model.zero_grad()
+        loss = ops.cross_entropy(model(x), y)
         loss.backward()
-        optimizer.step()                     another shape       is recorded too, beside the first
+        optimizer.step()
         return loss
 
-A replayed step does what the recorded one did, on the arrays of that time: the results are bit for
-bit the same as without compilation (for inputs in C order, to which others are copied). What Python
-alone decides or computes (a branch, a loop's length, a number, NumPy on the side) is decided once,
-when the step is recorded. So is who takes part: another layer, Parameter, buffer or optimizer in
-the old one's place is not noticed (new values in the same ones are, and so are frozen parameters, a
-model initialized again, and a `DataParallel` made or released).
+    first call       runs the step and records every call on arrays
+    later calls      copy x and y into input buffers and repeat the recorded calls:
+                     no graph, no checks, no allocations
+    another shape    gets a recording of its own
 
-On a device it makes the same calls of the array library and of nnmpi's kernels, one by one: it is
-no CUDA graph, as CuPy refuses to call cuBLAS while one is captured. There every result keeps memory
-of its own for as long as the recording is held, which is more than a step takes that is not
-recorded.
+A replay repeats the recorded calls on the recorded arrays. Its results are bit for bit those of an
+eager step (of inputs in C order; others are copied to it). Everything that Python computes by
+itself is constant after the recording: a branch, a loop's length, a number, NumPy outside of
+operations. A replay detects new values in the same arrays, frozen parameters, a model initialized
+again, and a `DataParallel` made or released. It does not detect that a layer, Parameter, buffer or
+optimizer was replaced by another object.
+
+On a device a replay makes the same calls of the array library and of nnmpi's kernels, one by one.
+It is no CUDA graph: CuPy refuses to call cuBLAS during a capture. There each result has its own
+memory as long as the recording exists, so a recorded step needs more memory than an eager one.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from nnmpi.tensor.function import recording
 from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tensor import Tensor
 
-# an epoch has two or three batch sizes; more kinds of calls than this push out the oldest
+# An epoch has two or three batch sizes; beyond this number the oldest recording is dropped.
 MOST_RECORDINGS = 16
 
 
@@ -51,10 +54,10 @@ class Compiled:
     """A step that is recorded on its first call for some input shapes, and replayed later.
 
     Attributes:
-        recordings: how many kinds of calls are held now.
-        calls: of the last recording that was made or replayed, how many calls on arrays it makes.
-        pool: the memory of all recordings: one is replayed at a time, and copies of its results go
-            out.
+        recordings: the number of recordings.
+        calls: the number of calls in the last recording that was made or replayed.
+        pool: the memory of all recordings. They can share it: only one runs at a time, and callers
+            get copies of its results.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
@@ -70,27 +73,24 @@ class Compiled:
 
     @property
     def recordings(self) -> int:
-        """The number of kinds of calls that are held."""
+        """The number of recordings."""
         return len(self._held)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Do one step. Of several threads one does so at a time.
+        """Do one step. A lock lets one thread at a time in.
 
         Args:
-            inputs: arrays or Tensors, which the step gets as Tensors and which are read before this
-                returns; and numbers, words and tuples of these, of which each value is recorded for
-                itself, as is any other object that can be a dictionary's key (what is changed in it
-                later is not noticed).
+            inputs: arrays and Tensors, passed to the step as Tensors; they are read before this
+                returns. Other hashable values (numbers, strings, tuples of them) are constants of
+                a recording: each value gets its own. Later changes inside them go unnoticed.
 
         Returns:
-            What the step returns: None, a Tensor, or tuples, lists and dictionaries of these. The
-                Tensors are copies,
-            which later steps leave alone, and no part of a graph.
+            The step's result: None, a Tensor, or tuples, lists and dictionaries of these. The
+            Tensors are copies without history in a graph; later steps do not overwrite them.
 
         Raises:
-            UsageError: when the step asks a tensor for a number, returns something else, or is
-                called by a compiled step; for an input that cannot be compared, or needs a
-                gradient.
+            UsageError: when the step reads a tensor's number, returns something else, or is called
+                by a compiled step; for an input that is not hashable, or needs a gradient.
         """
         if active() is not None:
             raise UsageError(
@@ -99,7 +99,7 @@ class Compiled:
             )
         mode = current()
         if mode.observe is not None:
-            return self.as_it_stands(inputs)  # who looks at modules wants them to run
+            return self.eager(inputs)  # a replay would not call the modules to observe
         key = (mode.training, mode.fused, recording(), setting(), precision(), *map(_kind, inputs))
         with self._lock:
             try:
@@ -115,53 +115,53 @@ class Compiled:
             self.calls = len(held.recorder.calls)
             return held.replay(inputs, mode)
 
-    def as_it_stands(self, inputs: tuple[Any, ...]) -> Any:
-        """Do one step without recording or replaying anything."""
+    def eager(self, inputs: tuple[Any, ...]) -> Any:
+        """Do one step without recording or replaying."""
         return self._step(*map(_tensor, inputs))
 
     def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
         self._held.pop(key, None)
         is_full = len(self._held) >= MOST_RECORDINGS
+        # Return malloc's free memory to the system: replays use the pool instead. Not once the
+        # recordings are full, since then each call may record: trimming would take longer.
         if is_full:
-            # each call may be recorded from now on: walking through malloc's memory would take
-            # longer
             del self._held[next(iter(self._held))]
         else:
-            return_freed_memory()  # replays will not ask for it again, as they have the pool
+            return_freed_memory()
         recorder = Recorder(self.pool)
         try:
-            held = self._note(recorder, inputs)
+            held = self._run_recorded(recorder, inputs)
         finally:
             restore(mode)
             recorder.hand_out()
             if not is_full:
-                return_freed_memory()  # where results were before they were copied to the pool
+                return_freed_memory()  # held results until they were copied to the pool
         self._held[key] = held
         self.calls = len(recorder.calls)
         return held.results()
 
-    def _note(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
-        places = [_place(x) for x in inputs]
+    def _run_recorded(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
+        buffers = [_input_buffer(x) for x in inputs]
         with recorder.running():
-            outputs = _outputs(self._step(*places))
-        return Recording(recorder, places, outputs)
+            outputs = _outputs(self._step(*buffers))
+        return Recording(recorder, buffers, outputs)
 
 
 class Recording:
     """A step's recorded calls for certain input shapes, with its input buffers and result."""
 
-    def __init__(self, recorder: Recorder, places: list[Any], outputs: Any) -> None:
+    def __init__(self, recorder: Recorder, buffers: list[Any], outputs: Any) -> None:
         self.recorder, self._outputs = recorder, outputs
-        self._places = [
-            (i, place.data) for i, place in enumerate(places) if isinstance(place, Tensor)
+        self._buffers = [
+            (i, buffer.data) for i, buffer in enumerate(buffers) if isinstance(buffer, Tensor)
         ]
         self._calls: tuple[Call, ...] = tuple(recorder.calls)
 
     def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
-        """Make the calls again for these inputs."""
-        for i, place in self._places:
+        """Repeat the calls for these inputs."""
+        for i, buffer in self._buffers:
             x = inputs[i]
-            place[...] = x.data if isinstance(x, Tensor) else x
+            buffer[...] = x.data if isinstance(x, Tensor) else x
         make(self._calls, mode)
         if self.recorder.loose:
             self.recorder.hand_out()
@@ -173,10 +173,10 @@ class Recording:
 
 
 def make(calls: Iterable[Call], mode: Mode) -> None:
-    """Make recorded calls again; what they change of the mode is forgotten.
+    """Repeat recorded calls, then restore the mode, which they may change.
 
     Raises:
-        ShapeError: for an index that does not fit, which operations do not see in a replay.
+        ShapeError: for an index that does not fit; in a replay no operation checks it.
     """
     try:
         for call in calls:
@@ -190,14 +190,14 @@ def make(calls: Iterable[Call], mode: Mode) -> None:
 def compile(step: Callable[..., Any]) -> Compiled:
     """Return a step that is recorded once per input shape and replayed afterwards.
 
-    The step gets Tensors, and must not look into them (`item`, comparisons): that is an error. What
-    changes from step to step comes through its arguments, parameters, the optimizer's settings, and
-    `nn.training`, which is entered outside of it when its `step` counts; anything else stays as it
-    was recorded. Dropout, batch normalization, several losses and a `DataParallel` can be in it.
-    `Worker` compiles by itself.
+    The step gets Tensors; reading their values (`item`, comparisons) is an error. Values may change
+    between steps through the arguments, the parameters, the optimizer's settings, and `nn.training`
+    (entered outside of the step if its `step` changes). Everything else stays as recorded. Dropout,
+    batch normalization, several losses and a `DataParallel` may be in the step. `Worker` compiles
+    by itself.
 
     Raises:
-        UsageError: for something that cannot be called.
+        UsageError: for an object that is not callable.
 
     Example:
         >>> model = models.mlp([4], 3, [8]).initialize(seed=0)
@@ -219,8 +219,9 @@ def compile(step: Callable[..., Any]) -> Compiled:
 
 
 def _kind(x: Any) -> Any:
-    """Return what recordings are told apart by: an array's library, shape and dtype, or a plain
-    value itself.
+    """Return an input's part of a recording's key.
+
+    An array contributes its library, shape and dtype, a plain value itself.
     """
     array = x
     if isinstance(x, Tensor):
@@ -240,10 +241,8 @@ def _tensor(x: Any) -> Any:
     return Tensor(x) if is_array(x) else x
 
 
-def _place(x: Any) -> Any:
-    """Return a Tensor of an input's own, into which later inputs are copied; plain values as they
-    are.
-    """
+def _input_buffer(x: Any) -> Any:
+    """Return a Tensor into which replays copy their input; plain values pass unchanged."""
     array = whole_values("a compiled step's input", x)
     if isinstance(x, Tensor) and x.requires_grad and recording():
         raise UsageError(
@@ -255,7 +254,7 @@ def _place(x: Any) -> Any:
 
 
 def _outputs(result: Any) -> Any:
-    """Return what a step returned, refusing what would be that of the first step for ever."""
+    """Return a step's result, with Tensors detached; refuse values that replays cannot update."""
 
     def without_graph(item: Any) -> Tensor:
         if not isinstance(item, Tensor):
@@ -269,23 +268,20 @@ def _outputs(result: Any) -> Any:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """Return a tensor of the same values, and no part of a graph."""
     tensor = Tensor.blank()
     tensor.data = x.data.copy()
     return tensor
 
 
 def _mapped(function: Callable[[Any], Tensor], outputs: Any) -> Any:
-    """Return what a step returned, everything that is not None or holds others replaced by a
-    function of it.
-    """
+    """Map a function over the leaves of a step's result (dicts, tuples, lists; None stays None)."""
     if outputs is None:
         return None
     if isinstance(outputs, dict):
         return {name: _mapped(function, output) for name, output in outputs.items()}
     if isinstance(outputs, tuple | list):
         parts = [_mapped(function, output) for output in outputs]
-        if hasattr(outputs, "_make"):  # a tuple whose parts have names
+        if hasattr(outputs, "_make"):  # a named tuple
             return outputs._make(parts)
         return tuple(parts) if isinstance(outputs, tuple) else parts
     return function(outputs)

@@ -1,23 +1,23 @@
-"""Modules made of modules: one after another, around a shortcut, and side by side.
+"""Modules made of modules: sequences, residual blocks, parallel branches.
 
-Runs of layers in a sequence are computed as one operation. The layers stay what they are, with
-their names and parameters; only the calls are fewer, and `nn.unfused()` runs them one by one:
+A sequence fuses some runs of layers into one operation. The layers keep their names and parameters;
+only the number of calls changes. `nn.unfused()` runs them one by one:
 
-    Linear, ReLU                  one GEMM and two passes in place          bit for bit the same as one by one
-    Linear, GELU                  the same, in blocks that stay in cache    bit for bit the same
-    Conv2d, ReLU                  the same                                  within rounding
-    Conv2d, ReLU, MaxPool2d       bias and ReLU on what pooling left        within rounding
+    Linear, ReLU               one GEMM, two passes in place            equal bits to one by one
+    Linear, GELU               the same, in blocks that fit the cache   equal bits
+    Conv2d, ReLU               the same                                 equal up to rounding
+    Conv2d, ReLU, MaxPool2d    bias and ReLU after pooling              equal up to rounding
 
-A connection may skip some modules of a sequence, wherever the sequence is cut:
+A connection may skip modules of a sequence, and the sequence may be cut anywhere in between:
 
     Sequential(conv1, Stash("a"), conv2, conv3, Pop("a"), head)
 
         conv1 --+--> conv2 --> conv3 --> (+) --> head
                 +--------------- "a" -----^
 
-Giving the two ends a name, so that a pipeline can carry the value from one stage to another, is
-torchgpipe's idea (Kim et al., "torchgpipe: on-the-fly pipeline parallelism for training giant
-models", 2020).
+The two ends have a name, by which a pipeline sends the value from one stage to another. The idea is
+torchgpipe's (Kim et al., "torchgpipe: on-the-fly pipeline parallelism for training giant models",
+2020).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _conv(conv: Conv2d, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Pair,
     )
 
 
-# Kinds of layers that are computed as one operation, and how.
+# The runs of layers that are fused, by their classes, and the fused operations.
 JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyType(
     {
         (Linear, ReLU): lambda linear, _, x: linear_relu(
@@ -74,8 +74,7 @@ JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyTy
 def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
     """Return the calls that compute layers in order, some of them fused into one call.
 
-    Only layers that compute as these classes do are put together: a subclass may have a forward of
-    its own.
+    A subclass with a forward of its own is not fused.
     """
     calls: list[Callable[..., Any]] = []
     rest = list(layers)
@@ -88,8 +87,9 @@ def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
 
 
 def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:
-    """Return whether layers begin with these kinds, the first one's forward being its class's, and
-    pool simply.
+    """True if the layers begin with these classes and the fused operation computes the same.
+
+    That needs the class's own forward, and pooling windows that neither overlap nor have padding.
     """
     first, *others = layers[: len(kinds)]
     pools = [other.over for other in others if isinstance(other, MaxPool2d)]
@@ -102,38 +102,39 @@ def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:
 
 
 class Stash(Module):
-    """Passes x on, and keeps it for the `Pop` of the same name later in the same `Sequential`."""
+    """Returns x, and stashes it for the `Pop` of the same name later in the same `Sequential`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x; the sequence keeps it."""
+        """Return x; the sequence stashes it."""
         return x
 
 
 class Pop(Module):
-    """x + shortcut(what was kept), for the `Stash` of the same name.
+    """x + shortcut(stashed), for the `Stash` of the same name.
 
     Args:
         name: the stash's; each is popped once.
-        shortcut: makes the kept tensor fit, such as a 1x1 convolution; None takes it as it is.
+        shortcut: converts the stashed tensor to the shape of x, such as a 1x1 convolution; None
+            adds it unchanged.
     """
 
     def __init__(self, name: str, shortcut: Module | None = None) -> None:
         self.name = name
         self.shortcut = shortcut
 
-    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+    def forward(self, x: Tensor, stashed: Tensor) -> Tensor:
         """Return the sum; both must have the same shape."""
-        return x + (kept if self.shortcut is None else self.shortcut(kept))
+        return x + (stashed if self.shortcut is None else self.shortcut(stashed))
 
 
 class Sequential(Module):
-    """Modules in a row, each fed the output of the one before: x -> [0] -> [1] -> ... -> y.
+    """Modules in a row; each input is the previous output: x -> [0] -> [1] -> ... -> y.
 
-    Their full names are their numbers ("0.weight"). Indexing gives one, `slice(i, j)` a new
-    sequence of some. A `Stash` among them keeps what comes to it for the `Pop` of the same name.
+    Their full names are their numbers ("0.weight"). Indexing returns one, `slice(i, j)` a new
+    sequence. A `Stash` among them passes its input to the `Pop` of the same name.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).initialize(seed=0)
@@ -163,20 +164,19 @@ class Sequential(Module):
         Raises:
             UsageError: when stashes and pops do not pair up.
         """
-        saved: dict[str, Any] = {}
+        stashed: dict[str, Any] = {}
         for layer in self.steps():
             if isinstance(layer, Stash):
-                keep(saved, layer.name, x)
-            x = layer(x, fetch(saved, layer.name)) if isinstance(layer, Pop) else layer(x)
-        if saved:
-            check_empty(saved)
+                stash(stashed, layer.name, x)
+            x = layer(x, fetch(stashed, layer.name)) if isinstance(layer, Pop) else layer(x)
+        if stashed:
+            check_empty(stashed)
         return x
 
     def steps(self) -> Sequence[Callable[..., Any]]:
         """Return the calls of `forward`: modules, or fused runs of them (see `fuse`).
 
-        When somebody wants to see every module's result, or `nn.unfused()` says so, they are the
-        modules.
+        `nn.observed` and `nn.unfused` disable fusion.
         """
         if not current().joins:
             return self.layers
@@ -191,10 +191,10 @@ class Sequential(Module):
         return self.layers[i]
 
     def slice(self, start: int, stop: int) -> Sequential:
-        """Return a sequence of the modules start..stop-1, which stay the same objects.
+        """Return a sequence of the same module objects, start..stop-1.
 
         Raises:
-            UsageError: when the range does not lie within the sequence.
+            UsageError: when the range exceeds the sequence.
         """
         if not 0 <= start <= stop <= len(self.layers):
             raise UsageError(
@@ -204,7 +204,7 @@ class Sequential(Module):
         return Sequential(*self.layers[start:stop])
 
     def set_child(self, name: str, part: Any) -> None:
-        """Put a module in place of the one with that number. See `Module.set_child`."""
+        """Replace the module with that number. See `Module.set_child`."""
         super().set_child(f"layers.{name}", part)
 
 
@@ -215,8 +215,9 @@ class Residual(Module):
              +--> shortcut ---+
 
     Args:
-        body: what is learned.
-        shortcut: makes x fit the body's result, such as a 1x1 convolution; None passes x as it is.
+        body: the residual branch.
+        shortcut: converts x to the shape of the body's result, such as a 1x1 convolution; None adds
+            x unchanged.
     """
 
     def __init__(self, body: Module, shortcut: Module | None = None) -> None:
@@ -224,11 +225,11 @@ class Residual(Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's result; body and shortcut must give the same shape."""
+        """Return the block's result; body and shortcut must have results of the same shape."""
         return self.close(self.body(x), x)
 
     def close(self, x: Tensor, start: Tensor) -> Tensor:
-        """Return the block's result, given the body's and what the block began with."""
+        """Return the block's result, given the body's result and the block's input."""
         return relu(x + (start if self.shortcut is None else self.shortcut(start)))
 
 
@@ -248,14 +249,13 @@ class Branches(Module):
              |                 +--> join --> y                               +--> join --> y
              +--> branches.1 --+                       x1 ----> branches.1 --+
 
-    They share no parameters, so ranks that share layers (tp) have some branches each, and compute
-    at the same time.
+    They share no parameters, so tensor parallelism distributes them: ranks compute different
+    branches at the same time.
 
     Args:
-        branches: each gets the input; of a tuple or list one of as many, so that they share no
-            input either.
-        join: makes one result of all: "concatenate" along the last axis (features, channels),
-            "add", or a function of the list of results, in the order of the branches.
+        branches: each gets the input; if the input is a tuple or list, each gets its own item.
+        join: combines the results: "concatenate" along the last axis (features, channels), "add",
+            or a function of the list of results, in the order of the branches.
 
     Raises:
         UsageError: for fewer than two branches, or another join.
@@ -278,7 +278,7 @@ class Branches(Module):
         self.join = join
 
     def forward(self, x: Any) -> Tensor:
-        """Return what `join` makes of the branches' results."""
+        """Return the combined results of the branches."""
         return self.joined(
             [branch(item) for branch, item in zip(self.branches, self.inputs(x), strict=True)]
         )
@@ -299,50 +299,45 @@ class Branches(Module):
         return x
 
     def joined(self, results: Sequence[Tensor]) -> Tensor:
-        """Return what `join` makes of all branches' results."""
+        """Combine the results of all branches by `join`."""
         return (JOINS[self.join] if isinstance(self.join, str) else self.join)(results)
 
 
-def keep(kept: dict[str, Any], name: str, x: Any) -> None:
-    """Keep a stashed value.
-
-    Args:
-        kept: the values that wait, by name; it gets one more.
-        name: the stash's.
-        x: the value.
+def stash(stashed: dict[str, Any], name: str, x: Any) -> None:
+    """Add a value to the stashed ones.
 
     Raises:
-        UsageError: when one of that name waits already.
+        UsageError: when the name is in use.
     """
-    if name in kept:
+    if name in stashed:
         raise UsageError(
             f"Stash({name!r}) comes twice without a Pop({name!r}) between; give them names of"
             " their own"
         )
-    kept[name] = x
+    stashed[name] = x
 
 
-def fetch(kept: dict[str, Any], name: str) -> Any:
-    """Return a stashed value, which is then kept no longer.
+def fetch(stashed: dict[str, Any], name: str) -> Any:
+    """Remove a stashed value and return it.
 
     Raises:
         UsageError: when there is none of that name.
     """
-    if name not in kept:
+    if name not in stashed:
         raise UsageError(
             f"Pop({name!r}) comes without a Stash({name!r}) before it in the same sequence"
         )
-    return kept.pop(name)
+    return stashed.pop(name)
 
 
-def check_empty(kept: dict[str, Any]) -> None:
-    """Refuse to end a sequence with values that nobody fetched.
+def check_empty(stashed: dict[str, Any]) -> None:
+    """Refuse to end a sequence with stashed values that were never popped.
 
     Raises:
         UsageError: naming one.
     """
-    if kept:
-        name = next(iter(kept))
+    if stashed:
+        name = next(iter(stashed))
         raise UsageError(
             f"Stash({name!r}) is never popped; put a Pop({name!r}) into the same sequence, or leave"
             " it out"

@@ -24,11 +24,11 @@ class Conv2d(Module):
     Args:
         in_channels, out_channels: the numbers of channels.
         kernel_size, stride, padding, dilation: one number, or one for rows and one for columns;
-            padding may be "same", for images as large as they were.
-        groups: the channels are split into this many groups that do not mix.
+            padding may be "same", for an output of the input's size.
+        groups: the number of groups of channels; groups do not mix.
         bias: whether one number per output channel is added.
-        init: draws the weight; by default uniform within 1 / sqrt(terms that an output sums), and
-            so is the bias.
+        init: draws the weight; by default uniform within 1 / sqrt(terms in an output's sum). The
+            bias is drawn by the default in any case.
 
     Example:
         >>> layer = nn.Conv2d(3, 8, kernel_size=3, padding=1).initialize(seed=0)
@@ -119,7 +119,7 @@ class ConvTranspose2d(Module):
         in_channels, out_channels: the numbers of channels.
         kernel_size, stride, padding, dilation: one number, or one for rows and one for columns.
         output_padding: extra rows and columns at the end, fewer than stride.
-        groups: the channels are split into this many groups that do not mix.
+        groups: the number of groups of channels; groups do not mix.
         bias: whether one number per output channel is added.
         init: draws the weight; by default uniform within 1 / sqrt(out_channels / groups * kernel
             elements).
@@ -179,12 +179,12 @@ class Pool2d(Module):
 
     Args:
         kernel_size: the window's height and width; one number for both.
-        stride: from one window to the next; the window's size by default, so that windows do not
+        stride: the distance between windows; the window's size by default, so that windows do not
             overlap.
         padding: pixels around the image.
 
     Attributes:
-        over: how windows go over images.
+        over: the windows' geometry.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class MaxPool2d(Pool2d):
 
 
 class AvgPool2d(Pool2d):
-    """The mean of each window; the border's zeros count in it. Arguments are those of `Pool2d`."""
+    """Average pooling; zeros of the padding count in the mean. Arguments as for `Pool2d`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
@@ -220,7 +220,7 @@ class GlobalAvgPool2d(Module):
 class AdaptiveAvgPool2d(Module):
     """Average pooling to a given size: (batch, h, w, c) -> (batch, rows, columns, c).
 
-    Window i of n goes from i h / n, rounded down, to (i + 1) h / n, rounded up: they overlap where
+    Window i of n goes from i h / n, rounded down, to (i + 1) h / n, rounded up: windows overlap if
     n does not divide h.
 
     Args:
@@ -243,7 +243,7 @@ class AdaptiveAvgPool2d(Module):
 
 
 def _windows(size: int, count: int) -> np.ndarray:
-    """Return the matrix (count, size) that takes the mean over each window."""
+    """Return the matrix (count, size) whose rows average the windows."""
     matrix = np.zeros((count, size))
     for i in range(count):
         start, stop = i * size // count, -(-(i + 1) * size // count)
@@ -255,7 +255,7 @@ class Upsample(Module):
     """Nearest-neighbour upsampling: (batch, h, w, c) -> (batch, h factor, w factor, c).
 
     Args:
-        scale_factor: how many times, in rows and columns; one number for both.
+        scale_factor: for rows and columns, integers; one number for both.
     """
 
     def __init__(self, scale_factor: int | Pair) -> None:

@@ -1,4 +1,4 @@
-"""A mixture of experts: a gate gives each position a few of many multilayer perceptrons."""
+"""A mixture of experts: a gate sends each position to a few of many multilayer perceptrons."""
 
 from functools import partial
 from math import inf
@@ -18,9 +18,9 @@ from nnmpi.tensor.tensor import Tensor
 class MixtureOfExperts(Module):
     """A mixture of experts: a gate sends each position to `top_k` MLPs; keeps the shape.
 
-    The result is the sum of the experts' results, each times the probability that the gate, a
-    linear layer and softmax, gives it (Fedus et al., "Switch transformers", 2021). See
-    `ops.experts`, also for how ranks share experts.
+    The result is the sum of the chosen experts' results, weighted by the gate's probabilities (a
+    linear layer and softmax; Fedus et al., "Switch transformers", 2021). See `ops.experts`, also
+    for expert parallelism.
 
     >>> import numpy as np
     >>> from nnmpi import nn
@@ -30,25 +30,25 @@ class MixtureOfExperts(Module):
 
     Args:
         features: of x.
-        experts: how many there are.
-        top_k: how many each position takes.
+        experts: the number of experts.
+        top_k: the number of experts per position.
         hidden: the width inside an expert; by default 4 * features.
-        capacity: an expert takes at most ceil(capacity * top_k * positions / experts) positions of
-            a sample, the first ones; what is turned away adds nothing. None for all. It is each
-            sample's own, so that no layout changes it; padding counts as positions. Text is not
-            generated with one: it counts tokens that are yet to come.
-        balance: the weight of the balancing loss in training: the mean over positions of experts
-            times the sum over experts of f P, the share of choices and the mean probability of an
-            expert in the position's sample (DeepSeek-V3). It enters gradients, not the loss that is
-            reported. 0 for none.
+        capacity: limits an expert to the first ceil(capacity * top_k * positions / experts)
+            positions of a sample; for further positions its result is 0. None for no limit. The
+            limit is per sample, so that no layout changes it; padding counts as positions. It
+            excludes text generation, since it depends on tokens not yet generated.
+        balance: the weight of the balancing loss in training (DeepSeek-V3); 0 for none. The loss
+            is the mean over positions of: experts * sum over experts of f P, for the share f of
+            choices and the mean probability P of an expert in the position's sample. It enters the
+            gradients, not the reported loss.
 
     Raises:
         UsageError: for sizes that do not work.
     """
 
-    # set by a strategy whose ranks share batches: then a mean needs what it is over
+    # set under data parallelism: the mode's `weight` must then give the global batch's denominator
     all_reduce: Any = None
-    # a group that shards the experts, and its exchange, see `parallel.experts`
+    # the group that shards the experts, and its exchange, see `parallel.experts`
     ranks: Any = None
     exchange: Any = None
 
@@ -89,8 +89,8 @@ class MixtureOfExperts(Module):
 
         Raises:
             ShapeError: for x without positions.
-            UsageError: when ranks share the batch and nobody has said what the loss is divided by;
-                with a capacity where a text is generated.
+            UsageError: under data parallelism without a `weight` in `nn.training`; in text
+                generation with a capacity.
         """
         if x.ndim != 3:
             raise ShapeError(
@@ -111,8 +111,9 @@ class MixtureOfExperts(Module):
 
 
 def _weight(shared: bool) -> float | None:
-    """Return what the gradient of a sum over positions is multiplied by; 0 where nothing is
-    trained.
+    """Return the factor of the balancing loss's gradient; None for a mean over this pass.
+
+    0 in evaluation.
     """
     mode = current()
     if not mode.training:

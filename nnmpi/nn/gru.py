@@ -1,4 +1,4 @@
-"""Gated recurrent units: layers that read sequences step by step, with one state."""
+"""Gated recurrent units: recurrent layers with one state."""
 
 from typing import Any
 
@@ -13,9 +13,11 @@ from nnmpi.tensor.tensor import Tensor, stack
 
 
 class GRULayer(Module):
-    """One layer. The weights' columns are r, z and n, side by side; `bias` and `bias_n` as below.
+    """One layer. The columns of the weights and of `bias` are those of r, z and n, side by side.
 
-    r, z = sigmoid(x W + h R + b)  n = tanh(x W_n + b_n + r * (h R_n + bias_n))  h = n + z * (h - n)
+    r, z = sigmoid(x W + h R + b)
+    n = tanh(x W_n + b_n + r * (h R_n + bias_n))
+    h = n + z * (h - n)
     """
 
     def __init__(self, inputs: int, features: int) -> None:
@@ -45,14 +47,16 @@ class GRU(Module):
     """Gated recurrent units in layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of
-    cuDNN and PyTorch, where r multiplies the product with h. Padding stands behind sequences, so it
-    changes nothing before it; a loss leaves it out by labels of -1.
+    cuDNN and PyTorch, in which r multiplies the product with h. Padding follows the sequences, so
+    it changes no earlier result; labels of -1 exclude it from a loss.
+
+    It is written as operations on tensors, one set per time step, without a fused operation.
 
     Args:
         input_size: the length of x's last axis.
         hidden_size: that of h.
-        num_layers: how many.
-        dropout: the probability with which an element between two layers is dropped in training.
+        num_layers: the number of layers.
+        dropout: the probability of dropping an element between two layers in training.
 
     Example:
         >>> layer = nn.GRU(4, 3, num_layers=2).initialize(seed=0)
@@ -79,7 +83,7 @@ class GRU(Module):
         """Return h of each time of the last layer.
 
         Raises:
-            UsageError: where tokens are written one after the other.
+            UsageError: in token-by-token generation.
         """
         if current().memory is not None:
             raise UsageError(
@@ -88,11 +92,11 @@ class GRU(Module):
         return self.with_state(x)[0]
 
     def with_state(self, x: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
-        """Return the result, and the state in which each layer ends.
+        """Return the result and the final state, (num_layers, batch, hidden_size).
 
         Args:
-            x: (batch, time, input_size), of at least one time.
-            state: in which they begin, (num_layers, batch, hidden_size); None for 0.
+            x: (batch, time, input_size), of at least one time step.
+            state: the initial state, (num_layers, batch, hidden_size); None for 0.
         """
         shape = (len(self.layers), len(x), self.hidden_size)
         if state is not None and tuple(state.shape) != shape:

@@ -1,4 +1,4 @@
-"""The linear layer, the embedding, and the output that is tied to one."""
+"""The linear layer, the embedding, and an output layer with the embedding's weights."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ class Linear(Module):
     Args:
         in_features, out_features: the numbers of features.
         bias: whether b is added.
-        init: draws the weight; by default uniform within 1 / sqrt(in_features), and so is the bias.
+        init: draws the weight; by default uniform within 1 / sqrt(in_features). The bias is drawn
+            by the default in any case.
 
     Example:
         >>> layer = nn.Linear(3, 2).initialize(seed=0)
@@ -64,7 +65,7 @@ class Embedding(Module):
 
     @property
     def num_embeddings(self) -> int:
-        """How many rows there are to pick, on all ranks that share the table."""
+        """The number of rows of the full table, over all ranks that shard it."""
         region = self.weight.region
         return (self.weight.shape if region is None else region.shape)[0]
 
@@ -76,13 +77,10 @@ class Embedding(Module):
 class TiedLinear(Module):
     """x W^T with an embedding's table W: (..., embedding_dim) -> (..., num_embeddings).
 
-    The logits have no weights of their own:
-
-    Press and Wolf, "Using the output embedding to improve
-    language models", 2017.
+    Press and Wolf, "Using the output embedding to improve language models", 2017.
 
     Args:
-        embedding: whose table it is; its gradient is the sum of both uses.
+        embedding: the owner of W, whose gradient is the sum of both uses.
     """
 
     def __init__(self, embedding: Embedding) -> None:

@@ -1,4 +1,4 @@
-"""Long short-term memory: layers that read sequences step by step."""
+"""Long short-term memory: recurrent layers with two states, h and c."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class LSTMDirection(Module):
 
     Args:
         inputs, features: lengths of x and of h.
-        reverse: whether it reads each sequence from its end.
+        reverse: whether it processes each sequence from its end.
     """
 
     def __init__(self, inputs: int, features: int, reverse: bool) -> None:
@@ -32,29 +32,29 @@ class LSTMDirection(Module):
     def forward(
         self, x: Tensor, state: State | None = None, lengths: Any = None, ends: bool = False
     ) -> Tensor:
-        """Return h of each time, and with `ends` the last h and c behind them. See `ops.lstm`."""
+        """Return h of each time step, with `ends` followed by the final h and c. See `ops.lstm`."""
         return lstm(x, self.weight, self.recurrent, self.bias, state, lengths, self.reverse, ends)
 
 
 class LSTM(Module):
     """LSTM layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
-    Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates lie side by side in the
-    order i, f, o, g, and have one bias.
+    Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates are side by side in the
+    order i, f, o, g, and share one bias.
 
     Args:
         input_size: the length of x's last axis.
         hidden_size: that of h and c.
-        num_layers: how many.
-        bidirectional: whether each layer reads the sequences from both ends (Schuster and Paliwal,
-            1997), with weights for each direction; its result has both h side by side, 2 *
+        num_layers: the number of layers.
+        bidirectional: whether each layer processes the sequences in both directions (Schuster and
+            Paliwal, 1997), with weights for each. The result has both h side by side, 2 *
             hidden_size.
-        dropout: the probability with which an element between two layers is dropped in training.
+        dropout: the probability of dropping an element between two layers in training.
 
     Example:
         >>> layer = nn.LSTM(8, 16, num_layers=2).initialize(seed=0)
         >>> x = np.zeros((3, 10, 8), "float32")
-        >>> layer(x, lengths=np.array([10, 7, 4])).shape  # h is 0 behind each length
+        >>> layer(x, lengths=np.array([10, 7, 4])).shape  # h is 0 from each length on
         (3, 10, 16)
     """
 
@@ -84,12 +84,12 @@ class LSTM(Module):
         self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
 
     def forward(self, x: Tensor, lengths: Any = None) -> Tensor:
-        """Return h of each time of the last layer.
+        """Return the last layer's h of each time step.
 
         Args:
-            x: (batch, time, input_size), with padding behind shorter sequences.
-            lengths: (batch,), of the sequences, integers; None where all are whole. h is 0 behind
-                them.
+            x: (batch, time, input_size), with padding after shorter sequences.
+            lengths: (batch,), integers, of the sequences; None without padding. h is 0 in the
+                padding.
         """
         if isinstance(lengths, tuple):
             raise UsageError(
@@ -102,20 +102,20 @@ class LSTM(Module):
         y, ends = self.with_state(x, before, lengths)
         if before is None or active() is None:
             memory[self.path] = ends
-        else:  # replays look for it in the same place
-            for place, end in zip(before, ends, strict=True):
-                perform(namespace(place.data).copyto, place.data, end.data)
+        else:  # replays read the state from the recorded arrays: write it back into them
+            for state, end in zip(before, ends, strict=True):
+                perform(namespace(state.data).copyto, state.data, end.data)
         return y
 
     def with_state(
         self, x: Tensor, state: State | None = None, lengths: Any = None
     ) -> tuple[Tensor, State]:
-        """Return the result, and the state in which each layer and direction ends.
+        """Return the result and the final state.
 
         Args:
             x, lengths: as for `forward`.
-            state: in which they begin, h and c, each (num_layers * directions, batch, hidden_size);
-                None for 0.
+            state: the initial h and c, each (num_layers * directions, batch, hidden_size); None
+                for 0.
         """
         y, ends = self._run(x, state, lengths, ends=True)
         return y, (stack([end[:, 0] for end in ends]), stack([end[:, 1] for end in ends]))
@@ -123,17 +123,18 @@ class LSTM(Module):
     def _run(
         self, x: Tensor, state: State | None, lengths: Any, ends: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the result, and of each layer and direction (batch, 2, features), its last h and
-        c, if requested.
+        """Return the last layer's h, and if requested the final states.
+
+        These are (batch, 2, features), h and c, one per layer and direction.
         """
-        time, result = x.shape[1], list[Tensor]()
+        time, finals = x.shape[1], list[Tensor]()
         for number, layer in enumerate(range(0, len(self.layers), self.directions)):
             results = []
             for i in range(layer, layer + self.directions):
                 local = None if state is None else (state[0][i], state[1][i])
                 y = self.layers[i](x, local, lengths, ends)
                 results.append(y[:, :time] if ends else y)
-                result += [y[:, time:]] if ends else []
+                finals += [y[:, time:]] if ends else []
             x = results[0] if self.directions == 1 else concatenate(results, 2)
             x = self.drops[number](x) if number < len(self.drops) else x
-        return x, result
+        return x, finals

@@ -1,6 +1,6 @@
-"""The mode in which a model runs: training or evaluation, and what randomness depends on.
+"""The mode of a pass: training or evaluation, and the keys of its random numbers.
 
-Outside of `training(...)` a model evaluates: dropout passes everything, batch normalization uses
+Outside of `training(...)` a model evaluates: dropout drops nothing, batch normalization uses
 running statistics.
 
     with nn.training(seed=0, step=17, first_row=batch.first_row):
@@ -19,21 +19,22 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Mode(NamedTuple):
-    """What layers may ask about the run that they are part of.
+    """The settings of a pass that layers read.
+
+    A context variable rather than an argument of `forward`: so users' modules pass them on without
+    mentioning them.
 
     Attributes:
         training: whether this is a training pass.
         seed: of the run.
         step: the number of the update; with seed and layer name it keys dropout masks.
-        first_row: the place in the global batch of this rank's first sample.
-        again: whether this pass repeats one that has been, whose results were not kept: what a
-            layer updates on its way (running statistics) is left alone then.
+        first_row: the index in the global batch of this rank's first sample.
+        again: whether this pass recomputes an earlier one. Layers then leave their running
+            statistics unchanged.
         observe: called as observe(module, result) after every module's forward, or None.
-        fused: whether layers that can be computed as one operation are (see `nn.container.fuse`).
-        weight: what the gradient of a sum of losses is multiplied by; None where nobody has said
-            so.
-        memory: what layers keep of the tokens that came in earlier passes, by their full names;
-            None where each pass is for itself.
+        fused: whether sequences may fuse layers (see `nn.container.fuse`).
+        weight: the factor of the gradient of a sum of losses; None if not set.
+        memory: the layers' state from earlier tokens, by full name; None outside of generation.
     """
 
     training: bool = False
@@ -57,15 +58,15 @@ _mode: ContextVar[Mode] = ContextVar("nnmpi_mode", default=_EVALUATING)
 
 
 def current() -> Mode:
-    """Return the mode that models run in now."""
+    """Return the current mode."""
     return _mode.get()
 
 
 class within(ContextDecorator, AbstractContextManager[None]):
-    """Context that changes the mode; a replayed step enters it again.
+    """Context that changes the mode; a replay of a step enters it again.
 
     Args:
-        changes: asked, each time, for the attributes that are others.
+        changes: returns the changed attributes; called at each entry, also in replays.
     """
 
     def __init__(self, changes: Callable[[], Mapping[str, Any]]) -> None:
@@ -73,7 +74,7 @@ class within(ContextDecorator, AbstractContextManager[None]):
         self._before: list[Mode] = []
 
     def _recreate_cm(self) -> within:
-        return within(self._changes)  # a decorated function may be called by several threads
+        return within(self._changes)  # threads that call a decorated function share no state
 
     def __enter__(self) -> None:
         perform(self._enter)
@@ -92,7 +93,7 @@ class within(ContextDecorator, AbstractContextManager[None]):
 
 def warn_later(x: Tensor) -> None:
     """Arrange a warning in the backward pass if dropout or batch norm ran in evaluation mode."""
-    if x.tape is not None and current() is _EVALUATING:  # and no block's mode
+    if x.tape is not None and current() is _EVALUATING:  # the default, set by no context
         x.tape.find().warning = (
             "this model evaluates: dropout drops nothing and batch normalization uses its running"
             " statistics; compute the loss within `with nn.training(step=optimizer.steps):`, or"
@@ -112,12 +113,10 @@ def training(
     Args:
         seed: of the run.
         step: the number of the update; with the seed and a layer's name it keys dropout masks.
-        first_row: the place of this rank's first sample in the global batch.
-        again: whether this pass repeats one whose results were not kept; running statistics are
-            then left alone.
-        weight: what the gradient of a sum of losses is multiplied by, such as 1 /
-            batch.global_targets, for layers that have a loss of their own (`nn.MixtureOfExperts`);
-            None for a mean over a pass.
+        first_row: the index of this rank's first sample in the global batch.
+        again: whether this pass recomputes an earlier one; running statistics then stay unchanged.
+        weight: the factor of the gradient of a sum of losses, such as 1 / batch.global_targets, for
+            layers with a loss of their own (`nn.MixtureOfExperts`); None for a mean over a pass.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).initialize(seed=0)
@@ -139,13 +138,13 @@ def evaluation() -> AbstractContextManager[None]:
 def continued(memory: dict[str, Any]) -> AbstractContextManager[None]:
     """Treat each pass as the continuation of the previous one, for token-by-token generation.
 
-    The first pass is of the sequences' beginnings, (batch, time), and each later one of the next
-    token, (batch, 1). Attention keeps its keys and values, recurrent layers keep their state, and
-    positions are counted on; layers that work on each token by itself need nothing. Values are no
-    part of the graph: there is no backward pass.
+    The first pass reads the prompts, (batch, time), each later one the next token, (batch, 1).
+    Attention caches its keys and values, recurrent layers store their state, and positions continue
+    from the last pass. Layers that process each token by itself store nothing. The stored values
+    have no graph, so there is no backward pass.
 
     Args:
-        memory: where they keep it, by full name; an empty dictionary for new sequences.
+        memory: receives the stored values by full name; an empty dictionary for new sequences.
     """
     return _within(training=False, memory=memory)
 
@@ -156,7 +155,7 @@ def observed(observe: Callable[[Any, Any], None]) -> AbstractContextManager[None
 
 
 def unfused() -> AbstractContextManager[None]:
-    """Compute each layer by itself: a model cut between any layers then gives the same bits."""
+    """Disable fusion: the results then have the same bits wherever the model is cut."""
     return _within(fused=False)
 
 

@@ -1,4 +1,4 @@
-"""Module: a part of a model, with the parameters, buffers and modules that are its attributes.
+"""Module: a part of a model, with parameters, buffers and modules as attributes.
 
 A subclass assigns them in `__init__` and computes in `forward`:
 
@@ -14,10 +14,9 @@ A subclass assigns them in `__init__` and computes in `forward`:
             return x
 
 Lists may hold parameters too. A full name is the path of attributes: "first.weight", "rest.1.bias".
-Values come with `initialize`.
+`initialize` draws the values, since the full names key their random streams.
 
-Initializers: how the first values of parameters are drawn. Each is called as init(generator,
-shape).
+Initializers, called as init(generator, shape), draw the initial values of a parameter.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class _Draws(dict[str, Array]):
-    """Parameters' first values, each drawn when it is asked for: of a sharded model nobody has more
-    than one whole.
+    """The initial values of parameters, drawn on access.
+
+    So a rank of a sharded model holds at most one full parameter at a time.
     """
 
     def __init__(
@@ -62,10 +62,9 @@ class Buffer:
 
     Attributes:
         data: the values, an array of `shape`.
-        shape: of this rank's part.
-        value: what all elements are at first.
-        region: which part of a larger array it is, when its ranks share that out; None for a whole
-            one.
+        shape: of this rank's shard.
+        value: the initial value of all elements.
+        region: the shard's position in a larger array; None for a full one.
     """
 
     __slots__ = ("data", "region", "shape", "value")
@@ -79,23 +78,23 @@ class Module:
     """A part of a model. See `nn.module` for how to write one.
 
     Attributes:
-        path: the full name in the model that was initialized ("" for the model itself).
-        storage: of the model on which `initialize` was called, its flat storage.
-        sharding: the table that says how the model's layers are sharded over ranks, where it
-            brings one.
-        units: by the name of a linear layer directly below, what its features are made of that
-            ranks shard. Each feature may go anywhere by default.
-        replayable: of a class of your own, whether all that its `forward` does is a function of
-            shapes and of the mode, by operations on Tensors: then a `Worker` may replay it (see
-            `nnmpi.compile`). Each subclass says it anew.
-        links: of a class of your own whose `forward` is some of its methods one after another,
-            between which a chain of layers may be cut (see `nn.chain`): of each a name, the
-            method's, and those of the modules that it calls.
+        path: the full name in the initialized model ("" for the model itself).
+        storage: the flat storage; only the model on which `initialize` was called has it.
+        sharding: the model's default sharding table, for tensor parallelism.
+        units: the indivisible units of a direct child's sharded features, by the child's name; by
+            default each feature is a unit.
+        replayable: set it in a class of your own whose `forward` consists of operations on Tensors
+            and depends on shapes and the mode alone: then a `Worker` may replay it (see
+            `nnmpi.compile`). Subclasses do not inherit it.
+        links: set it in a class of your own whose `forward` calls some methods one after another:
+            then a chain may be cut between them (see `nn.chain`). Per method: a name, the
+            method's name, and the names of the modules that it calls.
 
     Example:
         >>> class Gated(nn.Module):
         ...     def __init__(self, features):
-        ...         self.value, self.gate = nn.Linear(features, features), nn.Linear(features, features)
+        ...         self.value = nn.Linear(features, features)
+        ...         self.gate = nn.Linear(features, features)
         ...     def forward(self, x):
         ...         return self.value(x) * ops.sigmoid(self.gate(x))
         >>> model = nn.Sequential(Gated(4), nn.Linear(4, 2)).initialize(seed=0)
@@ -115,14 +114,14 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of a sharded layer's product, after the exchange that it needs."""
+        """Return the input of the layer's product; tensor parallelism adds its collective here."""
         return x
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return forward's result; arrays among the inputs become tensors.
 
         Raises:
-            DtypeError: for a list of numbers, whose dtype nobody has said.
+            DtypeError: for a list of numbers, which has no dtype.
         """
         result = self.forward(
             *map(_input, inputs), **{name: _input(x) for name, x in named.items()}
@@ -134,14 +133,14 @@ class Module:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if is_array(value) and isinstance(self.__dict__.get(name), Parameter):
-            # which nothing would train any more
+            # the array would not be trained
             raise UsageError(
                 f"{name} is a parameter; its values are written by {name}.data[...] = values"
             )
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # reached only for what is not there
+        # called only for missing attributes
         if name == "storage":
             raise UninitializedError(
                 "this model has no storage yet; call model.initialize(seed=0) first"
@@ -171,9 +170,7 @@ class Module:
         yield from self._members(Module)
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """Yield this module and all below it with full names, parents first, in definition
-        order.
-        """
+        """Yield this module and its descendants with full names, parents first, as defined."""
         yield prefix, self
         for name, child in self.children():
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
@@ -190,8 +187,8 @@ class Module:
         """Yield all buffers with their full names, in order of definition."""
         yield from self._leaves(Buffer)
 
-    def whole_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters of the full model that this module is a part of."""
+    def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the parameters of the full model; a pipeline stage overrides this."""
         yield from self.named_parameters()
 
     def parameters(self) -> ModelParameters:
@@ -199,14 +196,12 @@ class Module:
         return ModelParameters(self)
 
     def _members(self, kind: type[Any]) -> Iterator[tuple[str, Any]]:
-        """Yield this module's attributes of a kind, and those in its lists and tuples, with their
-        names here.
-        """
+        """Yield this module's attributes of a kind, and items of its lists and tuples, by name."""
         for name, value in vars(self).items():
             if isinstance(value, kind):
                 yield name, value
             elif isinstance(value, (list, tuple)):
-                # a union, made anew at each call, takes three times as long
+                # not `list | tuple`: a union, built at each call, takes three times as long
                 for i, item in enumerate(value):
                     if isinstance(item, kind):
                         yield f"{name}.{i}", item
@@ -225,21 +220,21 @@ class Module:
         allocate: Callable[[int, Any], Array] | None = None,
         storage: Callable[..., FlatStorage] = FlatStorage,
     ) -> Self:
-        """Give all parameters their first values, in flat storage, and return the model.
+        """Draw the initial values of all parameters, in flat storage, and return the model.
 
         The values depend on the seed and each parameter's full name alone, and are drawn in
         float64: every rank and every layout gets the same ones.
 
         Args:
             dtype: "float32" or "float64".
-            backend: where the values live; NumPy by default.
+            backend: the arrays' library and device; NumPy by default.
             group: (full name, parameter) -> optimizer group; "default" for all by default.
             allocate: (elements, dtype) -> a 1-D array of zeros to use as storage.
-            storage: makes the storage, from what `FlatStorage` is given.
+            storage: constructs the storage, with the arguments of `FlatStorage`.
 
         Raises:
-            UsageError: for another dtype, and a module or parameter that is kept where it is not
-                found.
+            UsageError: for another dtype; for a module or parameter in a container that is not
+                searched.
         """
         self._refuse_hidden()
         if dtype not in ("float32", "float64", np.float32, np.float64):
@@ -253,22 +248,22 @@ class Module:
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
         if group is not None:
             self.storage.known_groups |= {
-                group(name, parameter) for name, parameter in self.whole_parameters()
+                group(name, parameter) for name, parameter in self.full_parameters()
             }
         return self
 
     def _refuse_hidden(self) -> None:
-        """Refuse a part that would never be trained, such as one in a dictionary or in a list
-        within another.
+        """Refuse modules and parameters in a dictionary or a nested list: they would not be
+        trained.
         """
-        result = {id(item) for _, item in (*self.named_parameters(), *self.whole_parameters())}
+        named = {id(item) for _, item in (*self.named_parameters(), *self.full_parameters())}
         for path, module in self.named_modules():
             for name, value in vars(module).items():
                 hidden = next(
                     (
                         item
                         for item, local in _within(value)
-                        if not result.issuperset(map(id, local))
+                        if not named.issuperset(map(id, local))
                     ),
                     None,
                 )
@@ -281,14 +276,14 @@ class Module:
                     )
 
     def name_modules(self) -> None:
-        """Set the full names of this module and all below it; `initialize` calls this."""
+        """Set the full names of this module and its descendants; `initialize` calls this."""
         for path, module in self.named_modules():
             module.path = path
 
     def zero_grad(self) -> None:
-        """Forget all gradients, so that the next backward pass starts anew."""
+        """Clear all gradients: the next backward pass overwrites them."""
         storage = vars(self).get("storage")
-        if storage is not None:  # it has them all, at hand
+        if storage is not None:  # faster: it has a list of all parameters
             storage.zero_grad()
             return
         recorder = active()
@@ -319,7 +314,7 @@ class Module:
             )
         if "storage" not in vars(self) and state:
             dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
-            # the state brings all values
+            # the values drawn here are all overwritten below
             self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")
         entries = self._state_entries()
         missing, unknown = (
@@ -334,14 +329,14 @@ class Module:
         for name, entry in entries.items():
             ours, theirs = entry.data, state[name]
             expected = f"{ours.dtype} {ours.shape}"
-            result = (
+            actual = (
                 f"{theirs.dtype} {theirs.shape}"
                 if hasattr(theirs, "dtype")
                 else f"a {type(theirs).__name__}"
             )
-            if result != expected:
+            if actual != expected:
                 raise CheckpointError(
-                    f"{name} is {result} in the state, but {expected} in the model; for PyTorch's"
+                    f"{name} is {actual} in the state, but {expected} in the model; for PyTorch's"
                     " order of axes see nnmpi.models.torch_weights"
                 )
         for name, entry in entries.items():
@@ -352,7 +347,7 @@ class Module:
     state_dict, load_state_dict = state, load_state  # PyTorch's names
 
     def _state_entries(self) -> dict[str, Any]:
-        """Return all parameters and buffers by name, if the values are here."""
+        """Return all parameters and buffers by name; refuse a model with sharded values."""
         storage = vars(self).get("storage")
         if storage is not None and not storage.is_whole:
             raise UsageError(
@@ -365,7 +360,7 @@ class Module:
         """Return the module of that full name.
 
         Raises:
-            UsageError: when there is none; the message lists the names that there are.
+            UsageError: for an unknown name; the message lists the names.
         """
         modules = dict(self.named_modules())
         if path not in modules:
@@ -409,9 +404,7 @@ class Module:
 
 
 def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:
-    """Yield the modules and parameters in a value and in containers within it, each with its
-    parameters.
-    """
+    """Yield the modules and parameters in a nested container, each with its own parameters."""
     if isinstance(value, Module | Parameter):
         yield (
             value,
@@ -427,10 +420,10 @@ def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:
 
 
 class ModelParameters(list[Parameter]):
-    """The parameters of a model, for which an optimizer can be made.
+    """The parameters of a model, as the first argument of an optimizer.
 
-    Args:
-        model: that they are all parameters of.
+    A list with a reference to the model, whose storage the optimizer needs. `optim.SGD(
+    model.parameters())` is PyTorch's call.
     """
 
     def __init__(self, model: Module) -> None:
@@ -444,9 +437,7 @@ class ModelParameters(list[Parameter]):
 
 
 def _describe(path: str, module: Module) -> tuple[str, str, str]:
-    """Return a line of the tree in three parts: place and kind, how many parameters, shapes of
-    those of its own.
-    """
+    """Return a line of the tree in three columns: name and class, number of parameters, shapes."""
     local = [*module._members(Parameter), *module._members(Buffer)]
     shapes = [
         f"{name} {leaf.declared if isinstance(leaf, Parameter) else leaf.shape}"
@@ -459,9 +450,7 @@ def _describe(path: str, module: Module) -> tuple[str, str, str]:
 
 
 def _input(x: Any) -> Any:
-    """Return an array as a tensor and refuse lists of numbers; anything else is the module's own
-    business.
-    """
+    """Convert arrays to tensors, refuse lists of numbers, pass anything else to the module."""
     if type(x) is Tensor:
         return x
     if is_array(x) or hasattr(x, "__dlpack__"):  # of any library
@@ -511,9 +500,9 @@ class Constant:
 
 
 def fan_in(inputs: int) -> Uniform:
-    """Return the initializer uniform within 1 / sqrt(inputs), PyTorch's default.
+    """Return the initializer uniform within 1 / sqrt(inputs).
 
-    LeCun et al., "Efficient BackProp", 1998; it is also what PyTorch's Linear and Conv2d do.
+    LeCun et al., "Efficient BackProp", 1998; the default of PyTorch's Linear and Conv2d.
     """
     return Uniform(1 / sqrt(max(inputs, 1)))
 

@@ -13,19 +13,19 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class BatchNorm(Module):
-    """Batch normalization of the last axis: by batch in training, by running statistics later.
+    """Batch normalization of the last axis: by batch in training, else by running statistics.
 
     Ioffe and Szegedy, "Batch normalization", 2015. One class serves (batch, features) and images
     alike. Under data parallelism the statistics are those of the global batch, over all ranks:
-    `all_reduce` is set by `DataParallel`. With microbatches (gradient accumulation, pipelines) they
-    are those of each microbatch, over all ranks, and the running statistics take in one microbatch
-    after the other; a forward that is repeated does not change them.
+    `DataParallel` sets `all_reduce`. With microbatches (gradient accumulation, pipelines) they are
+    those of each microbatch, over all ranks, and the running statistics are updated once per
+    microbatch. A recomputed forward does not update them.
 
     Args:
         num_features: the length of the last axis.
         eps: added to the variance.
-        momentum: the share of a batch in the running statistics (variance with divisor n - 1
-            there).
+        momentum: the weight of a batch in the running statistics (their variance has the divisor
+            n - 1).
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
@@ -58,10 +58,10 @@ class BatchNorm(Module):
 
         Args:
             x: (..., num_features).
-            weight, bias: (num_features,); a rank of a sharded layer gives its part of them, and of
-                x.
+            weight, bias: (num_features,); a rank of a sharded layer passes its shards of them and
+                of x.
             all_reduce: sums a float64 array over the ranks that share the batch, so that the
-                statistics are those of the whole batch; None where one rank has all of it.
+                statistics are those of the global batch; None on one rank.
 
         Errors are those of `forward`.
         """
@@ -70,19 +70,16 @@ class BatchNorm(Module):
                 f"batch normalization of {weight.size} channels does not fit shape {x.shape}"
             )
         if not current().training:
-            # as operations on tensors, which a compiled step computes anew when the statistics have
-            # moved
+            # as operations on tensors: replays then read the current running statistics
             scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
             shift = bias - scale * self.running_mean.data
             result: Tensor = (x * scale + shift).astype(x.dtype)  # float32 in mixed precision
             warn_later(result)
             return result
-        return batch_norm(x, weight, bias, self.eps, all_reduce, self._see)[0]
+        return batch_norm(x, weight, bias, self.eps, all_reduce, self._observe)[0]
 
-    def _see(self, mean: Array, variance: Array, count: Count) -> None:
-        """Update the running statistics, except for an empty batch or a recomputed pass, which was
-        counted before.
-        """
+    def _observe(self, mean: Array, variance: Array, count: Count) -> None:
+        """Update the running statistics; skip an empty batch and a recomputed pass."""
         if current().again or isinstance(count, int | float) and not count:
             return
         if isinstance(count, int | float) and count == 1:
@@ -94,19 +91,19 @@ class BatchNorm(Module):
         if isinstance(factor, int | float):
             unbiased = variance * factor
         else:
-            # a device's count, for which the host does not wait: an empty batch has what there is
-            # already
+            # a count on the device, which the host does not wait for: so an empty batch is
+            # replaced by the running statistics, which then stay unchanged
             xp, some = namespace(factor), count > 0
             mean = xp.where(some, mean, self.running_mean.data)
             unbiased = xp.where(
                 some, variance * factor.astype(variance.dtype), self.running_variance.data
             )
-        (self.observe or self.take_in)(mean, unbiased)
+        (self.observe or self.update_running)(mean, unbiased)
 
-    def take_in(self, mean: Array, variance: Array) -> None:
+    def update_running(self, mean: Array, variance: Array) -> None:
         """Move the running statistics towards a batch's (variance with divisor n - 1).
 
-        A strategy that must do so in an order of its own sets `observe`, which gets them instead.
+        A strategy that needs another order of updates sets `observe`, which is called instead.
         """
         for buffer, value in ((self.running_mean, mean), (self.running_variance, variance)):
             buffer.data += self.momentum * (value - buffer.data)
@@ -180,7 +177,7 @@ class GroupNorm(Module):
     """Group normalization (Wu and He, 2018): (batch, ..., num_channels), keeps the shape.
 
     Args:
-        num_groups: how many; they divide the channels.
+        num_groups: the number of groups; it divides the channels.
         num_channels: the length of the last axis.
         eps: added to the variance.
     """

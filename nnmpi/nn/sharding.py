@@ -1,11 +1,13 @@
-"""How layers are sharded over ranks: what a model's table says, and nothing of how it is done.
+"""The vocabulary of sharding: tables that assign a sharding to each layer.
 
-A table maps full names of modules, or patterns of them, to a `Sharding`:
+`parallel` has the implementations; models import only this. A table maps full names of modules, or
+patterns, to a `Sharding`:
 
-    {"0": Sharding.COLUMN, "3": Sharding.COLUMN, "7": Sharding.ROW}          {"*.attention.project": Sharding.ROW}
+    {"0": Sharding.COLUMN, "3": Sharding.COLUMN, "7": Sharding.ROW}
+    {"*.attention.proj": Sharding.ROW}
 
-A name that stands in it word for word counts first, then the first pattern that fits. Modules
-without parameters need no entry: they work on whatever lies before them.
+An exact name has precedence, then the first pattern that matches. Modules without parameters need
+no entry: they accept any sharding of their input.
 """
 
 from collections.abc import Mapping
@@ -15,15 +17,15 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TypeAlias
 
-# how attention sees positions of other ranks, see `parallel.sequence`
+# algorithms of attention over positions of several ranks, see `parallel.sequence`
 RING, ULYSSES = "ring", "ulysses"
 WAYS = (ULYSSES, RING)
 STAGES = (1, 2, 3)  # of ZeRO
-OPTIMIZER, ALL = "optimizer", "all"  # what of the states may lie out of memory
+OPTIMIZER, ALL = "optimizer", "all"  # values of `offload_state`
 
 
 class Sharding(Enum):
-    """What each rank has of a layer. For a Linear of weight (in, out):
+    """A rank's share of a layer. For a Linear of weight (in, out):
 
         COLUMN   in | # # . . |      ROW      | # # # # |       REPLICATED   | # # # # |
                     | # # . . |               | # # # # |                    | # # # # |
@@ -31,18 +33,18 @@ class Sharding(Enum):
                     | # # . . |               | . . . . |                    | # # # # |
                         out
 
-    COLUMN: some outputs. The input is whole on every rank, the result is sharded. ROW: some
-    inputs. The input is sharded, and the ranks' results are added up to a whole one. ROWS: all
-    of the layer, for some rows of the image; ranks give one another the rows that their windows
-    overlap. VOCAB: of an Embedding some entries; of a Linear the same as COLUMN, and its result,
-    one number per class, may stay
-        shared out at the end of the model, for a loss that knows it.
-    BRANCHES: of `Branches` some, whole; each rank computes its own, and all get every result.
-    REPLICATED: all of the layer, on the whole input. So is what no table names.
+        COLUMN       some outputs. The input is full on every rank, the result is sharded.
+        ROW          some inputs. The input is sharded; an all-reduce sums the ranks' results.
+        ROWS         the full layer, for some rows of the image. Ranks exchange the rows that
+                     windows across their borders need (a halo).
+        VOCAB        of an Embedding some entries. Of a Linear the same as COLUMN; at the end of
+                     the model its logits may stay sharded, for a loss that supports it.
+        BRANCHES     some of the modules of `Branches`, in full; all ranks get every result.
+        REPLICATED   the full layer on the full input, as every layer without an entry.
 
-    For a Conv2d COLUMN means some output channels and ROW some input channels. Embedding with
-    COLUMN has some features of every entry. BatchNorm, LayerNorm and Dropout follow what lies
-    before them unless the table says REPLICATED.
+    For a Conv2d, COLUMN shards the output channels and ROW the input channels. An Embedding with
+    COLUMN has some features of every entry. BatchNorm, LayerNorm and Dropout adopt the sharding of
+    their input unless the table says REPLICATED.
     """
 
     COLUMN = "column"
@@ -60,11 +62,10 @@ class Units:
         Units(3, repeats=2) of 12 features over 2 ranks        0 0 0 0 1 1  0 0 0 0 1 1
 
     Attributes:
-        count: how many are sharded, such as the heads of an attention.
-        repeats: how many times all of them come, one after another: 3 times in queries, keys and
+        count: the number of units, such as the heads of an attention.
+        repeats: the number of times that the sequence of units recurs: 3 for queries, keys and
             values side by side.
-        sharding: COLUMN if the features that come out are made of them, ROW if those that come in
-            are.
+        sharding: COLUMN if the layer's outputs consist of the units, ROW if its inputs do.
     """
 
     count: int
@@ -79,7 +80,7 @@ NO_UNITS: Mapping[str, Units] = MappingProxyType({})
 
 
 def find(table: Table, name: str) -> tuple[str, Sharding] | None:
-    """Return the entry for a module's full name, and its pattern; None where there is none."""
+    """Return the pattern and sharding for a module's full name; None without an entry."""
     if name in table:
         return name, table[name]
     for pattern, sharding in table.items():

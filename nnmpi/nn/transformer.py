@@ -1,10 +1,10 @@
-"""The transformer's block, and the attention of a sequence with itself that is in it."""
+"""The transformer's block and its self-attention."""
 
 from functools import partial
 from types import MappingProxyType
 
 from nnmpi.errors import UsageError
-from nnmpi.nn.activation import GELU, Dropout, mask_place
+from nnmpi.nn.activation import GELU, Dropout, mask_key
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.linear import Linear
@@ -19,20 +19,20 @@ from nnmpi.tensor.tensor import Tensor
 class CausalSelfAttention(Module):
     """Each position attends to itself and to those before it: (batch, time, features) -> the same.
 
-    Vaswani et al., "Attention is all you need", 2017. One linear layer makes queries, keys and
-    values, side by side in its outputs; `proj` mixes the heads' results. Ranks shard the heads:
-    each has queries, keys and values of its own ones, and the rows of `proj` that read them; so one
-    all-reduce forward and one backward are all (Shoeybi et al., "Megatron-LM", 2019). With more
-    ranks than heads some have none.
+    Vaswani et al., "Attention is all you need", 2017. One linear layer computes queries, keys and
+    values, side by side in its outputs; `proj` mixes the heads' results. Tensor parallelism shards
+    the heads: a rank has the queries, keys and values of its heads, and the rows of `proj` that
+    read them. So one all-reduce forward and one backward suffice (Shoeybi et al., "Megatron-LM",
+    2019). With more ranks than heads some have none.
 
-        2 ranks, 3 heads     qkv  q0 q1 | q2   k0 k1 | k2   v0 v1 | v2     attention  y0 y1 | y2     proj  add up
+        2 ranks, 3 heads     qkv  q0 q1 | q2   k0 k1 | k2   v0 v1 | v2     proj sums over the ranks
 
     Args:
         features: of x; a multiple of `heads`.
-        heads: each works on features / heads of them.
+        heads: the number of heads, each of features / heads features.
         bias: whether the two linear layers have one.
-        dropout: the probability with which one of the attention's probabilities is dropped in
-            training (see `Dropout`).
+        dropout: the probability of dropping one of the attention's probabilities in training (see
+            `Dropout`).
     """
 
     causal = True
@@ -63,15 +63,14 @@ class CausalSelfAttention(Module):
                 "text is written by attention to tokens before; this one is not causal"
             )
         before = None if memory is None else memory.setdefault(self.path, KeyValues())
-        place = partial(mask_place, self.path)
-        return self.proj(attention(self.qkv(x), self.heads, self.causal, before, rate, place))
+        key = partial(mask_key, self.path)
+        return self.proj(attention(self.qkv(x), self.heads, self.causal, before, rate, key))
 
 
 class MultiheadAttention(CausalSelfAttention):
     """Self-attention without a mask, as in an encoder: (batch, time, embed_dim), keeps the shape.
 
-    It has queries, keys and values of one sequence; for those of two there is
-    `ops.scaled_dot_product_attention`.
+    For keys and values of another sequence use `ops.scaled_dot_product_attention`.
 
     Args:
         embed_dim: the length of x's last axis; a multiple of `num_heads`.
@@ -92,7 +91,7 @@ class TransformerBlock(Module):
         x --+-- norm1 -- attention --(+)--+-- norm2 -- mlp --(+)-->
             +-------------------------^   +-------------------^
 
-    Normalization comes first in each branch, so that the sums pass gradients on unchanged.
+    Normalization is inside each branch (pre-norm), so the sums pass gradients back unchanged.
 
     Args:
         features: of x; a multiple of `heads`.
@@ -101,9 +100,9 @@ class TransformerBlock(Module):
             default 4 * features.
         bias: whether the linear layers have one.
         eps: of the normalizations.
-        dropout: the probability with which an element of what a branch adds is dropped in training,
-            and one of the attention's probabilities.
-        experts: a mixture of experts in place of the perceptron; then `hidden` says nothing.
+        dropout: the probability of dropping, in training, an element of a branch's result and one
+            of the attention's probabilities.
+        experts: a mixture of experts that replaces the perceptron; `hidden` is then ignored.
 
     Example:
         >>> block = nn.TransformerBlock(16, heads=4).initialize(seed=0)

@@ -123,4 +123,4 @@ class FixedReduction(DataParallel):
         # one replica has each, so nothing is rounded
         self.group.all_reduce(everyones.reshape(-1), check=False)
         for mean, variance in everyones:
-            norm.take_in(self.backend.asarray(mean), self.backend.asarray(variance))
+            norm.update_running(self.backend.asarray(mean), self.backend.asarray(variance))

@@ -12,7 +12,7 @@ from nnmpi import models
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
 from nnmpi.nn.activation import ReLU, Tanh
-from nnmpi.nn.chain import ModelPart, cut_chain, join_layers, kept_at, open_chain, run_layers
+from nnmpi.nn.chain import ModelPart, cut_chain, join_layers, stashed_at, open_chain, run_layers
 from nnmpi.nn.container import Pop, Residual, Sequential, Stash
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
@@ -65,7 +65,7 @@ def test_every_cut_gives_the_whole_model(stages: int) -> None:
         value: Any = Tensor(x, requires_grad=True)
         first, saved = value, {}
         for stage, number in zip(cut_chain(layers, cut), cut, strict=True):
-            assert tuple(sorted(saved)) == kept_at(layers, number.start)
+            assert tuple(sorted(saved)) == stashed_at(layers, number.start)
             value = run_layers(stage, join_layers(stage), value, saved)
         value.sum().backward()
         assert first.grad is not None

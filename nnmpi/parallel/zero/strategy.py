@@ -17,7 +17,7 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, UsageError, counted
-from nnmpi.nn.chain import Kept, run_layers
+from nnmpi.nn.chain import Stashed, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
@@ -126,7 +126,7 @@ class ShardedDataParallel(DataParallel):
         """Compute the model unit by unit, each of which is here while it is computed."""
         refuse_inside("a model that ranks share out")
         storage, units = self.storage, self.storage.units
-        saved: Kept = {}
+        saved: Stashed = {}
         storage.enter(SHARED)
         for number, unit in enumerate(units):
             storage.enter(number, number + 1 if number + 1 < len(units) else None)
