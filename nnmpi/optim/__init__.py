@@ -1,12 +1,17 @@
 """Optimizers over lists of arrays, gradient clipping, and learning-rate schedules.
 
-To read, in this order: updates (SGD), adaptive (Adam and its kind), muon, optimizer (what they
-share: storage, state, steps), blocks (why buffers are gone through in pieces), schedule (the
-learning rate of a step), clip (and loss scales).
+Reading order:
 
-To add an optimizer: a subclass of `Optimizer` and its name in updates, which is then one of the
-command, too. It runs by NumPy; a fused kernel goes into backend/cuda/updates.py (the interface) and
-into jit/ and cuda/, each with its table.
+    optimizer      the base class: storage, state, steps, blocks
+    updates        SGD, and optimizers by name
+    adaptive       Adam, AdamW, RMSprop, Adagrad, Adadelta
+    muon           Muon
+    schedule       the learning rate as a function of the step
+    clip           gradient norms and loss scaling
+
+To add an optimizer, write a subclass of `Optimizer` and add its name in updates, which also adds it
+to the command. Its array operations run on NumPy and CuPy. A fused kernel is optional: implement it
+in backend/jit and backend/cuda, and add it to the table of each.
 """
 
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop

@@ -1,6 +1,7 @@
 """Adaptive optimizers: Adam, AdamW, RMSprop, Adagrad and Adadelta.
 
-All with the same numbers as torch.optim's; weight decay is added to the gradient, but for AdamW's.
+They compute the numbers of torch.optim's. Weight decay is L2 regularization, added to the gradient,
+except in AdamW.
 """
 
 import math
@@ -21,15 +22,16 @@ from nnmpi.optim.optimizer import (
 
 
 def _average(
-    block: BufferBlock, kept: Array, value: Array, share: float, own: float, square: Array
+    block: BufferBlock, average: Array, value: Array, decay: float, weight: float, square: Array
 ) -> None:
+    """Compute average = decay * average + weight * value^2, in place."""
     xp = block.xp
-    xp.multiply(xp.multiply(value, value, out=square), own, out=square)
-    xp.add(xp.multiply(kept, share, out=kept), square, out=kept)
+    xp.multiply(xp.multiply(value, value, out=square), weight, out=square)
+    xp.add(xp.multiply(average, decay, out=average), square, out=average)
 
 
 def _divide(block: BufferBlock, value: Array, squares: Array, eps: float, out: Array) -> None:
-    """Let out become value / (sqrt(squares) + eps)."""
+    """Compute out = value / (sqrt(squares) + eps)."""
     xp = block.xp
     xp.divide(value, xp.add(xp.sqrt(squares, out=out), eps, out=out), out=out)
 
@@ -38,16 +40,15 @@ class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015), with the numbers of torch.optim.Adam.
 
         g = gradient + weight_decay * w
-        m = beta1 * m + (1 - beta1) * g                             the slots "m" and "v", zeros at
-                                                                    first
-        v = beta2 * v + (1 - beta2) * g * g
-        w = w - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)             t: the update's number, from 1
+        m = beta1 * m + (1 - beta1) * g             slots "m" and "v", initially zeros
+        v = beta2 * v + (1 - beta2) * g * g         t: the update's number, from 1
+        w = w - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 
     Args:
         storage: the buffers, see `Storage`.
         lr: the learning rate, at least 0.
-        betas: what m and v keep of their past in one update, each in [0, 1).
-        eps: at least 0, added to the root so that tiny gradients do not give huge updates; with 0,
+        betas: the decay rates of m and v, each in [0, 1).
+        eps: at least 0, added to the root so that tiny gradients do not cause huge updates; with 0,
             an element whose gradients were all 0 becomes NaN.
         weight_decay: L2 regularization, added to the gradient: one number, or a number by group
             name; groups left out are not decayed.
@@ -64,7 +65,7 @@ class Adam(Optimizer):
         1
     """
 
-    # whether weights decay by themselves, and not through the gradient
+    # whether the decay multiplies the weights instead of adding to the gradient
     decouples: ClassVar[bool] = False
 
     def __init__(
@@ -87,21 +88,22 @@ class Adam(Optimizer):
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         beta1, beta2 = self.betas
-        # m / c1 / (sqrt(v / c2) + eps)  =  m * (r / c1) / (sqrt(v) + eps * r)  with r = sqrt(c2): one pass less
+        # With r = sqrt(c2) this saves a pass over the block:
+        # m / c1 / (sqrt(v / c2) + eps)  =  m * (r / c1) / (sqrt(v) + eps * r)
         root = math.sqrt(1 - beta2**self.steps)
         rate = lr * root / (1 - beta1**self.steps)
         eps = self.eps * root
         for block in blocks:
             xp, data, (m, v) = block.xp, block.data, block.slots
-            decay, saved = (0.0, 1 - lr * block.decay) if self.decouples else (block.decay, 1.0)
+            decay, shrink = (0.0, 1 - lr * block.decay) if self.decouples else (block.decay, 1.0)
             compiled = compiled_update(block, "adam")
             if compiled is not None:
-                compiled(data, block.grad, m, v, rate, eps, beta1, beta2, decay, saved)
+                compiled(data, block.grad, m, v, rate, eps, beta1, beta2, decay, shrink)
                 continue
-            if saved != 1:
-                xp.multiply(data, saved, out=data)
+            if shrink != 1:
+                xp.multiply(data, shrink, out=data)
             gradient, change = decayed_gradient(block, decay), block.scratch[1]
-            # m + (1 - beta1) (g - m): rounds less than the sum of two products
+            # as m + (1 - beta1) (g - m), which rounds less than the sum of two products
             xp.subtract(gradient, m, out=change)
             xp.multiply(change, 1 - beta1, out=change)
             xp.add(m, change, out=m)
@@ -116,12 +118,12 @@ class AdamW(Adam):
 
         w = w * (1 - lr * weight_decay)         then Adam's update, without decay in its gradient
 
-    Every weight decays at the same rate, however large its gradients are.
+    All weights decay at the same rate. In Adam, a weight with large gradients decays more slowly.
 
     Args:
-        storage, lr, betas, eps: see `Adam`; errors are its own, too.
-        weight_decay: the part of a weight that an update takes away, times lr; one number, or one
-            for each group.
+        storage, lr, betas, eps: see `Adam`, also for errors.
+        weight_decay: an update multiplies a weight by 1 - lr * weight_decay. One number, or a
+            number by group name; groups left out are not decayed.
 
     Example:
         >>> model = models.mlp([4], 3, [8]).initialize(seed=0)
@@ -149,15 +151,15 @@ class RMSprop(Optimizer):
     """RMSprop (Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012).
 
         g = gradient + weight_decay * w
-        v = alpha * v + (1 - alpha) * g * g                     the slot "v", zeros at first
-        d = g / (sqrt(v) + eps)                                 with momentum b = momentum * b + d,
-                                                                and d = b
+        v = alpha * v + (1 - alpha) * g * g         slot "v", initially zeros
+        d = g / (sqrt(v) + eps)
+        b = momentum * b + d,  d = b                with momentum: slot "momentum"
         w = w - lr * d
 
     Args:
         storage: the buffers, see `Storage`.
         lr: the learning rate, at least 0.
-        alpha: what v keeps of its past in one update, in [0, 1).
+        alpha: the decay rate of v, in [0, 1).
         eps: at least 0.
         momentum: in [0, 1); 0 needs no state.
         weight_decay: one number, or a number by group name; groups left out are not decayed.
@@ -177,8 +179,8 @@ class RMSprop(Optimizer):
         momentum: float = 0.0,
         weight_decay: ByGroup = 0.0,
     ) -> None:
-        share = number("alpha", alpha, 1)
-        self.shares = (share, 1 - share)
+        decay = number("alpha", alpha, 1)
+        self.factors = (decay, 1 - decay)  # of v and of g * g
         self.eps: Final = number("eps", eps)
         self.momentum: Final = number("momentum", momentum, 1)
         super().__init__(
@@ -188,10 +190,10 @@ class RMSprop(Optimizer):
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         for block in blocks:
             xp, gradient, change = block.xp, decayed_gradient(block, block.decay), block.scratch[1]
-            v, *saved = block.slots
-            _average(block, v, gradient, *self.shares, change)
+            v, *momenta = block.slots
+            _average(block, v, gradient, *self.factors, change)
             _divide(block, gradient, v, self.eps, change)
-            for momentum in saved:
+            for momentum in momenta:  # one or none
                 change = xp.add(
                     xp.multiply(momentum, self.momentum, out=momentum), change, out=momentum
                 )
@@ -201,11 +203,11 @@ class RMSprop(Optimizer):
 class Adagrad(RMSprop):
     """Adagrad (Duchi, Hazan and Singer, "Adaptive subgradient methods", 2011).
 
-        s = s + g * g                                           the slot "s", zeros at first
+        s = s + g * g                               slot "s", initially zeros
         w = w - lr * g / (sqrt(s) + eps)
 
     Args:
-        storage, lr, eps, weight_decay: see `RMSprop`; errors are its own, too.
+        storage, lr, eps, weight_decay: see `RMSprop`, also for errors.
     """
 
     square = "s"
@@ -218,23 +220,22 @@ class Adagrad(RMSprop):
         weight_decay: ByGroup = 0.0,
     ) -> None:
         super().__init__(storage, lr, eps=eps, weight_decay=weight_decay)
-        self.shares = (1.0, 1.0)
+        self.factors = (1.0, 1.0)
 
 
 class Adadelta(Optimizer):
     """Adadelta (Zeiler, "Adadelta: an adaptive learning rate method", 2012).
 
-        v = rho * v + (1 - rho) * g * g                         the slots "v" and "u", zeros at
-                                                                first
+        v = rho * v + (1 - rho) * g * g             slots "v" and "u", initially zeros
         d = sqrt(u + eps) / sqrt(v + eps) * g
         u = rho * u + (1 - rho) * d * d
         w = w - lr * d
 
     Args:
-        storage, weight_decay: see `RMSprop`; errors are its own, too.
-        lr: what the update is multiplied by.
-        rho: what v and u keep of their past in one update, in [0, 1).
-        eps: above 0, or nothing ever moves.
+        storage, weight_decay: see `RMSprop`, also for errors.
+        lr: the factor of the update.
+        rho: the decay rate of v and u, in [0, 1).
+        eps: above 0; with 0 the first update, and so each one, would be 0.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class Adadelta(Optimizer):
             )
             _average(block, v, gradient, self.rho, 1 - self.rho, change)
             xp.divide(gradient, xp.sqrt(xp.add(v, self.eps, out=change), out=change), out=change)
-            # the gradient, which may stand in `other`, is used up
+            # `other` may hold the decayed gradient, which is not needed from here on
             xp.multiply(change, xp.sqrt(xp.add(u, self.eps, out=other), out=other), out=change)
             _average(block, u, change, self.rho, 1 - self.rho, other)
             xp.subtract(block.data, xp.multiply(change, lr, out=change), out=block.data)

@@ -1,19 +1,18 @@
-"""The norm of all gradients together, and scaling them down to a largest norm.
+"""The gradient norm, clipping by it, and loss scaling.
 
-A strategy that holds only a shard of the gradients adds up `sum_of_squares` over its ranks, and
-then scales by `coefficient`; the serial run does the same with one shard.
+A strategy with sharded gradients sums `sum_of_squares` over its ranks and scales by `coefficient`;
+a serial run does the same with a single shard.
 
 Loss scaling keeps small gradients within the range of float16 (Micikevicius et al., "Mixed
 precision training", 2018):
 
-    loss --times the scale, as backward begins-->  float16 gradients of activations  -->  float32 ones of parameters
-    the length of the scaled gradient is finite       divide by the scale, update; after 2000 such
-                                                      updates: scale * 2
-    it is not: something was beyond 65504             no update; scale / 2
+    backward begins with loss * scale    float16 gradients of activations, float32 of parameters
+    the gradient norm is finite          divide by the scale, update; after 2000 updates: scale * 2
+    it is not (beyond 65504 in float16)  skip the update; scale / 2
 
-The scale is a power of two, so that nothing is rounded by it. The length is that of the gradient
-summed over all ranks, which they all know anyway: what overflows on one of them is an overflow for
-all, without a message more.
+The scale is a power of two, so multiplying by it rounds nothing. The norm is that of the gradient
+summed over all ranks, and each rank has it anyway. So an overflow on one rank is an overflow on
+all, without a further message.
 """
 
 import math
@@ -28,28 +27,27 @@ from nnmpi.backend.recording import perform, refuse
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.optim.optimizer import block_elements, pieces
 
-# Added to the norm, as in torch: the largest gradient after clipping is a little below the limit,
-# never above it.
+# Added to the norm, as in torch: the clipped norm is slightly below the limit, never above it.
 _MARGIN = 1e-6
 
-FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # of a loss scale
+FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # loss scales: the initial one and the bounds
 GOOD_STEPS = 2000
 
-# A float32 sum of squares outside these bounds may have overflowed (below infinity none has), or
-# have lost the squares of numbers under 1e-19 to underflow (in a sum this large they do not count).
+# Bounds of a reliable float32 sum of squares. Infinity means overflow. Squares of numbers under
+# 1e-19 underflow; in a sum above the lower bound they would not count.
 _TRUSTED = (1e-25, math.inf)
 
 
 def sum_of_squares(grads: Sequence[Array]) -> float:
     """Return the sum of all squared elements, accumulated over blocks in float64.
 
-    A float32 block's own sum is a float32 dot product: relative error about 1e-8, a quarter of the
-    time that widening takes. Where that overflows or underflows, everything is done again in
-    float64, block by block, so that gradients of 1e30 or 1e-30 have their right norm.
+    Within a block of float32 the sum is a float32 dot product: relative error about 1e-8, in a
+    quarter of the time of float64. After an overflow or underflow the sum is computed again in
+    float64, block by block, so that gradients of 1e30 or 1e-30 have the right norm.
     """
     refuse("a gradient's norm")
     with np.errstate(over="ignore", invalid="ignore"):
-        # the result says it, and the caller acts on that
+        # no warnings: the caller checks the result
         total = _read(sum(_squares(grad, grad.dtype) for grad in grads))
         if not trusted(total):
             total = _read(sum(_squares(grad, "float64") for grad in grads))
@@ -57,7 +55,7 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
 
 
 def _read(total: Array | float) -> float:
-    """Return a number, for which a device is waited for; `float` would do so without a word."""
+    """Return a number, after waiting for the device explicitly; `float` would wait implicitly."""
     if isinstance(total, float | int | np.ndarray | np.generic):
         return float(total)
     stream, host = namespace(total).cuda.get_current_stream(), np.empty(())
@@ -74,8 +72,8 @@ def trusted(total: float) -> bool:
 def global_norm(grads: Sequence[Array]) -> float:
     """Return the Euclidean norm of all gradients together; 0.0 for none.
 
-    Of gradients that are sharded (the `storage.grads` of ZeRO) it is that of all ranks' parts,
-    and collective.
+    For sharded gradients (the `storage.grads` of ZeRO) it is the norm over all ranks, and the call
+    is collective.
     """
     squares, ranks = sum_of_squares(grads), getattr(grads, "ranks", None)
     return math.sqrt(squares if ranks is None else ranks.sum_floats([squares])[0])
@@ -98,7 +96,7 @@ def coefficient(norm: float, max_norm: float) -> float:
 
 
 def scale(grads: Sequence[Array], factor: float) -> None:
-    """Multiply every gradient by the factor, in place; a factor of 1 touches nothing."""
+    """Multiply every gradient by the factor, in place; a factor of 1 skips the pass."""
     if factor == 1.0:
         return
     for grad in grads:
@@ -108,16 +106,16 @@ def scale(grads: Sequence[Array], factor: float) -> None:
 def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
     """Scale gradients in place to a global norm of at most max_norm; return the norm before.
 
-    The same numbers as torch's clip_grad_norm_, with one difference: gradients with a NaN or
-    infinity are left as they are (torch turns all of them into NaN or 0), so that the caller, who
-    sees the norm, can find the culprit. A compiled step clips each time, but the number that it
-    sees is the first step's. Method: Pascanu et al., "On the difficulty of training recurrent
-    neural networks" (2013), algorithm 1.
+    Method: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013),
+    algorithm 1. The numbers are those of torch's clip_grad_norm_, with one difference: gradients
+    with a NaN or infinity stay unchanged, so that a caller who checks the norm can locate them
+    (torch turns all gradients into NaN or 0). A compiled step clips in each replay, but the
+    returned number is the first step's.
 
     Args:
-        grads: arrays, such as model.storage.grads; or model.parameters(), for those. Of a model
-            whose gradients are sharded (ZeRO) they are this rank's parts, and the call is
-            collective: the norm is that of all parts.
+        grads: arrays, such as model.storage.grads; or model.parameters(), for its storage's.
+            Sharded gradients (ZeRO) are this rank's shards; the call is then collective, and the
+            norm is over all ranks.
         max_norm: above 0.
 
     Raises:
@@ -134,11 +132,12 @@ def _clip(grads: Sequence[Array], max_norm: float) -> float:
 
 
 def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
-    """Return the sum of one gradient's squares, blocks in `dtype`: a float64 0-d array where the
-    gradient lies.
+    """Return the sum of one gradient's squares, each block's in `dtype`, the total in float64.
+
+    On a device the total is a 0-d array, for which the host need not wait yet.
     """
     xp = namespace(grad)
-    if xp is np and grad.dtype == dtype:  # the same sum, in half the calls
+    if xp is np and grad.dtype == dtype:  # the same sum in half as many calls
         return sum(float(block.dot(block)) for (block,) in pieces([grad], block_elements(grad)))
     total: Array = xp.zeros((), "float64")
     for (block,) in pieces([grad], block_elements(grad)):
@@ -148,16 +147,16 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
 
 
 class LossScale:
-    """A scale that follows the gradients.
+    """A dynamic loss scale.
 
     Args:
-        value: to begin with, a power of two.
-        good_steps: after how many updates without overflow it is doubled.
+        value: the initial scale, a power of two.
+        good_steps: the number of updates without overflow after which it doubles.
 
     Attributes:
         value: the scale.
-        good: how many updates there were since it was changed last.
-        skipped: how many there were not, for overflow, in the whole run.
+        good: the number of updates since its last change.
+        skipped: the number of updates skipped for overflow, in the entire run.
     """
 
     def __init__(self, value: float = FIRST, good_steps: int = GOOD_STEPS) -> None:
@@ -165,7 +164,7 @@ class LossScale:
         self._good_steps = good_steps
 
     def grow(self) -> None:
-        """Hear of an update without overflow."""
+        """Count an update without overflow; double the scale after `good_steps` of them."""
         self.good += 1
         if self.good >= self._good_steps:
             self.value, self.good = min(2 * self.value, MOST), 0
@@ -179,11 +178,11 @@ class LossScale:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` gave.
+        """Restore a `state`.
 
         Raises:
             CheckpointError: when a value is missing.

@@ -1,23 +1,22 @@
-"""Muon: matrices move along the nearest orthogonal one of their momentum, everything else by AdamW.
+"""Muon: the update of a matrix is its momentum, orthogonalized; AdamW updates everything else.
 
-    m = m + (1 - momentum) * (g - m)                        the slot "m", zeros at first
-    d = m + (1 - momentum) * (g - m)                        Nesterov's
-    O = orthogonalized(d)                                   all its singular values near 1
+    m = m + (1 - momentum) * (g - m)               slot "m", initially zeros
+    d = m + (1 - momentum) * (g - m)               Nesterov momentum
+    O = orthogonalized(d)                          all singular values near 1
     w = w * (1 - lr * weight_decay) - lr * 0.2 * sqrt(max(rows, columns)) * O
 
-Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the factor: Liu et
-al., "Muon is scalable for LLM training", 2025: an update is then as long as AdamW's, so that both
-take one learning rate.
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. The factor is that
+of Liu et al., "Muon is scalable for LLM training", 2025: updates then have the size of AdamW's, so
+both use one learning rate.
 
-All but O is elementwise, so each rank does it where its part of a matrix lies. O needs the whole
-matrix, and has an owner for that among the ranks that share the work:
+All but O is elementwise, so each rank computes it on its shard of a matrix. O needs the full
+matrix. One rank, the matrix's owner, gathers d, computes O and sends it to the others:
 
-    ZeRO, 2 ranks      w  | 0 0 0 1 1 1 |      d of rank 1 -> rank 0, which then has all      a half of O -> rank 1
-    replicas           w  | all | all |        each has all of d                              O -> the others
+    ZeRO, 2 ranks      w | 0 0 0 1 1 1 |     rank 1's d -> owner 0      half of O -> rank 1
+    replicas           w | all | all |       each rank has all of d     O -> the others
 
-Owners are dealt out so that each has as many multiplications as others, and then as many elements.
-Whatever the ranks, the owner multiplies the serial run's matrices: the update is its own to the
-bit.
+Owners are assigned to balance multiplications first, elements second. On any number of ranks the
+owner multiplies the matrices of the serial run, so the update has the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.optim.adaptive import AdamW
 from nnmpi.optim.optimizer import BufferBlock, ByGroup, Storage, number
 
-# Jordan's: they bring singular values into 0.7..1.2 the soonest
+# Jordan's: they bring singular values into 0.7..1.2 in the fewest steps
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LEAST_NORM = 1e-7
 
@@ -58,7 +57,7 @@ def orthogonalize(matrix: Array, steps: int = 5) -> Array:
 
 
 class Muon(AdamW):
-    """Muon for matrices (parameters of two axes that are no embedding's table), AdamW for the rest.
+    """Muon for matrices (parameters of two axes except embedding tables), AdamW for the rest.
 
     >>> import nnmpi
     >>> from nnmpi import models, optim
@@ -67,14 +66,14 @@ class Muon(AdamW):
     Muon(lr=0.01, 67 parameters, after 0 steps)
 
     Args:
-        storage: a model's, with whole parameters.
+        storage: a model's, without tensor parallelism.
         lr: the learning rate, at least 0.
-        momentum: what m keeps of its past in one update, in [0, 1).
-        betas, eps, weight_decay: see `AdamW`; the decay is of matrices, too.
+        momentum: the decay rate of m, in [0, 1).
+        betas, eps, weight_decay: see `AdamW`; the decay applies to matrices too.
 
     Raises:
-        LayoutError: for a model whose ranks have parts of matrices.
-        UsageError: for values out of range, an unknown group, and a storage that is no model's.
+        LayoutError: for a model with matrices sharded by tensor parallelism.
+        UsageError: for values out of range, an unknown group, and a storage of plain arrays.
     """
 
     elementwise = False
@@ -92,12 +91,12 @@ class Muon(AdamW):
         super().__init__(storage, lr, betas, eps, weight_decay)
 
     def _runs(self, buffer: int) -> Iterator[slice]:
-        """Yield what AdamW does of a buffer: all between matrices, which lie in order."""
+        """Yield the slices of a buffer that AdamW updates: those between the matrices."""
         self._matrices, start = _matrices(self.storage), 0
-        for span, place, _ in self._matrices:
+        for span, local, _ in self._matrices:  # in the order of the buffer
             if span.buffer == buffer:
-                yield slice(start, place.start)
-                start = place.stop
+                yield slice(start, local.start)
+                start = local.stop
         yield slice(start, None)
 
     def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
@@ -105,19 +104,23 @@ class Muon(AdamW):
         ranks = self.ranks or getattr(self.storage, "ranks", None)
         size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
         owners = deal([span.parameter.declared for span, *_ in self._matrices], size)
-        owned: list[Array] = []
-        for (span, place, counts), owner in zip(self._matrices, owners, strict=True):
-            grad, m = (arrays[span.buffer][place] for arrays in (self._grads, self._slots["m"]))
+        # 1. the momentum of each shard; gather d on the owner
+        directions: list[Array] = []
+        for (span, local, counts), owner in zip(self._matrices, owners, strict=True):
+            grad, m = (arrays[span.buffer][local] for arrays in (self._grads, self._slots["m"]))
             m += (grad - m) * (1 - self.momentum)
             d = m + (grad - m) * (1 - self.momentum)
             if counts:
                 d = _exchange(ranks, {owner: d}, [count * (owner == rank) for count in counts], d)
-            owned.append(d)
+            directions.append(d)
+        # 2. O of the owned matrices, all of them before the exchanges: so owners work in parallel
         for i, (span, *_) in enumerate(self._matrices):
-            if owners[i] == rank:  # all of these before anybody waits for one
-                owned[i] = orthogonalize(owned[i].reshape(span.parameter.declared)).reshape(-1)
-        for (span, place, counts), owner, d in zip(self._matrices, owners, owned, strict=True):
-            data, rate = self._data[span.buffer][place], lr * self.rates[span.buffer]
+            if owners[i] == rank:
+                full = directions[i].reshape(span.parameter.declared)
+                directions[i] = orthogonalize(full).reshape(-1)
+        # 3. send O to the ranks that need it, and update
+        for (span, local, counts), owner, d in zip(self._matrices, owners, directions, strict=True):
+            data, rate = self._data[span.buffer][local], lr * self.rates[span.buffer]
             if size > 1:
                 pieces = namespace(d).split(d, [*accumulate(counts[:-1])]) if counts else [d] * size
                 parts = dict(enumerate(pieces)) if owner == rank else {}
@@ -127,9 +130,9 @@ class Muon(AdamW):
 
 
 def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
-    """Return each matrix's owner: the largest first, to the rank that has the least to do.
+    """Assign an owner to each matrix: the largest first, each to the least loaded rank.
 
-    Work is the multiplications of an iteration, and then the elements.
+    Loads are compared by the multiplications of an iteration, then by the elements.
 
     >>> deal([(9, 9), (5, 9), (5, 8), (5, 8)], 2)
     [0, 1, 1, 1]
@@ -143,7 +146,7 @@ def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
 
 
 def _exchange(ranks: Any, parts: Mapping[int, Array], counts: Sequence[int], like: Array) -> Array:
-    """Send parts, by rank; return what comes, so many elements from each rank, as one array."""
+    """Send parts, by rank; return the received ones, `counts` elements per rank, as one array."""
     sent = [parts.get(rank, like[:0]) for rank in range(ranks.size)]
     return namespace(like).concatenate(
         ranks.all_to_all_v(sent, [(count,) for count in counts], "muon")
@@ -151,8 +154,9 @@ def _exchange(ranks: Any, parts: Mapping[int, Array], counts: Sequence[int], lik
 
 
 def _matrices(storage: Any) -> list[tuple[Any, slice, Sequence[int]]]:
-    """Return a storage's matrices: span, this rank's place, and how many elements each rank has,
-    none if each has all.
+    """Return a storage's matrices: span, this rank's slice, and the number of elements per rank.
+
+    The numbers are () if every rank has the full matrix.
 
     Raises:
         LayoutError, UsageError: see `Muon`.

@@ -1,15 +1,13 @@
 """The base of all optimizers: storage, learning rate, steps, state, weight decay, blocks.
 
-The state is `steps` and the arrays of `slots()`. Any rank that loads a state writes into those
-arrays and sets `steps`; the next update is then, bit for bit, the one that a run without a break
-would have done. Nothing here knows of parameters, layers or ranks.
+The state is `steps` and the arrays of `slots()`. Loading a state means writing these arrays and
+setting `steps`; the next update then has the bits of a run without interruption. This module works
+on plain buffers: parameters, layers and ranks are not its subject.
 
-Cutting buffers into blocks that stay in the processor's cache while an update passes over them many
-times.
-
-An Adam update is twelve array operations. Done on whole buffers that do not fit the cache, each of
-them goes through main memory; done block by block, only the first and the last touch do. All views
-and scratch arrays are made once.
+An update runs over blocks of the buffers that fit the processor's cache. Adam's update, for
+example, is twelve array operations. On complete buffers that exceed the cache, each of them reads
+and writes main memory; block by block, only the first and the last access does. Views and scratch
+arrays are made once, when the optimizer is made. `HOST_BLOCK_BYTES` has the measurements.
 """
 
 from __future__ import annotations
@@ -34,20 +32,19 @@ from nnmpi.errors import DtypeError, ShapeError, UsageError, shortened
 from nnmpi.launcher import read_launch
 
 ByGroup: TypeAlias = float | Mapping[str, float]
-"""A number; or one for each group of a storage, by its name."""
+"""A number for all groups of a storage, or a number per group name."""
 
 Part: TypeAlias = tuple[int, slice]
-"""Some elements of a buffer, which is called by its number."""
+"""A buffer's number, and a slice of its elements."""
 
 
 class Storage(Protocol):
     """Three lists of one length: entry i is a buffer, its gradient, and the name of its group.
 
-    A model's `tensor.parameter.FlatStorage` is one, `Arrays` makes one of plain lists, and a
-    strategy that shards the optimizer hands over its own part of the buffers. An optimizer keeps
-    views of the buffers, so they must stay the same arrays for as long as it lives; only their
-    values may change. A storage that replaces all of them by others of the same shapes counts that
-    in `moves`; then optimizers follow.
+    Implementations: a model's `tensor.parameter.FlatStorage`, `Arrays` for plain lists, and the
+    shards of strategies that shard the optimizer. An optimizer holds views of the buffers, so the
+    arrays must stay the same objects during its life; their values may change. A storage that
+    replaces all arrays by others of the same shapes increments `moves`, and optimizers follow.
     """
 
     data: list[Array]
@@ -67,16 +64,16 @@ class Storage(Protocol):
         """The number of elements, without gaps."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
 
     def finish_gradients(self) -> None:
-        """Complete this step's `grads`, with zeros for parameters without one; before updates."""
+        """Complete this step's `grads`, with zeros for missing ones; called before updates."""
 
     def finish_update(self) -> None:
-        """Let everybody see what an update has written to `data`; called after updates."""
+        """Publish the new values in `data`; called after updates."""
 
     def frozen(self) -> Sequence[Part]:
-        """Return the parts of `data` that updates must leave as they are, with their state."""
+        """Return the slices of `data` that updates must not change, nor their state."""
 
 
 class Arrays:
@@ -112,13 +109,13 @@ class Arrays:
             grad[...] = 0
 
     def finish_gradients(self) -> None:
-        """Do nothing: whoever gave the arrays writes them."""
+        """Do nothing: the caller completes its arrays."""
 
     def finish_update(self) -> None:
-        """Do nothing: whoever gave the arrays sees them."""
+        """Do nothing: the caller has the arrays themselves."""
 
     def frozen(self) -> list[Part]:
-        """Return nothing: what is given is updated."""
+        """Return no slices: updates change all elements."""
         return []
 
 
@@ -126,11 +123,11 @@ def number(name: str, value: Any, below: float = math.inf, most: float | None = 
     """Return the value as a float of at least 0; an error calls it `name`.
 
     Args:
-        below: what it must be below: 1 for what a decaying average may keep of its past.
-        most: or what it must not be above.
+        below: the exclusive upper bound, such as 1 for the decay rate of an average.
+        most: an inclusive upper bound instead.
 
     Raises:
-        UsageError: for another value, NaN, or what is no number.
+        UsageError: for a value out of range, NaN, or an object that is no number.
     """
     try:
         result = float(value)
@@ -154,16 +151,17 @@ class Optimizer(ABC):
     """Updates the buffers of a storage in place from their gradients.
 
     Attributes:
-        lr: the learning rate of the next update; schedules set it, and groups with smaller rates
-            follow.
-        rates: of each buffer, in parts of lr.
-        steps: the updates done so far.
-        storage: the buffers; they must stay the same arrays while the optimizer lives.
-        kept: arrays like the slots', by name, that a strategy saves and loads with them.
+        lr: the learning rate of the next update; schedules set it. The rates of all groups are
+            proportional to it.
+        rates: per buffer, its rate divided by `lr`.
+        steps: the number of updates so far.
+        storage: the buffers; the arrays must stay the same objects during the optimizer's life.
+        extra_slots: further arrays of the buffers' shapes, by name, that a strategy saves and loads
+            with the state.
         weight_decay: the decay of each buffer, in the storage's order.
-        elementwise: of a class, whether an update of some elements needs no others.
-        ranks: those with the same storage, among which a strategy lets updates of whole matrices be
-            shared out.
+        elementwise: whether the class updates each element independently of the others.
+        ranks: the ranks with the same storage that divide the updates of matrices (see `muon`); a
+            strategy sets it.
     """
 
     elementwise: ClassVar[bool] = True
@@ -176,22 +174,21 @@ class Optimizer(ABC):
         weight_decay: ByGroup,
         slots: Sequence[str],
     ) -> None:
-        """Allocate the state, and cut everything into blocks.
+        """Allocate the state, and divide buffers and state into blocks.
 
         Args:
-            storage: the buffers and their gradients, or what has them as its `storage`.
-            lr: the learning rate; or one for each group, of which `lr` is then the largest, and the
-                others a part.
-            weight_decay: one number, or one for each group of the storage by name.
-            slots: the names of the state; each gets one array of zeros per buffer, like that
-                buffer.
+            storage: the buffers and their gradients, or an object with a `storage`, such as
+                model.parameters().
+            lr: the learning rate; or a number by group name, of which the largest is `lr`.
+            weight_decay: one number, or a number by group name.
+            slots: the names of the state; each gets one array of zeros per buffer, of its shape.
 
         Raises:
             UsageError: for a learning rate or weight decay that is negative or not finite, and for
-                a weight decay that names a group the storage has not.
+                a group that the storage does not have.
             ShapeError, DtypeError: see `_check`.
         """
-        storage = getattr(storage, "storage", storage)  # of all parameters of a model
+        storage = getattr(storage, "storage", storage)
         if not hasattr(storage, "grads"):
             raise UsageError(
                 "an optimizer works on a model's storage: give model.storage, or"
@@ -210,13 +207,13 @@ class Optimizer(ABC):
         self.steps = 0
         self.storage = storage
         self._slots = {name: list(map(self._zeros_like, storage.data)) for name in slots}
-        self.kept: dict[str, list[Array]] = {}
+        self.extra_slots: dict[str, list[Array]] = {}
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
         self._moves = storage.moves
         self._blocks = self.cut()
 
     def __repr__(self) -> str:
-        """Say which rule it is, with which rate, over how many numbers."""
+        """Show the class, the learning rate, and the numbers of parameters and steps."""
         return (
             f"{type(self).__name__}(lr={self.lr:g}, {self.storage.size:,} parameters, after"
             f" {self.steps} steps)"
@@ -230,16 +227,16 @@ class Optimizer(ABC):
         )
 
     def step(self) -> None:
-        """Do one update of all buffers with the learning rate `lr`; nothing is allocated.
+        """Do one update of all buffers with the learning rate `lr`, without allocations.
 
-        Parameters that need no gradient (`requires_grad = False`) stay as they are.
+        Parameters that need no gradient (`requires_grad = False`) stay unchanged.
 
         Raises:
-            UsageError: when `lr` was set to a negative or non-finite value, the storage holds other
-                arrays than when the optimizer was made, the model was initialized again, or its
-                parameters stand once for several ranks (see `parallel.fused`).
+            UsageError: when `lr` was set to a negative or non-finite value, the storage's arrays
+                were replaced, the model was initialized again, or the parameters are in memory
+                shared with other ranks (see `parallel.fused`).
         """
-        perform(self._step)  # a compiled step does all of it each time, as `lr` may have changed
+        perform(self._step)  # recorded as one call, since `lr` may change between replays
 
     def _step(self) -> None:
         lr = number("lr", self.lr)
@@ -254,11 +251,11 @@ class Optimizer(ABC):
         if self.storage.moves != self._moves:
             self.move()
         self._require_same_arrays()
-        self._go(lr, self._blocks, self.storage.frozen())
+        self._update_all(lr, self._blocks, self.storage.frozen())
         self.storage.finish_update()
 
     def _warn_alone(self) -> None:
-        """Warn, once for all ranks, where each trains a model of its own: that is seldom meant."""
+        """Warn, on rank 0, when each rank trains a model of its own, which is rarely intended."""
         launch = read_launch(os.environ)
         if launch is not None and launch.size > 1 and launch.rank == 0 and not self.storage.shared:
             warnings.warn(
@@ -270,30 +267,29 @@ class Optimizer(ABC):
             )
 
     def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Part] = ()) -> None:
-        """Update these blocks alone, by the gradients they hold when their turn comes.
+        """Update these blocks alone.
 
-        For strategies that shard the blocks among ranks, or add up a block's gradient just
-        before it is used.
+        For strategies that shard the blocks among ranks, or sum a block's gradient just before its
+        update.
 
         Args:
-            blocks: what `cut` gave; a generator may write a block's `grad` before it yields it.
-            frozen: parts of the buffers that stay as they are now, with their state.
+            blocks: blocks of `cut`; a generator may write a block's `grad` before it yields it.
+            frozen: slices of the buffers that stay unchanged, with their state.
 
         Raises:
             UsageError: when `lr` was set to a negative or non-finite value.
         """
-        self._go(number("lr", self.lr), blocks, frozen)
+        self._update_all(number("lr", self.lr), blocks, frozen)
 
-    def _go(self, lr: float, blocks: Iterable[BufferBlock], frozen: Sequence[Part]) -> None:
+    def _update_all(self, lr: float, blocks: Iterable[BufferBlock], frozen: Sequence[Part]) -> None:
         self.steps += 1
-        # Blocks run across parameters, so one that needs no gradient cannot be left out of them: it
-        # is put back.
+        # Blocks span parameters, so a frozen one cannot be excluded. Decay and momentum would move
+        # it even without a gradient: save it, and restore it after the update.
         arrays = (self._data, *self._slots.values()) if frozen else ()
         parts = [array[buffer].reshape(-1)[part] for array in arrays for buffer, part in frozen]
         saved = [part.copy() for part in parts]
         self._update_groups(lr, blocks)
         for part, values in zip(parts, saved, strict=True):
-            # decay and momentum move also what has no gradient
             part[...] = values
 
     def _zeros_like(self, data: Array) -> Array:
@@ -304,24 +300,24 @@ class Optimizer(ABC):
 
     def slots(self) -> dict[str, list[Array]]:
         """Return the live state arrays by name: one per buffer, in the storage's order."""
-        return {name: list(arrays) for name, arrays in (self._slots | self.kept).items()}
+        return {name: list(arrays) for name, arrays in (self._slots | self.extra_slots).items()}
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of memory that the state takes; none where it lies in a store."""
+        """The bytes of the state in memory; 0 if it is offloaded to a store."""
         if self.storage.state_store is not None:
             return 0
         return sum(array.nbytes for arrays in self.slots().values() for array in arrays)
 
     def move(self, allocate: Callable[[int, Any], Array] | None = None) -> None:
-        """Work on the arrays that the storage has now, of the same shapes and dtypes as before.
+        """Follow the storage to its current arrays, of the same shapes and dtypes as before.
 
         Args:
-            allocate: (elements, dtype) -> a 1-D array, into which the state is copied; it stays
-                where it is without. If it raises, nothing has changed.
+            allocate: (elements, dtype) -> a 1-D array for a copy of the state; without it the state
+                does not move. If it raises, nothing has changed.
 
         Raises:
-            ShapeError: when the storage's arrays are others than before in number, shape or dtype.
+            ShapeError: when the storage's arrays differ from before in number, shape or dtype.
         """
         _check(self.storage)
         before, now = (
@@ -332,27 +328,27 @@ class Optimizer(ABC):
                 f"the storage's arrays are other ones than before, {before}; make a new optimizer"
             )
         if allocate is not None:
-            places = {
+            copies = {
                 name: [allocate(array.size, array.dtype).reshape(array.shape) for array in arrays]
                 for name, arrays in self._slots.items()
             }
             for name, arrays in self._slots.items():
-                for place, array in zip(places[name], arrays, strict=True):
-                    place[...] = array
-            self._slots = places
+                for copy, array in zip(copies[name], arrays, strict=True):
+                    copy[...] = array
+            self._slots = copies
         self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
         self._moves = self.storage.moves
         self._blocks = self.cut()
 
     def zero_grad(self) -> None:
-        """Forget all gradients, as the model's `zero_grad` does."""
+        """Clear all gradients, as the model's `zero_grad` does."""
         self.storage.zero_grad()
 
     def over(self, storage: Storage) -> Self:
         """Return an optimizer for other arrays of the same shapes that shares settings and state.
 
         Raises:
-            ShapeError: when the arrays are others in number, shape or dtype.
+            ShapeError: when the arrays differ in number, shape or dtype.
             UsageError, DtypeError: as for a new optimizer.
         """
         other = object.__new__(type(self))
@@ -362,9 +358,9 @@ class Optimizer(ABC):
         return other
 
     def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        for rate, alike in groupby(blocks, attrgetter("rate")):
-            # each block when a strategy has made it
-            self._update(lr * rate, alike)
+        # groupby is lazy: each block is updated as soon as a strategy's generator yields it
+        for rate, run in groupby(blocks, attrgetter("rate")):
+            self._update(lr * rate, run)
 
     @abstractmethod
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
@@ -379,10 +375,10 @@ class Optimizer(ABC):
         """Return blocks of the buffers and their state.
 
         Args:
-            parts: the part of each buffer that is meant; all of it by default.
+            parts: a slice of each buffer; all of it by default.
             grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by
                 default.
-            limit_bytes: the longest block, if not what suits an ordinary update.
+            limit_bytes: the size of a block; by default one that suits the cache.
         """
         scratch = ScratchArrays(self._grads)
         grads = self._grads if grads is None else grads
@@ -405,13 +401,11 @@ class Optimizer(ABC):
         return tuple(blocks)
 
     def _runs(self, buffer: int) -> Iterable[Any]:
-        """Return the parts of a buffer that are updated element by element: all of it."""
+        """Return the slices of a buffer that `_update` updates, element by element: all of it."""
         return (...,)
 
     def _require_same_arrays(self) -> None:
-        """Raise if a buffer was replaced: the blocks would still update the old one, and training
-        would stand still.
-        """
+        """Raise if a buffer was replaced: the blocks would silently update the old one."""
         for saved, now in ((self._data, self.storage.data), (self._grads, self.storage.grads)):
             if len(saved) != len(now) or not all(map(is_, saved, now)):
                 raise UsageError(
@@ -435,7 +429,7 @@ def _by_buffer(what: str, given: ByGroup, storage: Storage) -> tuple[float, ...]
         return (number(what, given),) * len(storage.groups)
     for name, value in given.items():
         if name not in storage.known_groups:
-            # a stage of a pipeline need not have all groups of the model
+            # of all groups of the model: a pipeline stage may have some of them only
             known = ", ".join(sorted(set(storage.known_groups))) or "none"
             raise UsageError(
                 f"{what} names the group {name!r}, which does not exist; choose from: {known}"
@@ -474,7 +468,7 @@ def _check(storage: Storage) -> None:
         ours, theirs = (f"{x.dtype} of {namespace(x).__name__}" for x in (data, grad))
         if ours != theirs:
             raise DtypeError(f"buffer {i} is {ours} and its gradient {theirs}; they must be alike")
-        # CuPy's flags have no such entry: its arrays are writable
+        # CuPy's flags have no `writeable`: its arrays always are
         fixed = not getattr(data.flags, "writeable", True)
         if fixed or not (data.flags.c_contiguous and grad.flags.c_contiguous):
             raise UsageError(
@@ -483,28 +477,32 @@ def _check(storage: Storage) -> None:
 
 
 # 64k float32 elements: buffer, gradient, two slots and a scratch array make 1.25 MiB, about a
-# core's L2 cache, and calling NumPy costs less than a tenth of the arithmetic. Measured (Zen 5, 1
-# MiB L2, 32 MiB L3, one thread, median): Adam on 5,000,000 parameters takes 8.6 ms, in one piece
-# 12.0; on 20,000,000 37 and 57; on 421,642, which fit the L3, 0.69 and 0.64. Blocks half as large
-# were slower, twice as large a little faster (0.65, 8.5 and 36).
+# core's L2 cache, and the calls of NumPy cost less than a tenth of the arithmetic. Measured for
+# Adam (Zen 5, 1 MiB L2, 32 MiB L3, one thread, median of ms):
+#
+#     parameters             421,642 (fit the L3)    5,000,000    20,000,000
+#     blocks of 256 KiB      0.69                    8.6          37
+#     blocks of 512 KiB      0.65                    8.5          36
+#     one piece              0.64                    12.0         57
+#
+# Blocks of 128 KiB were slower.
 HOST_BLOCK_BYTES = 256 * 1024
-# A device starts one kernel per operation and block: blocks are there to bound the scratch memory,
-# not for a cache.
+# A device launches one kernel per operation and block, and no cache asks for small blocks: they
+# only bound the scratch memory.
 DEVICE_BLOCK_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BufferBlock:
-    """Views of the same elements of one buffer, its gradient and its state: one run of memory each.
+    """Contiguous views of the same elements of a buffer, its gradient and its state.
 
     Attributes:
         xp: the library of the arrays.
-        slots: the state arrays' views, in the order in which the optimizer named them.
+        slots: views of the state, in the order of the optimizer's slot names.
         decay: the weight decay of the buffer's group.
-        rate: its learning rate, in parts of the optimizer's.
-        scratch: two arrays, shared by all blocks, whose values mean nothing between two blocks.
-        is_spent: whether nobody needs the gradient after the update, so that its memory may be used
-            in it.
+        rate: its learning rate, divided by the optimizer's.
+        scratch: two arrays, shared by all blocks; their values are undefined between blocks.
+        is_spent: whether the update may overwrite the gradient.
     """
 
     xp: ModuleType
@@ -518,12 +516,12 @@ class BufferBlock:
 
 
 def compiled_update(block: BufferBlock, name: str) -> Any:
-    """Return the update of this name that works on this block in one pass, or None."""
+    """Return the compiled one-pass update of this name for this block, or None."""
     return getattr(kernels_for(block.data, name), name, None)
 
 
 def block_elements(array: Array) -> int:
-    """Return how many elements of this array's kind make a block."""
+    """Return the number of elements in a block of arrays like this one."""
     limit_bytes = (
         DEVICE_BLOCK_BYTES if hasattr(array, "__cuda_array_interface__") else HOST_BLOCK_BYTES
     )

@@ -1,7 +1,8 @@
 """Learning-rate schedules: frozen values that map the number of an update to its learning rate.
 
-`schedule(0)` is the rate of the first update. Nothing is remembered between calls, so a run that
-resumes, or a rank that joins, asks for its step and gets the same number.
+`schedule(0)` is the rate of the first update. Schedules have no state, so a run that resumes, or a
+rank that joins, gets the same rate for the same step. `ReduceOnPlateau` alone depends on losses and
+has state.
 
     Warmup(500, then=Cosine(0.1, total=9500))        lr
                                                      |   /`-.
@@ -62,7 +63,7 @@ class StepDecay:
 
 @dataclass(frozen=True)
 class MultiStep:
-    """The rate times `factor` at each of these steps: PyTorch's MultiStepLR, in updates.
+    """Multiply the rate by `factor` at each of these steps: PyTorch's MultiStepLR, in updates.
 
     Raises:
         UsageError: for lr < 0, steps that do not rise from 0 or later, or a factor outside [0, 1].
@@ -81,19 +82,19 @@ class MultiStep:
             raise UsageError(f"steps are {tuple(self.steps)}; give each once, in their order")
 
     def __call__(self, step: int) -> float:
-        """Return lr times the factor for each step that is reached."""
+        """Return lr * factor^n after n of the steps."""
         return float(self.lr * self.factor ** bisect_right(self.steps, whole("step", step, 0)))
 
 
 @dataclass(frozen=True)
 class OneCycle:
-    """Half a cosine up to lr over the first `rise` of `total` steps, then one down to near 0.
+    """Half a cosine up to lr over the first fraction `rise` of `total` steps, then one down.
 
-    Smith and Topin, "Super-convergence", 2019; the numbers of PyTorch's OneCycleLR: from lr / 25
-    up, and down to that / 10,000 at the last step.
+    Smith and Topin, "Super-convergence", 2019. The numbers are those of PyTorch's OneCycleLR: from
+    lr * start up to lr, and down to lr * start * end at the last step.
 
     Raises:
-        UsageError: for lr < 0, total < 2, or a part outside [0, 1].
+        UsageError: for lr < 0, total < 2, or a fraction outside [0, 1].
     """
 
     lr: float
@@ -120,12 +121,13 @@ class OneCycle:
 
 
 class ReduceOnPlateau:
-    """Reduce the rate when a loss stops falling, in a loop of your own; it keeps state.
+    """Reduce the rate when a loss stops falling; for a loop of your own, since it has state.
 
     Args:
-        lr: the first rate.
-        factor: what it is multiplied by, after more than `patience` losses in a row that are not
-            the lowest so far, by at least `threshold` of it.
+        lr: the initial rate.
+        factor: multiplies the rate after more than `patience` losses in a row without improvement.
+        patience: the number of losses without improvement to tolerate.
+        threshold: an improvement is a loss below (1 - threshold) * the lowest so far.
 
     Example:
         >>> rate = optim.ReduceOnPlateau(0.1, patience=0)
@@ -156,11 +158,11 @@ class ReduceOnPlateau:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from lr at step 0 to final * lr at step `total`, and that floor from there on.
+    """Half a cosine from lr at step 0 to the floor final * lr at step `total`, then constant.
 
     Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts" (2017), equation
-    5, one period. A run of `total` updates ends one step above the floor, so that with final = 0 no
-    update is wasted.
+    5, one period. The last of `total` updates has step total - 1, above the floor: with final = 0
+    no update has rate 0.
 
     Raises:
         UsageError: for lr < 0, total < 1, or a final fraction outside [0, 1].
@@ -178,12 +180,11 @@ class Cosine:
     def __call__(self, step: int) -> float:
         """Return the rate between lr and final * lr."""
         progress = min(whole("step", step, 0), self.total) / self.total
-        # exactly 1 at the start and exactly 0 at the end
+        # The weight is exactly 1 at the start and exactly 0 at the end. So this mix of two values
+        # is exact at both ends, unlike floor + weight * difference. In between, rounding may leave
+        # the range of the two: clamp.
         weight = (1 + math.cos(math.pi * progress)) / 2
-        # A mix of two values, and not floor + weight * difference: it meets both ends without
-        # rounding.
         floor = self.final * self.lr
-        # between, rounding may leave them
         return min(max(weight * self.lr + (1 - weight) * floor, floor), self.lr)
 
 
@@ -191,9 +192,9 @@ class Cosine:
 class Warmup:
     """A linear rise to the first rate of another schedule, which then begins at step 0.
 
-    Step s < steps has then(0) * (s + 1) / (steps + 1): the first update is not wasted on a rate of
-    0, and the line meets then(0) exactly at step `steps`. Goyal et al., "Accurate, large minibatch
-    SGD" (2017), section 2.2.
+    Step s < steps has then(0) * (s + 1) / (steps + 1). So the first update has a rate above 0, and
+    the line meets then(0) exactly at step `steps`. Goyal et al., "Accurate, large minibatch SGD"
+    (2017), section 2.2.
 
     Raises:
         UsageError: for steps < 0.
@@ -215,12 +216,12 @@ class Warmup:
 def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
     """Return the rate for a global batch by linear scaling: lr * batch / base_batch.
 
-    The linear scaling rule of Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1
-    hour" (2017), section 2.1: k times the batch makes k times fewer updates, each k times as long.
-    It needs a warm-up when k is large, and it is meant for SGD.
+    Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour" (2017), section 2.1:
+    a batch k times as large means k times fewer updates, each k times as large. The rule is meant
+    for SGD, and a large k needs a warm-up.
 
     Raises:
-        UsageError: for lr < 0 or a batch below 1, or a result beyond what a float holds.
+        UsageError: for lr < 0 or a batch below 1, or a result beyond the range of a float.
     """
     if batch < 1 or base_batch < 1:
         raise UsageError(f"batch {batch} and base_batch {base_batch} must both be at least 1")

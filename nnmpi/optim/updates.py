@@ -1,4 +1,4 @@
-"""SGD; and making an optimizer by its name, for command lines and configuration files."""
+"""SGD, and optimizers by name, for command lines and configuration files."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -25,24 +25,25 @@ class SGD(Optimizer):
     """Gradient descent, with the same numbers as torch.optim.SGD (dampening 0).
 
         g = gradient + weight_decay * w
-        b = momentum * b + g                    b: the slot "momentum", zeros at first
-        w = w - lr * d                          d: g without momentum, b with it, g + momentum * b
-                                                with Nesterov's
+        b = momentum * b + g              slot "momentum", initially zeros
+        d = g                             without momentum
+            b                             with momentum
+            g + momentum * b              with Nesterov momentum
+        w = w - lr * d
 
-    The learning rate multiplies the finished direction and not what goes into b, as in Sutskever et
-    al., "On the importance of initialization and momentum in deep learning" (2013), section 2,
-    rewritten so that w is always the point at which the gradient was taken.
+    The learning rate multiplies the direction d, not the terms of b, as in Sutskever et al., "On
+    the importance of initialization and momentum in deep learning" (2013), section 2. Nesterov
+    momentum is rewritten so that w is always the point at which the gradient was computed.
 
     Args:
         storage: the buffers, see `Storage`.
-        lr: the learning rate, at least 0; or one for each group, by its name.
+        lr: the learning rate, at least 0; or a number by group name.
         momentum: in [0, 1); 0 needs no state.
-        nesterov: look ahead along the momentum; needs momentum > 0.
+        nesterov: use Nesterov momentum; needs momentum > 0.
         weight_decay: one number, or a number by group name; groups left out are not decayed.
 
     Raises:
-        UsageError: for values out of range, Nesterov's momentum without momentum, or an unknown
-            group.
+        UsageError: for values out of range, `nesterov` without momentum, or an unknown group.
 
     Example:
         >>> model = models.mlp([4], 3, [8]).initialize(seed=0)
@@ -77,20 +78,20 @@ class SGD(Optimizer):
                 compiled(data, grad, *block.slots, lr, *settings[:1], block.decay, *settings[1:])
                 continue
             direction = decayed_gradient(block, block.decay)
-            for saved in block.slots:
-                xp.multiply(saved, self.momentum, out=saved)
-                xp.add(saved, direction, out=saved)
+            for momentum in block.slots:  # one or none
+                xp.multiply(momentum, self.momentum, out=momentum)
+                xp.add(momentum, direction, out=momentum)
                 if self.nesterov:
                     ahead = block.scratch[1]
-                    xp.multiply(saved, self.momentum, out=ahead)
+                    xp.multiply(momentum, self.momentum, out=ahead)
                     xp.add(ahead, direction, out=ahead)
                     direction = ahead
                 else:
-                    direction = saved
-            # In place where possible: one array less in the cache.
+                    direction = momentum
+            # in place if possible: one array less in the cache
             change = direction if block.is_spent and direction is grad else block.scratch[1]
-            # NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of
-            # Python's
+            # a 0-d array, since NumPy multiplies a short array by an array in 0.3 us, by a Python
+            # float in 0.8 us
             xp.multiply(direction, np.array(lr, data.dtype) if xp is np else lr, out=change)
             xp.subtract(data, change, out=data)
 
@@ -111,11 +112,11 @@ NAMES = tuple(_CLASSES)
 
 
 def build(name: str, storage: Storage, **options: Any) -> Optimizer:
-    """Return the optimizer of a name in `NAMES`; None keeps an option's default.
+    """Return the optimizer of a name in `NAMES`; an option of None means its default.
 
     Raises:
-        UsageError: for an unknown name, an option that this optimizer has not (it would be ignored
-            otherwise), a missing learning rate (sgd has no default), or a value out of range.
+        UsageError: for an unknown name, an option of other optimizers alone, a missing learning
+            rate (sgd has no default), or a value out of range.
     """
     if name not in _CLASSES:
         raise UsageError(f"optimizer {name!r} is unknown; choose one of {', '.join(NAMES)}")

@@ -119,7 +119,7 @@ class Averaging(ABC):
             with keep_frozen(self.storage):
                 apart = average(self.storage.data, self.group, weight)
             for name, arrays in self.optimizer.slots().items():
-                if name not in self.optimizer.kept:  # those are equal
+                if name not in self.optimizer.extra_slots:  # those are equal
                     average(arrays, self.group, 1 / self.group.size)
             self.optimizer.steps = int(self.group.max_floats([self.optimizer.steps])[0])
         self._done = self._rows = 0
@@ -129,7 +129,7 @@ class Averaging(ABC):
         """Give the communicator back to MPI. Collective; a second call does nothing."""
         if not self._released:
             self._released = True
-            self.optimizer.kept.clear()
+            self.optimizer.extra_slots.clear()
             self.group.free()
 
     def _weight(self) -> float:
@@ -170,8 +170,8 @@ class LocalSGD(Averaging):
             number("outer_momentum", outer_momentum, 1),
         )
         if (outer_lr, outer_momentum) != (1, 0):
-            optimizer.kept["outer_weights"] = [item.copy() for item in storage.data]
-            optimizer.kept["outer_momentum"] = [item * 0 for item in storage.data]
+            optimizer.extra_slots["outer_weights"] = [item.copy() for item in storage.data]
+            optimizer.extra_slots["outer_momentum"] = [item * 0 for item in storage.data]
 
     def steps_since_average(self, step: int) -> int:
         """Return the steps since the last average or synchronization."""
@@ -193,7 +193,7 @@ class LocalSGD(Averaging):
             self._step_outside()
 
     def _step_outside(self) -> None:
-        saved = self.optimizer.kept
+        saved = self.optimizer.extra_slots
         for now, before, momentum in (
             zip(self.storage.data, *saved.values(), strict=True) if saved else ()
         ):

@@ -227,8 +227,8 @@ FAULTS = (
     Fault(
         "AdamW: decay in the gradient",
         "nnmpi/optim/adaptive.py",
-        "decay, saved = (0.0, 1 - lr * block.decay)",
-        "decay, saved = (0.0, 1 - block.decay)",
+        "decay, shrink = (0.0, 1 - lr * block.decay)",
+        "decay, shrink = (0.0, 1 - block.decay)",
         "tests/optim",
     ),
     Fault(
