@@ -12,7 +12,7 @@ from nnmpi import models
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
 from nnmpi.nn.activation import ReLU, Tanh
-from nnmpi.nn.chain import ModelPart, cut_chain, join_layers, stashed_at, open_chain, run_layers
+from nnmpi.nn.chain import ModelPart, cut_chain, join_layers, open_chain, run_layers, stashed_at
 from nnmpi.nn.container import Pop, Residual, Sequential, Stash
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
