@@ -202,6 +202,7 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         "nnmpi.doctor",
     )
     modules += ("nnmpi.report", "nnmpi.exercise", "nnmpi.memory", "nnmpi.simrun", "nnmpi.speedup")
+    modules += ("nnmpi.grade",)
     helped = {module: help_of(module, monkeypatch) for module in modules}
     for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi.comm"], re.MULTILINE):
         helped["nnmpi.comm"] += help_of(f"nnmpi.comm {command}", monkeypatch)
