@@ -275,4 +275,5 @@ AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(
 
 
 def steps_of(transform: Transform) -> list[Transform]:
+    """Return the transforms of a `Compose`, or a list of the one transform."""
     return list(transform.transforms) if isinstance(transform, Compose) else [transform]
