@@ -1,7 +1,6 @@
-"""What commands share: reading options, help, and which rank speaks.
+"""The commands' common parts: options, help, and output of one rank only.
 
-The options of a large command are the fields of dataclasses, one dataclass for each group in the
-help:
+The options of a large command are the fields of dataclasses, one dataclass per group in the help:
 
     @dataclass(frozen=True)
     class ModelConfig:
@@ -13,9 +12,12 @@ help:
         jit: Switch = "auto"                                  --jit, --no-jit, --jit auto
         clip: float | None = None                             --clip 0.5, --clip None
 
-`options_of` lists them, `read_words` reads a command line, `convert` checks a value that comes from
-a file. Smaller commands have a `Parser`: argparse, with the package's errors and the width of its
-help.
+`options_of` lists them, `read_words` parses a command line, `convert` checks a value from a file.
+
+Smaller commands use a `Parser`: argparse, with the package's errors and help width. The two readers
+stay apart. argparse alone has subcommands and positional arguments. `read_words` alone takes types
+from annotations, shares the conversion with TOML files and prints help by topic; on top of argparse
+these would take as much code as they do now.
 """
 
 import argparse
@@ -54,17 +56,16 @@ from nnmpi.launcher import read_launch
 from nnmpi.units import Bytes, Every, format_duration
 from nnmpi.version import VERSION
 
-# what the program decides unless it is switched on or off
-Switch: TypeAlias = Literal["auto", "on", "off"]
+Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
 
-HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
-# not a negative number, nor a text with a dash first
+HELP_WIDTH = 80  # characters; under MPI, the terminal's width is unknown to every rank
+# Not a flag: a negative number, and text with spaces that begins with a dash.
 FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
-EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
+EXAMPLE = (" ", "python -m ", "mpirun ")  # prefixes of example lines, which `folded` leaves alone
 MOST_DIGITS = 12  # of a number of ranks, layers, microbatches
-HELP_INDENT = 26  # where the explanations begin
+HELP_INDENT = 26  # the column of the explanations
 
-# types of options: how the help has a value, and what it is in a sentence
+# types of options: their values in the help, and their name in a sentence
 PLAIN: Mapping[Any, tuple[str, str]] = {
     bool: ("", "true or false"),
     int: ("INT", "a whole number"),
@@ -76,8 +77,8 @@ PLAIN: Mapping[Any, tuple[str, str]] = {
     Every: ("EVERY", "a number of epochs, or of steps, such as 100steps"),
 }
 
-# what other programs call what is called otherwise here: who comes from there looks for these
-HABITS = {
+# Other programs' names of options, with nnmpi's: an error suggests the latter.
+SYNONYMS = {
     **dict.fromkeys(("num_epochs", "n_epochs"), "epochs"),
     **dict.fromkeys(("out_dir", "output_dir"), "out"),
     "learning_rate": "lr",
@@ -97,21 +98,19 @@ HABITS = {
 
 
 class _Help(argparse.HelpFormatter):
-    """argparse's help, as wide as that of the large commands; examples in a description stay lines
-    of their own.
-    """
+    """argparse's help in HELP_WIDTH columns; example lines of a description are not wrapped."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=HELP_WIDTH)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        # of a module's docstring: the usage names the command
+        # A module's docstring begins with `command`, which the usage line names already.
         text = re.sub(r"^`[^`]*`: ", "", text.strip())
         return folded(text[:1].upper() + text[1:])
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises the package's error where argparse would end the program."""
+    """An argparse parser that raises UsageError instead of ending the program."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Help, **options})
@@ -119,7 +118,8 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return action.type(arg_string) if callable(action.type) else arg_string
-        except ValueError as error:  # of int and float without a sentence
+        except ValueError as error:
+            # The errors of int and float are not sentences.
             wrong = (
                 f"{arg_string!r} is not {PLAIN[action.type][1]}"
                 if action.type in PLAIN
@@ -128,28 +128,30 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, wrong) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse renamed options first; otherwise argparse's own."""
-        known, others = (
-            self._option_string_actions,
-            any(action.nargs == argparse.REMAINDER for action in self._actions),
-        )
-        for written in [] if others else [word.partition("=")[0] for word in args or ()]:
-            habit = (
+        """Parse as argparse does, after refusing other programs' names of options.
+
+        argparse would take such a name for an abbreviation, or refuse it without the right one. A
+        command with another command's words behind its own (REMAINDER) is not checked.
+        """
+        known = self._option_string_actions
+        has_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
+        for written in [] if has_rest else [word.partition("=")[0] for word in args or ()]:
+            is_synonym = (
                 written.startswith("--")
                 and written not in known
-                and written[2:].replace("-", "_") in HABITS
+                and written[2:].replace("-", "_") in SYNONYMS
             )
-            if habit and (near := suggest(written, known)):
+            if is_synonym and (near := suggest(written, known)):
                 self.error(f"{written} is not an option{near}")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UsageError with the message as a sentence."""
+        """Raise a UsageError with the message and a hint at --help."""
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def folded(text: str) -> str:
-    """Return a text with paragraphs wrapped to the help's width; example lines stay."""
+    """Return a text with paragraphs wrapped to HELP_WIDTH; paragraphs of EXAMPLE lines stay."""
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
         lines = paragraph.split("\n")
@@ -174,15 +176,15 @@ def positive_count(text: str) -> int:
 LONG_S, MOST_S = 10.0, 3600.0
 
 
-def foretell(what: str, seconds: float) -> None:
-    """Say on standard error that something takes long, before it begins.
+def announce(what: str, seconds: float) -> None:
+    """Print to standard error that a computation takes long, before it begins.
 
     Args:
-        what: is to be done.
-        seconds: that it takes about.
+        what: the computation, in words.
+        seconds: its estimated time. Nothing is printed up to LONG_S.
 
     Raises:
-        UsageError: where nobody would wait for it, and it would not fit into memory either.
+        UsageError: above MOST_S, where memory would not suffice either.
     """
     if seconds > MOST_S:
         raise UsageError(
@@ -201,10 +203,10 @@ class Option:
     """One option of a command.
 
     Attributes:
-        name: as the field is written: `batch_size`.
+        name: of the field: `batch_size`.
         type: of its values: one of PLAIN, a Literal, tuple[int, ...], or a union of them and None.
-        default: the value without the option.
-        section: the dataclass that has the field; the help lists the options of a section together.
+        default: the value if the option is not given.
+        section: the dataclass of the field; the help lists the options of a section together.
         help: the explanation; None for the docstring below the field.
     """
 
@@ -216,17 +218,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option as it is written on the command line: `--batch-size`."""
+        """The option's spelling on the command line: `--batch-size`."""
         return flag_of(self.name)
 
     @property
     def negation(self) -> str | None:
-        """The flag that switches the option off, such as `--no-normalize`; None if it takes values."""
+        """The flag that switches the option off: `--no-normalize`; None for other types."""
         return f"--no-{self.flag[2:]}" if self.type is bool or is_switch(self.type) else None
 
 
 def flag_of(name: str) -> str:
-    """Return an option as it is written on the command line: "batch_size" -> "--batch-size"."""
+    """Return an option's spelling on the command line: "batch_size" -> "--batch-size"."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -243,23 +245,23 @@ def read_words(
     description: str,
     first: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the values of the options on a command line, by name; the last one counts.
+    """Return {name: value} of the options on a command line; of repeated ones the last counts.
 
     Args:
         words: of the command line, without the program.
-        options: all that the command knows. Names may be written with dashes or underscores.
-        program: how the command is called, for its help.
-        description: what the command does, for its help.
-        first: options by name that --help prints, where it does not print all: then `--help all`
-            does that, and `--help NAME` prints the group of an option.
+        options: of the command. Their flags may be written with dashes or underscores.
+        program: the command's call, for its help.
+        description: the command's purpose, for its help.
+        first: names of the options that --help prints; empty for all. Otherwise `--help all` prints
+            all, and `--help NAME` the group of an option.
 
     Raises:
-        HelpAsked: for -h or --help, whatever is wrong with the other words but the name behind it.
-        UsageError: for a word that is no option, or a value that the option cannot have.
+        HelpAsked: for -h or --help, even beside wrong words.
+        UsageError: for an unknown option, an invalid value, and an unknown NAME after --help.
     """
     if {"-h", "--help"} & {*words}:
-        place = min(words.index(item) for item in ("-h", "--help") if item in words)
-        raise HelpAsked(_help_on((*words, "")[place + 1], options, program, description, first))
+        at = min(words.index(item) for item in ("-h", "--help") if item in words)
+        raise HelpAsked(_help_on((*words, "")[at + 1], options, program, description, first))
     if "--version" in words:
         raise HelpAsked(f"nnmpi {VERSION}")
     known = {
@@ -269,7 +271,8 @@ def read_words(
         if flag is not None
     }
     taken: dict[str, tuple[str, list[str]]] = {}
-    # how many words an option takes is found later, with a sentence on its type
+    # Every word up to the next flag belongs to the option. `_read` checks their number, so that
+    # the error can name the expected type.
     behind: list[str] | None = None
     for word in words:
         parts = FLAG.fullmatch(word)
@@ -290,16 +293,16 @@ def read_words(
 
 
 def convert(value: Any, option: Option, where: str) -> Any:
-    """Return what a value from a file means: what it would mean on the command line.
+    """Convert a value from a file as the same words on a command line would be.
 
     Args:
-        value: as JSON and TOML know it; a list stands for several words, and true and false for the
-            option and its negation.
-        option: whose value it is.
-        where: the file and the name in it, for the message.
+        value: of JSON or TOML. A list stands for several words; true and false for the option and
+            its negation.
+        option: the value's option.
+        where: the file and the key in it, for the message.
 
     Raises:
-        UsageError: for a value that the option cannot have.
+        UsageError: for an invalid value.
     """
     words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
     if isinstance(value, bool):
@@ -311,13 +314,13 @@ def convert(value: Any, option: Option, where: str) -> Any:
 
 @cache
 def kinds(hint: Any) -> tuple[Any, ...]:
-    """Return the plain types of a type, which may be a union of some."""
+    """Return the members of a union, or the one type."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 @cache
 def is_switch(kind: Any) -> bool:
-    """Return whether an option's type is `Switch`: auto, on or off."""
+    """Return whether an option's type is `Switch`."""
     return get_args(kind) == get_args(Switch)
 
 
@@ -337,11 +340,11 @@ def describe(hint: Any) -> str:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the nearest known names, or "" if none is near.
 
-    Dashes and underscores are alike.
+    SYNONYMS go first. Dashes and underscores are equal.
     """
     plain = {item.lstrip("-").replace("-", "_"): item for item in known}
     name = name.lstrip("-").replace("-", "_")
-    meant = [item for item in HABITS.get(name, "").split() if item in plain]
+    meant = [item for item in SYNONYMS.get(name, "").split() if item in plain]
     near = meant or difflib.get_close_matches(name, plain, n=3, cutoff=0.65)
     return (
         f"; did you mean {' or '.join(plain[item].replace('_', '-') for item in near)}?"
@@ -351,23 +354,24 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without terminal control characters, which file names may hold.
+    """Escape control characters of terminals, which file names and submissions may contain.
 
-    Spaces of other widths and what joins letters steer nothing: texts in many languages have them.
+    Wide spaces and joiners of letters (U+200C, U+200D) pass: they are harmless and common in many
+    languages.
     """
     if text.isprintable():
         return text
-    saved = "\n\t\u200c\u200d"
+    harmless = "\n\t\u200c\u200d"
     return "".join(
-        item if item in saved or item.isprintable() or category(item) == "Zs" else ascii(item)[1:-1]
-        for item in text
+        char
+        if char in harmless or char.isprintable() or category(char) == "Zs"
+        else ascii(char)[1:-1]
+        for char in text
     )
 
 
 def say(main: Callable[[Sequence[str]], str]) -> int:
-    """Print a command's result, or one sentence that says what is wrong.
-
-    Of the ranks of a job the first one speaks, of help too.
+    """Run a command and print its result, or its error in one sentence; rank 0 alone prints.
 
     Returns:
         The exit status.
@@ -376,8 +380,8 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
     speaks = launch is None or launch.rank == 0
     console = Console(quiet=not speaks)
     try:
+        # The other ranks' standard output is redirected because argparse prints its help itself.
         with nullcontext() if speaks else redirect_stdout(StringIO()):
-            # argparse prints its help by itself
             try:
                 text = main(sys.argv[1:])
             except HelpAsked as asked:
@@ -394,47 +398,49 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
 
 
 def program_words(description: str, *more: tuple[str, Mapping[str, Any]]) -> argparse.Namespace:
-    """Return a small program's arguments: `simulate`, a number of ranks or None, and its own.
+    """Parse the arguments of an example program: `--simulate RANKS` and its own.
 
-    Help and a sentence on a wrong word end the program.
+    Help and wrong words end the program.
 
     Args:
-        description: what the program is for.
-        more: its own words, each with what argparse has to know of it.
+        description: of the program, for its help.
+        more: its other arguments, each with its keywords for `add_argument`.
     """
     parser, given = Parser(description=description), argparse.Namespace()
     parser.add_argument(
         "--simulate", type=positive_count, metavar="RANKS", help="on so many ranks of this process"
     )
-    for word, how in more:
-        parser.add_argument(word, **how)
+    for word, keywords in more:
+        parser.add_argument(word, **keywords)
     if status := say(lambda words: "" * bool(parser.parse_args(words, given))):
         sys.exit(status)
     return given
 
 
 class Console:
-    """Prints lines on one rank and nothing on the others.
+    """Print lines on one rank and nothing on the others.
 
-    A reader that goes away (`| head`, a closed session), or a full disk, ends the printing, not the
-    training.
+    A closed pipe (`| head`, a closed session) or a full disk ends the printing, not the training.
+
+    Args:
+        quiet: print nothing.
+        stream: to print to; None for standard output.
     """
 
     def __init__(self, quiet: bool, stream: TextIO | None = None) -> None:
-        """Print to `stream` (standard output when None) unless `quiet`."""
         self._stream = sys.stdout if stream is None else stream
-        # Python has no standard output when it was closed before the start
+        # sys.stdout is None if it was closed before Python started
         self._quiet = quiet or self._stream is None
         self._copy: TextIO | None = None
-        self._lost: OSError | None = None
+        self._error: OSError | None = None
 
     def silence(self) -> None:
-        """Print nothing from now on; what is said goes into the copy alone."""
+        """Stop printing; lines still go to the copy."""
         self._quiet = True
 
     @contextmanager
     def copied(self, file: Path) -> Iterator[None]:
-        """Append what is said in the body to a file, too, as long as the disk takes it."""
+        """Append the body's lines to a file, too; a full disk ends the copy without an error."""
         with suppress(OSError):
             self._copy = appending(file)
         try:
@@ -446,14 +452,14 @@ class Console:
             self._copy = None
 
     def say(self, *lines: str) -> None:
-        """Print the lines at once."""
+        """Print the lines and flush."""
         if self._copy is not None:
             with suppress(OSError):
                 self._copy.write("".join(f"{printable(line)}\n" for line in lines))
                 self._copy.flush()
         if self._quiet:
             return
-        # the system's, which may not have all letters
+        # the terminal's encoding may lack some characters
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             for line in lines:
@@ -463,33 +469,29 @@ class Console:
                 )
             self._stream.flush()
         except (OSError, ValueError) as error:
-            # no reader, a full disk; ValueError: the stream is closed
+            # OSError: broken pipe or full disk; ValueError: the stream is closed
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-                self._lost = error
+                self._error = error
             self._quiet = True
             with suppress(OSError, ValueError):
-                # else Python would try once more at the end, and fail
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
+                # Point the stream at /dev/null: Python flushes it at exit and would fail again.
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
 
     def check(self) -> None:
-        """Make sure that all was printed that somebody wants to read.
-
-        Raises:
-            NnmpiError: when something could not be written; a reader that went away is no error.
-        """
-        if self._lost is not None:
-            raise NnmpiError(f"what was to be printed could not be written: {self._lost.strerror}")
+        """Raise NnmpiError if lines could not be written; a closed pipe is no error."""
+        if self._error is not None:
+            raise NnmpiError(f"what was to be printed could not be written: {self._error.strerror}")
 
 
 def _read(option: Option, written: str, words: Sequence[str]) -> Any:
-    """Return the value that an option has by the words behind it.
+    """Return an option's value.
 
     Args:
-        option: which it is.
-        written: how it was written, for the message.
-        words: up to the next option.
+        option: to read.
+        written: its spelling on the command line, for messages.
+        words: behind it, up to the next flag.
 
     Raises:
         UsageError: when the words are no value of its type.
@@ -504,9 +506,9 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
     if is_switch(option.type) and not words:
         return "on"
     if Path in kinds(option.type) and list(words) == [""]:
-        # an unset variable of a script; Path("") is this folder
+        # probably an unset variable of a script; Path("") would be the current folder
         raise UsageError(f"{written} is empty; give a path, or leave {written} out")
-    # None first: where text is a value too, the word None still means none.
+    # None first: the word None means none even if the option takes text.
     for kind in sorted(kinds(option.type), key=lambda kind: kind is not type(None)):
         try:
             return _read_as(kind, words)
@@ -517,7 +519,7 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
 
 
 def _read_as(kind: Any, words: Sequence[str]) -> Any:
-    """Return the words as a value of a plain type; a ValueError says that they are none."""
+    """Return the words as a value of a type in PLAIN, a Literal or a tuple; else ValueError."""
     if get_origin(kind) is tuple:
         return tuple(_read_as(int, [item]) for word in words for item in word.split(","))
     (word,) = words  # a ValueError unless there is exactly one
@@ -527,14 +529,14 @@ def _read_as(kind: Any, words: Sequence[str]) -> Any:
             raise ValueError(word)
         return allowed[word]
     if kind in (int, float) and (not word.isascii() or "_" in word):
-        raise ValueError(word)  # digits of other scripts and 1_0, which Python reads
+        raise ValueError(word)  # Python would accept 1_0 and digits of other scripts
     return kind(word)
 
 
 def _help_on(
     topic: str, options: Sequence[Option], program: str, description: str, first: Collection[str]
 ) -> str:
-    """Return the help on the topic after --help, or the overview."""
+    """Return the help on the word after --help, or the overview."""
     by_name = {option.name: option for option in options}
     name = topic.replace("-", "_")
     if name in by_name:
@@ -558,9 +560,7 @@ def _help_on(
 
 
 def _format_help(options: Sequence[Option], program: str, description: str) -> str:
-    """Return the help: every option with its form, explanation and default, in the groups of its
-    dataclasses.
-    """
+    """Return the help text: options by section, each with its form, explanation and default."""
     lines = [
         f"usage: {program} [-h] [OPTIONS]",
         "",
@@ -581,7 +581,7 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
 
 
 def entry(form: str, text: str) -> list[str]:
-    """Return an option's help: its form, and the explanation beside or below it."""
+    """Return the lines of an option's help: its form, with the explanation beside or below."""
     texts = wrap(text, HELP_WIDTH - HELP_INDENT, break_on_hyphens=False)
     first = f"  {form}"
     beside = [f"{first:<{HELP_INDENT}}{texts.pop(0)}"] if len(first) < HELP_INDENT - 1 else [first]
@@ -589,9 +589,7 @@ def entry(form: str, text: str) -> list[str]:
 
 
 def _form(option: Option) -> str:
-    """Return how the option is written: `--lr NUMBER`, `--jit, --no-jit`, `--quick [auto|on|off],
-    --no-quick`.
-    """
+    """Return `--lr NUMBER`, `--jit, --no-jit` or `--overlap [auto|on|off], --no-overlap`."""
     if option.type is bool:
         return f"{option.flag}, {option.negation}"
     shapes = []
@@ -616,7 +614,7 @@ def _show_default(option: Option, text: str) -> str:
 
 
 def _field_docstrings(section: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass, from the source: Python drops them."""
+    """Return {field: docstring} of a dataclass, from its source: Python does not store them."""
     (body,) = ast.parse(dedent(inspect.getsource(section))).body
     assert isinstance(body, ast.ClassDef)
     return {

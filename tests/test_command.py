@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import Parser, Switch, folded, foretell, options_of, printable, read_words
+from nnmpi.command import Parser, Switch, folded, announce, options_of, printable, read_words
 from nnmpi.errors import HelpAsked, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -48,11 +48,11 @@ def test_it_says_what_is_wrong(words: str) -> None:
 
 
 def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
-    foretell("a little", 9)
-    foretell("a plan", 90)
+    announce("a little", 9)
+    announce("a plan", 90)
     assert capsys.readouterr() == ("", "nnmpi: a plan takes about 1 min 30 s; Ctrl-C ends it\n")
     with pytest.raises(UsageError, match=r"a plan would take .* or so; ask for fewer"):
-        foretell("a plan", 1e30)
+        announce("a plan", 1e30)
 
 
 def test_a_parser_raises() -> None:

@@ -33,7 +33,7 @@ from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import coefficients, compare, picture, render
-from nnmpi.command import Parser, foretell, positive_count, say
+from nnmpi.command import Parser, announce, positive_count, say
 from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.pages.page import write_page
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> str:
         arguments.ranks = DEFAULT_RANKS if fit is None else fit.ranks
     if arguments.command in ("prove", "render"):
         # as many chunks as ranks, which some algorithms send one by one
-        foretell(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
+        announce(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
     return _COMMANDS[arguments.command](arguments)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.command import Parser, foretell, positive_count, say
+from nnmpi.command import Parser, announce, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, PlanPrice, keep_all, price_plan
@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> str:
     """
     given = _parser().parse_args(words)
     if given.model is None:
-        foretell(f"a plan of {given.layers} layers", 9e-6 * given.layers**3)
+        announce(f"a plan of {given.layers} layers", 9e-6 * given.layers**3)
     costs = _equal(given.layers) if given.model is None else _measured(given)
     bandwidth = None if given.bandwidth is None else float(parse_bytes(given.bandwidth))
     plans = OptimalPlans(costs)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from nnmpi.comm.fit import NETWORK_HELP, parse_network
-from nnmpi.command import Parser, foretell, positive_count, say
+from nnmpi.command import Parser, announce, positive_count, say
 from nnmpi.custom import load_custom
 from nnmpi.errors import counted
 from nnmpi.pages.page import write_page
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> str:
     virtual = given.virtual_stages or usual_stages(given.pipeline)
     name = load_custom(given.pipeline, "--pipeline", "(rank, ranks, microbatches)")
     what = f"a schedule of {given.stages} x {virtual} stages and {given.microbatches} microbatches"
-    foretell(what, 2.5e-4 * given.stages * virtual * given.microbatches)
+    announce(what, 2.5e-4 * given.stages * virtual * given.microbatches)
     schedule = lower(make(name, given.stages, given.microbatches, virtual))
     check(schedule)
     result = simulate_schedule(schedule, _costs(given, schedule))
