@@ -1,4 +1,4 @@
-"""Ready models: plain `nn`, built from a sample's shape and the number of classes, or of tokens."""
+"""Ready models, built of plain `nn` from a sample's shape and a number of classes or tokens."""
 
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt

@@ -1,4 +1,4 @@
-"""The small convolutional network of many a first course, and its check of image shapes."""
+"""A small convolutional network, as in many first courses, and the check of image shapes."""
 
 from collections.abc import Sequence
 
@@ -19,18 +19,19 @@ def cnn(
     """Return two convolutions with pooling and linear layers; for MNIST 429,258 parameters.
 
         (batch, 28, 28, 1) -> conv 3x3, 32 -> relu -> max-pool 2 -> (14, 14, 32)
-                           -> conv 3x3, 64 -> relu -> max-pool 2 -> (7, 7, 64) -> 3136 -> 128 -> 64 -> 10
+                           -> conv 3x3, 64 -> relu -> max-pool 2 -> (7, 7, 64)
+                           -> 3136 -> 128 -> 64 -> 10
 
-    Sizes follow the images; hidden sizes and a dropout before each linear layer but the first can
-    be set. Its table cuts the convolutions by output channels, and the linear layers by inputs and
-    by outputs in turn: the first one takes the flattened channels as they lie.
+    The first linear layer adapts to the image size. The sharding table has the convolutions by
+    output channels, and the linear layers by inputs and by outputs in turn: so the first one reads
+    the sharded, flattened channels without an exchange.
 
     Args:
         sample_shape: of one image, (height, width, channels).
-        classes: number of logits.
+        classes: the number of logits.
         hidden: the widths of the linear layers between the convolutions and the logits.
-        dropout: the probability with which an element is dropped before each linear layer but the
-            first.
+        dropout: the probability of dropping an input of a linear layer, except the first, in
+            training.
 
     Raises:
         UsageError: when samples are no images (height, width, channels) of at least 4 x 4 pixels.
@@ -59,9 +60,9 @@ def image_shape(model: str, sample_shape: Sequence[int], least: int) -> tuple[in
     """Return the sample shape as (height, width, channels).
 
     Args:
-        model: the name that an error gives.
+        model: the model's name, for the error.
         sample_shape: of one sample.
-        least: the pixels that height and width must have.
+        least: the minimal height and width in pixels.
 
     Raises:
         UsageError: when it is no image of at least `least` x `least` pixels.

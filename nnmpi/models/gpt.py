@@ -20,16 +20,16 @@ from nnmpi.nn.transformer import TransformerBlock
 from nnmpi.tensor.parameter import Initializer
 from nnmpi.tensor.tensor import Tensor
 
-STD = 0.02  # of the first weights
+STD = 0.02  # of the initial weights
 
 
 class GPTEmbedding(Module):
-    """Tokens (batch, time) -> (batch, time, features): a row for each token plus one for its place.
+    """Token plus position embedding: tokens (batch, time) -> (batch, time, features).
 
     Args:
-        vocabulary: how many tokens there are.
-        context: how many places there are.
-        features: of each row.
+        vocabulary: the number of tokens.
+        context: the number of positions.
+        features: the length of each row.
         init: draws both tables.
     """
 
@@ -41,26 +41,25 @@ class GPTEmbedding(Module):
         """Return the sums.
 
         Raises:
-            ShapeError: when the tokens are more than there are places, or no (batch, time).
+            ShapeError: for sequences longer than the context, or tokens that are not (batch, time).
         """
         memory = current().memory
         if memory is None:
             self._check(tokens.shape, 0)
             rows = self.positions.weight[: tokens.shape[1]]
         else:
-            places = namespace(self.positions.weight.data).empty(tokens.shape[-1], np.int64)
-            perform(self._go_on, memory, tokens.shape, places)
-            rows = self.positions(places)
+            positions = namespace(self.positions.weight.data).empty(tokens.shape[-1], np.int64)
+            # recorded as one call: the positions differ in each replay
+            perform(self._continue, memory, tokens.shape, positions)
+            rows = self.positions(positions)
         return self.tokens(tokens) + rows
 
-    def _go_on(self, memory: dict[str, Any], shape: Shape, places: Array) -> None:
-        """Write the places of tokens behind others. A recording calls it each time, as they are
-        other ones.
-        """
+    def _continue(self, memory: dict[str, Any], shape: Shape, positions: Array) -> None:
+        """Write the positions of tokens that follow those of earlier passes."""
         start = memory.get(self.path, 0)
         self._check(shape, start)
         memory[self.path] = start + shape[1]
-        places[...] = namespace(places).arange(start, start + shape[1])
+        positions[...] = namespace(positions).arange(start, start + shape[1])
 
     def _check(self, shape: Shape, start: int) -> None:
         context = self.positions.num_embeddings
@@ -85,26 +84,27 @@ def gpt(
 ) -> Sequential:
     """Return GPT-2: tokens (batch, time) -> logits of the next token; by default 124M parameters.
 
-        tokens -> token + place -> [x + attention(norm(x)) -> x + mlp(norm(x))] x layers -> norm -> tied output
+        tokens -> token + position -> [x + attention(norm(x)) -> x + mlp(norm(x))] x layers
+               -> norm -> tied output
 
-    The mlp is Linear - GELU (tanh form) - Linear, four times as wide inside; the output is the
-    token embedding's table, transposed. Weights are drawn normal with standard deviation 0.02,
-    those of the last layer of each branch with 0.02 / sqrt(2 layers), because as many are added up;
-    biases are 0. Dropout comes after the embedding, after each branch and to the attention's
-    probabilities, as in GPT-2. The chain can be cut before and after each block; the table of
-    tokens then stands in the first and the last stage, which add up its gradients.
+    The mlp is Linear - GELU (tanh form) - Linear, four times as wide inside. The output layer is
+    the token embedding's table, transposed. Weights are normal with standard deviation 0.02. Those
+    of the last layer of each branch have 0.02 / sqrt(2 layers), since the residual sum has 2 layers
+    terms. Biases are 0. Dropout applies to the embedding, to each branch's result and to the
+    attention's probabilities, as in GPT-2. A pipeline may cut before and after each block. The
+    first and the last stage then both have the token table and sum its gradients.
 
-    Its table cuts the vocabulary, each attention by heads, and each mlp by its inner features.
+    The sharding table has the vocabulary, each attention's heads, and each mlp's inner features.
 
     Args:
-        vocabulary: how many tokens there are.
+        vocabulary: the number of tokens.
         context: the longest sequence.
         features: a multiple of `heads`.
-        layers: how many blocks.
+        layers: the number of blocks.
         heads: of each attention.
-        dropout: the probability with which an element is dropped in training.
-        experts: where above 0, each mlp is a mixture of this many; `top_k` and `capacity` are
-            `nn.MixtureOfExperts`'s.
+        dropout: the probability of dropping an element in training.
+        experts: if above 0, each mlp is a mixture of this many experts.
+        top_k, capacity: see `nn.MixtureOfExperts`.
 
     Raises:
         UsageError: for sizes that do not work.
@@ -133,7 +133,7 @@ def gpt(
     blocks = [
         TransformerBlock(features, heads, dropout=dropout, experts=mixture) for mixture in mixtures
     ]
-    for name, parameter in (result for block in blocks for result in block.named_parameters()):
+    for name, parameter in (item for block in blocks for item in block.named_parameters()):
         if name.endswith((".bias", ".b1", ".b2")) and not name.startswith("norm"):
             parameter.init = Constant(0.0)
         elif not name.startswith("norm"):

@@ -1,4 +1,4 @@
-"""The recurrent language model: long short-term memory that predicts the next token."""
+"""A recurrent language model: an LSTM that predicts the next token."""
 
 from nnmpi.errors import whole
 from nnmpi.nn.activation import Dropout
@@ -8,7 +8,7 @@ from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module, Uniform
 from nnmpi.nn.sharding import Sharding
 
-BOUND = 0.1  # of the first values of embeddings and outputs
+BOUND = 0.1  # of the uniform initial values of embedding and output
 
 
 def lstm(
@@ -16,21 +16,21 @@ def lstm(
 ) -> Sequential:
     """Return an LSTM language model: tokens (batch, time) -> logits of the next token.
 
-        tokens -> embedding -> [dropout -> LSTM] x layers -> dropout -> output, logits of the next token
+        tokens -> embedding -> [dropout -> LSTM] x layers -> dropout -> output -> logits
 
-    Zaremba et al., "Recurrent neural network regularization", 2014. Each layer is one of the
-    chain's, so that the chain can be cut between any two. A sequence that is padded behind its end
-    has the same logits as without padding. What is computed there is for nothing; but in batches of
-    about one length (see `data.sampler.by_length`) it is 1 to 3 of 100 positions, and to pack the
-    others, as `nn.LSTM` can, takes as long.
+    Zaremba et al., "Recurrent neural network regularization", 2014. Each recurrent layer is a
+    module of the sequence, so a pipeline may cut between any two. Padding after a sequence does not
+    change its logits. The padding is computed, too: in batches of similar lengths (see
+    `data.sampler.by_length`) it is 1 to 3 of 100 positions, and packing the sequences instead, as
+    `nn.LSTM` can, takes as long.
 
-    Its table cuts the vocabulary; the recurrent layers are whole on each rank.
+    The sharding table has the vocabulary; each rank computes the recurrent layers in full.
 
     Args:
-        vocabulary: how many tokens there are.
+        vocabulary: the number of tokens.
         features: of the embedding and of each layer.
-        layers: how many.
-        dropout: the probability with which an element is dropped in training.
+        layers: the number of LSTM layers.
+        dropout: the probability of dropping an element in training.
         tied: whether the output is the embedding's table, transposed, instead of a linear layer.
 
     Raises:

@@ -20,12 +20,13 @@ def mlp(
 ) -> Sequential:
     """Return linear layers with an activation between them; samples are flattened first.
 
-        (batch, *sample_shape) -> flatten -> [linear -> activation (-> dropout)] per hidden size -> linear -> logits
+        (batch, *sample_shape) -> flatten -> [linear -> activation (-> dropout)] per hidden size
+                               -> linear -> logits
+
+    The sharding table has the linear layers by outputs and by inputs in turn.
 
     Args:
-        hidden: the sizes of the hidden layers; an empty sequence gives a linear model.
-
-    Its table cuts the linear layers by outputs and by inputs in turn.
+        hidden: the sizes of the hidden layers; without any the model is linear.
 
     Raises:
         UsageError: for sizes below 1, an unknown activation, or a dropout rate outside [0, 1).
@@ -62,7 +63,8 @@ def dense_layers(
 def in_turn(model: Sequential, first: Sharding) -> Table:
     """Return a sharding table that alternates column- and row-parallel layers, from `first` on.
 
-    So each pair needs one sum over the ranks in each direction, between its two layers nothing.
+    A pair of layers then needs one all-reduce forward and one backward, and no exchange between
+    the two.
     """
     other = Sharding.ROW if first is Sharding.COLUMN else Sharding.COLUMN
     linear = [name for name, layer in model.children() if isinstance(layer, Linear)]

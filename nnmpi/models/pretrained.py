@@ -1,13 +1,13 @@
 """GPT-2 in Hugging Face's files: a folder with config.json and model.safetensors.
 
-    transformer.wte.weight            0.tokens.weight          the output, which is tied to it, is not stored
+    transformer.wte.weight            0.tokens.weight          also the tied output, stored once
     transformer.wpe.weight            0.positions.weight
     transformer.h.0.attn.c_attn.*     2.attention.qkv.*        weights are (in, out) in both
     ...                               ...
     transformer.ln_f.*                L+2.*
 
-The files that OpenAI's weights are published in leave "transformer." out, and hold the masks of
-attention, too.
+The published files of OpenAI's weights omit the prefix "transformer." and contain the masks of
+attention, which are ignored.
 """
 
 import json
@@ -34,10 +34,10 @@ BLOCK = {
     "mlp.0": "mlp.c_fc",
     "mlp.2": "mlp.c_proj",
 }
-OUTPUT = "lm_head.weight"  # is tied; some write it nevertheless
-IDLE = ("attn.bias", "attn.masked_bias", OUTPUT)  # constants, and the tied output
-DTYPES = ("F16", "F32", "F64")  # that NumPy has
-# with what they are where config.json is silent
+OUTPUT = "lm_head.weight"  # a copy of wte.weight, which some files contain
+IDLE = ("attn.bias", "attn.masked_bias", OUTPUT)  # names not needed: constant masks, the copy
+DTYPES = ("F16", "F32", "F64")  # NumPy's; it lacks BF16
+# entries of config.json and their defaults
 DROPOUTS = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 SIZES = {
     "vocabulary": "vocab_size",
@@ -47,7 +47,7 @@ SIZES = {
     "heads": "n_head",
 }
 
-# What config.json may say of the architecture, and the one value that `models.gpt` is.
+# Architecture settings of config.json with the only value that `models.gpt` implements.
 FIXED: Mapping[str, Any] = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -60,7 +60,7 @@ FIXED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class GPTSize:
-    """The arguments of `models.gpt` that say how large a model is."""
+    """The arguments of `models.gpt` that determine a model's size."""
 
     vocabulary: int
     context: int
@@ -70,11 +70,11 @@ class GPTSize:
 
 
 def read_size(folder: Path) -> GPTSize:
-    """Return how large the model in a folder is.
+    """Return the size of the model in a folder.
 
     Raises:
-        DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is
-            not; and when the weights have other layers.
+        DataError: when config.json cannot be read, or describes another architecture than
+            `models.gpt`'s; when the weights do not fit config.json.
     """
     result = _read_config(folder)
     sizes: dict[str, Any] = {ours: result.get(theirs) for ours, theirs in SIZES.items()}
@@ -91,7 +91,7 @@ def read_size(folder: Path) -> GPTSize:
                 f"{folder / CONFIG}: {name} is {result[name]!r}; only {value!r} can be read"
             )
     with open_arrays(folder / WEIGHTS, DataError) as stored:
-        # before anybody makes so many layers, or such large ones
+        # compare with the weights now, before a caller allocates a model of a wrong size
         names = _names_in(folder, stored, sizes["layers"])
         for ours, first in (("0.tokens.weight", "vocabulary"), ("0.positions.weight", "context")):
             shape, expected = (
@@ -106,10 +106,10 @@ def read_size(folder: Path) -> GPTSize:
 
 
 def read_dropout(folder: Path) -> float:
-    """Return the probability with which the model in a folder drops elements in training.
+    """Return the dropout probability of the model in a folder.
 
     Raises:
-        DataError: when config.json cannot be read, or has several.
+        DataError: when config.json cannot be read, or has several probabilities.
     """
     result = _read_config(folder)
     rates = {name: result.get(name, usual) for name, usual in DROPOUTS.items()}
@@ -127,16 +127,16 @@ def read_dropout(folder: Path) -> float:
 
 
 def load_pretrained(model: Module, folder: Path) -> None:
-    """Give a model the weights in a folder.
+    """Load the weights in a folder into a model.
 
     Args:
-        model: `models.gpt` of the folder's size, or what a layout made of it, initialized; a rank
-            reads its own part.
-        folder: that transformers, or `save_pretrained`, wrote.
+        model: `models.gpt` of the folder's size, initialized; a rank of a layout passes its part
+            and reads its shards alone.
+        folder: written by transformers or `save_pretrained`.
 
     Raises:
-        DataError: when the file cannot be read, names or shapes differ, or the output is another
-            matrix than the tokens' embedding; the sentence says which. Nothing is changed.
+        DataError: when the file cannot be read, names or shapes differ, or the output is not tied
+            to the token embedding. Nothing is changed then.
     """
     layers, file = read_size(folder).layers, folder / WEIGHTS
     with open_arrays(file, DataError) as stored:
@@ -177,11 +177,11 @@ def save_pretrained(
     """Write a GPT-2 as transformers reads it.
 
     Args:
-        folder: where config.json and model.safetensors go; it is made if it is not there.
-        weights: the whole model's, by name, as `model.state()` gives them.
+        folder: for config.json and model.safetensors; created if missing.
+        weights: the full model's, by name, as from `model.state()`.
         heads: of each attention.
-        dropout: what it was trained with.
-        end: the token that ends a text, if there is one.
+        dropout: the dropout probability of its training.
+        end: the token that ends a text, or None.
 
     Raises:
         OSError: when it cannot be written.
@@ -210,10 +210,10 @@ def save_pretrained(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json says.
+    """Return the contents of config.json.
 
     Raises:
-        DataError: when it cannot be read, or is of no GPT-2.
+        DataError: when it cannot be read, or is not a GPT-2's.
     """
     file = folder / CONFIG
     with foreign(file, DataError, "not as Hugging Face's transformers writes it"):
@@ -225,7 +225,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _names(layers: int) -> Iterator[tuple[str, str]]:
-    """Yield each parameter's name here, and in the file without its prefix."""
+    """Yield each parameter's name in nnmpi, and its name in the file without the prefix."""
     parts = [
         (f"{i + 2}.{ours}", f"h.{i}.{theirs}")
         for i in range(layers)
@@ -238,18 +238,19 @@ def _names(layers: int) -> Iterator[tuple[str, str]]:
 
 
 def _names_in(folder: Path, stored: Any, layers: int) -> dict[str, str]:
-    """Return the file's name of each parameter.
+    """Return the name in the file of each parameter.
 
     Raises:
-        DataError: for names that are missing, or unknown.
+        DataError: for missing or unknown names.
     """
-    result = set(stored.keys())
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in result) else ""
-    # blocks: config.json may say any number of them
-    there = sum(name.endswith("ln_1.weight") for name in result)
-    names = {ours: prefix + theirs for ours, theirs in _names(min(layers, there + 1))}
-    missing = sorted(set(names.values()) - result)
-    unknown = sorted(name for name in result - set(names.values()) if not name.endswith(IDLE))
+    available = set(stored.keys())
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in available) else ""
+    # one block beyond those in the file is enough to report names as missing: config.json is not
+    # trusted, and its number of layers may be huge
+    blocks = sum(name.endswith("ln_1.weight") for name in available)
+    names = {ours: prefix + theirs for ours, theirs in _names(min(layers, blocks + 1))}
+    missing = sorted(set(names.values()) - available)
+    unknown = sorted(name for name in available - set(names.values()) if not name.endswith(IDLE))
     if missing or unknown:
         raise DataError(
             f"{folder / WEIGHTS} does not fit a GPT-2 of {counted(layers, 'layer')}: missing "

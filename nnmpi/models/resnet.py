@@ -18,17 +18,19 @@ def resnet(
 ) -> Sequential:
     """Return a residual network in three stages of doubling width (He et al., 2016, section 4.2).
 
-        images -> conv 3x3, w -> [block, w] x blocks -> [block, 2w, half the size] -> [block, 4w, half again]
+        images -> conv 3x3, w -> [block, w] x blocks
+                              -> [block, 2w] x blocks, half the image size
+                              -> [block, 4w] x blocks, half again
                -> mean over pixels -> linear -> logits
 
-    A block is relu(conv-norm-relu-conv-norm(x) + shortcut(x)); `blocks` = 3 gives ResNet-20.
-    Its table cuts a block's first convolution by output channels and the second by input channels.
+    A block is relu(conv-norm-relu-conv-norm(x) + shortcut(x)); `blocks` = 3 is ResNet-20. The
+    sharding table has a block's first convolution by output channels, the second by input channels.
 
     Args:
         sample_shape: of one image, (height, width, channels).
-        classes: number of logits.
-        width: channels of the first stage.
-        blocks: in each of the three stages.
+        classes: the number of logits.
+        width: the channels of the first stage.
+        blocks: the number of blocks in each of the three stages.
 
     Raises:
         UsageError: when samples are no images of at least 4 x 4 pixels, or for a width or number of
@@ -63,7 +65,7 @@ def resnet(
 
 
 def residual_block(inputs: int, outputs: int, stride: int) -> Residual:
-    """Return two 3x3 convolutions and a shortcut, 1x1 where size or width changes.
+    """Return two 3x3 convolutions with a shortcut, a 1x1 convolution if size or width changes.
 
     Args:
         inputs, outputs: numbers of channels.

@@ -1,17 +1,17 @@
 """PyTorch's names and layouts for any model's weights: a state_dict as safetensors.
 
-    here                                   in PyTorch
-    Linear       (in, out)                 (out, in)
-    Conv2d       (kh, kw, in, out)         (out, in, kh, kw)
-    after Flatten: rows by (h, w, c)       columns by (c, h, w)
-    BatchNorm    running_variance          running_var, and num_batches_tracked
-    Conv1d       weight (1, kernel, in, out)                  (out, in, kernel)
-    GRU          layers.0.weight, bias, bias_n                weight_ih_l0, two biases of all gates
-    LSTM         layers.0.weight, gates i f o g, one bias     weight_ih_l0, gates i f g o, two biases
-    others       as they are
+    layer               nnmpi                                   PyTorch
+    Linear              (in, out)                               (out, in)
+      after Flatten     rows by (h, w, c)                       columns by (c, h, w)
+    Conv2d              (kh, kw, in, out)                       (out, in, kh, kw)
+    Conv1d              (1, kernel, in, out)                    (out, in, kernel)
+    BatchNorm           running_variance                        running_var, num_batches_tracked
+    GRU                 layers.0.weight, bias, bias_n           weight_ih_l0, two biases
+    LSTM                layers.0.weight, i f o g, one bias      weight_ih_l0, i f g o, two biases
+    others              equal
 
-A module's name is the path of attributes in both, so a PyTorch model of the same structure takes
-the file as it is.
+A module's name is the path of attributes in both. So a PyTorch model of the same structure loads
+the file without conversion.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Read: TypeAlias = Callable[..., Array]
 
 @dataclass(frozen=True)
 class NamedWeight:
-    """One array, here and there.
+    """An array of a model, and its conversion to PyTorch and back.
 
     Attributes:
-        name: here.
-        theirs: its names in PyTorch, where it may be several arrays.
-        write: here -> there, an array for each name.
-        read: there -> here.
+        name: in nnmpi.
+        theirs: the names in PyTorch, of one or more arrays.
+        write: converts to PyTorch's arrays, one per name.
+        read: converts PyTorch's arrays back.
     """
 
     name: str
@@ -63,12 +63,12 @@ class NamedWeight:
 
 
 def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
-    """Return how each parameter and buffer of a model stands in a state_dict of PyTorch's.
+    """Return the conversion of each parameter and buffer of a model to a PyTorch state_dict.
 
     Args:
-        model: whole, with values.
-        sample: (1, *sample_shape), model input: it goes through the model once, to see which images
-            are flattened.
+        model: the full model, with values.
+        sample: (1, *sample_shape), an input. It passes through the model once, to detect linear
+            layers that read flattened images.
     """
     images = flattened_images(model, sample)
     result: dict[str, NamedWeight] = {}
@@ -85,7 +85,10 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
 
 
 def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
-    """Return the image shapes (height, width, channels) that linear layers read flattened, by name."""
+    """Return the shapes (height, width, channels) of images that linear layers read flattened.
+
+    By the layers' names.
+    """
     matches: dict[str, Shape] = {}
     image: Shape = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
 
@@ -117,18 +120,18 @@ def to_torch(model: Module, sample: Array) -> dict[str, Array]:
 def from_torch(
     weights: list[NamedWeight], state: Mapping[str, Array], source: object = "the state"
 ) -> dict[str, Array]:
-    """Return arrays by the names that they have here.
+    """Convert PyTorch's arrays to nnmpi's names and layouts.
 
     Args:
         weights: of the model, see `torch_weights`.
         state: arrays by PyTorch's names.
-        source: where they come from, for the message.
+        source: the origin of the arrays, for the error.
 
     Raises:
-        CheckpointError: for names that are missing, or unknown.
+        CheckpointError: for missing or unknown names.
     """
     known = {name for weight in weights for name in weight.theirs}
-    counted = "num_batches_tracked"  # PyTorch counts; nothing here depends on it
+    counted = "num_batches_tracked"  # PyTorch's counter of batches, which nnmpi does not need
     missing = sorted(name for name in known - state.keys() if not name.endswith(counted))
     unknown = sorted(state.keys() - known)
     if missing or unknown:
@@ -146,12 +149,12 @@ def from_torch(
 def write_torch(
     file: Path, model: Module, sample: Array, metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Write a model's values as a state_dict of PyTorch's, and return how many arrays those are.
+    """Write a model's values as a PyTorch state_dict, and return the number of arrays.
 
     Args:
         file: `safetensors.torch.load_file` reads it.
         model, sample: see `torch_weights`.
-        metadata: texts by name, which the file holds too.
+        metadata: texts by name, stored in the file's header.
 
     Raises:
         OSError: when it cannot be written.
@@ -164,7 +167,8 @@ def write_torch(
 def save_arrays(
     file: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write arrays as a state_dict of PyTorch's: safetensors, and no pickle."""
+    """Write arrays as a PyTorch state_dict in safetensors, without pickle."""
+    # safetensors writes arrays in Fortran order scrambled
     in_order = {
         name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()
     }
@@ -173,7 +177,7 @@ def save_arrays(
 
 @contextmanager
 def open_arrays(file: Path, kind: type[NnmpiError]) -> Iterator[Any]:
-    """Give the arrays of a file of safetensors.
+    """Open the arrays of a safetensors file.
 
     Raises:
         NnmpiError: of this kind, when it cannot be read.
@@ -183,7 +187,7 @@ def open_arrays(file: Path, kind: type[NnmpiError]) -> Iterator[Any]:
 
 
 def read_torch(file: Path) -> dict[str, Array]:
-    """Return the arrays of a state_dict that was saved as safetensors.
+    """Return the arrays of a state_dict in safetensors.
 
     Raises:
         CheckpointError: when it cannot be read.
@@ -195,8 +199,9 @@ def read_torch(file: Path) -> dict[str, Array]:
 def _of_module(
     module: Module, image: Shape | None
 ) -> Iterator[tuple[str, tuple[str, ...], Write, Read]]:
-    """Yield what stands otherwise in PyTorch of a module: as `NamedWeight`, by names in the
-    module.
+    """Yield a module's arrays that PyTorch names or lays out differently.
+
+    The tuples are the attributes of `NamedWeight`, with names relative to the module.
     """
     if isinstance(module, Linear):
         yield "weight", ("weight",), partial(_linear, image), partial(_linear_back, image)
@@ -257,14 +262,15 @@ def _linear_back(image: Shape | None, x: Array) -> Array:
     return x.reshape(-1, channels, height, width).transpose(2, 3, 1, 0).reshape(x.shape[1], -1)
 
 
-def _first_gates(own: Array, more: Array) -> Array:
-    """Return a GRU's bias: of the last gate, PyTorch's second one stays apart."""
-    return own + np.where(np.arange(len(more)) < 2 * len(more) // 3, more, 0)
+def _first_gates(ih: Array, hh: Array) -> Array:
+    """Return a GRU's bias: the sum of PyTorch's two for r and z.
+
+    For n they differ, since r multiplies the second one alone (`bias_n`).
+    """
+    return ih + np.where(np.arange(len(hh)) < 2 * len(hh) // 3, hh, 0)
 
 
 def _gates(x: Array) -> Array:
-    """Return rows (4 * features, ...) with the last two gates exchanged, which undoes itself: i f o
-    g, i f g o.
-    """
+    """Exchange the last two gates of rows (4 * features, ...): i f o g <-> i f g o."""
     i, f, o, g = np.split(x, 4)
     return np.concatenate((i, f, g, o))
