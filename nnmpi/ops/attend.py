@@ -1,28 +1,26 @@
-"""Scaled dot-product attention of many heads, on views of them: nothing is copied.
+"""Scaled dot-product attention of many heads, computed on views of the heads without copies.
 
-Scores lie transposed, a row per key, since sums and maxima over the rows are much faster than along
-them; and in bands of queries, each without gaps:
+Scores are stored transposed, a row per key, because NumPy computes sums and maxima over rows much
+faster than along them. They are stored in bands of queries, each contiguous:
 
-            queries                 A causal mask leaves out the keys after the query. A band has 64
-                                    queries,
-          + + | + + | + +           and the keys up to the last of them, which leaves out most of
-                                    what is
-          . + | + + | + +           hidden: what lies below (:) does not exist.
-    keys  : : | + + | + +
-          : : | . + | + +           From scores to e^(score - top), top being the query's largest
-                                    score; the
-          : : | : : | + +           result of the products with values is divided by their sum, in
-                                    the end.
+            queries            A band has 64 queries, and the keys up to the last of them.
+          + + | + + | + +
+          . + | + + | + +      +  the query sees the key
+    keys  : : | + + | + +      .  hidden by the causal mask, replaced by -inf
+          : : | . + | + +      :  hidden, and not computed: no band contains it
+          : : | : : | + +
 
-So probabilities are never written: forward keeps the powers e^(score - top), or computes them again
-where keys come in parts (see `attend_more`), and backward divides the gradient of the result by the
-sum, which is shorter.
+Softmax is computed in parts, so probabilities are never written. Each score becomes the power
+e^(score - top), for top the query's largest score. The product of powers and values is divided by
+the powers' sum (`total`) at the end. Forward saves the powers, or backward computes them again if
+keys arrive in blocks (see `attend_more`). Backward divides the gradient of the result by the sum,
+which has fewer elements than the powers.
 
-A score that is hidden (.) is replaced, whatever it is: NaN in a later query or key reaches no
-earlier result. But its power is 0, and 0 times NaN is NaN: among the same 64 positions NaN in a
-later value reaches the results before it, and NaN in a later key or value the gradients of queries.
-On a device, whose products leave nothing out, these reach all that is before. Keeping them out
-would cost passes in every call, for a run that has diverged.
+Hidden scores (.) are replaced whatever their value: NaN in a later query or key reaches no earlier
+result. But a hidden power is 0, and 0 times NaN is NaN. So within a band NaN in a later value
+reaches the results before it, and NaN in a later key or value reaches the gradients of queries. On
+a device, which computes full products, it reaches all positions before. Excluding it would cost
+further passes in every call, for a run that has diverged anyway.
 """
 
 from __future__ import annotations
@@ -41,15 +39,15 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.random import least_kept, random_bits
 from nnmpi.backend.sums import ELEMENTS
 
-# Queries of a band: those who do not see all keys, and others.
+# Queries per band, with a causal mask and without one.
 CAUSAL, ALL = 64, 256
 
 Heads: TypeAlias = Array  # (batch, heads, time, features), a view
-Trio: TypeAlias = tuple[Heads, Heads, Heads]  # of queries, keys and values, or of their gradients
-Block: TypeAlias = tuple[slice, slice]  # which sequences and heads
-# the first query, the end of queries, the end of the keys that they see
+Trio: TypeAlias = tuple[Heads, Heads, Heads]  # queries, keys and values, or their gradients
+Block: TypeAlias = tuple[slice, slice]  # sequences and heads that are computed together
+# the first query, the end of the queries, the end of the keys that they see
 Band: TypeAlias = tuple[int, int, int]
-Piece: TypeAlias = tuple[Band, slice]  # a band, and where its powers stand among those of all
+Piece: TypeAlias = tuple[Band, slice]  # a band, and the slice of its powers in the saved array
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class AttentionDropout:
     """Attention dropout, keyed by head, query and key.
 
     Attributes:
-        rate: the probability with which one is, in [0, 1).
+        rate: the probability of dropping one of the attention's probabilities, in [0, 1).
         key, first_row: as for `random_bits`; a row is a sequence.
     """
 
@@ -67,27 +65,27 @@ class AttentionDropout:
 
     @property
     def factor(self) -> float:
-        """What the others are multiplied by, so that the mean stays."""
+        """The factor of the remaining probabilities, which preserves the mean."""
         return 1 / (1 - self.rate)
 
     def from_head(self, first: int, length: int) -> AttentionDropout:
-        """Return the same for some of the heads, from the first one on."""
+        """Return the dropout of the heads from `first` on, for sequences of this length."""
         return replace(self, key=((self.key[0] + first * length**2) & 0xFFFFFFFF, self.key[1]))
 
 
 def attend(
     xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
 ) -> Residuals:
-    """Write softmax(q k^T / sqrt(features)) v to y, and return what the gradient needs.
+    """Write softmax(q k^T / sqrt(features)) v to y, and return the residuals for `attend_grad`.
 
     Args:
         xp: the arrays' module, or a recorder's stand-in for it.
         inputs: q (batch, heads, queries, features), k (batch, heads, keys, features) and v (batch,
-            heads, keys, values); all four arrays have any strides.
-        y: (batch, heads, queries, values).
-        causal: whether query i sees the keys up to i alone; there are as many of both, then.
+            heads, keys, values), with any strides.
+        y: (batch, heads, queries, values), with any strides.
+        causal: whether query i sees the keys 0..i alone; there are then as many keys as queries.
         keep: whether `attend_grad` will be called.
-        drop: which probabilities are dropped, if some are; then xp is the arrays' module itself.
+        drop: the dropout, or None; with one, xp is the arrays' module itself.
     """
     q, k, v = inputs
     which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
@@ -102,8 +100,8 @@ def attend(
 def attend_grad(
     xp: Any,
     grad: Heads,
-    kept: Residuals,
-    places: Trio,
+    residuals: Residuals,
+    targets: Trio,
     causal: bool,
     drop: AttentionDropout | None = None,
 ) -> None:
@@ -112,16 +110,16 @@ def attend_grad(
     Args:
         xp: as for `attend`.
         grad: like y, the gradient of the result.
-        kept: what `attend` returned.
-        places: for the gradients, like q, k and v, with any strides.
-        causal, drop: as they were given to `attend`.
+        residuals: from `attend`.
+        targets: receive the gradients; of the shapes of q, k and v, with any strides.
+        causal, drop: as for `attend`.
     """
-    q, k, v, y, total, powers = kept
+    q, k, v, y, total, powers = residuals
     which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
     share = _like_packed(xp, grad, grad.shape)
     xp.divide(grad, total[..., None], out=share)
-    inner = xp.einsum("bhtd,bhtd->bht", share, y)  # CuPy's takes no place
-    attend_more_grad(xp, share, inner, (q, k, v), None, places, which, powers, first=True)
+    inner = xp.einsum("bhtd,bhtd->bht", share, y)  # CuPy's einsum has no `out`
+    attend_more_grad(xp, share, inner, (q, k, v), None, targets, which, powers, first=True)
 
 
 def attend_more(
@@ -131,37 +129,38 @@ def attend_more(
     top: Array,
     total: Array,
     which: KeyBlock,
-    kept: Array | None = None,
+    saved: Array | None = None,
     first: bool = False,
 ) -> None:
     """Attend to more keys by an online softmax (Milakov and Gimelshein, 2018).
 
         top'   = max(top, scores of the new keys)
-        total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
+        total' = total e^(top - top') + sum e^(score - top')
+        sums'  = sums e^(top - top') + sum e^(score - top') value
 
-    The result is sums / total once all keys have been seen.
+    The result is sums / total after all blocks of keys.
 
     Args:
         xp: as for `attend`.
         inputs: q, k and v, as for `attend`, in the dtype of the sums.
-        sums: (batch, heads, queries, values), 0 at first.
-        top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each
-            query one.
-        which: queries and keys these are.
-        kept: room for the powers, (n,); None where they are computed again.
-        first: whether these are the first keys; what sums, top and total were is not read then.
+        sums: (batch, heads, queries, values), initially 0.
+        top, total: (batch, heads, queries), initially -inf and 0. The first block must have a
+            visible key for each query.
+        which: the positions of these queries and keys.
+        saved: receives the powers, (n,); None if backward computes them again.
+        first: whether these are the first keys; sums, top and total are then only written.
     """
     q, k, v = inputs
     blocks = which.pieces(q)
     most, size = _largest(q, blocks)
-    room, scaled_all = xp.empty((size if kept is None else 0,), q.dtype), _like_packed(xp, q, most)
+    room, scaled_all = xp.empty((size if saved is None else 0,), q.dtype), _like_packed(xp, q, most)
     for block, pieces in blocks:
         qb, kb, vb = q[block], k[block], v[block]
         scaled = scaled_all[: len(qb), : qb.shape[1]]
         xp.multiply(qb, 1 / sqrt(q.shape[3]), out=scaled)
         for (i, j, seen), part in pieces:
-            place = _piece(kept, room, part, (*qb.shape[:2], seen, j - i))
-            p = which.scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i, place)
+            target = _piece(saved, room, part, (*qb.shape[:2], seen, j - i))
+            p = which.scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i, target)
             local = [item[block][:, :, i:j] for item in (top, total, sums)]
             new = local if first else [xp.empty(item.shape, item.dtype) for item in local]
             xp.max(p, axis=2, out=new[0])
@@ -186,45 +185,45 @@ def attend_more_grad(
     inner: Array,
     inputs: Trio,
     top: Array | None,
-    places: Trio,
+    targets: Trio,
     which: KeyBlock,
-    kept: Array | None = None,
+    saved: Array | None = None,
     first: bool = False,
 ) -> None:
-    """Add the gradients of queries, and of some of the keys and values.
+    """Add the gradients of queries, and of a block of keys and values.
 
-    The softmax's derivative needs, per query, sum_k P dP; that is the product of the result and its
-    gradient (Dao et al., "FlashAttention", 2022), which is shorter.
+    The softmax's derivative needs sum_k P dP per query. That equals the inner product of the result
+    and its gradient (Dao et al., "FlashAttention", 2022), which has fewer terms.
 
     Args:
         xp: as for `attend`.
         share: (batch, heads, queries, values), the gradient of the result, divided by the total.
-        inner: (batch, heads, queries), the products of each result and its share.
+        inner: (batch, heads, queries), the inner products of each result and its share.
         inputs: q, k and v.
-        top: as `attend_more` left it when all keys had been seen; None where powers were kept.
-        places: where their gradients are added up.
-        which: queries and keys these are.
-        kept: the powers that `attend_more` kept; None to compute them again.
-        first: whether the gradients are written, and not added; queries and keys must be all there
-            are, then.
+        top: as after the last `attend_more`; None with saved powers.
+        targets: accumulate the gradients of q, k and v.
+        which: the positions of these queries and keys.
+        saved: the powers that `attend_more` saved; None to compute them again.
+        first: whether to write the gradients instead of adding; queries and keys must then be all
+            of the sequence's.
     """
-    (q, k, v), (to_q, to_k, to_v) = inputs, places
+    (q, k, v), (to_q, to_k, to_v) = inputs, targets
     scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q)
     most, size = _largest(q, blocks)
-    room, d_all = (xp.empty((count,), q.dtype) for count in (size if kept is None else 0, size))
+    room, d_all = (xp.empty((count,), q.dtype) for count in (size if saved is None else 0, size))
     scaled_all = _like_packed(xp, q, (*most[:3], v.shape[3]))
     if first and not q.shape[2]:
-        for place in (to_k, to_v):
-            xp.copyto(place, 0)
+        for target in (to_k, to_v):
+            xp.copyto(target, 0)
     for block, pieces in blocks:
         qb, kb, vb, gb = q[block], k[block], v[block], share[block]
         scaled = scaled_all[: len(qb), : qb.shape[1]]
         xp.multiply(gb, scale, out=scaled)
         less = xp.multiply(inner[block], scale, out=xp.empty(gb.shape[:3], q.dtype))
         for (i, j, seen), part in reversed(pieces):
-            # the last queries see all keys: they write, the others add
+            # in reverse, since the last queries see all keys: they write, the others add
             shape = (*qb.shape[:2], seen, j - i)
-            d, p = _piece(None, d_all, part, shape), _piece(kept, room, part, shape)
+            d, p = _piece(None, d_all, part, shape), _piece(saved, room, part, shape)
             if top is not None:
                 which.scores(xp, kb[:, :, :seen], qb[:, :, i:j] * scale, i, p)
                 xp.exp(xp.subtract(p, top[block][:, :, None, i:j], out=p), out=p)
@@ -243,13 +242,14 @@ def attend_more_grad(
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Which queries attend to which keys of a sequence.
+    """A block of queries attending to a block of keys of the same sequence.
 
     Attributes:
-        queries, keys: their positions; they are the same, or none is in both.
+        queries, keys: their positions; the two ranges are equal or disjoint.
         length: of the sequence.
-        causal: whether each query sees only the keys up to its own position: of others it sees all.
-        drop: which probabilities are dropped, if some are.
+        causal: whether a query sees only the keys up to its own position. In disjoint ranges it
+            sees all keys.
+        drop: the dropout, or None.
     """
 
     queries: range
@@ -259,7 +259,7 @@ class KeyBlock:
     drop: AttentionDropout | None = None
 
     def bands(self) -> Iterator[Band]:
-        """Yield the bands, the first queries first."""
+        """Yield the bands, in the order of their queries."""
         step = CAUSAL if self.is_diagonal else ALL
         for i in range(0, len(self.queries), step):
             j = min(i + step, len(self.queries))
@@ -267,13 +267,13 @@ class KeyBlock:
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether some queries do not see all of the keys."""
+        """Whether the causal mask hides some keys of this block from some queries."""
         return self.causal and self.queries == self.keys
 
     def scores(self, xp: Any, k: Heads, q: Heads, first: int, out: Array) -> Array:
         """Write scores (batch, heads, keys, queries) of some queries to `out`; return it.
 
-        Where a key is hidden, that is -inf.
+        The score of a hidden key is -inf.
         """
         gemm(xp, k, q.swapaxes(2, 3), out=out)
         if self.is_diagonal:
@@ -282,14 +282,14 @@ class KeyBlock:
         return out
 
     def mark(self, p: Array, block: Block, first: int) -> None:
-        """Turn the sign of the powers whose probabilities are dropped.
+        """Negate the powers of dropped probabilities.
 
-        So one array is both: the powers are |p|, and what is left of them max(p, 0) times
-        `AttentionDropout.factor`.
+        The sign is the mask, so no second array is needed: the powers are |p|, and after dropout
+        max(p, 0) times `AttentionDropout.factor`.
 
         Args:
             p: (sequences, heads, keys, some queries), changed in place.
-            block: which sequences and heads these are.
+            block: the sequences and heads.
             first: the first of the queries.
         """
         drop = self.drop
@@ -302,17 +302,18 @@ class KeyBlock:
             for n, start in zip((count[1], count[3], count[2]), starts, strict=True)
         )
         length = xp.uint32(self.length)
-        places = (heads[:, None, None] * length + rows) * length + columns[:, None]
+        numbers = (heads[:, None, None] * length + rows) * length + columns[:, None]
         bits = random_bits(
-            xp, drop.first_row + block[0].start, count[0], places.reshape(-1), drop.key
+            xp, drop.first_row + block[0].start, count[0], numbers.reshape(-1), drop.key
         )
         dropped = (bits < xp.uint32(least_kept(drop.rate))).reshape(count)
         p[...] = xp.where(dropped, -p, p)
 
     def pieces(self, q: Heads) -> list[tuple[Block, list[Piece]]]:
-        """Return the sequences and heads computed together, the most first, and their bands.
+        """Return the blocks of sequences and heads computed together, the largest first.
 
-        Without queries there are none.
+        Each comes with its bands, and the slices of their powers in the saved array. Without
+        queries there are no blocks.
         """
         bands, start, pieces = tuple(self.bands()), 0, list[tuple[Block, list[Piece]]]()
         for block in _blocks(q, len(self.keys), bands):
@@ -335,25 +336,25 @@ def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[Shape, 
     return q[block].shape, max(part.stop - part.start for _, part in pieces)
 
 
-def _piece(kept: Array | None, room: Array, part: slice, shape: Shape) -> Array:
-    """Return where a piece lies: its own part of what is kept, or the beginning of the room that
-    all use.
-    """
-    place = room[: part.stop - part.start] if kept is None else kept[part]
-    return place.reshape(shape)
+def _piece(saved: Array | None, room: Array, part: slice, shape: Shape) -> Array:
+    """Return a piece's slice of the saved array, or the beginning of the room that pieces reuse."""
+    piece = room[: part.stop - part.start] if saved is None else saved[part]
+    return piece.reshape(shape)
 
 
 def _like_packed(xp: Any, like: Heads, shape: Shape) -> Heads:
-    """Return room, (batch, heads, time, features), with time before heads as in the packed
-    projection.
+    """Return an empty array (batch, heads, time, features), in memory (batch, time, heads, ...).
+
+    That is the order of the packed projection.
     """
     batch, heads, time, features = shape
     return xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
 
 
 def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
-    """Yield the sequences and heads whose scores are computed together; the first block is the
-    largest.
+    """Yield the sequences and heads whose scores are computed together; the first is the largest.
+
+    On the host their scores fit the cache; a device computes all at once.
     """
     batch, heads = q.shape[:2]
     scores = max([1, *(keys * (j - i) for i, j, _ in bands)])
@@ -366,9 +367,9 @@ def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
 
 @lru_cache(maxsize=8)
 def _bound(xp: ModuleType, n: int, dtype: Dtype) -> Array:
-    """Return -inf where a key (of n) comes after the query (of n), else NaN.
+    """Return (n keys, n queries): -inf for a key after the query, else NaN.
 
-    `fmin` of scores and this is -inf where the key is hidden, also for a score of NaN, and else the
-    score.
+    `fmin` ignores NaN in one operand: with this mask it returns the score of a visible key, and
+    -inf for a hidden one, also if that score is NaN.
     """
     return xp.where(xp.arange(n)[:, None] > xp.arange(n), -inf, nan).astype(dtype)

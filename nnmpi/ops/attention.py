@@ -2,9 +2,9 @@
 
     P = softmax(Q K^T / sqrt(features))       Y = P V          all per sequence and head
 
-Everything runs on views of the heads, (batch, heads, time, features) with any strides: the matrix
-products read the packed projection as it lies and write the result, and the gradients, where they
-belong; no head is ever copied. What a causal mask does to NaN is told in `attend`.
+All work is on views of the heads, (batch, heads, time, features) with any strides. The matrix
+products read the packed projection in place, and write result and gradients in place; no head is
+copied. See `attend` for NaN under a causal mask.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.attend import AttentionDropout, Heads
-from nnmpi.ops.dropout import Place
+from nnmpi.ops.dropout import MaskKey
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, read_as, require_floating
@@ -26,7 +26,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def attention_for(array: Array) -> Any:
-    """Return the attention for these arrays: a device's kernels, or the module `attend`."""
+    """Return the implementation for these arrays: a device's kernels, or the module `attend`."""
     return kernels_for(array, "attend") or plain
 
 
@@ -34,7 +34,7 @@ def over_ranks(function: Function, cut: TensorCut, kernels: Any) -> Any:
     """Return the attention over positions of several ranks, with its exchange.
 
     Raises:
-        LayoutError: where the ranks have no such way, or not whole positions.
+        LayoutError: when the ranks' group has no attention over positions.
     """
     result = cut.group.attention(kernels, cut.placement)
     if result is None:
@@ -58,7 +58,7 @@ class Attention(Function):
         self.causal, self.kernels = causal, kernels
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the result's placement: that of q, k and v, if ranks have whole heads."""
+        """Return the result's placement: that of q, k and v, if each head is on one rank."""
         first = alike(self, inputs, "needs queries, keys and values of the same heads")
         if first.cut.axis == 2:
             self.kernels = over_ranks(self, first.cut, self.kernels)
@@ -68,7 +68,7 @@ class Attention(Function):
     def forward(self, q: Array, k: Array, v: Array) -> Array:
         xp = self.xp
         y: Array = xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
-        # with more ranks than heads some have none
+        # without heads if there are more ranks than heads
         residuals = (
             self.kernels.attend(xp, (q, k, v), y, self.causal, True in self.needs)
             if q.shape[1]
@@ -79,21 +79,23 @@ class Attention(Function):
 
     def backward(self, grad: Array) -> Grads:
         residuals, shapes = self.saved
-        places = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
+        grads = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
         if residuals is not None:
-            self.kernels.attend_grad(self.xp, grad, residuals, places, self.causal)
+            self.kernels.attend_grad(self.xp, grad, residuals, grads, self.causal)
         return tuple(
-            place if needed else None for place, needed in zip(places, self.needs, strict=True)
+            item if needed else None for item, needed in zip(grads, self.needs, strict=True)
         )
 
 
 class KeyValues:
     """The key-value cache of sequences that are generated token by token.
 
-        | k0 k1 k2 | k3 |  room  |        the room is doubled when it is used up, so that nothing is copied each time
+        | k0 k1 k2 | k3 |  room  |
+
+    The capacity doubles when it is used up, so the copies cost O(1) per token on average.
 
     Attributes:
-        count: how many tokens.
+        count: the number of tokens.
     """
 
     def __init__(self) -> None:
@@ -101,14 +103,14 @@ class KeyValues:
         self._room: list[Array] = []
 
     def extend(self, xp: Any, k: Heads, v: Heads) -> tuple[Heads, Heads]:
-        """Add the keys and values of new tokens, and return all.
+        """Append the keys and values of new tokens, and return all.
 
         Args:
             xp: the arrays' module.
             k, v: (batch, heads, new tokens, features).
 
         Raises:
-            UsageError: for several tokens behind others.
+            UsageError: for several tokens after the first pass.
         """
         if self.count and k.shape[2] != 1:
             raise UsageError(
@@ -133,17 +135,17 @@ class PackedAttention(Function):
     """Attention of packed (batch, time, 3 features): queries, keys, values side by side.
 
     Args:
-        heads: their number.
+        heads: the number of heads.
         causal, kernels: as for `Attention`.
-        before: the tokens before these, which are added to them; None for none.
-        rate: the probability with which a probability is set to 0, the others being scaled up, so
-            that the mean stays.
-        place: returns the key and the first row, asked in every forward pass; None without dropout.
-            The mask is a function of the key, the sequence's place in the global batch, head, query
-            and key of attention: every layout drops the same ones.
+        before: the cache of earlier tokens, to which these are appended; or None.
+        rate: the probability of setting a probability to 0; the others are scaled up to preserve
+            the mean.
+        mask_key: returns the key and the first row, called in every forward pass; None without
+            dropout. The mask is a function of the key, the sequence's index in the global batch,
+            and the head, query and key of attention: every layout drops the same ones.
     """
 
-    __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "place", "rate")
+    __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "mask_key", "rate")
 
     replayable = True
 
@@ -154,21 +156,23 @@ class PackedAttention(Function):
         kernels: Any,
         before: KeyValues | None = None,
         rate: float = 0.0,
-        place: Callable[[], Place] | None = None,
+        mask_key: Callable[[], MaskKey] | None = None,
     ) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
-        self.rate, self.place = rate, place
-        # of the heads that this rank has; of sequences that lie on several ranks
+        self.rate, self.mask_key = rate, mask_key
+        # this rank's first head; the full length of sequences sharded over ranks
         self.first, self.length = 0, 0
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: by positions, or by heads if q, k and v are.
 
-        q0 q1 q2 k0 k1 k2 v0 v1 v2   over 2 ranks:   rank 0  q0 q1 k0 k1 v0 v1      rank 1  q2 k2 v2
+        q0 q1 q2 k0 k1 k2 v0 v1 v2     of 3 heads, over 2 ranks:
+        q0 q1 k0 k1 v0 v1              rank 0
+        q2 k2 v2                       rank 1
         """
         (qkv,) = inputs
         cut, (batch, time, width) = qkv.cut, qkv.shape
-        if self.place is not None:
+        if self.mask_key is not None:
             uncut(self, qkv, (0,), "needs whole sequences")
         if cut.axis == 1 and self.before is not None:
             raise cut.refuse(self, "continues whole sequences")
@@ -191,14 +195,15 @@ class PackedAttention(Function):
             self.saved = (None, ())
             return y
         if self.before is not None:
-            perform(self._go_on, self.before, qkv, y)
+            # recorded as one call, since the number of tokens grows with each replay
+            perform(self._continue, self.before, qkv, y)
             return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
         drop: tuple[AttentionDropout, ...] = ()
-        if self.place is not None:
+        if self.mask_key is not None:
             drop = (
-                AttentionDropout(self.rate, *self.place()).from_head(
+                AttentionDropout(self.rate, *self.mask_key()).from_head(
                     self.first, self.length or time
                 ),
             )
@@ -208,11 +213,9 @@ class PackedAttention(Function):
         )
         return y
 
-    def _go_on(self, before: KeyValues, qkv: Array, y: Array) -> None:
-        """Attend to the tokens before, too. A recording calls it as a whole, as there are more of
-        them each time.
-        """
-        # one token behind others sees all
+    def _continue(self, before: KeyValues, qkv: Array, y: Array) -> None:
+        """Attend to the cached tokens and these."""
+        # no mask for a single token after others: it sees all
         xp, causal = namespace(qkv), self.causal and not before.count
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
@@ -237,7 +240,7 @@ class PackedAttention(Function):
 
 
 class DroppedAttention(PackedAttention):
-    """The same, with dropout: a compiled step asks for another place each time."""
+    """Packed attention with dropout: not replayable, as each pass needs a new mask."""
 
     __slots__ = ()
 
@@ -250,30 +253,29 @@ def attention(
     causal: bool = False,
     before: KeyValues | None = None,
     dropout: float = 0.0,
-    place: Callable[[], Place] | None = None,
+    mask_key: Callable[[], MaskKey] | None = None,
 ) -> Tensor:
     """Return multi-head attention of a packed projection, the heads side by side.
 
     Args:
-        qkv: (batch, time, 3 * features): queries, keys, values; in each the heads one after the
-            other.
-        heads: their number; `features` is a multiple of it.
+        qkv: (batch, time, 3 * features): queries, keys, values; each consists of its heads in
+            order.
+        heads: the number of heads; `features` is a multiple of it.
         causal: whether each position sees only itself and those before it. A NaN in a later value
-            may still come through; one in a later query or key does not.
-        before: keys and values of the tokens before, to which these are added; there is no backward
-            pass then.
-        dropout: the probability with which a probability is dropped, the others being divided by 1
-            - dropout.
-        place: returns what the dropped ones depend on, as for `ops.dropout`; needed where dropout
-            is not 0.
+            may still reach earlier results; one in a later query or key does not.
+        before: a cache of earlier tokens' keys and values, to which these are appended; excludes a
+            backward pass.
+        dropout: the probability of dropping a probability; the others are divided by 1 - dropout.
+        mask_key: returns the key of the mask and the first row, as for `ops.dropout`; needed for a
+            dropout above 0.
 
     Returns:
-        (batch, time, features), in the dtype of qkv; in a mode of mixed precision in the lower one.
+        (batch, time, features), in the dtype of qkv; in mixed precision in the low one.
 
     Raises:
-        ShapeError: when qkv is not of three axes, or the last is no multiple of 3 * heads.
-        UsageError: when there are no heads, or dropout is not in [0, 1), has no place, or comes
-            with `before`.
+        ShapeError: when qkv does not have three axes, or the last is no multiple of 3 * heads.
+        UsageError: for no heads; for a dropout outside [0, 1), without a mask_key, or with
+            `before`.
         DtypeError: when qkv is not floating point.
     """
     if heads < 1:
@@ -283,15 +285,15 @@ def attention(
             f"attention with {heads} heads needs (batch, time, 3 * features) with features a"
             f" multiple of {heads}, not {qkv.shape}"
         )
-    if not 0 <= dropout < 1 or (dropout and (place is None or before is not None)):
+    if not 0 <= dropout < 1 or (dropout and (mask_key is None or before is not None)):
         raise UsageError(
-            "attention's dropout is a probability in [0, 1) and needs a place, and nothing before;"
-            f" not {dropout}"
+            "attention's dropout is a probability in [0, 1) and needs a mask_key, and no cache"
+            f" before; not {dropout}"
         )
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     kind = DroppedAttention if dropout else PackedAttention
     function = kind(
-        heads, causal, attention_for(packed.data), before, dropout, place if dropout else None
+        heads, causal, attention_for(packed.data), before, dropout, mask_key if dropout else None
     )
     return with_kernels("attend", function, packed)
 
@@ -307,17 +309,16 @@ def scaled_dot_product_attention(
         q: (batch, heads, queries, features).
         k: (batch, heads, keys, features).
         v: (batch, heads, keys, values).
-        causal: whether each query sees only the keys up to its own position; there are as many of
-            both, then. A NaN in a later value may still come through; one in a later query or key
-            does not.
+        causal: whether each query sees only the keys up to its own position; there must then be as
+            many keys as queries. A NaN in a later value may still reach earlier results; one in a
+            later query or key does not.
 
     Returns:
-        (batch, heads, queries, values), in the dtype of q; in a mode of mixed precision in the
-        lower one.
+        (batch, heads, queries, values), in the dtype of q; in mixed precision in the low one.
 
     Raises:
         ShapeError: when the shapes do not fit together, or there are no keys or features.
-        DtypeError: when they are not floating point, or differ in dtype.
+        DtypeError: when the inputs are not floating point, or differ in dtype.
     """
     shapes = f"queries {q.shape}, keys {k.shape} and values {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:

@@ -1,28 +1,28 @@
-"""Collectives as operations of the graph: each one's backward is the transposed map.
+"""Differentiable collectives: the backward of each is the transposed linear map.
 
-    all_reduce  all_gather  reduce_scatter  all_to_all      for any program: each rank's own -> each rank's own
-    the others                                              what strategies take, in adjoint pairs
+Four are public, for any program: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`. Their
+inputs and results are local (L): each rank has its own. The parallel strategies use the others, in
+adjoint pairs.
 
-Seen from all ranks together an exchange is a linear map, and its backward the transposed one. A
-replicated ("whole") activation counts as one vector that every rank has a copy of, and its gradient
-is replicated, too:
+Over all ranks together an exchange is a linear map, and its backward is the transposed map. A
+replicated activation (R) counts as one vector, of which every rank has a copy, and so does its
+gradient. A sharded activation (S) is one vector in shards:
 
-    forward                       backward                      of
+                              forward                     backward
+    copy                      x      ->  x x x            sum of the ranks' gradients     R -> L
+    sum_over_ranks            x y z  ->  x+y+z            the same gradient               L -> R
+    scatter                   abc    ->  a b c            abc on every rank               R -> S
+    gather                    a b c  ->  abc              a b c                           S -> R
+    gather_summing_grads      a b c  ->  abc abc abc      sums of a, of b, of c           S -> L
+    take_part                 abc    ->  a b c            a.. .b. ..c                     L -> S
 
-    x          -> x x x           sum of the ranks' gradients   copy             whole -> each rank's own
-    x y z      -> x+y+z           the same gradient             sum_over_ranks           each rank's own -> whole
-    abc        -> a b c           abc on every rank             scatter          whole -> parts
-    a b c      -> abc             a b c                         gather           parts -> whole
-    a b c      -> abc abc abc     sums of a, of b, of c         gather_summing_grads   parts -> each rank's own
-    abc        -> a b c           a.. .b. ..c                   take_part        each rank's own -> parts
+`gather_summing_grads` is `copy` after `gather`, in one message. The public `all_gather` is the same
+map; its adjoint is `reduce_scatter`. `all_reduce` is `copy` after `sum_over_ranks`. So for the
+public collectives the loss is the sum of the ranks' losses.
 
-`gather_summing_grads` is `copy` after `gather`, in one message; it is `all_gather`, its adjoint
-`reduce_scatter`, and `all_reduce` is `copy` after `sum_over_ranks`: the loss behind the public ones
-is the sum of the ranks' losses.
-
-Every rank records the same operations in the same order, so the collectives of a backward pass
-match as those of the forward pass do. On a group of one rank all of them are the identity. Arrays
-on a device travel as `comm.buffers` says.
+Every rank records the same operations in the same order, so the collectives of backward passes
+match as those of forward passes do. On a group of one rank all of them are the identity. For arrays
+on a device see `comm.buffers`.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import LengthsPlacement, Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
-CATEGORY = "tensor"  # of this package's events in a timeline
+CATEGORY = "tensor"  # of these collectives' events in a timeline
 
 
 def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
@@ -65,14 +65,14 @@ def sum_in_place(group: Group, array: Array) -> Array:
 
 
 class _Regions:
-    """Where the ranks' parts lie in an activation, given one of its forms."""
+    """The ranks' regions of an activation, given the full shape or this rank's."""
 
     def __init__(
-        self, group: Group, placement: Placement, shape: tuple[int, ...], is_whole: bool
+        self, group: Group, placement: Placement, shape: tuple[int, ...], is_full: bool
     ) -> None:
         self.group = group
         axis = placement.axis % len(shape)
-        if not is_whole:
+        if not is_full:
             width, local = placement.width(group.size, group.rank), shape[axis]
             placement.check_known(group.size)
             repeats = local // width if placement.repeats is None else placement.repeats
@@ -83,29 +83,29 @@ class _Regions:
                 f" {placement.once * placement.repeats} in dimension {axis}; shard the model for"
                 " the samples that it gets"
             )
-        self.whole = shape
+        self.shape = shape
         self.parts: list[Region] = [
             placement.region(shape, axis, group.size, rank) for rank in range(group.size)
         ]
-        self.own = self.parts[group.rank]
+        self.local = self.parts[group.rank]
 
     @property
     def counts(self) -> list[int]:
-        """How many elements each rank's part has."""
+        """The number of elements of each rank's shard."""
         return [int(np.prod(region.local_shape)) for region in self.parts]
 
     def gather(self, part: Array) -> Array:
-        """Return the whole array, given this rank's part of it."""
-        if part.shape != self.own.local_shape:
+        """Return the full array, given this rank's shard."""
+        if part.shape != self.local.local_shape:
             raise ShapeError(
                 f"rank {self.group.rank} of {self.group.size} has {part.shape} of an activation"
-                f" {self.whole}, of which {self.own.local_shape} is its part; the layers were"
+                f" {self.shape}, of which {self.local.local_shape} is its part; the layers were"
                 " sharded for other sizes"
             )
         xp = namespace(part)
-        full: Array = xp.empty(self.whole, dtype=part.dtype)
+        full: Array = xp.empty(self.shape, dtype=part.dtype)
         local = xp.ascontiguousarray(part).reshape(-1)
-        if not getattr(local.flags, "writeable", True):  # a gradient that was broadcast
+        if not getattr(local.flags, "writeable", True):  # broadcast; MPI needs a writable buffer
             local = local.copy()
         with self.group.meeting("all-gather", None, CATEGORY, {"bytes": full.nbytes}):
             parts = self.group.all_gather_v(local, self.counts)
@@ -113,33 +113,31 @@ class _Regions:
             region.put(full, values)
         return full
 
-    def take(self, whole: Array) -> Array:
-        """Return this rank's part, contiguous."""
-        return namespace(whole).ascontiguousarray(self.own.take(whole))
+    def take(self, full: Array) -> Array:
+        """Return this rank's shard, contiguous."""
+        return namespace(full).ascontiguousarray(self.local.take(full))
 
     def put(self, part: Array) -> Array:
-        """Return a whole array of zeros but for this rank's part."""
-        full: Array = namespace(part).zeros(self.whole, part.dtype)
-        self.own.put(full, namespace(part).ascontiguousarray(part))
+        """Return a full array of zeros except for this rank's shard."""
+        full: Array = namespace(part).zeros(self.shape, part.dtype)
+        self.local.put(full, namespace(part).ascontiguousarray(part))
         return full
 
-    def reduce_scatter(self, whole: Array) -> Array:
-        """Return this rank's part of the sum over the ranks."""
-        flat = namespace(whole).concatenate(
-            [region.take(whole).reshape(-1) for region in self.parts]
-        )
+    def reduce_scatter(self, full: Array) -> Array:
+        """Return this rank's shard of the sum over the ranks."""
+        flat = namespace(full).concatenate([region.take(full).reshape(-1) for region in self.parts])
         with self.group.meeting("reduce-scatter", None, CATEGORY, {"bytes": flat.nbytes}):
             local = self.group.reduce_scatter_v(flat, self.counts)
-        return local.reshape(self.own.local_shape)
+        return local.reshape(self.local.local_shape)
 
 
 class RankSum(Function):
-    """The sum over the ranks, of what comes, of what comes back, or of both.
+    """The sum over the ranks: of the inputs, of the gradients, or of both.
 
     Args:
         group: the ranks.
-        forward_sums: whether what comes is summed: in its own array, unless its gradients are, too.
-        backward_sums: whether its gradients are.
+        forward_sums: whether to sum the inputs; in place, unless `backward_sums` too.
+        backward_sums: whether to sum the gradients.
     """
 
     __slots__ = ("backward_sums", "forward_sums", "group")
@@ -148,7 +146,7 @@ class RankSum(Function):
         self.group, self.forward_sums, self.backward_sums = group, forward_sums, backward_sums
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on ranks of another group: as before."""
+        """Return the placement over another group, unchanged."""
         return uncut(self, inputs[0], (), "")
 
     def forward(self, x: Array) -> Array:
@@ -160,7 +158,7 @@ class RankSum(Function):
         return (all_sum(self.group, grad, self.into(0)) if self.backward_sums else grad,)
 
 
-# What becomes of an activation, and of its gradient: methods of `_Regions`.
+# The methods of `_Regions` for an activation and for its gradient.
 ADJOINTS = {
     "scatter": ("take", "gather"),
     "gather": ("gather", "take"),
@@ -179,14 +177,14 @@ class Redistribute(Function):
         self.way, self.group, self.placement = way, group, placement
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the result's placement on another group, unchanged if that shares another axis."""
+        """Return the placement over another group, unchanged; refuse one of the same axis."""
         return uncut(self, inputs[0], (self.placement.axis,), "exchanges parts of that axis")
 
     def forward(self, x: Array) -> Array:
-        there, _ = ADJOINTS[self.way]
-        regions = _Regions(self.group, self.placement, x.shape, is_whole=there != "gather")
+        method, _ = ADJOINTS[self.way]
+        regions = _Regions(self.group, self.placement, x.shape, is_full=method != "gather")
         self.saved = (regions,)
-        return getattr(regions, there)(x)
+        return getattr(regions, method)(x)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (getattr(self.saved[0], ADJOINTS[self.way][1])(grad),)
@@ -201,8 +199,8 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tenso
     """Return the sum over the ranks of x, all of one shape, plus a bias; replicated.
 
     Args:
-        x: (..., features), this rank's summand, just computed: the sum overwrites its array, which
-            nothing else uses.
+        x: (..., features), this rank's summand, just computed. The sum overwrites its array, so
+            nothing else may use it.
         group: the ranks.
         bias: (features,), replicated; added once.
     """
@@ -211,16 +209,16 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tenso
 
 
 def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor:
-    """Return parts of a whole activation or a whole of parts: what a row of `ADJOINTS` says.
+    """Shard, gather or reduce an activation, by a row of `ADJOINTS`.
 
     Args:
         way: the name of the row.
         x: a tensor or array.
         group: the ranks.
-        placement: of the parts; of a replicated activation everything is a part.
+        placement: of the shards. Of a replicated activation each rank's shard is all of it.
 
     Raises:
-        ShapeError: when x is not the part that the placement says.
+        ShapeError: when the shape of x does not fit the placement.
     """
     x = x if isinstance(x, Tensor) else Tensor(x)
     if group.size == 1 or (placement.is_replicated and way != "gather_summing_grads"):
@@ -236,12 +234,12 @@ gather_summing_grads = partial(redistribute, "gather_summing_grads")
 
 
 class AllToAll(Function):
-    """Rows to each rank, and rows of each.
+    """An all-to-all of rows.
 
     Args:
         group: the ranks.
-        sends: how many rows go to each.
-        receives: how many come from each.
+        sends: the number of rows for each rank.
+        receives: the number of rows from each rank.
         axis: of the rows.
     """
 
@@ -262,8 +260,8 @@ class AllToAll(Function):
         before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
         parts = namespace(x).split(x, np.cumsum(sends[:-1]).tolist(), self.axis)
         shapes = [(*before, count, *after) for count in receives]
-        came = self.group.all_to_all_v(parts, shapes, category=CATEGORY)
-        return namespace(x).concatenate(came, axis=self.axis)
+        received = self.group.all_to_all_v(parts, shapes, category=CATEGORY)
+        return namespace(x).concatenate(received, axis=self.axis)
 
 
 def _agreed(
@@ -274,23 +272,24 @@ def _agreed(
     lengths: Sequence[int] | None = None,
     cut: bool = False,
 ) -> tuple[Tensor, list[list[int]]]:
-    """Return a tensor, and of each rank its length along the axis or, where it is cut, those of its
-    parts. Collective.
+    """Check that the ranks call the same collective; exchange their lengths along the axis.
 
-    A recorded step agrees again each time: a rank whose shapes are new records anew while the
+    Returns the tensor, and per rank its length along the axis, or the lengths of its parts if
+    `cut`. Collective. A replay repeats the check, since a rank with new shapes records while the
     others replay.
 
     Raises:
-        CommError: on all ranks, when operations, axes, dtypes or other lengths differ, or a replay
-            has other lengths.
-        ShapeError: on all ranks, when some have no such axis, or lengths do not make up the tensor.
+        CommError: on all ranks, when operations, axes, dtypes or the lengths of other axes differ;
+            when a replay has other lengths than its recording.
+        ShapeError: on all ranks, when a rank lacks the axis, or the lengths do not add up to the
+            tensor's.
         UsageError: for lengths in a recorded step.
     """
     x = x if isinstance(x, Tensor) else Tensor(x)
     if lengths is not None:
         refuse(f"{name}'s list of lengths")
     fault, what, local, rest = "", [name, str(x.dtype)], [0], list(x.shape)
-    known: list[list[int]] = []  # by a recording
+    known: list[list[int]] = []  # the lengths at the recording, for replays to compare
     try:
         if axis is not None:
             at = range(x.ndim)[axis]
@@ -364,9 +363,9 @@ def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
     """Return the ranks' tensors joined, on every rank; backward reduce-scatters. Collective.
 
     Args:
-        x: of any length along the axis, and otherwise like the others' tensors.
+        x: of any length along the axis; other lengths and the dtype are the same on all ranks.
         group: the ranks.
-        axis: along which they are joined.
+        axis: to join along.
 
     Raises:
         CommError, ShapeError: on all ranks, when tensors do not fit together.
@@ -383,13 +382,13 @@ def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
 def reduce_scatter(
     x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0
 ) -> Tensor:
-    """Return this rank's part of the ranks' sum; backward all-gathers. Collective.
+    """Return this rank's shard of the ranks' sum; backward all-gathers. Collective.
 
     Args:
         x: any shape, the same on all ranks.
         group: the ranks.
-        lengths: of each rank's part, the same on all ranks; by default those of `shard.split`.
-        axis: that is cut.
+        lengths: of each rank's shard, the same on all ranks; by default those of `shard.split`.
+        axis: to shard along.
 
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
@@ -402,7 +401,7 @@ def reduce_scatter(
 
 
 def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
-    """Return what each rank sent to this one, in rank order; backward sends back. Collective.
+    """Return the parts that the ranks sent to this one; backward returns them. Collective.
 
     >>> import nnmpi, numpy as np
     >>> def program(group):
@@ -412,11 +411,10 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
     [[], [0.0, 10.0, 20.0], [1.0, 2.0, 11.0, 12.0, 21.0, 22.0]]
 
     Args:
-        x: of any length along the axis, and otherwise like the others' tensors.
+        x: of any length along the axis; other lengths and the dtype are the same on all ranks.
         group: the ranks.
-        lengths: how much of x goes to each rank, in order; by default as much as `shard.split`
-            gives it.
-        axis: along which x is cut, and what comes is joined.
+        lengths: of the parts of x for each rank, in order; by default those of `shard.split`.
+        axis: to split x along, and to join the received parts along, in rank order.
 
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
@@ -434,33 +432,33 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
 
 @dataclass(frozen=True)
 class PartExchange:
-    """The exchanges of a tensor group between shards; a `TensorGroup`."""
+    """The `TensorGroup` of tensor parallelism; sequence parallelism subclasses it."""
 
     group: Group
-    depth = 1  # sequences are sharded before layers
-    taking, giving = "scatter", "gather"
+    depth = 1  # the outer one: positions are sharded first
+    taking, giving = "scatter", "gather"  # rows of `ADJOINTS`
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.group.size
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """This rank's number in the group."""
         return self.group.rank
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return x; its gradients are summed."""
+        """Return x; backward sums its gradients."""
         return copy(x, self.group)
 
     def gather(self, x: Tensor, placement: Placement) -> Tensor:
-        """Return all ranks' parts together."""
+        """Return the full tensor."""
         return redistribute(self.giving, x, self.group, placement)
 
     def scatter(self, x: Any, placement: Placement) -> Tensor:
-        """Return this rank's part."""
+        """Return this rank's shard."""
         return redistribute(self.taking, x, self.group, placement)
 
     def attention(self, kernels: Any, placement: Placement) -> Any:
-        """Return None: ranks that share layers have whole sequences."""
+        """Return None: the ranks of tensor parallelism do not shard positions."""

@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on a key and the sample's global place: equal in any layout."""
+"""Dropout with a mask that depends on a key and the sample's global index: equal in any layout."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,34 +19,36 @@ from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
 Key: TypeAlias = tuple[int, int]
-Place: TypeAlias = tuple[Key, int]  # the key, and the first row's place in the global batch
+MaskKey: TypeAlias = tuple[Key, int]  # the key, and the first row's index in the global batch
 
 
 class DropoutFunction(Function):
-    """x with elements set to 0 at random and the others scaled up, so that the mean stays.
+    """x with elements set to 0 at random and the others scaled up to preserve the mean.
+
+    It is not replayable: each pass needs a new mask.
 
     Args:
         rate: the probability of 0.
-        place: returns the key and the first row; asked in every forward pass.
+        mask_key: returns the key and the first row; called in every forward pass.
 
     Attributes:
-        columns: (elements of a row,) uint32, their places in a whole row; None for 0, 1 ...
+        columns: (elements of a row,) uint32, their numbers in a full row; None for 0, 1 ...
     """
 
-    __slots__ = ("columns", "place", "rate")
+    __slots__ = ("columns", "mask_key", "rate")
 
-    def __init__(self, rate: float, place: Callable[[], Place]) -> None:
-        self.rate, self.place = rate, place
+    def __init__(self, rate: float, mask_key: Callable[[], MaskKey]) -> None:
+        self.rate, self.mask_key = rate, mask_key
         self.columns: Array | None = None
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the result's placement: unchanged, as masks follow places in the full row."""
+        """Return the input's placement; number this shard's columns as in the full row."""
         (x,) = inputs
         cut, row = x.cut, x.shape[1:]
         uncut(self, x, (0,), "needs whole rows")
         local = cut.placement.region(row, cut.axis - 1, cut.group.size, cut.group.rank)
         self.columns = (
-            _places(local)
+            _numbers(local)
             if self.columns is None
             else local.take(self.columns.reshape(row)).reshape(-1)
         )
@@ -55,16 +57,16 @@ class DropoutFunction(Function):
     def forward(self, x: Array) -> Array:
         xp = namespace(x)
         columns = None if self.columns is None else xp.asarray(self.columns)
-        (key, first_row), kernels = self.place(), kernels_for(x, "dropout")
-        if kernels is not None:  # which draw the mask again
+        (key, first_row), kernels = self.mask_key(), kernels_for(x, "dropout")
+        if kernels is not None:  # backward draws the mask again, which saves its memory
             self.saved = (kernels, (self.rate, key, first_row, columns))
             return kernels.dropout(xp, x, *self.saved[1])
         rows = x.shape[0] if x.ndim else 1
         bits = random_bits(
             xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key
         )
-        saved = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
-        factor = saved * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
+        mask = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
+        factor = mask * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
         self.saved = (None, factor)
         return x * factor
 
@@ -75,11 +77,9 @@ class DropoutFunction(Function):
         )
 
 
-@lru_cache(maxsize=16)
-def _places(part: Region) -> Array:
-    """Return the places that a part's elements have in the whole: it takes longer than to draw the
-    mask.
-    """
+@lru_cache(maxsize=16)  # computing the numbers takes longer than drawing the mask
+def _numbers(part: Region) -> Array:
+    """Return the numbers of a shard's elements in the full row."""
     full = np.arange(prod(part.shape), dtype=np.uint32).reshape(part.shape)
     return part.take(full).reshape(-1)
 
@@ -87,7 +87,7 @@ def _places(part: Region) -> Array:
 def dropout(
     x: Tensor,
     p: float = 0.5,
-    key: Key | Callable[[], Place] | None = None,
+    key: Key | Callable[[], MaskKey] | None = None,
     first_row: int = 0,
 ) -> Tensor:
     """Return x with each element dropped with probability `p`, the others divided by 1 - p.
@@ -96,13 +96,13 @@ def dropout(
 
     Args:
         x: (rows, ...); a row is a sample.
-        key: two 32-bit numbers (`backend.random.key_pair`): another pair for every step and layer.
-            Or what returns them and the first row; it is asked in every pass, also when a compiled
-            step is replayed. Layers of `nn.Dropout` have one.
-        first_row: the place in the global batch of x's first row.
+        key: two 32-bit numbers (`backend.random.key_pair`), different for every step and layer. Or
+            a function that returns them and the first row; it is called in every pass, also in
+            replays of a compiled step. `nn.Dropout` passes one.
+        first_row: the index in the global batch of x's first row.
 
     Raises:
-        UsageError: when p is not in [0, 1), or there is no key.
+        UsageError: for p outside [0, 1), or a missing key.
     """
     if not 0 <= p < 1:
         raise UsageError(f"dropout's p is a probability in [0, 1), not {p}")
@@ -111,7 +111,8 @@ def dropout(
             f"dropout needs a key, from which the mask is drawn, not {key}; a layer brings its own:"
             f" self.drop = nn.Dropout({p}) in __init__, self.drop(x) in forward"
         )
-    place = key if callable(key) else lambda: (key, first_row)
     if p == 0:
         return x
-    return with_kernels("dropout", DropoutFunction(float(p), place), require_floating("dropout", x))
+    mask_key = key if callable(key) else lambda: (key, first_row)
+    function = DropoutFunction(float(p), mask_key)
+    return with_kernels("dropout", function, require_floating("dropout", x))

@@ -15,15 +15,14 @@ from nnmpi.tensor.operand import read_as, refuse_parts, whole_values
 from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
-LONG_ROWS = 128  # features
+LONG_ROWS = 128  # features, see `add_rows`
 
 
 class EmbeddingFunction(Function):
-    """table[indices]; an entry that is picked twice gets the sum of both rows' gradients.
+    """table[indices]; an entry picked twice gets the sum of both rows' gradients.
 
     Args:
-        reads: the dtype of the rows, the lower one in mixed precision; the gradient is of the
-            table's.
+        reads: the dtype of the rows, the low one in mixed precision; the gradient has the table's.
     """
 
     __slots__ = ("reads",)
@@ -32,7 +31,7 @@ class EmbeddingFunction(Function):
         self.reads = reads
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as the indices do."""
+        """Return the indices' placement; a sharded table is refused."""
         table, indices = inputs
         refuse_parts(self, table, why="needs a whole table")
         return uncut(self, indices, (), "")
@@ -46,12 +45,12 @@ class EmbeddingFunction(Function):
 
     def backward(self, grad: Array) -> Grads:
         (shape, dtype, indices, kernels), xp = self.saved, namespace(grad)
-        place, add = self.sum_into(0)
+        target, add = self.sum_into(0)
         if kernels is not None:
-            return kernels.embedding_grad(xp, grad, indices, shape, dtype, place, add), None
+            return kernels.embedding_grad(xp, grad, indices, shape, dtype, target, add), None
         wide = FLOAT32 if is_low(dtype) else dtype
-        spread: Array = xp.zeros(shape, dtype=wide) if place is None or wide != dtype else place
-        if spread is place and not add:
+        spread: Array = xp.zeros(shape, dtype=wide) if target is None or wide != dtype else target
+        if spread is target and not add:
             spread[...] = 0
         add_rows(xp, spread, indices, cast(xp, grad, wide))
         return cast(xp, spread, dtype), None
@@ -65,48 +64,50 @@ def embedding(
 ) -> Tensor:
     """Return rows of a table (entries, features) at integer indices (...): (..., features).
 
-    Where the table is a rank's part of one with more `entries`, `make` says what picks its rows.
+    The rows have the table's dtype; in mixed precision (see `backend.precision`) the low one. A
+    device's kernels do not check indices on the device, since the host would have to wait: an index
+    out of range gives a row of NaN.
 
-    They are of the table's dtype; in a mode of mixed precision (see `backend.precision`) of the
-    lower one. A device's kernels do not check indices that lie there, which would stop it: one out
-    of range gives a row of NaN.
+    Args:
+        entries: of the full table, if `table` is a rank's shard.
+        make: constructs the operation for the dtype of the rows; a shard's is another one.
 
     Raises:
         DtypeError: when the indices are not integers.
-        ShapeError: when an index is outside 0..entries-1 (the first such is named), or the table is
+        ShapeError: for an index outside 0..entries-1 (the first such is named), or a table that is
             no matrix.
     """
-    places = indices.data if is_cut(indices) else whole_values("embedding", indices)
-    if not is_array(places):
-        places = np.asarray(places)  # looked at on the host, wherever the table is
-    if places.dtype.kind not in "iu":
-        raise DtypeError(f"embedding needs integer indices, not {places.dtype}")
+    values = indices.data if is_cut(indices) else whole_values("embedding", indices)
+    if not is_array(values):
+        values = np.asarray(values)  # checked on the host, also for a table on the device
+    if values.dtype.kind not in "iu":
+        raise DtypeError(f"embedding needs integer indices, not {values.dtype}")
     if table.ndim != 2:
         raise ShapeError(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"
         )
-    if kernels_for(table.data, "embedding") is None or type(places) is np.ndarray:
-        perform(_check_indices, places, table.shape[0] if entries is None else entries)
-        places = namespace(table.data).asarray(places)
-    return make(read_as("embedding", table))(table, indices if is_cut(indices) else places)
+    if kernels_for(table.data, "embedding") is None or type(values) is np.ndarray:
+        perform(_check_indices, values, table.shape[0] if entries is None else entries)
+        values = namespace(table.data).asarray(values)
+    return make(read_as("embedding", table))(table, indices if is_cut(indices) else values)
 
 
-def _check_indices(places: Array, entries: int) -> None:
-    wrong = (places < 0) | (places >= entries)
+def _check_indices(indices: Array, entries: int) -> None:
+    wrong = (indices < 0) | (indices >= entries)
     if wrong.any():
-        first = int(places.reshape(-1)[int(wrong.reshape(-1).argmax())])
+        first = int(indices.reshape(-1)[int(wrong.reshape(-1).argmax())])
         raise ShapeError(f"embedding index {first} is outside 0..{entries - 1}")
 
 
 def add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:
-    """Add rows (..., features) to those of a table that indices (...) pick, one after the other.
+    """Add rows (..., features) to the rows of a table at indices (...), in order.
 
-    NumPy's own `add.at` goes element by element: for long rows a loop is five times as fast.
+    NumPy's `add.at` works element by element; for long rows this loop is five times as fast.
     """
     if type(table) is np.ndarray and table.shape[1] >= LONG_ROWS:
-        for place, row in zip(
+        for i, row in zip(
             indices.reshape(-1).tolist(), rows.reshape(-1, table.shape[1]), strict=True
         ):
-            table[place] += row
+            table[i] += row
     else:
         xp.add.at(table, indices, rows)

@@ -1,25 +1,26 @@
 """Mixture of experts: a gate sends each row to a few MLPs, on one rank or on several.
 
-    rows of this rank        a b c d e            the gate has chosen     a 0, b 2, c 1, d 2, e 0
-    by expert                a e | c | b d        and how many each expert gets: 2 1 2
-    all-to-all               a e c -> rank 0, which has experts 0 and 1;  b d -> rank 1, which has expert 2
-    each expert              its rows of all ranks, in one product
-    all-to-all               results come back, and are added up in their rows, times the gate's
+    rows of this rank        a b c d e              the gate's choices: a 0, b 2, c 1, d 2, e 0
+    by expert                a e | c | b d          rows per expert: 2 1 2
+    all-to-all               a e c -> rank 0        owner of experts 0 and 1
+                             b d   -> rank 1        owner of expert 2
+    each expert              computes its rows of all ranks in one product
+    all-to-all               returns the results; each row sums its own, times the gate's
                              probabilities
 
-Backward, gradients go the same way. Elements that a rank sends in a layer, which has given n of its
-rows to experts of other ranks (a row counts for each of its experts), and m rows of other ranks to
-its own, for F features:
+In backward the gradients take the same two exchanges. For F features, let a rank send n of its rows
+to experts of other ranks (a row counts once per expert), and receive m rows for its own experts. It
+sends these numbers of elements per layer:
 
-    forward   n F there + m F back + a number for each expert of another rank   backward   n F + m F
+    forward    n F of rows, m F of results, and a count for each expert of another rank
+    backward   n F + m F
 
-Over all ranks of N that is 2 k T F (N - 1) / N each way where T rows take k experts each, dealt out
-evenly.
+Over all N ranks that is 2 k T F (N - 1) / N per pass, for T rows with k experts each, evenly
+distributed.
 
-Shazeer et al., "Outrageously large neural networks", 2017; Fedus et al., "Switch transformers",
-2021, for capacity and balance; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2, for a balance
-within each sequence: a sum over sequences is the same for any layout, as a product of means over
-the batch is not.
+Shazeer et al., "Outrageously large neural networks", 2017. Capacity and balance: Fedus et al.,
+"Switch transformers", 2021. Balance within each sequence: DeepSeek-AI, "DeepSeek-V3", 2024, section
+2.1.2. A sum over sequences is the same in any layout, unlike a product of means over the batch.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from nnmpi.tensor.tensor import Tensor, concatenate
 
 @dataclass(frozen=True)
 class Gate:
-    """Which experts rows take.
+    """The settings of the gate.
 
     Attributes:
-        top_k: how many each.
-        capacity: how many rows of a sample an expert takes at most, beside an even share; None for
-            any number.
-        balance: the weight of what keeps experts evenly used.
+        top_k: the number of experts per row.
+        capacity: the maximal number of rows of a sample per expert, in multiples of an even share;
+            None for no limit.
+        balance: the weight of the balancing loss.
     """
 
     top_k: int
@@ -56,14 +57,14 @@ class Gate:
     balance: float
 
     def choose(self, xp: Any, p: Array) -> tuple[Array, Array]:
-        """Return the experts of each row, and whether each takes it.
+        """Return the experts of each row, and whether each has capacity for it.
 
         Args:
             p: (samples, positions, experts), probabilities.
 
         Returns:
-            (samples, positions, top_k) integers, of ties the lower ones, and booleans: who comes
-            late is turned away.
+            (samples, positions, top_k) integers, the lower ones of ties; and booleans, False for
+            rows beyond the capacity.
         """
         _, positions, experts = p.shape
         chosen = xp.argsort(-p, axis=2, kind="stable")[:, :, : self.top_k]
@@ -72,23 +73,22 @@ class Gate:
         most = ceil(self.capacity * self.top_k * positions / experts)
         choices = chosen.reshape(len(p), positions * self.top_k, 1)
         queue = (choices == xp.arange(experts)).cumsum(axis=1)
-        places = xp.take_along_axis(queue, choices, axis=2)
-        return chosen, (places <= most).reshape(chosen.shape)
+        ranks = xp.take_along_axis(queue, choices, axis=2)  # of each choice in its expert's queue
+        return chosen, (ranks <= most).reshape(chosen.shape)
 
 
 class Experts(Function):
     """The sum over a row's experts of a probability times Linear - GELU (tanh form) - Linear.
 
-    It is one operation, with a graph of its own inside, as which rows an expert gets depends on
-    values: a recorded step comes here each time.
+    It is one operation with an inner graph, and not replayable: shapes inside depend on values, so
+    a replay must run it as a whole.
 
     Args:
-        gate: chooses.
-        ranks: a group of those that have some of the experts each, dealt out by `split`; None where
-            they are all here.
-        exchange: of their rows: `ops.collectives.AllToAll`.
-        weight: what the gradient of a sum over rows is multiplied by, asked in each pass; None for
-            a mean over these.
+        gate: the gate's settings.
+        ranks: the group that shards the experts, by `split`; None if this rank has all.
+        exchange: the all-to-all of rows, `ops.collectives.AllToAll`.
+        weight: returns the factor of the gradient of a sum over rows, called in each pass; None
+            stands for a mean over these rows.
     """
 
     __slots__ = ("exchange", "gate", "ranks", "weight")
@@ -112,7 +112,7 @@ class Experts(Function):
     def backward(self, grad: Array) -> Grads:
         x, p, weights, experts, y, pushed = self.saved
         grads = [self.xp.zeros(weight.shape, weight.dtype) for weight in weights]
-        x.grad = p.grad = None  # it may be a graph's second backward pass
+        x.grad = p.grad = None  # this may be a second backward pass, after retain_graph
         for number, leaves in enumerate(experts):
             for leaf, full in zip(leaves, grads, strict=True):
                 leaf.grad, leaf.buffer = None, full[number]
@@ -123,7 +123,7 @@ class Experts(Function):
         self, x: Tensor, p: Tensor, experts: Sequence[Sequence[Tensor]], chosen: Array, taken: Array
     ) -> Tensor:
         xp, count, top_k = self.xp, p.shape[2], self.gate.top_k
-        # who is turned away stands behind the last expert
+        # rows beyond the capacity sort after the last expert
         flat = xp.where(taken, chosen, count).reshape(-1)
         order = xp.argsort(flat, kind="stable")[: int(taken.sum())]
         rows = _pick(x.reshape(-1, x.shape[-1]), order // top_k)
@@ -135,8 +135,8 @@ class Experts(Function):
             kinds = xp.concatenate(
                 [xp.repeat(xp.arange(len(experts)), item.tolist()) for item in counts]
             )
-            there = xp.argsort(kinds, kind="stable")
-            rows = _pick(self.exchange(self.ranks, sends, receives)(rows), there)
+            by_expert = xp.argsort(kinds, kind="stable")
+            rows = _pick(self.exchange(self.ranks, sends, receives)(rows), by_expert)
         results, start = [rows[:0]], 0
         for (w1, b1, w2, b2), entry in zip(
             experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
@@ -147,21 +147,21 @@ class Experts(Function):
             start += entry
         out = concatenate(results)
         if self.ranks is not None:
-            out = self.exchange(self.ranks, receives, sends)(_pick(out, xp.argsort(there)))
-        # of each choice among the sorted ones, or of a row of zeros
-        places = xp.full(flat.shape, len(order))
-        places[order] = xp.arange(len(order))
-        out = _pick(concatenate([out, Tensor(xp.zeros((1, x.shape[-1]), x.dtype))]), places)
+            out = self.exchange(self.ranks, receives, sends)(_pick(out, xp.argsort(by_expert)))
+        # the row of each choice's result; the appended row of zeros for choices beyond the capacity
+        sources = xp.full(flat.shape, len(order))
+        sources[order] = xp.arange(len(order))
+        out = _pick(concatenate([out, Tensor(xp.zeros((1, x.shape[-1]), x.dtype))]), sources)
         numbers = xp.arange(len(flat)) // top_k * count + chosen.reshape(-1)
         mixed = out * _pick(p.reshape(-1, 1), numbers)
         return mixed.reshape(*x.shape[:2], top_k, x.shape[2]).sum(axis=2)
 
     def _pushed(self, p: Array, chosen: Array) -> Array:
-        """Return the balance's gradient: of experts times a choice's share times its probabilities
-        in a sample.
+        """Return the balancing loss's gradient with respect to the probabilities.
 
-        The share has no slope, as in the papers: an expert that is chosen too often gets lower
-        probabilities.
+        The loss of a sample is experts * sum of f P, for an expert's share f of the choices and its
+        mean probability P. As in the papers, f counts as constant: an expert chosen too often gets
+        lower probabilities.
         """
         xp, (samples, positions, experts) = self.xp, p.shape
         weight = self.weight() if self.gate.balance else 0.0

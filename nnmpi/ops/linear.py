@@ -1,4 +1,4 @@
-"""The linear layer's operation, x W + b, alone or with an activation on top."""
+"""The linear layer's operation, x W + b, alone or fused with an activation."""
 
 from collections.abc import Callable
 from math import prod
@@ -18,32 +18,31 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class LinearFunction(Function):
-    """x W + b, with the leading axes of x made into one, so that each product is one GEMM.
+    """x W + b. The leading axes of x are flattened into one, so that each product is one GEMM.
 
-        x (rows, in)   W (in, out)         y = x W + b        an activation works on y where it lies
-        dW = x^T d     db = 1^T d          dx = d W^T         d: the gradient of x W + b
+        x (rows, in)   W (in, out)     y = x W + b     an activation follows, in place on y
+        dW = x^T d     db = 1^T d      dx = d W^T      d: the gradient of x W + b
 
-    On a device:
-
-        x, W --read as float16 or bfloat16-->  GEMM, adds up in float32  -->  y, in half precision, + b
-        dW, db in the dtypes of W and b (float32): the GEMM writes, or adds, dW where it belongs
+    On a device, in mixed precision, the GEMM reads x and W as float16 or bfloat16, accumulates in
+    float32 and writes y in half precision. dW and db have the dtypes of W and b (float32); the GEMM
+    writes dW, or adds it, in the flat gradients.
 
     Args:
-        reads: the dtype in which a device's product reads x and W, and gives the result; None for
+        reads: the dtype in which a device's product reads x and W, and writes the result; None for
             NumPy's arrays.
-        gives: the dtype of the result, if it is another one: float32.
+        gives: the dtype of the result, if different: float32.
     """
 
     __slots__ = ("gives", "reads")
 
     replayable = True
-    kernel = ""  # what gives the gradient before the activation in one pass, where it is compiled
+    kernel = ""  # the name of the compiled kernel for `before_activation`, if one exists
 
     def __init__(self, reads: Dtype | None, gives: Dtype | None = None) -> None:
         self.reads, self.gives = reads, gives
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as the rows of x do."""
+        """Return the placement of x, which may be sharded along any axis but the last."""
         x, *parameters = inputs
         refuse_parts(self, *parameters, why="needs a whole weight and bias")
         return uncut(self, x, (-1,), "adds up all of that axis")
@@ -51,7 +50,7 @@ class LinearFunction(Function):
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
         xp, shape, dtypes = self.xp, x.shape, None
         flat = len(shape) == 2
-        # not -1, which nothing can be divided by
+        # not -1, which NumPy cannot infer for an empty array
         rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))
         reads = self.reads
         if reads is None:
@@ -83,8 +82,8 @@ class LinearFunction(Function):
             )
         grad = self.before_activation(grad, saved, to_bias)
         if self.needs[1]:
-            factors, (place, add) = self.weight_factors(rows, grad), self.sum_into(1)
-            to_weight = gemm(xp, *factors, place, add, None if dtypes is None else dtypes[1])
+            factors, (target, add) = self.weight_factors(rows, grad), self.sum_into(1)
+            to_weight = gemm(xp, *factors, target, add, None if dtypes is None else dtypes[1])
         if self.needs[0]:
             to_x = gemm(xp, grad, weight.T)
             to_x = to_x if dtypes is None else cast(xp, to_x, dtypes[0])
@@ -93,32 +92,35 @@ class LinearFunction(Function):
         return to_x, to_weight, to_bias
 
     def activate(self, y: Array, bias: Array | None) -> Array | None:
-        """Apply the activation to x W (rows, out) in place; return what its gradient needs."""
+        """Add the bias and apply the activation, in place on y = x W (rows, out).
+
+        Return the array that the activation's gradient needs, or None.
+        """
         if bias is not None:
             self.xp.add(y, bias, out=y)
         return None
 
-    def before_activation(self, grad: Array, kept: Array | None, to_bias: Array | None) -> Array:
+    def before_activation(self, grad: Array, saved: Array | None, to_bias: Array | None) -> Array:
         """Return the gradient of x W + b, (rows, out), and write that of b.
 
         Args:
             grad: (rows, out), the gradient of the result.
-            kept: what `activate` returned.
-            to_bias: (out,), the place for the gradient of b; None where nobody wants it.
+            saved: from `activate`.
+            to_bias: (out,), receives the gradient of b; or None.
         """
         xp = self.xp
-        if kept is not None:
+        if saved is not None:
             kernels = kernels_for(grad, self.kernel)
             if kernels is not None:
-                return getattr(kernels, self.kernel)(xp, grad, kept, to_bias)
-            grad = xp.multiply(grad, self.slope(kept))
+                return getattr(kernels, self.kernel)(xp, grad, saved, to_bias)
+            grad = xp.multiply(grad, self.slope(saved))
         if to_bias is not None:
             bias_grad(xp, grad, to_bias)
         return grad
 
-    def slope(self, kept: Array) -> Array:
-        """Return the derivative of the activation, of what `activate` returned."""
-        return kept
+    def slope(self, saved: Array) -> Array:
+        """Return the derivative of the activation, given the array from `activate`."""
+        return saved
 
     def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
         """Return the two matrices whose product is the gradient of W."""
@@ -126,7 +128,7 @@ class LinearFunction(Function):
 
 
 class TransposedLinearFunction(LinearFunction):
-    """x W^T, for a weight (out, in), as an embedding's table lies."""
+    """x W^T, for a weight (out, in), such as an embedding's table."""
 
     __slots__ = ()
 
@@ -146,7 +148,7 @@ class LinearReluFunction(LinearFunction):
     kernel = "relu_grad_bias"
 
     def activate(self, y: Array, bias: Array | None) -> Array | None:
-        """Turn x W into the result, in place; return it."""
+        """See `LinearFunction.activate`; here the returned array is the result itself."""
         xp, kernels = self.xp, kernels_for(y, "bias_relu")
         if kernels is not None:
             kernels.bias_relu(xp, y, bias)
@@ -156,24 +158,26 @@ class LinearReluFunction(LinearFunction):
         xp.maximum(y, zero(xp, y.dtype), out=y)
         return y
 
-    def slope(self, kept: Array) -> Array:
-        """Return where the result is positive."""
-        return self.xp.greater(kept, zero(self.xp, kept.dtype))
+    def slope(self, saved: Array) -> Array:
+        """Return a mask of the positive results."""
+        return self.xp.greater(saved, zero(self.xp, saved.dtype))
 
 
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
-    """Return the buffer for input i's gradient: the parameter's own, if contiguous."""
-    place = function.into(i)
-    return (
-        place if place is not None and place.flags.c_contiguous else function.xp.empty(shape, dtype)
-    )
+    """Return an array for input i's gradient: the parameter's buffer if it is contiguous."""
+    target = function.into(i)
+    if target is not None and target.flags.c_contiguous:
+        return target
+    return function.xp.empty(shape, dtype)
 
 
 def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation `in_float32`, unless device kernels of this name read lower precision.
+    """Apply an operation `in_float32`, or directly if a device kernel of this name exists.
+
+    Device kernels read half precision and compute in float32 by themselves.
 
     Args:
-        name: of the kernel that the operation asks for.
+        name: of the operation's kernel.
         function: the operation.
         inputs, narrow: as for `in_float32`.
     """
@@ -188,17 +192,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: (..., in).
-        weight: (in, out): BLAS reads it as it lies.
+        weight: (in, out), the order in which BLAS reads it without a copy.
         bias: (out,), or None.
 
     Returns:
-        (..., out), in the dtype of x; in a mode of mixed precision (see `backend.precision`) in the
-        lower one.
+        (..., out), in the dtype of x; in mixed precision (see `backend.precision`) in the low one.
 
     Raises:
         ShapeError: when x has another number of features than the weight has rows.
-        DtypeError: when x, weight and bias differ in dtype (and none is float32 in a mode of mixed
-            precision).
+        DtypeError: when x, weight and bias differ in dtype, except by mixed precision's rules.
         UsageError: for tf32 with NumPy's arrays.
     """
     return multiply(LinearFunction, check_linear("linear", x, weight, bias), x, weight, bias)
@@ -212,7 +214,7 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
         weight: (out, in).
 
     Returns:
-        (..., out), in the dtype of x; in a mode of mixed precision in the lower one.
+        (..., out), in the dtype of x; in mixed precision in the low one.
 
     Errors are those of `linear`.
     """
@@ -237,8 +239,8 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return max(x W + b, 0) in one operation, with the bits of `relu(linear(...))`.
 
-    Arguments and errors are those of `linear`. (By compiled kernels the bias's gradient differs in
-    the last bits.)
+    Compiled kernels sum the bias's gradient in another order: its last bits may differ. Arguments
+    and errors are those of `linear`.
     """
     return multiply(
         LinearReluFunction, check_linear("linear_relu", x, weight, bias), x, weight, bias
@@ -253,11 +255,13 @@ def multiply(
     bias: Tensor | None = None,
     narrow: bool = True,
 ) -> Tensor:
-    """Apply an operation on a product: by NumPy in float32 where less is read, and rounded once.
+    """Apply an operation of the kind of `LinearFunction`.
+
+    NumPy has no half-precision GEMM: it computes half precision in float32 and rounds once.
 
     Args:
-        make: returns the operation, given the dtype in which a device's product reads its inputs,
-            or None.
+        make: constructs the operation from the dtype in which a device's product reads its inputs,
+            or None for NumPy.
         reads: that dtype.
         x, weight, bias: its inputs.
         narrow: whether NumPy's result is rounded; otherwise it stays float32.
@@ -273,7 +277,7 @@ def multiply(
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Dtype:
-    """Refuse operands that `linear` cannot multiply; return the dtype the product reads.
+    """Refuse operands that `linear` cannot multiply; return the dtype that the product reads.
 
     Raises:
         ShapeError, DtypeError, UsageError: see `linear`.

@@ -1,7 +1,7 @@
 """Losses: cross-entropy and binary cross-entropy from logits; squared, absolute and Huber's error.
 
-`reduction` is "mean", "sum" or "none". Parallel training takes sums and divides once by the global
-count.
+`reduction` is "mean", "sum" or "none". Parallel training uses "sum" and divides once by the global
+count: a mean of the ranks' means would be wrong for ranks with different numbers of labels.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class CrossEntropy(Function):
 
     Args:
         reduction: one of REDUCTIONS.
-        ignore_index: labels of this value count for nothing; None for none.
-        smoothing: the share of each target that is spread evenly over all classes.
+        ignore_index: rows with this label have loss 0 and no gradient; or None.
+        smoothing: the share of each target that is distributed evenly over all classes.
     """
 
     __slots__ = ("ignore_index", "reduction", "smoothing")
@@ -45,10 +45,10 @@ class CrossEntropy(Function):
         rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
         labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
         losses, residuals = self._losses(rows, labels)
-        count: Any = labels.size  # of the labels that count
+        count: Any = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:
-            saved = xp.not_equal(labels, self.ignore_index)
-            count = xp.maximum(xp.add.reduce(saved, axis=0, dtype=losses.dtype), 1)
+            used = xp.not_equal(labels, self.ignore_index)
+            count = xp.maximum(xp.add.reduce(used, axis=0, dtype=losses.dtype), 1)
         self.saved = (residuals, logits.shape, logits.dtype, count)
         if self.reduction == "none":
             return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
@@ -58,22 +58,22 @@ class CrossEntropy(Function):
         residuals, shape, dtype, count = self.saved
         xp = self.xp
         grad = _averaged(xp, grad, count, self.reduction)
-        # one for all rows, or one for each
+        # (1,) for all rows, or (rows,)
         share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]
         if len(residuals) == 1:
-            # of compiled kernels, which compute gradients together with the losses
+            # compiled kernels compute the gradients together with the losses
             to_rows = cast(xp, xp.multiply(residuals[0], xp.reshape(share, (share.size, 1))), dtype)
         else:
             to_rows = self._gradient(share, residuals)  # (rows, classes)
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
     def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
-        """Return the loss of each row (rows, classes), and what the gradient needs: powers of e and
-        their sums.
+        """Return the loss of each row (rows, classes), and the residuals for the gradient.
 
-        They are computed for a block of rows after the other, while it lies in the cache.
+        These are e^(logit - largest) and their sums. Blocks of rows are computed one by one, each
+        while it is in the cache.
         """
-        xp, (count, classes), smoothing, saved = self.xp, logits.shape, self.smoothing, None
+        xp, (count, classes), smoothing, used = self.xp, logits.shape, self.smoothing, None
         kernels = kernels_for(logits, "softmax_loss")
         result = (
             None
@@ -83,11 +83,12 @@ class CrossEntropy(Function):
         if result is not None:
             return result
         if self.ignore_index is not None:
-            saved = xp.not_equal(labels, self.ignore_index)
-            labels = xp.where(saved, labels, 0)
+            used = xp.not_equal(labels, self.ignore_index)
+            labels = xp.where(used, labels, 0)
         logits = xp.ascontiguousarray(logits)
-        places = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
-        powers, target = xp.empty(logits.shape, logits.dtype), _take(xp, logits, places)
+        # the flat indices of the labels' logits
+        targets = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
+        powers, target = xp.empty(logits.shape, logits.dtype), _take(xp, logits, targets)
         sums, item = xp.empty((count,), logits.dtype), ones(xp, classes, logits.dtype)
         mean = xp.empty((count,), logits.dtype) if smoothing else None
         for part in row_blocks(logits):
@@ -102,15 +103,13 @@ class CrossEntropy(Function):
         if mean is not None:
             target = xp.add(xp.multiply(target, 1 - smoothing), xp.multiply(mean, smoothing))
         losses = xp.subtract(xp.log(sums), target)
-        if saved is not None:
-            losses = xp.where(saved, losses, 0)  # not a product: what is ignored may be NaN
-        return losses, (powers, sums, places, saved)
+        if used is not None:
+            losses = xp.where(used, losses, 0)  # not a product: an ignored row may be NaN
+        return losses, (powers, sums, targets, used)
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
-        """Return softmax(logits) - target, times the gradients of the losses, (rows,), or (1,), one
-        for all.
-        """
-        xp, (powers, sums, places, saved) = self.xp, residuals
+        """Return (softmax(logits) - target) * share, for the losses' gradients (rows,) or (1,)."""
+        xp, (powers, sums, targets, used) = self.xp, residuals
         result: Array = xp.multiply(powers, xp.divide(share, sums)[:, None])
         hit = share
         if self.smoothing:
@@ -118,32 +117,34 @@ class CrossEntropy(Function):
             xp.subtract(
                 result, xp.multiply(share, self.smoothing / powers.shape[1])[:, None], out=result
             )
-        xp.put(result, places, xp.subtract(_take(xp, result, places), hit))
-        if saved is not None:
-            xp.copyto(result, 0, where=xp.logical_not(saved)[:, None])
+        xp.put(result, targets, xp.subtract(_take(xp, result, targets), hit))
+        if used is not None:
+            xp.copyto(result, 0, where=xp.logical_not(used)[:, None])
         return result
 
 
-def _take(xp: Any, array: Array, places: Array) -> Array:
-    """Return the elements at `places`, which are known to lie within the array.
+def _take(xp: Any, array: Array, indices: Array) -> Array:
+    """Return the elements at flat indices, which must be within the array.
 
-    NumPy is told to clip places, although none lies outside: to be able to raise an error instead,
-    it would fill a buffer first and copy that to `out`, which a recorded step gives it.
+    The mode is "clip" although no index is outside. With the default, which raises, NumPy fills a
+    buffer and copies it to `out`, which recorded steps pass.
 
     Args:
         xp: the array's module, or a recorder's stand-in for it.
         array: C-contiguous, any shape.
-        places: integers, any shape, which is the result's.
+        indices: integers, any shape, which is the result's.
     """
     if xp is np:
-        return array.take(places, None, None, "clip")  # without NumPy's detour through Python
-    return xp.take(array, places, mode="clip") if xp.__name__ == "numpy" else xp.take(array, places)
+        return array.take(indices, None, None, "clip")  # the method: np.take detours in Python
+    if xp.__name__ == "numpy":
+        return xp.take(array, indices, mode="clip")
+    return xp.take(array, indices)
 
 
 def _largest(xp: Any, rows: Array) -> Array:
-    """Return the largest element of each row, NaN where there is one; rows are C-contiguous.
+    """Return the largest element of each row, NaN if the row has one; rows are C-contiguous.
 
-    NumPy finds the place of the largest of neighbours five times as fast as the number itself.
+    NumPy's argmax along a contiguous axis is five times as fast as its max.
     """
     if xp.__name__ != "numpy":
         return xp.max(rows, axis=1)
@@ -155,21 +156,21 @@ class Error(Function):
 
     Args:
         reduction: one of REDUCTIONS.
-        judge: (xp, x, target) -> the losses, their slopes in x, and those in the target if they are
-            not the negative.
+        evaluate: (xp, x, target) -> the losses, their derivatives in x, and those in the target
+            unless they are the negative.
     """
 
-    __slots__ = ("judge", "reduction")
+    __slots__ = ("evaluate", "reduction")
 
     replayable = True
 
     def __init__(
-        self, reduction: str, judge: Callable[[Any, Array, Array], tuple[Array, ...]]
+        self, reduction: str, evaluate: Callable[[Any, Array, Array], tuple[Array, ...]]
     ) -> None:
-        self.reduction, self.judge = reduction, judge
+        self.reduction, self.evaluate = reduction, evaluate
 
     def forward(self, x: Array, target: Array) -> Array:
-        losses, *self.saved = self.judge(self.xp, x, target)  # type: ignore[assignment]
+        losses, *self.saved = self.evaluate(self.xp, x, target)  # type: ignore[assignment]
         return (
             losses
             if self.reduction == "none"
@@ -193,13 +194,13 @@ def _squared(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
 
 
 def _absolute(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
-    """|x - target|; where both are equal its gradient is 0."""
+    """|x - target|, with gradient 0 at equality."""
     difference = xp.subtract(x, target)
     return xp.absolute(difference), xp.sign(difference)
 
 
 def _huber(delta: float, xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
-    """Huber's error, with d = x - target and c = d cut to [-delta, delta]: c (d - c / 2)."""
+    """Huber's error c (d - c / 2), for d = x - target and c = d clipped to [-delta, delta]."""
     difference = xp.subtract(x, target)
     slope = xp.clip(difference, -delta, delta)
     return xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5))), slope
@@ -223,17 +224,17 @@ def cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy between softmax(logits) and the labels.
 
-    A device's kernels do not check the labels, which would stop it: one out of range makes the loss
-    NaN.
+    A device's kernels do not check the labels, since the host would have to wait: a label out of
+    range makes the loss NaN.
 
     Args:
-        logits: (..., classes), floating point, any finite size. The loss of float16 and bfloat16 is
-            float32.
+        logits: (..., classes), floating point, any finite values. The loss of float16 and bfloat16
+            is float32.
         labels: (...), integers in 0..classes-1, an array or Tensor.
-        reduction: "mean" over the labels that count, "sum", or "none" for one loss per label.
-        ignore_index: labels of this value count for nothing. With no label left the mean is 0.
-        label_smoothing: the share of each target that is spread evenly over all classes, in [0, 1)
-            (Szegedy et al., "Rethinking the Inception architecture", 2016).
+        reduction: "mean" over the labels not ignored, "sum", or "none" for one loss per label.
+        ignore_index: labels of this value are ignored. If all are, the mean is 0.
+        label_smoothing: the share of each target that is distributed evenly over all classes, in
+            [0, 1) (Szegedy et al., "Rethinking the Inception architecture", 2016).
 
     Raises:
         ShapeError: when the shapes do not fit, or a label is out of range (the first such is
@@ -261,10 +262,11 @@ def checked_labels(
     ignore_index: int | None,
     label_smoothing: float,
 ) -> Array:
-    """Return the labels of a cross-entropy as an array, after a look at all its arguments.
+    """Check the arguments of a cross-entropy; return the labels as an array.
 
     Args:
-        logits: (..., any number of the classes).
+        logits: (..., all classes or a shard of them).
+        classes: the number of all classes.
 
     Errors are those of `cross_entropy`.
     """
@@ -285,7 +287,7 @@ def checked_labels(
             f"cross_entropy of logits {shape} needs labels of shape {shape[:-1]}, not"
             f" {values.shape}"
         )
-    # on a device nobody waits to see the labels: a wrong one makes the loss NaN
+    # labels on a device are not checked: the host would have to wait for them
     if type(logits.data) is np.ndarray or kernels_for(logits.data, "softmax_loss") is None:
         perform(_check_labels, values, classes, ignore_index)
     return values
@@ -297,10 +299,10 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     Args:
         x: any shape, floating point.
         target: of x's shape and dtype; a tensor, or an array that gets no gradient.
-        reduction: "mean" over all elements, "sum", or "none" for one loss for each.
+        reduction: "mean" over all elements, "sum", or "none" for one loss per element.
 
     Raises:
-        ShapeError: when the shapes differ (they are not broadcast: that hides mistakes).
+        ShapeError: when the shapes differ; broadcasting would hide mistakes.
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
@@ -310,7 +312,7 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the absolute error |x - target|: mean, sum, or each (PyTorch's l1_loss).
 
-    Args and errors are those of `mse`.
+    Arguments and errors are those of `mse`.
     """
     return _error("mae", _absolute, x, target, reduction)
 
@@ -339,7 +341,7 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
         logits: any shape, floating point.
         target: in [0, 1], of the logits' shape and dtype; a tensor, or an array that gets no
             gradient.
-        reduction: "mean" over all elements, "sum", or "none" for one loss for each.
+        reduction: "mean" over all elements, "sum", or "none" for one loss per element.
 
     Raises:
         ShapeError: when the shapes differ.
@@ -350,10 +352,10 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
 
 
 def check_reduction(reduction: str) -> None:
-    """Refuse what is no reduction.
+    """Refuse an unknown reduction.
 
     Raises:
-        UsageError: naming those that there are; for an array, what weighs classes.
+        UsageError: naming the reductions; for an array, with the formula for class weights.
     """
     if is_array(reduction):
         raise UsageError(
@@ -367,29 +369,29 @@ def check_reduction(reduction: str) -> None:
 
 
 def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None:
-    # one look suffices in nearly every step: negative numbers are large ones without a sign
-    plain = labels.reshape(-1).view(f"u{labels.itemsize}")
-    below = min(classes, 1 << 8 * labels.itemsize - 1)  # where those begin
-    if plain.size == 0 or plain[plain.argmax()] < below:
+    # A single comparison suffices in nearly every step: as unsigned numbers, negative labels are
+    # large ones, from half of the range on.
+    unsigned = labels.reshape(-1).view(f"u{labels.itemsize}")
+    limit = min(classes, 1 << 8 * labels.itemsize - 1)
+    if unsigned.size == 0 or unsigned[unsigned.argmax()] < limit:
         return
     wrong = (labels < 0) | (labels >= classes)
     if ignore_index is not None:
         wrong &= labels != ignore_index
     if wrong.any():
-        place = int(wrong.reshape(-1).argmax())
-        label = int(labels.reshape(-1)[place])
+        row = int(wrong.reshape(-1).argmax())
+        label = int(labels.reshape(-1)[row])
         leave = (
             f"; ignore_index={label} leaves such rows out"
             if label < 0 and ignore_index is None
             else ""
         )
-        raise ShapeError(f"label {label} at row {place} is outside 0..{classes - 1}{leave}")
+        raise ShapeError(f"label {label} at row {row} is outside 0..{classes - 1}{leave}")
 
 
 def _error(
-    name: str, judge: Callable[..., tuple[Array, ...]], x: Tensor, target: Any, reduction: str
+    name: str, evaluate: Callable[..., tuple[Array, ...]], x: Tensor, target: Any, reduction: str
 ) -> Tensor:
-    """Return an error of x beside a target, of its shape and dtype."""
     check_reduction(reduction)
     require_floating(name, x)
     refuse_parts(name, x, target)
@@ -401,16 +403,18 @@ def _error(
             f"{name} of {x.dtype} and a target of {values.dtype}; convert one with astype"
         )
     return in_float32(
-        Error(reduction, judge), x, target if isinstance(target, Variable) else values, narrow=False
+        Error(reduction, evaluate),
+        x,
+        target if isinstance(target, Variable) else values,
+        narrow=False,
     )
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:
-    """Return a sum's share of a mean, or a mean's gradient's share of each element; for other
-    reductions the same.
+    """Divide by the count for reduction "mean": a sum in forward, a gradient in backward.
 
     Args:
-        count: of what the mean is over, an int or an array; nothing at all counts as 1.
+        count: the number of averaged losses, an int or an array; 0 counts as 1.
     """
     if reduction != "mean":
         return values

@@ -1,10 +1,11 @@
 """Normalization: over the batch (per channel), and over the features (per row).
 
-Batch statistics can be taken over several ranks: `all_reduce` adds a float64 array up over them,
-twice in the forward pass (counts and sums; then squared deviations from the mean that these give,
-so that nothing cancels) and once in the backward pass (the two sums of the derivative). A rank's
-squares move to the common mean as Chan, Golub and LeVeque have it ("Updating formulae and a
-pairwise algorithm for computing sample variances", 1979).
+Batch statistics may span several ranks: `all_reduce` then sums float64 arrays over them. The
+forward pass calls it twice: for counts and sums, then for squared deviations from the resulting
+mean, which avoids cancellation. The backward pass calls it once, for the two sums of the
+derivative. A rank's squared deviations are converted to the global mean by the formula of Chan,
+Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances",
+1979).
 """
 
 from collections.abc import Callable
@@ -27,23 +28,23 @@ from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
 AllReduce: TypeAlias = Callable[[Array], Array]
-Count: TypeAlias = "float | Array"  # on a device, and over ranks, an array () that nobody waits for
+Count: TypeAlias = "float | Array"  # a 0-d array over ranks on a device: the host need not wait
 Observe: TypeAlias = Callable[[Array, Array, Count], None]
 
 
 def at_least_one(count: Count) -> Count:
-    """Return the larger of a count and 1, where the count is."""
+    """Return the larger of a count and 1; of an array on its device."""
     if isinstance(count, int | float):
         return max(count, 1)
     return namespace(count).maximum(count, 1)
 
 
 class BatchNormFunction(Function):
-    """(x - mean) / sqrt(variance + eps) * scale + shift, the statistics being those of the batch.
+    """(x - mean) / sqrt(variance + eps) * scale + shift, with the statistics of the batch.
 
-    Images are read three times, in blocks that stay in the cache: for their mean, for their
-    squares, for the result. After `forward`, `statistics` holds (mean, variance with divisor n, n)
-    of the global batch, to be taken away.
+    Images are read three times, in blocks that fit the cache: for the mean, for the squares, for
+    the result. After `forward`, `statistics` is (mean, variance with divisor n, n) of the global
+    batch; the caller deletes it.
     """
 
     __slots__ = ("all_reduce", "eps", "observe", "statistics")
@@ -57,12 +58,14 @@ class BatchNormFunction(Function):
         xp, channels = self.xp, scale.size
         rows = xp.reshape(x, (x.size // channels, channels))
         mean, variance = xp.empty((channels,), x.dtype), xp.empty((channels,), x.dtype)
-        # over ranks, of which others may have more rows when this is replayed
+        # an array: in a replay other ranks may have other numbers of rows
         n = xp.empty((), np.float64)
         count = perform(_measure, rows, mean, variance, n, self.all_reduce, self.observe)
         self.statistics = (mean, variance, count)
         steady = xp.add(variance, self.eps)
-        inverse = xp.divide(xp.sqrt(steady), steady)  # NaN of infinity, where 1 / sqrt would be 0
+        inverse = xp.divide(
+            xp.sqrt(steady), steady
+        )  # NaN for infinity; 1 / sqrt would hide it as 0
         wide, repeats = _widened(xp, rows)
         y = xp.empty(wide.shape, x.dtype)
         means, factors, shifts = (
@@ -89,7 +92,7 @@ class BatchNormFunction(Function):
         if self.needs[0]:
             sums = xp.concatenate([to_shift, to_scale])
             if self.all_reduce is not None:
-                perform(_add_up, self.all_reduce, sums)
+                perform(_all_reduce, self.all_reduce, sums)
             xp.divide(sums, n, out=sums)
             slopes = xp.multiply(sums[channels:], inverse)
             factors = xp.multiply(scale, inverse)
@@ -116,8 +119,9 @@ def _measure(
     all_reduce: AllReduce | None,
     observe: Observe | None,
 ) -> Count:
-    """Write the mean and variance of each channel and the number of rows, at least 1; return the
-    number itself.
+    """Write each channel's mean and variance, and to `n` the number of rows, at least 1.
+
+    Return the number itself, which may be 0.
     """
     xp, local = namespace(rows), len(rows)
     wide, repeats = _widened(xp, rows)
@@ -140,13 +144,14 @@ def _measure(
     return count
 
 
-def _add_up(all_reduce: AllReduce, sums: Array) -> None:
+def _all_reduce(all_reduce: AllReduce, sums: Array) -> None:
     sums[...] = all_reduce(sums.astype(np.float64))
 
 
 def _widened(xp: Any, rows: Array) -> tuple[Array, int]:
-    """Return rows (count, c) with several side by side, and how many: NumPy computes short rows
-    slowly.
+    """Return rows (count, c) reshaped to (count / m, m c), and m.
+
+    NumPy is slow on short rows.
     """
     count, channels = rows.shape
     most = max(1, WIDE // channels) if type(rows) is np.ndarray else 1
@@ -161,9 +166,7 @@ def _sum_rows(xp: Any, wide: Array, out: Array) -> None:
 
 
 def _sum_products(xp: Any, wide: Array, means: Array, factors: Array | None, out: Array) -> None:
-    """Write the sum of each channel's (wide - means) * factors; without factors that of the
-    squares.
-    """
+    """Write each channel's sum of (wide - means) * factors, or without factors of the squares."""
     blocks, kernels = row_blocks(wide), kernels_for(wide, "norm_products")
     if kernels is not None:
         parts = xp.empty((1, wide.shape[1]), wide.dtype)
@@ -187,7 +190,7 @@ def _sum_products(xp: Any, wide: Array, means: Array, factors: Array | None, out
 
 
 def _fold(xp: Any, parts: Array, out: Array) -> None:
-    """Write the sums of blocks, (blocks, repeats * c), added up to those of channels, (c,)."""
+    """Sum over blocks and repeats: (blocks, repeats * c) -> (c,), accumulated in float64."""
     xp.add.reduce(
         parts.reshape(parts.size // out.size, out.size), axis=0, dtype=np.float64, out=out
     )
@@ -208,7 +211,7 @@ class LayerNormFunction(Function):
         self.eps = eps
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where each rank has whole rows."""
+        """Return the input's placement; sharded rows are refused."""
         x, scale, shift = inputs
         refuse_parts(self, scale, shift, why="needs a whole scale and shift")
         return uncut(self, x, range(-scale.ndim, 0), "takes the mean over whole rows")
@@ -239,11 +242,11 @@ class LayerNormFunction(Function):
         return None if to_x is None else to_x.reshape(grad.shape), to_scale, to_shift
 
     def _normalize(self, x: Array, scale: Array, shift: Array) -> tuple[Array, Residuals]:
-        """Return the result for rows (rows, n), and what the gradient needs.
+        """Return the result for rows (rows, n), and the residuals for the gradient.
 
-        All passes over a block of rows are made while it lies in the cache. Sums along a row are
-        products with vectors, which BLAS computes faster than NumPy adds; the mean, from which
-        differences are taken, is summed pairwise.
+        All passes over a block of rows run while it is in the cache. Sums along rows are products
+        with vectors, since BLAS is faster than NumPy's sums. The mean alone is summed pairwise,
+        since the differences from it would magnify its error.
         """
         xp = self.xp
         n = scale.size
@@ -252,7 +255,7 @@ class LayerNormFunction(Function):
         for part in row_blocks(x):
             block, moment = normal[part], inverse[part]
             xp.add.reduce(x[part], axis=1, keepdims=True, out=moment)
-            # of equal numbers this gives the number, a product with 1 / n may not
+            # not a product with 1 / n: the mean of equal numbers must be that number exactly
             xp.divide(moment, n, out=moment)
             xp.subtract(x[part], moment, out=block)
             xp.add(
@@ -260,7 +263,7 @@ class LayerNormFunction(Function):
                 self.eps,
                 out=moment,
             )
-            # NaN of infinity, where 1 / sqrt would be 0
+            # NaN for infinity; 1 / sqrt would hide it as 0
             xp.divide(xp.sqrt(moment), moment, out=moment)
             xp.multiply(block, moment, out=block)
             result = xp.multiply(block, scale, out=y[part])
@@ -276,9 +279,7 @@ class LayerNormFunction(Function):
         to_scale: Array | None,
         to_shift: Array | None,
     ) -> None:
-        """Write the gradients of x (rows, n), scale and shift, each where there is a place for
-        it.
-        """
+        """Write the gradients of x (rows, n), scale and shift, each unless its target is None."""
         xp = self.xp
         normal, inverse = residuals
         n = normal.shape[1]
@@ -320,15 +321,14 @@ def batch_norm(
         x: (..., channels); the statistics run over all other axes, and with `all_reduce` over all
             ranks.
         scale, shift: (channels,).
-        all_reduce: adds a float64 array up over the ranks and returns the sum; every rank must call
-            it, even with no rows of its own. Called twice here and, where x needs a gradient, once
-            in backward.
-        observe: called as observe(mean, variance, elements) in every pass, also when a compiled
-            step is replayed.
+        all_reduce: sums a float64 array over the ranks and returns the sum. Every rank must call
+            it, even without rows: twice in forward and, if x needs a gradient, once in backward.
+        observe: called as observe(mean, variance, elements) in every pass, also in replays of a
+            compiled step.
 
     Returns:
-        The result, and the batch's mean, variance (divisor n) and number of elements n per channel;
-        over ranks, n is an array () where x is on a device.
+        The result, and the batch's mean, variance (divisor n) and number of elements n per channel.
+        Over ranks, n is a 0-d array if x is on a device.
 
     Raises:
         ShapeError: when scale or shift do not fit x.
@@ -338,18 +338,18 @@ def batch_norm(
     function = BatchNormFunction(float(eps), all_reduce, observe)
     y = in_float32(function, require_floating("batch_norm", x), scale, shift)
     statistics = function.statistics
-    del function.statistics  # on the tape stays only what goes back
+    del function.statistics  # the tape should hold only what backward needs
     return y, *statistics
 
 
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Tensor:
     """Normalize each row over its last axes (Ba, Kiros and Hinton, 2016).
 
-    A row whose variance overflows (in float32 from differences of 1.8e19 on) becomes NaN.
+    A row with an overflowing variance becomes NaN (in float32 from differences of 1.8e19 on).
 
     Args:
         x: (..., *features).
-        scale, shift: (*features); they say over which axes.
+        scale, shift: (*features); their number of axes is that of the normalized axes.
 
     Raises:
         ShapeError: when scale or shift do not fit the last axes of x.
@@ -360,14 +360,8 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
     return with_kernels("layer_norm", function, require_floating("layer_norm", x), scale, shift)
 
 
-def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, wanted: Shape) -> None:
-    if (
-        x.ndim < 1
-        or not wanted
-        or prod(wanted) == 0
-        or scale.shape != wanted
-        or shift.shape != wanted
-    ):
+def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, shape: Shape) -> None:
+    if x.ndim < 1 or prod(shape) == 0 or not shape or not scale.shape == shift.shape == shape:
         raise ShapeError(
             f"{name} of shape {x.shape} does not fit scale {scale.shape} and shift {shift.shape}"
         )

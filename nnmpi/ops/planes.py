@@ -1,11 +1,11 @@
-"""Max-pooling, bias and ReLU on planes: one flat array per place in the pooling's windows.
+"""Max-pooling, bias and ReLU on planes: one flat array per position in the pooling's windows.
 
-    y0 = places (0, 0) of all windows, y1 = (0, 1), ...          h = relu(max(y0, y1, ...) + b)
+    y0 = positions (0, 0) of all windows, y1 = (0, 1), ...          h = relu(max(y0, y1, ...) + b)
 
-Bias and ReLU come after the pooling, on fewer elements: max(y + b) = max(y) + b exactly, since
-rounding keeps order. What backward needs is one number per window, usually a byte, the winner: the
-place from which h came, the first of equal ones, or a number that no place has where the ReLU cut
-the result off.
+Bias and ReLU follow the pooling, on fewer elements: max(y + b) = max(y) + b exactly, since rounding
+preserves order. Backward needs one number per window, usually a byte: the winner. It is the
+position of h in the window, the first one of ties; or a number of no position if the ReLU set the
+result to 0.
 """
 
 from typing import Any
@@ -19,28 +19,28 @@ class Planes:
     """Max-pooling by planes: finds maxima, routes gradients back, and reuses its memory.
 
     Args:
-        xp: the library that computes.
-        places: how many there are in a window.
-        size: the most windows times channels at a time.
+        xp: NumPy, CuPy, or a recorder's stand-in.
+        positions: the number of positions in a window.
+        size: the maximal number of windows times channels in a call.
 
     Attributes:
-        dtype: of the winners' numbers: one byte for up to 255 places.
+        dtype: of the winners: one byte for up to 255 positions.
     """
 
     __slots__ = ("_masks", "_numbers", "_wide", "_xp", "dtype")
 
-    def __init__(self, xp: Any, places: int, size: int) -> None:
+    def __init__(self, xp: Any, positions: int, size: int) -> None:
         self._xp = xp
-        self.dtype = np.min_scalar_type(places)  # which can also count what is no place
-        self._masks: Array = xp.empty((places * size,), bool)
-        self._numbers: Array = xp.arange(places, dtype=self.dtype).reshape(places, 1)
+        self.dtype = np.min_scalar_type(positions)  # has room for the number of no position
+        self._masks: Array = xp.empty((positions * size,), bool)
+        self._numbers: Array = xp.arange(positions, dtype=self.dtype).reshape(positions, 1)
         self._wide: Array = xp.empty((0 if self.dtype == np.uint8 else size,), self.dtype)
 
     def largest(self, planes: Array, h: Array, winner: Array | None) -> None:
-        """Write the largest of each element's places to h, and its number to `winner`.
+        """Write the maximum over the positions to h, and its position to `winner`.
 
         Args:
-            planes: (places, size).
+            planes: (positions, size).
             h: out, (size,).
             winner: out, (size,) of `dtype`, or None.
         """
@@ -54,13 +54,12 @@ class Planes:
             if winner is not None:
                 mask = self._masks[: len(h)]
                 xp.greater(planes[k], before, out=mask)
-                number = self._counted(mask)
+                number = self._as_numbers(mask)
                 xp.multiply(number, k, out=number)
-                xp.maximum(winner, number, out=winner)  # k is larger than the places before it
+                xp.maximum(winner, number, out=winner)  # k exceeds all earlier positions
             xp.maximum(before, planes[k], out=h)
 
-    def _counted(self, mask: Array) -> Array:
-        """Return a mask as numbers 0 and 1 in the winners' dtype."""
+    def _as_numbers(self, mask: Array) -> Array:
         if self.dtype == np.uint8:
             return mask.view(np.uint8)
         number = self._wide[: len(mask)]
@@ -68,7 +67,7 @@ class Planes:
         return number
 
     def bias_relu(self, bias: Array | None, h: Array, winner: Array | None) -> None:
-        """Make h to relu(h + bias), and the winner to no place where that is 0.
+        """Compute h = relu(h + bias) in place; set the winner to no position if that is 0.
 
         Args:
             bias: (size,) or longer, or None.
@@ -82,27 +81,27 @@ class Planes:
         if winner is not None:
             mask = self._masks[: len(h)]
             xp.greater(h, 0, out=mask)
-            number = self._counted(mask)
-            xp.subtract(number, 1, out=number)  # 1 becomes 0, and 0 the largest number
+            number = self._as_numbers(mask)
+            xp.subtract(number, 1, out=number)  # 1 becomes 0; 0 becomes the dtype's largest number
             xp.bitwise_or(winner, number, out=winner)
 
     def gradient(self, grad: Array, winner: Array, out: Array) -> None:
-        """Write the planes' gradient: that of h at the winner, and 0 elsewhere.
+        """Write the planes' gradient: that of h at the winner, 0 elsewhere.
 
         Args:
             grad: of h, (size,).
             winner: (size,) of `dtype`.
-            out: (places, size).
+            out: (positions, size).
         """
         xp = self._xp
         masks = self._masks[: out.size].reshape(out.shape)
         xp.equal(winner, self._numbers, out=masks)
-        xp.copyto(out, masks)  # a product of bool and float would be converted in pieces
+        xp.copyto(out, masks)  # first: NumPy converts a product of bool and float in small pieces
         xp.multiply(out, grad, out=out)
 
 
 def repeated(xp: Any, values: Array, pixels: int) -> Array:
-    """Return values (c,) repeated per pixel, (pixels * c,): adding these at once is faster."""
+    """Return values (c,) repeated per pixel, (pixels * c,), as operands of long rows."""
     result: Array = xp.empty((pixels, values.size), values.dtype)
     xp.copyto(result, values)
     return result.reshape(result.size)

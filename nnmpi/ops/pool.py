@@ -1,10 +1,12 @@
-"""Pooling of channels-last images: the largest element, or the mean, of each window.
+"""Pooling of channels-last images: the maximum or the mean of each window.
 
-    x (n, h, w, c)  --border-->  places (kernel_h, kernel_w, n, out_h, out_w, c)  -->  y (n, out_h, out_w, c)
+    x            (n, h, w, c), with a border
+    positions    (kernel_h, kernel_w, n, out_h, out_w, c), a view
+    y            (n, out_h, out_w, c)
 
-Max-pooling copies a few images' windows at a time into planes, one per place in the window, and
-then computes on long runs of memory (see `planes`). The mean adds the places up where they lie,
-each seen in all windows at once as a strided view ("tap"). Windows may overlap.
+Max-pooling copies the windows of a few images at a time into planes, one per position in the
+window, and then computes on long contiguous arrays (see `planes`). The mean sums strided views
+("taps") without copies; a tap is one position of all windows. Windows may overlap.
 """
 
 from collections.abc import Iterator
@@ -24,11 +26,11 @@ from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
-PLANES_BYTES = 1 << 19  # of one block of planes: half of a usual second-level cache
+PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
 
 
 class PoolWindows(NamedTuple):
-    """How windows go over images; each is rows and columns of pixels."""
+    """The geometry of pooling windows; each pair is rows and columns, in pixels."""
 
     kernel: Pair
     stride: Pair
@@ -44,14 +46,14 @@ class PoolWindows(NamedTuple):
         """Whether windows share pixels."""
         return self.kernel[0] > self.stride[0] or self.kernel[1] > self.stride[1]
 
-    def places(self, x: Array) -> Array:
-        """Return images with their border as a view (kernel_h, kernel_w, n, out_h, out_w, c)."""
+    def positions(self, x: Array) -> Array:
+        """Return padded images as a view (kernel_h, kernel_w, n, out_h, out_w, c)."""
         return windows(x, self.kernel, self.stride).transpose(3, 4, 0, 1, 2, 5)
 
     def taps(self, x: Array) -> list[Array]:
-        """Return, per window place, the view (n, out_h, out_w, c) of the padded images."""
-        seen = self.places(x)
-        return [seen[place] for place in np.ndindex(*self.kernel)]
+        """Return, per position in the window, a view (n, out_h, out_w, c) of padded images."""
+        view = self.positions(x)
+        return [view[position] for position in np.ndindex(*self.kernel)]
 
     def inside(self, x: Array) -> Array:
         """Return a view of images without their border."""
@@ -60,7 +62,7 @@ class PoolWindows(NamedTuple):
 
 
 class Pool2dFunction(Function):
-    """One number for each window over rows and columns, of each image and channel alone."""
+    """One number per window, image and channel."""
 
     __slots__ = ("over",)
 
@@ -68,12 +70,12 @@ class Pool2dFunction(Function):
         self.over = over
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the result's placement: unchanged, if ranks have whole images of their channels."""
+        """Return the input's placement; sharded rows or columns of pixels are refused."""
         return uncut(self, inputs[0], (1, 2), "looks at neighbouring pixels")
 
 
 class MaxPool2dFunction(Pool2dFunction):
-    """The largest element of each window; the first of equal ones gets the gradient."""
+    """The largest element of each window; the first one of ties gets the gradient."""
 
     __slots__ = ()
 
@@ -92,11 +94,11 @@ class MaxPool2dFunction(Pool2dFunction):
         planes = Planes(xp, prod(over.kernel), _count(y, over) * y[:1].size)
         winner = xp.empty(y.shape, planes.dtype) if self.needs[0] else None
         if y.size:
-            seen = over.places(x)
+            view = over.positions(x)
             for images, block in _blocks(xp, y, over):
-                xp.copyto(block, seen[:, :, images])
-                won = None if winner is None else _flat(winner[images])
-                planes.largest(_stacked(block), _flat(y[images]), won)
+                xp.copyto(block, view[:, :, images])
+                winners = None if winner is None else _flat(winner[images])
+                planes.largest(_stacked(block), _flat(y[images]), winners)
         self.saved = (winner, x.shape, None)
         return y
 
@@ -104,24 +106,24 @@ class MaxPool2dFunction(Pool2dFunction):
         (winner, shape, kernels), xp, over = self.saved, self.xp, self.over
         if kernels is not None:
             return (kernels.max_pool_grad(xp, grad, winner, shape, over),)
-        grad = xp.reshape(grad, (grad.size,)).reshape(grad.shape)  # without gaps
+        grad = xp.reshape(grad, (grad.size,)).reshape(grad.shape)  # contiguous
         result: Array = xp.zeros(shape, grad.dtype)
         planes = Planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
         if grad.size:
-            seen = over.places(result)
+            view = over.positions(result)
             for images, block in _blocks(xp, grad, over):
                 planes.gradient(_flat(grad[images]), _flat(winner[images]), _stacked(block))
                 if not over.overlap:
-                    xp.copyto(seen[:, :, images], block)
+                    xp.copyto(view[:, :, images], block)
                 else:
-                    for place in np.ndindex(*over.kernel):
-                        # one after another, as windows share pixels
-                        xp.add(seen[place][images], block[place], out=seen[place][images])
+                    # position by position: in one addition, shared pixels would get one summand
+                    for i in np.ndindex(*over.kernel):
+                        xp.add(view[i][images], block[i], out=view[i][images])
         return (over.inside(result),)
 
 
 class AvgPool2dFunction(Pool2dFunction):
-    """The mean of each window, the border's zeros included."""
+    """The mean of each window, including the border's zeros."""
 
     __slots__ = ()
 
@@ -142,8 +144,8 @@ class AvgPool2dFunction(Pool2dFunction):
         xp, over = self.xp, self.over
         result: Array = xp.zeros(*self.saved, grad.dtype)
         share = xp.multiply(grad, 1 / prod(over.kernel))
-        for place in over.taps(result):
-            xp.add(place, share, out=place)
+        for tap in over.taps(result):
+            xp.add(tap, share, out=tap)
         return (over.inside(result),)
 
 
@@ -155,8 +157,8 @@ def max_pool2d(
     Args:
         x: images, (batch, height, width, channels).
         kernel_size, stride, padding: one number, or one for rows and one for columns; the stride is
-            the kernel_size by default. The border counts for nothing. Rows and columns that no
-            window covers are left out.
+            the kernel_size by default. The border is never the maximum. Rows and columns beyond
+            the last window are ignored.
 
     Raises:
         ShapeError: when x is no batch of images, or the window does not fit.
@@ -178,7 +180,7 @@ def avg_pool2d(
 
 
 def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
-    """Return what an operation makes of each window of images of floats; there may be none."""
+    """Apply a pooling operation to images of floating point."""
     return with_kernels(
         "max_pool" if issubclass(function, MaxPool2dFunction) else "avg_pool", function(over), x
     )
@@ -209,7 +211,7 @@ def _checked(
 def pool_windows(
     kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair
 ) -> PoolWindows:
-    """Return how windows go over images, of what a user gives.
+    """Return the geometry of windows from a layer's arguments.
 
     Raises:
         UsageError: for a kernel_size or stride below 1, or a padding below 0.
@@ -225,8 +227,9 @@ def _count(y: Array, over: PoolWindows) -> int:
 
 
 def _blocks(xp: Any, y: Array, over: PoolWindows) -> Iterator[tuple[slice, Array]]:
-    """Yield a few images at a time, with memory for their planes (kernel_h, kernel_w, count, out_h,
-    out_w, c).
+    """Yield a few images at a time, with memory for their planes.
+
+    (kernel_h, kernel_w, count, out_h, out_w, c)
     """
     n, count = len(y), _count(y, over)
     memory = xp.empty((count * y[:1].size * prod(over.kernel),), y.dtype)
@@ -237,10 +240,9 @@ def _blocks(xp: Any, y: Array, over: PoolWindows) -> Iterator[tuple[slice, Array
 
 
 def _flat(images: Array) -> Array:
-    """Return images without gaps as a view in one axis."""
     return images.reshape(images.size)
 
 
 def _stacked(planes: Array) -> Array:
-    """Return planes (kernel_h, kernel_w, ...) as a view (kernel_h kernel_w, elements)."""
+    # a view (kernel_h * kernel_w, elements)
     return planes.reshape(prod(planes.shape[:2]), prod(planes.shape[2:]))

@@ -205,7 +205,7 @@ def test_dropped_probabilities(dtype, causal, monkeypatch):
     qkv = rng.standard_normal((batch, time, 3 * heads * features)).astype(dtype)
     grad = rng.standard_normal((batch, time, heads * features)).astype(dtype)
     x = Tensor(qkv, requires_grad=True)
-    y = ops.attention(x, heads, causal, dropout=rate, place=lambda: (key, row))
+    y = ops.attention(x, heads, causal, dropout=rate, mask_key=lambda: (key, row))
     y.backward(grad)
     bits = random_bits(np, row, batch, heads * time * time, key)
     left = (bits >= rate * 2**32).reshape(batch, heads, time, time) / (1 - rate)

@@ -8,7 +8,7 @@ from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
 SINGLE = Tensor(np.zeros(3, "float32"))
-PLACE = {"place": lambda: ((0, 0), 0)}
+MASK_KEY = {"mask_key": lambda: ((0, 0), 0)}
 IMAGES, KERNEL = (1, 5, 5, 1), (3, 3, 1, 1)
 LABELS = [2, 0, 1]
 LSTM = [(5, 7, 3), (3, 16), (4, 16), (16,)]
@@ -107,11 +107,11 @@ REFUSED = {
         ([Tensor(np.zeros((2, 3, 12), int)), 2], {}, DtypeError, "int64"),
         (
             [(1, 2, 6), 1],
-            {"dropout": 1.0, **PLACE},
+            {"dropout": 1.0, **MASK_KEY},
             UsageError,
-            r"in \[0, 1\) and needs a place, .* not",
+            r"in \[0, 1\) and needs a mask_key, .* not",
         ),
-        ([(1, 2, 6), 1], {"dropout": 0.5}, UsageError, r"in \[0, 1\) and needs a place, .* not"),
+        ([(1, 2, 6), 1], {"dropout": 0.5}, UsageError, r"in \[0, 1\) and needs a mask_key, .* not"),
     ],
     nn.CausalSelfAttention: [
         ([4, 2], {"dropout": 1.5}, UsageError, r"dropout's p is a probability .* not 1.5")
