@@ -9,9 +9,9 @@ Reading order:
     schedule       the learning rate as a function of the step
     clip           gradient norms and loss scaling
 
-To add an optimizer, write a subclass of `Optimizer` and add its name in updates, which also adds it
-to the command. Its array operations run on NumPy and CuPy. A fused kernel is optional: implement it
-in backend/jit and backend/cuda, and add it to the table of each.
+To add an optimizer, write a subclass of `Optimizer` and add its name in updates and to the option
+`optimizer` in train/config. Its array operations run on NumPy and CuPy. A fused kernel is optional:
+implement it in backend/jit and backend/cuda, and add it to the table of each.
 """
 
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
