@@ -41,18 +41,18 @@ from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 
 def main(words: Sequence[str]) -> str:
-    """Return what the command that the words give has to say.
+    """Run the command line's command and return its text.
 
     Raises:
-        UsageError: for words that make no command.
-        ScheduleError: for a collective that cannot be proved.
+        UsageError: for an invalid command line.
+        ScheduleError: for a collective without proof.
     """
     arguments = _parser().parse_args(words or ["--help"])
     if getattr(arguments, "ranks", 0) is None:
         fit = find_network_fit(arguments.network, None)
         arguments.ranks = DEFAULT_RANKS if fit is None else fit.ranks
     if arguments.command in ("prove", "render"):
-        # as many chunks as ranks, which some algorithms send one by one
+        # cubic: each of N ranks may send N chunks in N steps
         announce(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
     return _COMMANDS[arguments.command](arguments)
 
@@ -131,7 +131,7 @@ def _fit(arguments: argparse.Namespace) -> str:
     """Measure this machine with these ranks and save the fit; run it under mpirun."""
     group = start()
     file = arguments.out or default_file(facts(group))
-    on_root(group, lambda: _check_place(file))  # before it takes half a minute
+    on_root(group, lambda: _check_writable(file))  # before half a minute of measuring
     fit = measure(group, say=lambda line: group.is_root and print(f"measuring {line}", flush=True))
     if not group.is_root:
         return ""
@@ -139,7 +139,7 @@ def _fit(arguments: argparse.Namespace) -> str:
     return "\n".join([*describe_fit(fit), "", f"kept in {file}"])
 
 
-def _check_place(file: Path) -> None:
+def _check_writable(file: Path) -> None:
     """Refuse a file that cannot be written; folders are made."""
     with raised_as(UsageError, f"the fit cannot be written to {file}", "give another --out"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,10 @@ def _parser() -> Parser:
 
 
 def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = None) -> Collective:
-    """Return what is asked for; a name that only another operation has means that one."""
+    """Return the requested collective.
+
+    Without --operation, a name that exactly one operation has means that operation.
+    """
     operation, name = arguments.operation, arguments.algorithm
     if is_custom(name):
         arguments.operation = operation or ALL_REDUCE.name

@@ -2,10 +2,10 @@
 
     mpirun -n 4 python -m nnmpi.comm fit    ->  ~/.cache/nnmpi/fit-HOST-open-mpi-5.0.11-4-ranks.json
 
-A fit holds for the ranks, nodes and MPI that it was made with. What is made of messages is
-predicted by simulating its steps on the fitted machine. What is not made of messages that could be
-looked at (MPI's own all-reduce, the one through shared memory) was measured as it is, at several
-lengths.
+A fit holds for the number of ranks, the nodes and the MPI of its measurement. Collectives of steps
+are predicted by simulating their steps on the fitted machine, so a new algorithm needs no new
+measurement. MPI's native all-reduce and the one through shared memory have no visible steps: their
+seconds are measured at several lengths.
 """
 
 import json
@@ -37,13 +37,13 @@ MAKE_ONE = "make one: mpirun -n RANKS python -m nnmpi.comm fit"
 
 @dataclass(frozen=True)
 class Fit:
-    """What messages, sums and whole all-reduces cost on a machine, for one number of ranks.
+    """Measured costs of messages, additions and complete all-reduces, for one number of ranks.
 
     Attributes:
         machine: links and adding.
-        native: seconds of MPI's own all-reduce by bytes, as a blocking call.
-        native_started: the same, started and then waited for, which is another code in MPI.
-        shared: seconds of the all-reduce through shared memory; None where there is none.
+        native: seconds of MPI's blocking all-reduce by bytes.
+        native_started: seconds of the non-blocking one; MPI has other code for it.
+        shared: seconds of the all-reduce through shared memory; None without shared memory.
         facts: "ranks", "nodes" (of each rank), "mpi", "host", "date".
     """
 
@@ -55,7 +55,7 @@ class Fit:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that it holds for."""
+        """The number of ranks of the measurement."""
         return int(self.facts["ranks"])
 
     def predict(
@@ -65,17 +65,17 @@ class Fit:
         started: bool = False,
         operation: str = ALL_REDUCE.name,
     ) -> float:
-        """Return the seconds that a collective of float32 will take, by default an all-reduce.
+        """Return the seconds of a collective of float32, by default an all-reduce.
 
         Args:
-            algorithm: one of `registry.COLLECTIVES`; or "native" or "shared", of the operation that
-                they were measured of: an all-reduce, in a fit of `comm.measure`.
-            nbytes: of the whole array.
-            started: whether it is started and polled, under computation, and not a blocking call.
+            algorithm: one of `registry.COLLECTIVES`; or "native" or "shared", which give the
+                measured operation: an all-reduce, in a fit of `comm.measure`.
+            nbytes: of the complete array.
+            started: whether it is started and polled during computation, instead of blocking.
             operation: such as "broadcast".
 
         Raises:
-            UsageError: for an unknown algorithm, or "shared" where there was no shared memory.
+            UsageError: for an unknown algorithm, or "shared" in a fit without shared memory.
         """
         if algorithm == NATIVE:
             return self.native_started(nbytes) if started else self.native(nbytes)
@@ -90,15 +90,15 @@ class Fit:
         return price(collective, self.ranks, nbytes, self.machine)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values, but tuples."""
+        """Return all attributes as JSON values, but with tuples for lists."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Fit":
-        """Return the fit that `to_json` gave the values of.
+        """Return the fit of `to_json`'s values.
 
         Raises:
-            AttributeError, KeyError, TypeError, ValueError: for values that are none.
+            AttributeError, KeyError, TypeError, ValueError: for other values.
         """
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']}, not {FORMAT}")
@@ -112,14 +112,14 @@ def load_fit(file: Path) -> Fit:
     """Return the fit in a file.
 
     Raises:
-        UsageError: when there is none, or what is there is no fit.
+        UsageError: for a missing file, or one that holds no fit.
     """
     with foreign(file, UsageError, f"no fit that can be read; {MAKE_ONE}"):
         return Fit.from_json(read_json(file))
 
 
 def save_fit(fit: Fit, file: Path) -> None:
-    """Write a fit, whole or not at all; folders are made.
+    """Write a fit atomically; folders are made.
 
     Raises:
         OSError: when it cannot be written.
@@ -129,10 +129,10 @@ def save_fit(fit: Fit, file: Path) -> None:
 
 
 def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
-    """Return where a fit with these facts is kept for reuse.
+    """Return the cache file of a fit with these facts.
 
     Raises:
-        UsageError: as `cache_folder`.
+        UsageError: see `cache_folder`.
     """
     nodes = len(set(facts["nodes"]))
     words = f"{name}-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (
@@ -141,9 +141,9 @@ def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
     return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
 
 
-# ---- a network as text: what --network takes, whatever the command ----
+# ---- a network as text: the values of --network, in all commands ----
 
-NETWORK = "alpha_us=10,gbit=10"  # where messages have to cost something, and nothing says what
+NETWORK = "alpha_us=10,gbit=10"  # the default of commands that need a cost of messages
 NETWORK_HELP = """numbers, such as alpha_us=50,gbit=10 or alpha=5e-5,beta=8e-10,gamma=1e-10
 (seconds; gamma per byte added), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as
 measured here; or the file of a fit"""
@@ -164,7 +164,7 @@ def find_network_fit(text: str, ranks: int | None) -> Fit | None:
 
 
 def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
-    """Return what says that there is no fit of this many ranks, and what to do."""
+    """Return the error for a missing fit, with the ways to get one."""
     return UsageError(
         f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with"
         f" mpirun -n {ranks} python -m nnmpi.comm fit, or say what messages cost, such as {NETWORK}"
@@ -174,20 +174,19 @@ def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
 def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
     """Return the machine of a --network value; see `NETWORK_HELP`. Omitted parts cost nothing.
 
-        alpha_us=50,gbit=10                      links between nodes, and inside one where nothing
-                                                 else is said
-        alpha=5e-5,beta=8e-10,gamma=1e-10        the same in seconds: a message, a byte sent, a byte
-                                                 added
+        alpha_us=50,gbit=10                      links between nodes, and by default inside one
+        alpha=5e-5,beta=8e-10,gamma=1e-10        the same in seconds: per message, per byte sent,
+                                                 per byte added
         gbit=10,per_node=8,inside_gbit=80        nodes of 8 ranks each, which share the node's link
-        fit, nodes.json                          as `python -m nnmpi.comm fit` has measured it
+        fit, nodes.json                          as measured by `python -m nnmpi.comm fit`
 
     Args:
-        text: the words.
-        ranks: how many.
-        per_node: how many of them are on a node, unless the words say it.
+        text: the value.
+        ranks: number of ranks.
+        per_node: ranks on a node, unless the text gives `per_node`.
 
     Raises:
-        UsageError: says how it is written, or which fit is missing.
+        UsageError: for other text, which explains the syntax, or for a missing fit.
     """
     fit = find_network_fit(text, ranks)
     if fit is not None and fit.ranks == ranks:
@@ -217,13 +216,14 @@ def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
 
 
 def describe_network(text: str) -> str:
-    """Return a network as text, also that it has no latency."""
+    """Return a network's text, with a note when it has no latency."""
     return f"{text} (no latency)" if "=" in text and "alpha" not in text else text
 
 
 def _take_link(values: dict[str, float], prefix: str) -> Link:
-    """Return the link that numbers describe; those that do are taken out, so that what is said
-    twice is left.
+    """Remove a link's numbers from `values` and return the link.
+
+    A number given in both units, such as alpha and alpha_us, stays behind; the caller refuses it.
     """
     alpha, beta = prefix + "alpha", prefix + "beta"
     alpha_s = values.pop(alpha) if alpha in values else values.pop(f"{alpha}_us", 0.0) / 1e6
@@ -263,22 +263,21 @@ def describe_fit(fit: Fit) -> Iterator[str]:
         yield f"{how:17}" + "".join(f"{item:>11}" for item in seconds)
 
 
-# Which all-reduce "auto" means: the one that the fitted model predicts to be the fastest, or a rule
-# without a fit.
+# The all-reduce of "auto": the one with the least predicted time, or a rule without a fit.
 #
-# Every rank must come to the same answer, so nothing is measured here; and a resumed run to the
-# answer of the run before (another algorithm adds in another order, and the last bits differ), so a
-# run keeps its choices in checkpoints.
+# Every rank must choose the same, so nothing is measured here. A resumed run must choose as before,
+# because another algorithm adds in another order and changes the last bits: checkpoints hold the
+# choices.
 #
-#     bytes of a bucket --> predicted seconds of each candidate --> the least, and what it was compared with
+#     bytes of a bucket --> predicted seconds of each candidate --> the least, and the runners-up
 
-# Without a fit. A ring moves the fewest bytes but takes 2(N-1) steps, so what counts is the length
-# of a step's message, one N-th of the whole. Measured on one node, 2 cores of an AMD Zen 5, Open
-# MPI 5.0.11 | MPICH 5.0.2, float32, buffers refilled, calls interleaved: how many times faster the
-# ring is than the blocking native call (and than the non-blocking one, which is what runs under a
-# backward pass).
+# Without a fit. A ring moves the fewest bytes but takes 2(N-1) steps, so the criterion is the
+# length of a step's message, one N-th of the array. Measured speed of the ring relative to the
+# blocking native call (and to the non-blocking one, which runs under a backward pass); one node,
+# 2 cores of an AMD Zen 5, Open MPI 5.0.11 | MPICH 5.0.2, float32, buffers refilled, calls
+# interleaved:
 #
-#     whole       2 ranks                        4 ranks, two to a core
+#     array       2 ranks                        4 ranks, two to a core
 #     256 KB      1.3 | 1.0   (1.4 | 1.0)        0.7 | 0.5   (1.1 | 0.4)
 #     1 MB        1.2 | 1.1   (1.5 | 1.1)        0.7 | 0.8   (1.0 | 0.8)
 #     2 MB        1.1 | 1.0   (2.0 | 1.0)        0.8 | 1.2   (1.0 | 1.0)
@@ -286,17 +285,17 @@ def describe_fit(fit: Fit) -> Iterator[str]:
 #     16 MB       0.9 | 1.0   (2.1 | 1.0)        1.0 | 1.2   (1.3 | 1.2)
 #     64 MB       3.3 | 3.0   (7.8 | 3.1)        2.4 | 2.3   (3.5 | 2.4)
 #
-# From messages of 512 KB on (1 MB with 2 ranks, 2 MB with 4) the ring is at least level but for one
-# column, where ranks share cores and wait for one another's turn at each step. On links of 100
-# Mbit/s Open MPI's native took twice as long.
+# From messages of 512 KB on (arrays of 1 MB with 2 ranks, 2 MB with 4) the ring is at least level,
+# except in one column, in which ranks share cores and wait for their turn at each step. On links of
+# 100 Mbit/s Open MPI's native all-reduce took twice as long.
 RING_CHUNK_BYTES = 2**19
-SHARED_BYTES = 2**12  # through shared memory native is overtaken at 1 to 4 KB
+SHARED_BYTES = 2**12  # shared memory overtakes the native all-reduce at 1 to 4 KB
 
-DIGITS = 3  # of the predictions that a reason names
+DIGITS = 3  # of the predictions in a reason
 
-# One server is last or level with the tree at every size; it is there to be compared with.
+# "ps" is last or level with the tree at every size; it serves comparisons only.
 CANDIDATES = tuple(name for name in ALGORITHMS if name != "ps")
-MOST_RANKS = 1024  # beyond, simulating all candidates would take longer than it can save
+MOST_RANKS = 1024  # above it, simulating all candidates would take longer than it can save
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +314,8 @@ def choose(
 
     Args:
         fit: of this machine with these ranks.
-        shared: whether the array lies in memory that the ranks of a node share.
-        started: whether it will be started and polled under computation, and not be a blocking
-            call.
+        shared: whether the array lies in a node's shared memory.
+        started: whether it will be started and polled during computation, instead of blocking.
     """
     if size == 1:
         return Choice(NATIVE, "one rank has nothing to add", 0.0)
@@ -334,7 +332,7 @@ def choose(
 
 
 def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:
-    """Return what is right on most machines."""
+    """Return the choice without a fit, right on most machines."""
     if shared:
         if nbytes < SHARED_BYTES:
             return Choice(
@@ -357,11 +355,11 @@ def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:
 
 
 def _candidates(fit: Fit, shared: bool) -> list[str]:
-    """Return what can be used, MPI's own first: of ties the first is taken.
+    """Return the usable algorithms, native first, which so wins ties.
 
-    On one node nothing that is made of messages comes near shared memory, and messages from there
-    take longer than the fit says (it was made with ordinary memory, which has larger pages), so
-    they are not even looked at.
+    On one node no algorithm of messages comes near shared memory. Messages from shared memory would
+    also take longer than predicted: the fit was measured in ordinary memory, which has larger
+    pages. So they are no candidates there.
     """
     nodes = fit.machine.nodes
     levels = nodes is not None and len(set(nodes)) < fit.ranks

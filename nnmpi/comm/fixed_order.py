@@ -1,27 +1,27 @@
 """Sums in a fixed order: the same bits on any number of ranks.
 
 The summands, called leaves, are numbered 0..n-1 (in training: the microbatches of a step). They are
-added in a binary tree in which block (level, i) covers the leaves from i * 2^level up to (i + 1) *
-2^level, as far as there are any:
+added in a binary tree. Block (level, i) covers the existing leaves from i * 2^level up to
+(i + 1) * 2^level:
 
     level 3   [0    1    2    3    4]  (0-3) + 4
     level 2   [0    1    2    3]  [4]  (0-1) + (2-3)
     level 1   [0    1]  [2    3]  [4]  0 + 1      2 + 3
     level 0   [0]  [1]  [2]  [3]  [4]  nothing is added to 4 below level 3: its neighbour is missing
 
-Floating-point sums depend on their order, but this order depends on n alone. A rank adds what it
-can on its own: with leaves 0-2 it keeps blocks (0-1) and (2). The rest is added where the other
-blocks come: as in a reduce-scatter, rank r gets chunk r of every rank's blocks, adds them, and
-gives the finished chunk to all.
+Floating-point sums depend on their order, but this order depends on n alone. A rank first adds its
+own leaves as far as possible: with leaves 0-2 it has blocks (0-1) and (2). The rest is added as in
+a reduce-scatter: rank r receives chunk r of every rank's blocks, adds them, and sends the complete
+chunk to all.
 
 Cost with N ranks, B blocks on the rank that has most, M bytes, latency alpha, time per byte beta,
 per added byte gamma:
 
     2 N alpha  +  (B + 1) (N-1)/N M beta  +  B M gamma
 
-With each rank's leaves in one run B is at most 2 log2 n, and 1 where the runs are blocks. The sum
-is a tree rather than a row since then a rank with a run of leaves can add most of them before it
-hears of the others.
+With consecutive leaves on each rank B is at most 2 log2 n, and 1 if they make up a block. A sum
+from left to right would also have fixed bits. But there a rank could add nothing before it has the
+sum of all leaves before its own; in a tree it adds most of its leaves by itself.
 """
 
 from __future__ import annotations
@@ -39,15 +39,12 @@ from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import CommError, UsageError, name_ranks
 from nnmpi.shard import split
 
-# What one round of the exchange packs at most: enough to make latency small, little enough to stay
-# in a cache.
+# Bytes of one round of the exchange: long enough to make latency small, short enough for a cache.
 ROUND_BYTES = 4 * 2**20
 
 
 TreeBlock: TypeAlias = tuple[int, int]
-"""A node of the tree, (level, index): 2^level leaves from index * 2^level on, or as many of them as
-there are.
-"""
+"""A node of the tree, (level, index): the existing ones of 2^level leaves from index * 2^level."""
 
 
 def covered(block: TreeBlock, leaves: int) -> range:
@@ -59,13 +56,14 @@ def covered(block: TreeBlock, leaves: int) -> range:
 class SumTree:
     """One rank's part of a sum tree: the complete blocks among the leaves pushed so far.
 
-    Leaves may come in any order. In their own order at most log2(leaves) + 1 arrays are kept.
+    Leaves may come in any order. Pushed in ascending order they need at most log2(leaves) + 1
+    arrays.
 
     Args:
-        leaves: how many there are on all ranks together.
+        leaves: their number on all ranks together.
 
     Attributes:
-        leaves: the same.
+        leaves: as given.
 
     Raises:
         UsageError: for less than one leaf.
@@ -79,7 +77,7 @@ class SumTree:
 
     @property
     def blocks(self) -> dict[TreeBlock, Buffer]:
-        """The sums so far, in the order of their leaves; only to be read, until the next push."""
+        """The sums so far, in the order of their leaves; read-only, valid until the next push."""
         return dict(
             sorted(self._blocks.items(), key=lambda item: covered(item[0], self.leaves).start)
         )
@@ -90,10 +88,10 @@ class SumTree:
         Args:
             leaf: its number, 0..leaves-1.
             array: (n,) of the same length and dtype for all leaves. It may be read-only or have
-                gaps; it is copied or added, and not kept.
+                gaps; the tree keeps no reference to it.
 
         Raises:
-            UsageError: for a leaf that is not in the tree, or was pushed before.
+            UsageError: for a leaf outside the tree, or one pushed before.
         """
         if not 0 <= leaf < self.leaves:
             raise UsageError(f"leaf {leaf} is not one of 0..{self.leaves - 1}")
@@ -102,17 +100,17 @@ class SumTree:
                 f"leaf {leaf} was pushed before; push each leaf once, and make a tree for"
                 " another sum"
             )
-        _settle(self._blocks, self.leaves, (0, leaf), array, is_own=False)
+        _insert(self._blocks, self.leaves, (0, leaf), array, owned=False)
 
 
 def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
     """Write the sum of all leaves into `out`, with the bits of one rank that pushed them all.
 
-    Collective. The trees stay as they are.
+    Collective. The trees do not change.
 
     Args:
-        group: the ranks that have the leaves, each leaf on one of them; a rank may have none.
-        tree: this rank's leaves, out of the same number on all ranks.
+        group: the ranks; each leaf is on one of them, and a rank may have none.
+        tree: this rank's tree, with the same number of leaves on all ranks.
         out: (n,) of the leaves' length and dtype.
 
     Raises:
@@ -146,9 +144,9 @@ def _sum_round(
     """Sum one piece of the arrays, short enough for one message."""
     chunks = split(out.size, group.size)
     local = chunks[group.rank]
-    came = [np.empty((len(blocks), len(local)), out.dtype) for blocks in everyones]
-    for array, place in zip(mine.values(), came[group.rank], strict=True):
-        place[...] = array[local.start : local.stop]
+    received = [np.empty((len(blocks), len(local)), out.dtype) for blocks in everyones]
+    for array, row in zip(mine.values(), received[group.rank], strict=True):
+        row[...] = array[local.start : local.stop]
     others = [(rank, chunk) for rank, chunk in enumerate(chunks) if rank != group.rank]
     sent = [
         (r, np.stack([array[chunk.start : chunk.stop] for array in mine.values()]))
@@ -158,22 +156,22 @@ def _sum_round(
     send_and_receive(
         group,
         [item for item in sent if item[1].size],
-        [(r, came[r]) for r, _ in others if came[r].size],
+        [(r, received[r]) for r, _ in others if received[r].size],
     )
     sums: dict[TreeBlock, Buffer] = {}
-    for block, array in zip(chain(*everyones), chain(*came), strict=True):
-        _settle(sums, leaves, block, array, is_own=True)
-    (finished,) = sums.values()
-    group.comm.allgatherv(finished, out, [len(chunk) for chunk in chunks])
+    for block, array in zip(chain(*everyones), chain(*received), strict=True):
+        _insert(sums, leaves, block, array, owned=True)
+    (total,) = sums.values()
+    group.comm.allgatherv(total, out, [len(chunk) for chunk in chunks])
 
 
-def _settle(
-    blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, is_own: bool
+def _insert(
+    blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, owned: bool
 ) -> None:
-    """Put a block among the others and join it with its sibling as long as that is there.
+    """Insert a block, and merge it with its sibling while that exists.
 
-    The sum of two is written into the one that was there, whichever of the two is the left one: a +
-    b and b + a have the same bits. An array that is not the tree's own is copied before it is kept.
+    The sum is written into the sibling, left or right: a + b and b + a have the same bits. An array
+    that is not `owned` by the blocks is copied before it is kept.
     """
     level, index = block
     while level < (leaves - 1).bit_length():
@@ -183,19 +181,20 @@ def _settle(
             if other is None:
                 break
             other += array
-            array, is_own = other, True
+            array, owned = other, True
         level, index = level + 1, index // 2
-    blocks[level, index] = array if is_own else array.copy()
+    blocks[level, index] = array if owned else array.copy()
 
 
 def _compare(
     group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out: Buffer
 ) -> list[list[TreeBlock]]:
-    """Return every rank's blocks, after a look whether they make up one tree of arrays like `out`;
-    collective.
+    """Return every rank's blocks; refuse trees that do not make up one tree of arrays like `out`.
+
+    Collective.
     """
     about = f"{tree.leaves} leaves and a result of {out.size} {out.dtype}"
-    # one exchange for both, as this is done for every sum
+    # one exchange for both: every sum pays it
     gathered = group.gather([about, list(mine)])
     remedy = (
         "give leaves and result of one length and dtype, and the same number of leaves, on all"

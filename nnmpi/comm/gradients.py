@@ -1,20 +1,21 @@
 """Sums gradients over a group in buckets, during the backward pass or after it (`overlap`).
 
-The gradients lie in flat buffers, in the order in which the parameters were registered; a backward
-pass finishes them from the end. A bucket is a contiguous range of one buffer, so that nothing is
-copied together (`plan_buckets`):
+The gradients lie in flat buffers, in the order of the parameters' registration; a backward pass
+finishes them from the end. A bucket is a contiguous range of one buffer, so no gradient is copied
+(`plan_buckets`):
 
     buffer      | w0  b0 | w1  b1      | w2  b2 |
     buckets     | third  | second      | first  |         in this order on every rank
 
-A bucket is launched once its gradients are final *and* all buckets before it have been launched.
-The order is the same on every rank whatever the timing, so ranks cannot disagree. A launched bucket
-moves on whenever another gradient is reported (`BucketExchange`).
+A bucket is launched once its gradients are final *and* all buckets before it have been launched. So
+the order is the same on every rank whatever the timing. Launching buckets as they complete would
+need an agreement of the ranks on the order, as Horovod's coordinator makes it. A launched bucket
+advances whenever another gradient is reported (`BucketExchange`).
 
     backward     | layer 3 | layer 2    | layer 1  |
     bucket 0                 launch . . . poll . . . |
     bucket 1                              launch . . | finish: wait
-    hidden                        -----    -----          under way while this rank computes
+    hidden                        -----    -----               in flight while this rank computes
     exposed               --           ----     -    -------   this rank launches, polls, waits
 """
 
@@ -48,25 +49,25 @@ from nnmpi.comm.prove import proved_steps
 from nnmpi.custom import name_of
 from nnmpi.errors import CommError, DeviceError, UsageError
 
-# Measured with a chain of ten 512 x 512 layers, batch 128, 10.6 MB of gradients, on one node with 2
-# cores of an AMD Zen 5: a step with buckets of 1 | 4 | 25 MB, native, lower decile in ms, summed at
-# the end (and while backward runs).
+# Measured milliseconds of a step (lower decile): ten 512 x 512 layers, batch 128, 10.6 MB of
+# gradients, one node with 2 cores of an AMD Zen 5, native all-reduce, buckets of 1 | 4 | 25 MB,
+# summed after the backward pass (and during it); the last column is a step without exchange.
 #
-#     2 ranks     Open MPI 5.0.11    26.6 | 25.8 | 25.3    (26.5 | 27.0 | 28.3)     without any exchange 23.5
-#                 MPICH 5.0.2        25.5 | 25.2 | 25.5    (26.5 | 26.1 | 25.6)                          23.2
-#     4 ranks     Open MPI           57.0 | 54.6 | 56.1    (60.7 | 60.4 | 60.1)                          48.4
-#                 MPICH               114 | 60.5 | 56.0    (59.5 | 56.5 | 57.2)                          46.7
+#     2 ranks     Open MPI 5.0.11    26.6 | 25.8 | 25.3    (26.5 | 27.0 | 28.3)     23.5
+#                 MPICH 5.0.2        25.5 | 25.2 | 25.5    (26.5 | 26.1 | 25.6)     23.2
+#     4 ranks     Open MPI           57.0 | 54.6 | 56.1    (60.7 | 60.4 | 60.1)     48.4
+#                 MPICH               114 | 60.5 | 56.0    (59.5 | 56.5 | 57.2)     46.7
 #
-# Small buckets suffer where ranks share cores; from 4 MB on the size makes no difference that can
-# be told from noise, and 4 MB leaves several buckets to send early on a real network. Inside a node
-# nothing is gained by sending early: a core that computes has no time to copy.
+# Small buckets suffer when ranks share cores. From 4 MB on the differences are noise, and 4 MB
+# leaves several buckets to send early on a real network. Inside a node sending early gains nothing:
+# the core that would copy the message is computing.
 BUCKET_BYTES = 4 * 2**20
 
 UNLIMITED_BYTES = 2**62  # one bucket for each flat buffer
 
 
 Span: TypeAlias = tuple[int, int, int]
-"""(buffer, start, stop): where one parameter's gradient lies, in elements."""
+"""(buffer, start, stop): the range of one parameter's gradient, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,10 @@ class Bucket:
     """One message.
 
     Attributes:
-        buffer: the flat buffer it lies in, by number.
+        buffer: the number of its flat buffer.
         start: its first element there.
         stop: the element behind its last one.
-        spans: the spans in it, by their numbers in order of registration.
+        spans: the numbers of its spans, in order of registration.
     """
 
     buffer: int
@@ -87,14 +88,13 @@ class Bucket:
 
 
 class Traffic(NamedTuple):
-    """What the communication of a step, or of several, was.
+    """The communication of one or more steps.
 
     Attributes:
-        hidden_s: seconds in which it computed while messages were under way, as far as it knew when
-            it looked.
-        bytes: bytes of arrays that were summed (what goes over a link depends on the algorithm).
-        calls: collectives that were run.
-        predicted_s: seconds that the fitted model gives them, one after another, with nobody late;
+        hidden_s: seconds of computation overlapped with messages, estimated at each poll.
+        bytes: bytes of the summed arrays (the bytes on a link depend on the algorithm).
+        calls: number of collectives.
+        predicted_s: predicted seconds of the collectives, back to back and with all ranks on time;
             NaN without a fit.
     """
 
@@ -108,33 +108,32 @@ class Traffic(NamedTuple):
         return Traffic._make(map(add, self, other))
 
 
-COUNTED_RANKS = 64  # up to which the steps of all are counted to say what each sends
+COUNTED_RANKS = 64  # `volume` counts the steps of all ranks only up to this number
 
 
 class BucketExchange:
     """The sum of gradients over a group, step after step. Making one is collective.
 
     Args:
-        group: the ranks whose gradients are summed. The exchange works on a duplicate of it, so
-            that its messages never meet those of others (say, of a batch norm in the same backward
-            pass).
+        group: the ranks whose gradients are summed. The exchange works on a duplicate, so that its
+            messages never mix with others', such as those of a batch norm in the same backward
+            pass.
         buffers: flat gradient buffers, 1-D NumPy or device arrays; the same lengths and dtypes on
             all ranks.
-        spans: where each parameter's gradient lies, in order of registration.
-        algorithm: for every bucket, or one name for each bucket in order; "auto" asks `choose`.
-            Where "shared" is asked for and there is no shared memory, MPI's own takes its place,
-            and the choice says why.
-        bucket_bytes: the longest bucket, unless a single gradient is longer; None for 4 MiB with
-            `overlap`, and without it for one bucket for each buffer.
+        spans: the range of each parameter's gradient, in order of registration.
+        algorithm: for all buckets, or a list with one for each; "auto" means `fit.choose`. Without
+            shared memory, "shared" becomes "native", and the choice gives the reason.
+        bucket_bytes: the longest bucket, unless a single gradient is longer. None: 4 MiB with
+            `overlap`; without it one bucket for each buffer.
         overlap: whether buckets are launched as they become complete; otherwise all are summed in
-            `finish`. None for what pays: with ranks on several nodes, or gradients on a device, and
-            not on one node's processors.
+            `finish`. None: True with ranks on several nodes or gradients on a device, False on the
+            processors of one node.
 
     Attributes:
         overlap: whether buckets are launched as they become complete.
-        buckets: in the order in which they are launched.
-        choices: the algorithm of each bucket, and why.
-        traffic: what the last finished step was.
+        buckets: in the order of launches.
+        choices: the algorithm of each bucket, and the reason.
+        traffic: the last finished step's.
 
     Raises:
         UsageError: on all ranks, for an unknown algorithm, a bucket size below 1, spans out of
@@ -152,7 +151,8 @@ class BucketExchange:
         overlap: bool | None = None,
     ) -> None:
         if overlap is None:
-            # a device computes without this rank's core, which within a node would have to copy
+            # Inside a node the core that copies messages is the one that computes, unless a device
+            # computes.
             on_device = any(is_device(buffer) for buffer in buffers)
             overlap = group.size > 1 and (on_device or len(set(group.nodes())) > 1)
         self.overlap = overlap
@@ -207,13 +207,14 @@ class BucketExchange:
         self._reported: set[int] = set()
         self._missing = [len(bucket.spans) for bucket in self.buckets]
         self._launched = 0
-        self._flying: deque[tuple[int, float, Pending]] = deque()  # number, begin
+        self._flying: deque[tuple[int, float, Pending]] = deque()  # (number, begin, sum)
         self._hidden_s = 0.0
-        self._left: float | None = None  # when this rank went to compute with messages under way
+        # when this rank resumed computing with messages in flight
+        self._resumed_s: float | None = None
 
     @property
     def under_way(self) -> bool:
-        """Whether gradients of a step were reported that is not finished."""
+        """Whether gradients were reported since the last finished step."""
         return bool(self._reported)
 
     def ready(self, span: int) -> None:
@@ -223,7 +224,7 @@ class BucketExchange:
             span: the gradient's number in order of registration.
 
         Raises:
-            CommError: when it was reported in this step before.
+            CommError: for a gradient already reported in this step.
         """
         if span in self._reported:
             raise CommError(
@@ -233,10 +234,10 @@ class BucketExchange:
         self._reported.add(span)
         self._missing[self._home[span]] -= 1
         if self.overlap and not self._alone:
-            begin = self._come_back()
+            begin = self._pause_computing()
             while self._launched < len(self.buckets) and not self._missing[self._launched]:
                 self._launch()
-            self._move_on(begin)
+            self._poll(begin)
 
     def volume(self) -> tuple[float, float] | None:
         """Return a step's bytes, of the busiest rank and in total; None if sums have no steps."""
@@ -256,10 +257,10 @@ class BucketExchange:
     def progress(self) -> None:
         """Drive started sums forward, for callers with work between gradients."""
         if self._flying:
-            self._move_on(self._come_back())
+            self._poll(self._pause_computing())
 
-    def _move_on(self, begin: float) -> None:
-        """Poll all launched buckets, let go of those that are finished, and go to compute."""
+    def _poll(self, begin: float) -> None:
+        """Poll all launched buckets, drop the finished ones, and resume computing."""
         for _ in range(len(self._flying)):
             item = self._flying.popleft()
             if item[2].poll():
@@ -270,14 +271,14 @@ class BucketExchange:
         if now > begin and (trace := timeline.current()):
             trace.add("messages", "collective", timeline.REDUCE, begin, now)
         self._group.comm.world.met_s += now - begin
-        self._left = now if self._flying else None
+        self._resumed_s = now if self._flying else None
 
     def finish(self) -> None:
         """End the step: return when all gradients are summed, reported or not. Once per step."""
         if self._alone:
             self._reset()
             return
-        self._come_back()
+        self._pause_computing()
         if self.overlap:
             self._launch_up_to(len(self.buckets))
         else:
@@ -288,27 +289,28 @@ class BucketExchange:
         self._reset()
 
     def free(self) -> None:
-        """Give the exchange's communicator back to MPI. Collective.
+        """Free the exchange's communicator. Collective.
 
-        After a step that broke off, some ranks may have launched more buckets than others: MPI
-        would continue to write into their arrays, so the others launch as many, and all wait;
-        nobody uses these sums. How many, they agree outside: where sums are on their way, no rank
-        may call a collective before those that others have called.
+        After an interrupted step some ranks may have launched more buckets than others, and MPI
+        would continue to write into their arrays. So all launch as many, wait, and discard the
+        sums. They agree on the number through the original group: on the duplicate, all ranks must
+        start its collectives in one order, and some of the sums are already started.
         """
         if self.overlap and not self._alone:
             self._launch_up_to(int(self._outer.max_floats([self._launched])[0]))
             self._reset()
         self._group.free()
 
-    def _come_back(self) -> float:
+    def _pause_computing(self) -> float:
+        """Count the computation since `_poll` as hidden communication; return the time."""
         now = clock.now()
-        if self._left is not None:
-            self._hidden_s += now - self._left
-            self._left = None
+        if self._resumed_s is not None:
+            self._hidden_s += now - self._resumed_s
+            self._resumed_s = None
         return now
 
     def _bind(self, part: Buffer, name: AlgorithmLike, tag: int) -> tuple[Pending, Choice]:
-        """Return a bucket's sum, ready to be started, and what it is; collective."""
+        """Return a bucket's bound sum and its choice; collective."""
         group = self._group
         if name == AUTO:
             choice = group.choose(part, started=self.overlap)
@@ -329,13 +331,14 @@ class BucketExchange:
             return group.bind(part, NATIVE, tag), instead
 
     def _launch_up_to(self, count: int) -> None:
-        """Launch so many of the buckets, and wait for one after the other: who waits is served by
-        those further on.
+        """Launch buckets up to this number; then wait for them in order.
+
+        All are in flight before the first wait, so MPI's progress in it also serves the later ones.
         """
         begin = clock.now()
         while self._launched < count:
             self._launch()
-        self._move_on(begin)
+        self._poll(begin)
         while self._flying:
             number, begin, pending = self._flying.popleft()
             with self._group.meeting(f"bucket {number}", begin):
@@ -359,7 +362,7 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Group the spans of each buffer, from its end backwards, into buckets of at most limit_bytes.
 
-    A span that is longer stands alone. A gap between two spans of a bucket belongs to the bucket.
+    A longer span is a bucket by itself. A gap between two spans of a bucket belongs to the bucket.
 
     Args:
         spans: in order of registration, which is also their order within each buffer.
@@ -367,7 +370,7 @@ def plan_buckets(
         limit_bytes: at least 1.
 
     Returns:
-        The buckets in the order in which a backward pass over the parameters, last one first,
+        The buckets in the order in which a backward pass, from the last parameter to the first,
         completes them.
 
     Raises:
@@ -412,7 +415,7 @@ def predict(
         group: the ranks.
         algorithm: a name in `registry.NAMES`.
         nbytes: the array's length in bytes.
-        started: whether it is started and polled, and not a blocking call.
+        started: whether it is started and polled, instead of blocking.
     """
     if group.size == 1:
         return 0.0

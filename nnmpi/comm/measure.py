@@ -1,8 +1,7 @@
 """Makes a fit: measures links, addition and library all-reduces, in under a minute.
 
-Three parts, from the top: `measure` goes through what is to be measured, and `find_fit` and `facts`
-know about fits that were kept; curves of links and of adding are measured by the code that
-collectives run on; `time_calls` times calls.
+Three parts, from the top: `measure` makes a fit, and `find_fit` finds a saved one; `measure_curves`
+measures seconds over bytes with the code that later runs the collectives; `time_calls` times calls.
 """
 
 import platform
@@ -26,8 +25,8 @@ from nnmpi.comm.node_sum import SharedSum
 from nnmpi.errors import DeviceError, UsageError
 
 BUDGET_S = 24.0
-# Lengths of whole all-reduces: close together where one overtakes another, and where MPI changes
-# its ways.
+# Lengths of all-reduces: dense where algorithms overtake one another, and where MPI switches
+# protocols.
 WHOLE_SIZES = (
     4,
     16,
@@ -38,16 +37,15 @@ WHOLE_SIZES = (
 )
 
 Refilled: TypeAlias = tuple[Callable[[], Any], Callable[[], Any]]
-"""A call and what refills its buffers: fresh data, as in training."""
+"""A call, and a function that refills its buffers: fresh data, as in training."""
 
 
 def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] = str) -> Fit:
     """Measure this machine with these ranks. Collective.
 
     Args:
-        budget_s: seconds to spend in measuring, about.
-        say: called on all ranks with a line about what comes next; by default nothing is made of
-            it.
+        budget_s: seconds to spend, approximately.
+        say: called on all ranks with the name of the next part; by default ignored.
 
     Raises:
         UsageError: for a single rank.
@@ -81,9 +79,12 @@ def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] 
 
 
 def find_fit(group: Group, otherwise: str = "fit") -> Fit | None:
-    """Return the saved fit for these ranks, nodes and MPI, or by name; else None. Collective.
+    """Return the saved fit for these ranks, nodes and MPI; else None. Collective.
 
-    Rank 0 reads; so the ranks agree, and need no common file system.
+    Rank 0 reads: so the ranks agree, and need no common file system.
+
+    Args:
+        otherwise: the name of another kind of file to try (see `default_file`).
     """
     known, saved = facts(group), None
     if group.is_root:
@@ -101,7 +102,7 @@ def find_fit(group: Group, otherwise: str = "fit") -> Fit | None:
 
 
 def facts(group: Group) -> dict[str, Any]:
-    """Return what a fit depends on, and the date. Collective."""
+    """Return the conditions of a fit, and the date. Collective."""
     return {
         "ranks": group.size,
         "nodes": group.nodes(),
@@ -112,16 +113,14 @@ def facts(group: Group) -> dict[str, Any]:
 
 
 def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> Link | None:
-    """Return what the first of the ranks that take part have measured among their members; None if
-    there are none.
-    """
+    """Return the link measured by the first rank that takes part; None if none does."""
     local = None
     if taking_part:
         local = [
             curve.points
             for curve in measure_curves(members, partial(_messages, members), SIZES, budget_s)
         ]
-    group.sum_floats([0.0], asleep=True)  # those who measure have the cores for themselves
+    group.sum_floats([0.0], asleep=True)  # the other ranks wait here without using cores
     result = next((item for item in group.gather(local) if item is not None), None)
     if result is None:
         return None
@@ -132,13 +131,11 @@ def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> 
 
 
 def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
-    """Return what MPI's own all-reduce takes, blocking and started, and the shared one, if there is
-    one.
-    """
+    """Return the curves of the native all-reduce, blocking and started, and of the shared one."""
     longest = WHOLE_SIZES[-1] // 4
     local, fresh = np.ones(longest, np.float32), np.ones(longest, np.float32)
     memory, common = None, None
-    with suppress(DeviceError):  # on all ranks: then there is none, or too little
+    with suppress(DeviceError):  # raised on all ranks: no shared memory, or too little
         memory = SharedMemory(group)
         common = memory.allocate(longest, np.float32)
 
@@ -167,15 +164,15 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
     return curves
 
 
-# ---- what messages and additions cost ----
+# ---- the cost of messages and additions ----
 #
-#     one way      0 ---> 1   2 ---> 3        then back: half of the time of both, with all pairs at it
+#     one way      0 ---> 1   2 ---> 3        and back: half the time of both, all pairs at once
 #                  0 <--- 1   2 <--- 3
-#     both ways    0 ---> 1 ---> 2 ---> 3 ---> (0)        everybody sends to the right and receives from the left
+#     both ways    0 ---> 1 ---> 2 ---> 3 ---> (0)    every rank sends right and receives from left
 #
-# A message that is sent before anybody waits for it ("eager") costs less than one that needs a
-# handshake first ("rendezvous"): there is a step between the two. MPI does not say where, so
-# lengths lie close together where it may be.
+# A message sent without waiting for its receiver (eager) costs less than one after a handshake
+# (rendezvous): the curve has a step between the two. MPI does not tell its position, so the lengths
+# are dense in the likely range.
 
 K = 1024
 SHORT_SIZES = (8, 256, K, 2 * K, 3 * K, 4 * K, 6 * K, 8 * K, 12 * K, 16 * K)
@@ -183,9 +180,9 @@ SIZES = (*SHORT_SIZES, 32 * K, 64 * K, 128 * K, 256 * K, K**2, 4 * K**2, 16 * K*
 TAG = 2**13
 PASSES = 2
 LONGEST_ARRAY_BYTES = 2**27
-LONGEST_S = 0.3  # beyond messages that take longer than that the last slope is good enough
-LEAST_BYTES = K**2  # so far it is measured, however long that takes
-# how much more than the budget may be spent: a few calls of each length are made whatever they take
+LONGEST_S = 0.3  # after a message that takes longer, the last slope is good enough
+LEAST_BYTES = K**2  # lengths up to this one are always measured
+# factor on the budget before it ends a pass: each length has a few calls at least
 SLACK = 1.5
 
 
@@ -200,16 +197,17 @@ def measure_curves(
     sizes: Sequence[int],
     budget_s: float,
 ) -> list[Curve]:
-    """Return the seconds of calls that compete, for each size, the median of many. Collective.
+    """Return a curve for each of several calls: the median seconds for each size. Collective.
 
     Args:
-        prepare: bytes -> the calls, and what refills their buffers before each one.
-        budget_s: seconds for all sizes together, about.
+        prepare: bytes -> the calls, with the functions that refill their buffers.
+        sizes: lengths in bytes, growing.
+        budget_s: seconds for all sizes together, approximately.
     """
     best: dict[int, NDArray[np.float64]] = {}
     begin = clock.now()
     for number in range(PASSES):
-        # a disturbance that lasts spoils some sizes in one pass, and others in the next
+        # a long disturbance spoils different sizes in each pass, and the least of both is kept
         for nbytes in sizes:
             times = time_calls(group, prepare(nbytes), budget_s / len(sizes) / PASSES)
             medians = np.median(times, axis=1)
@@ -217,7 +215,7 @@ def measure_curves(
             spent_s = group.max_floats([clock.now() - begin])[0]
             slow = medians.max() > LONGEST_S or spent_s > SLACK * budget_s * (number + 1) / PASSES
             if slow and nbytes >= LEAST_BYTES:
-                break  # the curve's last slope stands for what is longer
+                break  # the curve's last slope extends to longer messages
     return [
         _curve({nbytes: float(item[i]) for nbytes, item in best.items()})
         for i in range(len(medians))
@@ -225,8 +223,9 @@ def measure_curves(
 
 
 def _curve(seconds: Mapping[int, float]) -> Curve:
-    """Return the curve through these points, lowered where something longer took less: that was a
-    disturbance.
+    """Return the curve through these points, lowered to any longer message's seconds.
+
+    More bytes do not take less time: the shorter message was disturbed.
     """
     least, points = float("inf"), []
     for nbytes in sorted(seconds, reverse=True):
@@ -236,11 +235,9 @@ def _curve(seconds: Mapping[int, float]) -> Curve:
 
 
 def _messages(group: Group, nbytes: int) -> list[Refilled]:
-    """Prepare messages of this many bytes: in pairs of ranks, there and back; and around the ring,
-    all at once.
+    """Prepare messages of this many bytes: between pairs, there and back; and around a ring.
 
-    With many ranks a long message is made of many chunks, so that the array is no longer than it
-    has to be.
+    With many ranks a long message consists of many chunks, which keeps the array short.
     """
     rank, size = group.rank, group.size
     half = 1 if nbytes * size <= LONGEST_ARRAY_BYTES else size // 2
@@ -258,14 +255,14 @@ def _messages(group: Group, nbytes: int) -> list[Refilled]:
     ]
 
 
-# ---- timing: what the slowest rank needs, once all are there ----
+# ---- timing: from the last rank's start to the last rank's end ----
 #
 #     rank 0   refill | barrier |  call       |
 #     rank 1   refill | barrier |     call         |
-#                                  |<- seconds ->|         from the last start to the last end
+#                                  |<- seconds ->|
 #
-# The ranks of one node read one clock, so starts and ends can be compared; across nodes the longest
-# call counts, which holds the wait for the last to start as well.
+# The ranks of one node read one clock, so starts and ends can be compared. Across nodes the longest
+# call counts, which includes the wait for the last start.
 
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 300
@@ -275,17 +272,16 @@ WARM_UP_ROUNDS = 1
 def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDArray[np.float64]:
     """Return the seconds of calls in rounds, the same on all ranks: (calls, rounds). Collective.
 
-    In a round each call is made once, so that what else the machine does meets all alike, and each
-    finds the caches as the others have left them. Another one is the first in every round.
+    A round makes each call once, in rotated order: so the machine's other load meets all calls
+    alike, and each finds the caches as another one has left them.
 
     Args:
-        calls: what is timed, and what is called before it, outside of the time; all ranks take
-            part.
-        budget_s: seconds to spend, about; at least 3 rounds are made.
+        calls: the timed calls, with the functions that refill their buffers, outside the time.
+        budget_s: seconds to spend, approximately; at least 3 rounds are made.
     """
     trial = _time_rounds(group, calls, WARM_UP_ROUNDS)
-    each_s = float(np.median((trial[:, :, 1] - trial[:, :, 0]).sum(axis=0)))
-    slowest_s = group.max_floats([each_s])[0]
+    round_s = float(np.median((trial[:, :, 1] - trial[:, :, 0]).sum(axis=0)))
+    slowest_s = group.max_floats([round_s])[0]
     rounds = int(np.clip(budget_s / max(slowest_s, 1e-7), LEAST_ROUNDS, MOST_ROUNDS))
     local = _time_rounds(group, calls, rounds)
     everyones = np.empty((group.size, *local.shape))
@@ -297,9 +293,7 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
 
 
 def _time_rounds(group: Group, calls: Sequence[Refilled], rounds: int) -> NDArray[np.float64]:
-    """Return when this rank began and ended each call, in seconds of its node's clock: (calls,
-    rounds, 2).
-    """
+    """Return this rank's begin and end of each call, in seconds: (calls, rounds, 2)."""
     stamps = np.empty((len(calls), rounds, 2))
     read, barrier = clock.now, group.barrier
     for number in range(rounds):
