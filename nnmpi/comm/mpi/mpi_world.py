@@ -1,21 +1,20 @@
 """MPI as a world: the calls of `comm.world`, by those of mpi4py.
 
-Most have the same arguments as mpi4py's and are mpi4py's own functions, with nothing in between.
-Importing this module starts MPI where `library.load_mpi` has not done so before.
+Most are mpi4py's own functions with the same arguments, without a layer in between. Importing this
+module starts MPI unless `start.load_mpi` has done so before.
 
-MPI's own waits look for messages as fast as they can. That is right for ranks that come at the same
-time; a rank that waits long for a slow one on a crowded machine slows it down even more. So
-`wait_until` sleeps between looks:
+MPI's waits poll for messages at full speed. That is right for ranks that arrive together. But on a
+crowded machine a rank that waits long for a slow one slows it down even more. So `wait_until`
+sleeps between polls:
 
-    look . look .. look .... look ........ look ........ look        sleeps of 50 us, growing to 1
-                                                                     ms
+    poll . poll .. poll .... poll ........ poll ........ poll        sleeps of 50 us up to 1 ms
 
-Measured with 4 ranks on 2 cores and one that comes 2 s late, the processor time that each of the
-others took, in s:
+Measured processor seconds of each waiting rank, with 4 ranks on 2 cores of which one comes 2 s late
+(1.33 is all that three ranks can take of two cores in 2 s):
 
-                       MPI's own wait    asleep
-    Open MPI 5.0.11    1.33              0.04         (1.33 is all that three ranks can take of two cores in 2 s)
-    MPICH 5.0.2        1.33              0.05
+                       MPI's wait    asleep
+    Open MPI 5.0.11    1.33          0.04
+    MPICH 5.0.2        1.33          0.05
 """
 
 from __future__ import annotations
@@ -42,19 +41,20 @@ from nnmpi.comm.mpi.watchdog import Watchdog
 from nnmpi.comm.world import PAGE_BYTES, Comm, World
 from nnmpi.errors import DeviceError
 
-# Memory that all ranks of a node see: one MPI-3 shared window, with a part for each rank.
+# Memory shared by the ranks of a node: one MPI-3 shared window, with a part for each rank.
 #
-#     file in /dev/shm   | rank 0's bytes  pad | rank 1's bytes  pad | ...     each part begins on a page of its own
+#     file in /dev/shm   | rank 0's bytes  pad | rank 1's bytes  pad | ...     each part begins on
+#                                                                              a page
 #
-# Both Open MPI and MPICH keep a window in a file in /dev/shm that has no name any more: it goes
-# with the last process, however that ends. Its pages are taken when they are first touched, and
-# touching one for which there is no room kills the process (SIGBUS). So the ranks look at the room
-# before, together, and each one writes all of its part at once.
+# Both Open MPI and MPICH keep a window in an unlinked file in /dev/shm: it disappears with the last
+# process, however that ends. Its pages are allocated at the first touch, and a touch without free
+# space kills the process (SIGBUS). So the ranks first compare their needs with the free space, and
+# then each writes all of its part at once.
 #
 # Source: Hoefler et al., "MPI + MPI: a new hybrid approach to parallel programming with MPI plus
 # shared memory" (2013).
 
-# what MPI takes for itself beside the ranks' parts; were it missing, one rank would fail alone
+# MPI's own bytes beside the ranks' parts. Without them in the sum, one rank could fail alone.
 MARGIN_BYTES = 2**17
 SHM = Path("/dev/shm")
 ENDLESS = 2**62
@@ -66,16 +66,16 @@ class Window:
 
     Args:
         node: a communicator of ranks that share memory.
-        own_bytes: the length of this rank's part; the ranks' lengths may differ, and be 0.
+        own_bytes: the length of this rank's part; the ranks' lengths may differ and may be 0.
 
     Raises:
-        DeviceError: on all ranks, when there is no room, or MPI cannot make the window.
+        DeviceError: on all ranks, when the space is missing or MPI cannot make the window.
     """
 
     def __init__(self, node: MPI.Intracomm, own_bytes: int) -> None:
         # whole pages, and one for the part's alignment
         room_bytes = (-(-own_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
-        # The ranks' lengths, and what each finds free, so that all come to the same conclusion.
+        # gather lengths and free bytes, so that all ranks come to the same conclusion
         needs = np.empty((node.Get_size(), 2), np.int64)
         node.Allgather(np.array([room_bytes, free_bytes()], np.int64), needs)
         need, free = int(needs[:, 0].sum()), int(needs[:, 1].min())
@@ -92,18 +92,18 @@ class Window:
             start = -self._query(rank).ctypes.data % PAGE_BYTES
         except MPI.Exception as error:
             problem = error.Get_error_string()
-        # The system may put the file anywhere in this process, but always on pages, so all ranks
-        # see one alignment.
-        places = np.empty((node.Get_size(), 2), np.int64)
-        node.Allgather(np.array([start, own_bytes], np.int64), places)
-        if FAILED in places[:, 0]:
+        # The system may map the file at any address, but always at a page, so a part's offset to
+        # the next page is the same for all ranks.
+        ranges = np.empty((node.Get_size(), 2), np.int64)
+        node.Allgather(np.array([start, own_bytes], np.int64), ranges)
+        if FAILED in ranges[:, 0]:
             raise DeviceError(
                 f"MPI cannot share {room_bytes} bytes among the ranks of a node"
                 f" ({problem or 'another rank failed'}); use another all-reduce than shared"
             )
         self.parts: tuple[NDArray[Any], ...] = tuple(
             self._query(other)[skip : skip + length]
-            for other, (skip, length) in enumerate(places.tolist())
+            for other, (skip, length) in enumerate(ranges.tolist())
         )
         self.parts[rank][...] = 0
         node.Barrier()
@@ -113,7 +113,7 @@ class Window:
         return np.frombuffer(cast(memoryview, memory), np.uint8)
 
     def sync(self) -> None:
-        """Memory barrier: order this rank's accesses to the window before and after."""
+        """Memory fence: order this rank's earlier accesses to the window before its later ones."""
         self._window.Sync()
 
     def free(self) -> None:
@@ -124,20 +124,20 @@ class Window:
 
 
 def free_bytes() -> int:
-    """Return the free bytes where MPI keeps its windows; infinity if there is no such folder."""
+    """Return the free bytes in the folder of MPI's windows; endless without such a folder."""
     return shutil.disk_usage(SHM).free if SHM.is_dir() else ENDLESS
 
 
 T = TypeVar("T")
 
 FIRST_S, LONGEST_S = 50e-6, 1e-3
-OPERATIONS = 200  # that a flight record lists
-# On these a processor's stores, and its loads, are seen in the order in which the program has them.
+OPERATIONS = 200  # in a flight record
+# Processors that keep the program order of stores, and of loads.
 ORDERED_MACHINES = ("x86_64", "amd64", "i686", "i386")
 
 
 class MpiComm:
-    """A communicator of MPI's; see `comm.world.Comm` for the calls.
+    """A communicator of MPI; see `comm.world.Comm` for the calls.
 
     Attributes:
         mpi: mpi4py's communicator, for tests of MPI itself.
@@ -168,13 +168,13 @@ class MpiComm:
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """These ranks' numbers in the world."""
+        """The ranks' numbers in the world."""
         return tuple(
             MPI.Group.Translate_ranks(self.mpi.Get_group(), None, MPI.COMM_WORLD.Get_group())
         )
 
     def progress(self) -> None:
-        """Let messages move on."""
+        """Drive the progress of pending messages, by a probe: any MPI call does."""
         self.mpi.Iprobe()
 
     # ---- other communicators ----
@@ -184,29 +184,29 @@ class MpiComm:
         return MpiComm(made, self._world)
 
     def duplicate(self) -> MpiComm:
-        """Return another one of the same ranks."""
+        """Return another communicator of the same ranks."""
         return self._make(self.mpi.Dup)
 
     def split(self, color: int, key: int) -> MpiComm:
-        """Return one of the ranks that gave the same color."""
+        """Return the communicator of the ranks with the same color."""
         return self._make(self.mpi.Split, color, key)
 
     def split_by_node(self, key: int) -> MpiComm:
-        """Return one of the ranks that share this one's memory."""
+        """Return the communicator of the ranks on this rank's node."""
         return self._make(self.mpi.Split_type, MPI.COMM_TYPE_SHARED, key)
 
     def share_pages(self, own_bytes: int) -> Window:
-        """Return memory that all ranks see."""
+        """Return memory shared by all ranks."""
         return Window(cast(MPI.Intracomm, self.mpi), own_bytes)
 
 
 class MpiWorld:
-    """The world that is MPI; see `comm.world.World` for the calls. There is one: `mpi_world`.
+    """The world of MPI processes; see `comm.world.World` for the calls. Singleton: `mpi_world`.
 
     Attributes:
-        waiting: since when the main thread waits for other ranks, of `time.monotonic`, and for
-            what.
-        operations: when the last calls began, by the same clock, and their names.
+        waiting: (`time.monotonic` at the begin, description) of the main thread's present wait for
+            other ranks; None without one.
+        operations: the same of the last calls.
     """
 
     simulated = False
@@ -223,10 +223,10 @@ class MpiWorld:
         vendor, version = MPI.get_vendor()
         self.library = f"{vendor} {'.'.join(map(str, version))}"
         self.keeps_order = platform.machine().lower() in ORDERED_MACHINES
-        self._thread = ThreadPoolExecutor(1, "beside")  # it begins with the first work
+        self._thread = ThreadPoolExecutor(1, "beside")  # starts with the first work
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
-        """Return when `ready()`, or at a time limit, asleep between looks at it."""
+        """Return when `ready()`, or at a time limit; sleep between polls."""
         pause_s = FIRST_S
         if ready():
             return True
@@ -243,20 +243,20 @@ class MpiWorld:
             self.waiting = None
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make()` returns: every rank is a process of its own."""
+        """Return `make()`: every rank is a process."""
         return make()
 
     def beside(self, work: Callable[[], T]) -> Future[T]:
-        """Start some work on a thread."""
+        """Queue work for the background thread."""
         return self._thread.submit(work)
 
     def watch_over_ranks(self) -> Callable[[], None]:
-        """Start the watchdog, and return what ends it. Collective."""
+        """Start the watchdog, and return its `close`. Collective."""
         self.watchdog = Watchdog(self)
         return self.watchdog.close
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
-        """Say for how long a wait for other ranks may last; see `watchdog`."""
+        """Set the time limits of waits for other ranks; see `watchdog`."""
         if self.watchdog is not None:
             self.watchdog.warning_s, self.watchdog.limit_s = warning_s, limit_s
             self.watchdog.folder = None if folder is None else folder.absolute()
@@ -267,7 +267,7 @@ def _gather(call: Callable[..., T], own: Buffer | None, into: Buffer, counts: Se
 
 
 def _named(world: MpiWorld, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:
-    """Return a call that says while it runs what it waits for, and since when."""
+    """Return a call that sets `world.waiting` while it runs."""
     append, now, what = world.operations.append, time.monotonic, f"{name} of {size} ranks"
 
     def named(*arguments: Any) -> T:
@@ -288,5 +288,5 @@ def mpi_world() -> MpiWorld:
 
 
 def wrap(comm: MPI.Comm) -> MpiComm:
-    """Return a communicator of mpi4py's as one of this world."""
+    """Return mpi4py's communicator as one of this world."""
     return MpiComm(comm, mpi_world())

@@ -1,19 +1,18 @@
-"""How a rank's program ends: together with the others', or by aborting the job for all.
+"""The end of a rank's program: together with the other ranks, or by aborting the job.
 
-MPI itself lets a rank that has failed wait in MPI_Finalize, and the others in their next message.
-Here every rank that comes to its end announces it first, in one small non-blocking all-gather:
+With MPI alone a failed rank waits in MPI_Finalize, and the others wait in their next message. Here
+every rank announces its end first, in one small non-blocking all-gather:
 
-    all ranks come to their end    each ends with its own status; an error that several share is
-                                   printed once
-    the others do not, and
-      this one has failed          after `GRACE_S` it prints its traceback and aborts the job
-      this one has ended well      it waits for them, at most `limit_s`, then aborts the job
+    all ranks end            each with its own status; an error shared by several is printed once
+    not all ranks end, and
+      this one has failed    after `GRACE_S` it prints its traceback and aborts the job
+      this one ended well    it waits for the others, at most `limit_s`, then aborts the job
 
-Covered: uncaught exceptions of the main and of other threads, Ctrl-C, and the end of the program on
-some ranks only. `sys.exit(status)` is a good end here, as Python tells nobody of its status: a rank
-that fails alone raises an exception. A signal, a crash and `os._exit` are the launcher's to notice;
-a training that has come to its end leaves `finished.json`. (An earlier version replaced `sys.exit`
-and `os._exit` for the whole process.)
+Covered: uncaught exceptions of the main and of other threads, Ctrl-C, and an end of the program on
+some ranks only. `sys.exit(status)` counts as a good end, because Python shows its status to no
+hook: a rank that fails alone must raise an exception. Signals, crashes and `os._exit` are detected
+by the launcher; a completed training leaves `finished.json`. (An earlier version replaced
+`sys.exit` and `os._exit` for the process, which rewrote the interpreter for a user's other code.)
 """
 
 import contextlib
@@ -33,22 +32,22 @@ from nnmpi.command import printable
 from nnmpi.errors import NnmpiError, name_ranks, told
 
 GRACE_S = 1.0
-# the launcher forwards what was printed only while the job lives: seen lost on a busy machine
+# The launcher forwards printed text only while the job lives: text was lost on a busy machine.
 DRAIN_S = 0.2
-# more than DRAIN_S, so that the first to give up ends the job before the next one prints
+# more than DRAIN_S, so that the first rank to give up ends the job before the next one prints
 STAGGER_S = 0.35
 LONGEST_TURN_S = 1.4
 INTERRUPTED = 130
-STALLED = os.EX_TEMPFAIL  # the status of a job that is ended because it has waited for too long
+STALLED = os.EX_TEMPFAIL  # exit status of a job aborted for a long wait
 
 
 class Shutdown:
-    """Ends one rank, whichever way its program ends. Making one is collective.
+    """Ends one rank, however its program ends. Making one is collective.
 
     Args:
         mpi: mpi4py's MPI module, initialized.
-        limit_s: how long a rank that ended well waits for the others.
-        world: MPI's.
+        limit_s: seconds that a rank that ended well waits for the others.
+        world: the `MpiWorld`.
     """
 
     def __init__(self, mpi: ModuleType, limit_s: float, world: Any) -> None:
@@ -57,7 +56,7 @@ class Shutdown:
         self._comm: Any = mpi.COMM_WORLD.Dup()
         self._process = os.getpid()
         self._announced = False
-        # what all ranks close together when they have come to their end
+        # called on all ranks together when all have ended
         self.close: Callable[[], None] = lambda: None
 
     def on_exception(
@@ -75,28 +74,28 @@ class Shutdown:
             abort(self._mpi, status)
         if rank == min(same):
             self._print(text, same)
-        raise SystemExit(status)  # the interpreter ends with it
+        raise SystemExit(status)  # sets the interpreter's exit status
 
     def on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         """End the job because of an uncaught exception in a thread: for `threading.excepthook`."""
         if self._is_child() or args.exc_value is None:
             threading.__excepthook__(args)
         elif not isinstance(args.exc_value, SystemExit):
-            # in a thread it ends the thread and means nothing more
+            # (SystemExit in a thread ends only the thread)
             name = args.thread.name if args.thread else "unknown"
             status, text = describe_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
             self._print(f"In thread {name}:\n{text}", [self._comm.Get_rank()])
             abort(self._mpi, status)
 
     def on_end(self) -> None:
-        """End because the program has come to its end: for `atexit`."""
+        """End after the end of the program: for `atexit`."""
         if self._is_child():
             _leave_fork(0)
         if self._mpi.Is_finalized():
             return
         if self._announced:
-            # all have failed: Open MPI's launcher kills who is not yet through when the first one
-            # ends
+            # All have failed. Open MPI's launcher kills the other ranks when the first one ends, so
+            # finalize, which waits for all, before this process ends.
             self.close()
             self._mpi.Finalize()
             time.sleep(DRAIN_S)
@@ -112,16 +111,17 @@ class Shutdown:
         self.close()
 
     def _turn_s(self) -> float:
-        """Return how much longer than rank 0 this rank waits before it aborts.
+        """Return the seconds that this rank waits longer than rank 0 before it aborts.
 
-        When several ranks give up, the first one ends the job, which saves the reader from the same
-        text twice.
+        So when several ranks give up, the first one ends the job before the others print the same
+        text again.
         """
         return float(min(STAGGER_S * self._comm.Get_rank(), LONGEST_TURN_S))
 
     def _announce(self, status: int, text: str, limit_s: float) -> list[int] | None:
-        """Announce this rank's end; return the ranks with the same status and text, None if not all
-        come in time.
+        """Announce this rank's end; return the ranks with the same status and text.
+
+        Return None if not all ranks end in time.
         """
         self._announced, self._world.waiter = True, None
         self._world.operations.append((time.monotonic(), "MPI's end, for the other ranks"))
@@ -129,7 +129,7 @@ class Shutdown:
             f"{status} {text}".encode(errors="backslashreplace"), digest_size=16
         ).digest()
         everyones = bytearray(len(local) * self._comm.Get_size())
-        # Not blocking: a rank whose partners never come to their end must notice and abort.
+        # Non-blocking: a rank whose partners never end must time out and abort.
         request = self._comm.Iallgather([local, self._mpi.BYTE], [everyones, self._mpi.BYTE])
         if not self._world.wait_until(request.Test, clock.now() + limit_s):
             return None
@@ -139,7 +139,7 @@ class Shutdown:
         return [rank for rank, digest in enumerate(digests) if digest == local]
 
     def _print(self, text: str, ranks: list[int]) -> None:
-        """Write the text to stderr; the ranks are named unless it is everybody's sentence."""
+        """Write the text to stderr; name the ranks unless all ranks share a one-line text."""
         if not text:
             return
         size = self._comm.Get_size()
@@ -158,7 +158,7 @@ class Shutdown:
 
 
 def complain(text: str) -> None:
-    """Print to stderr, behind what was printed so far."""
+    """Print to stderr, after pending output of stdout."""
     with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
         sys.stdout.flush()
         sys.stderr.write(printable(text) + "\n")
@@ -166,10 +166,11 @@ def complain(text: str) -> None:
 
 
 def abort(mpi: ModuleType, status: int) -> NoReturn:
-    """End the job, after what was printed has gone out."""
+    """Abort the job, after printed text has left."""
     time.sleep(DRAIN_S)
     with contextlib.suppress(OSError):
-        # MPICH leaves the names of its shared memory behind; who has it mapped keeps it
+        # MPICH leaves its files of shared memory behind at an abort. Unlinking is safe: a process
+        # that has one mapped keeps it.
         lines = Path("/proc/self/maps").read_text().splitlines()
         for name in {line.split()[-1] for line in lines if "/dev/shm/mpich_shm_" in line}:
             with contextlib.suppress(OSError):
@@ -179,9 +180,7 @@ def abort(mpi: ModuleType, status: int) -> NoReturn:
 
 
 def _leave_fork(status: int) -> NoReturn:
-    """End a fork of a rank; the interpreter's own end would finalize MPI in the name of the parent,
-    and wait there.
-    """
+    """End a fork of a rank; the interpreter's end would finalize the parent's MPI, and hang."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -191,10 +190,10 @@ def _leave_fork(status: int) -> NoReturn:
 def describe_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> tuple[int, str]:
-    """Return the status that an uncaught exception ends the program with, and what to print of it.
+    """Return an uncaught exception's exit status and text.
 
-    Of nnmpi's own errors the sentence is printed, of any other the traceback, and of Ctrl-C
-    nothing.
+    The text is the sentence of nnmpi's errors, nothing for Ctrl-C, and the traceback of any other
+    exception.
     """
     if isinstance(error := told(error), NnmpiError):
         return error.exit_status, str(error)

@@ -1,6 +1,7 @@
 """Starting MPI once, with the right thread level, so that one failed rank ends the job.
 
-After `start` MPI is up, exceptions and exits are watched, and BLAS has its threads.
+After `start` MPI runs, uncaught exceptions and exits end the job (`shutdown`), and BLAS has its
+number of threads.
 """
 
 import atexit
@@ -25,12 +26,10 @@ from nnmpi.comm.mpi.shutdown import Shutdown, complain, describe_uncaught
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import Launch, read_launch, user_chose_threads
 
-# The MPI library: loading it, starting it once, and refusing launches that cannot work in a
-# sentence.
-#
-# MPI is initialized by `load_mpi` and not at the import of mpi4py, because some mismatches end the
-# process inside MPI_Init. No thread of Python runs in MPI_Init, which waits for all ranks. So
-# faulthandler's timer, which needs none, ends the process there after a limit, with its stack.
+# MPI is initialized by `load_mpi` and not at the import of mpi4py, because some mismatches of
+# launcher and library end the process inside MPI_Init; here they are refused in a sentence before.
+# MPI_Init waits for all ranks and keeps Python's interpreter lock, so that no thread of Python runs
+# then. faulthandler's timer needs none: it ends the process after a limit, with its stack.
 
 START_LIMIT, EXIT_LIMIT = "NNMPI_START_LIMIT_S", "NNMPI_EXIT_LIMIT_S"
 START_LIMIT_S, EXIT_LIMIT_S = 300.0, 600.0
@@ -40,7 +39,7 @@ def read_limit(name: str, given: str | float) -> float:
     """Return a limit in seconds; `math.inf` for none.
 
     Raises:
-        UsageError: when it is not a positive number.
+        UsageError: for anything but a positive number.
     """
     with suppress(ValueError):
         if float(given) > 0:
@@ -57,8 +56,8 @@ def wait_for_all_ranks_to_start(mpi: ModuleType, limit_s: float) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-# Open MPI looks for network cards by libfabric, for about a second; between the ranks of one node
-# it uses none.
+# Open MPI searches for network cards through libfabric for about a second; ranks of one node need
+# none.
 NO_NETWORK = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_mtl": "^ofi"}
 _CHOSEN = ("OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_pml")
 _OTHER_LAUNCHERS = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
@@ -68,8 +67,8 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
     """Return mpi4py's MPI module, initialized with thread support; initializing again does nothing.
 
     Raises:
-        LaunchError: when no MPI library is found, or when this one does not belong to the launcher.
-        UsageError: for a limit of the start that is no number.
+        LaunchError: when no MPI library is found, or for one of another vendor than the launcher.
+        UsageError: for a start limit that is no number.
     """
     launch, limit_s = (
         read_launch(environ),
@@ -78,12 +77,12 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
     mpi = import_mpi()
     if not mpi.Is_initialized():
         refuse_mismatch(mpi.get_vendor()[0], launch, environ)
-        # Open MPI cannot start without a home directory, which jobs of cron and of some containers
-        # do not name.
-        home = os.path.expanduser("~")  # stays as it is for a user whom the system does not know
+        # Open MPI cannot start without a home directory, and jobs of cron and of some containers
+        # have no HOME.
+        home = os.path.expanduser("~")  # returns "~" for a user without an entry in the system
         os.environ.setdefault("HOME", tempfile.gettempdir() if home == "~" else home)
-        # Open MPI's UCX component for windows prints an error for each window where it cannot be
-        # used; nnmpi's windows are all shared memory, for which it is never used.
+        # Open MPI's UCX component for windows prints an error for each window that it cannot
+        # serve. It never serves shared memory, and nnmpi has no other windows.
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
         if stays_on_one_node(launch, os.environ):
             os.environ.update(NO_NETWORK)
@@ -97,10 +96,10 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
 
 
 def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool:
-    """True if all processes surely run on this node and the user chose no transport.
+    """Return whether all processes surely run on this node and the user chose no transport.
 
-    Without a launcher that is known there must be no trace of another one, which may have started
-    more elsewhere.
+    Without a known launcher, variables of an unknown one mean "no": it may have started processes
+    on other nodes.
     """
     if any(name in environ for name in _CHOSEN):
         return False
@@ -112,15 +111,14 @@ def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool
 def refuse_mismatch(
     vendor: str, launch: Launch | None, environ: Mapping[str, str], size: int | None = None
 ) -> None:
-    """Raise for a launcher that started several processes which are no job of this library.
+    """Raise when a launcher started several processes that this library does not join into a job.
 
-    Under some, MPI_Init would print noise or end the process, so they are refused before it. Under
-    others MPI knows of one process only: each would believe to be rank 0 of 1, and make the same
-    serial run.
+    With some launchers MPI_Init would print noise or end the process, so they are refused before
+    it. With others each process is rank 0 of 1 and would make the same serial run.
 
     Args:
-        vendor: the library's name as mpi4py gives it, such as "Open MPI" or "MPICH".
-        launch: what the launcher started; None without a known one.
+        vendor: the library's name from mpi4py, such as "Open MPI" or "MPICH".
+        launch: the launcher's processes; None without a known launcher.
         size: of MPI's world; None before MPI_Init.
 
     Raises:
@@ -164,22 +162,22 @@ SILENT_S = 3.0
 def start(exit_limit_s: float | None = None) -> Group:
     """Start MPI and return the group of all ranks, the same one on later calls. Collective.
 
-    BLAS computes with one thread from then on, as in the train command, unless the environment sets
-    another number (see `nnmpi.launcher`).
+    BLAS then uses one thread, as in the train command, unless the environment sets another number
+    (see `nnmpi.launcher`).
 
-    From then on an uncaught exception on one rank ends the whole job, with that rank's traceback
-    (for nnmpi's own errors: their sentence) printed once. `sys.exit(status)` on one rank does not:
-    raise an exception instead. See `nnmpi.comm.mpi.shutdown` for what is covered.
+    An uncaught exception on one rank then ends the job, and that rank's traceback (of nnmpi's
+    errors only the sentence) is printed once. `sys.exit(status)` on one rank does not end the job:
+    raise an exception instead. See `nnmpi.comm.mpi.shutdown`.
 
     Args:
-        exit_limit_s: how long a rank that ended its program waits for the others before it ends the
-            job. None leaves it as it is: the environment's NNMPI_EXIT_LIMIT_S, or else ten minutes;
-            `math.inf` is for ever.
+        exit_limit_s: seconds that a rank waits for the others after its program's end, before it
+            aborts the job; `math.inf` for ever. None keeps the limit: the environment's
+            NNMPI_EXIT_LIMIT_S, or else ten minutes.
 
     Raises:
-        LaunchError: when there is no MPI library, or when the launcher started several processes
-            that MPI does not know as one job. Only the launcher's rank 0 raises; the others end
-            silently with the same status.
+        LaunchError: without an MPI library, or when the launcher started several processes that MPI
+            does not join into one job. Only the launcher's rank 0 raises; the others end silently
+            with the same status.
         UsageError: for a limit that is not a positive number.
 
     Example:
@@ -195,7 +193,7 @@ def start(exit_limit_s: float | None = None) -> Group:
 
 @functools.cache
 def _start() -> tuple[Group, Shutdown]:
-    """Do what `start` does, the first time."""
+    """Do the work of `start`, once."""
     watch_alone()
     limit_s = read_limit(EXIT_LIMIT, os.environ.get(EXIT_LIMIT, EXIT_LIMIT_S))
     try:
@@ -203,15 +201,15 @@ def _start() -> tuple[Group, Shutdown]:
     except LaunchError as error:
         launch = read_launch(os.environ)
         if launch is not None and launch.rank > 0:
-            # later: the job ends with the first one, when rank 0 has told why
+            # Some launchers end the job with the first process; let rank 0 print the reason before.
             time.sleep(SILENT_S)
             raise SystemExit(error.exit_status) from None
         raise
-    # imports mpi4py.MPI, which must have been loaded by then
+    # its import of mpi4py.MPI would start MPI without the checks of `load_mpi`
     from nnmpi.comm.mpi.mpi_world import mpi_world
 
     if not user_chose_threads():
-        # the variables that a BLAS reads come too late for one that was loaded before
+        # not by a BLAS's environment variables: a loaded BLAS has read them already
         threadpoolctl.threadpool_limits(limits=1, user_api="blas")
     world = mpi_world()
     shutdown = Shutdown(mpi, limit_s, world)
@@ -233,9 +231,7 @@ def watch_alone() -> None:
 def _failed_alone(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """End a single process as `Shutdown.on_exception` ends a rank: the `sys.excepthook` while there
-    are no others.
-    """
+    """End a single process as `Shutdown.on_exception` ends a rank: the first `sys.excepthook`."""
     status, text = describe_uncaught(kind, error, trace)
     if text:
         complain(text)
