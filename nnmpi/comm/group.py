@@ -336,7 +336,7 @@ class Group(Communicator):
 
     # ---- parts of any lengths; device arrays go through host memory ----
 
-    def all_gather_v(self, own: Buffer, counts: Sequence[int]) -> list[Buffer]:
+    def all_gather_v(self, local: Buffer, counts: Sequence[int]) -> list[Buffer]:
         """Return every rank's part, in rank order, on every rank. Collective.
 
             counts (3, 1, 2)       rank 0  a a a          a a a b c c     all ranks
@@ -344,18 +344,18 @@ class Group(Communicator):
                                    rank 2  c c
 
         Args:
-            own: (counts[rank],) this rank's part.
+            local: (counts[rank],) this rank's part.
             counts: every rank's length, the same on all ranks; a part may be empty.
 
         Raises:
             ShapeError: when this rank's part has another length, or is not 1-D and contiguous.
         """
-        self._check_length(own, counts[self.rank])
-        everything = room_like(own, sum(counts))
-        sizes = [count * own.itemsize for count in counts]
-        self.comm.allgatherv(as_bytes(to_host(own)), as_bytes(everything), sizes)
+        self._check_length(local, counts[self.rank])
+        everything = room_like(local, sum(counts))
+        sizes = [count * local.itemsize for count in counts]
+        self.comm.allgatherv(as_bytes(to_host(local)), as_bytes(everything), sizes)
         stops = list(accumulate(counts))
-        full = from_host(everything, namespace(own))
+        full = from_host(everything, namespace(local))
         return [full[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
     def reduce_scatter_v(self, parts: Buffer, counts: Sequence[int]) -> Buffer:

@@ -180,31 +180,31 @@ class Comm(Protocol):
     def ibroadcast(self, data: Buffer, root: int, /) -> Request:
         """Start a broadcast."""
 
-    def allgather(self, own: Buffer, into: Buffer, /) -> None:
+    def allgather(self, local: Buffer, into: Buffer, /) -> None:
         """Write every rank's array, all of one length, one after another in rank order."""
 
-    def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
+    def allgatherv(self, local: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
         """Do the same with arrays of `counts` elements.
 
         Args:
-            own: this rank's array; None if it already lies at its offset in `into`.
+            local: this rank's array; None if it already lies at its offset in `into`.
             into: (sum of counts,) written.
             counts: elements of each rank, the same on all ranks.
         """
 
-    def iallgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> Request:
+    def iallgatherv(self, local: Buffer | None, into: Buffer, counts: Sequence[int]) -> Request:
         """Start it."""
 
-    def reduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int], /) -> None:
+    def reduce_scatter(self, array: Buffer, local: Buffer, counts: Sequence[int], /) -> None:
         """Write the sum over the ranks of this rank's part of the array.
 
         Args:
             array: (sum of counts,) the ranks' parts in rank order.
-            own: (counts[rank],) written; must not overlap `array`.
+            local: (counts[rank],) written; must not overlap `array`.
             counts: elements of each rank, the same on all ranks.
         """
 
-    def ireduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int], /) -> Request:
+    def ireduce_scatter(self, array: Buffer, local: Buffer, counts: Sequence[int], /) -> Request:
         """Start it."""
 
     # ---- other communicators ----

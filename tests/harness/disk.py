@@ -143,8 +143,10 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
     def _die(self) -> None:
         world = clock._clock.get()
         assert isinstance(world, SimulatedWorld)
-        world._scheduler.enter(world._own)
-        world._scheduler.fall(world._own, f"was killed in operation {self.operations} of the disk")
+        world._scheduler.begin_call(world._local)
+        world._scheduler.halt(
+            world._local, f"was killed in operation {self.operations} of the disk"
+        )
 
     def _open(
         self, real: Any, place: str, path: Any, mode: str = "r", *args: Any, **kwargs: Any

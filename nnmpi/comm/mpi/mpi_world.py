@@ -262,8 +262,8 @@ class MpiWorld:
             self.watchdog.folder = None if folder is None else folder.absolute()
 
 
-def _gather(call: Callable[..., T], own: Buffer | None, into: Buffer, counts: Sequence[int]) -> T:
-    return call(MPI.IN_PLACE if own is None else own, [into, list(counts)])
+def _gather(call: Callable[..., T], local: Buffer | None, into: Buffer, counts: Sequence[int]) -> T:
+    return call(MPI.IN_PLACE if local is None else local, [into, list(counts)])
 
 
 def _named(world: MpiWorld, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:

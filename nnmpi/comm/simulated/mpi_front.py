@@ -1,15 +1,18 @@
 """mpi4py's calls on simulated ranks: `MPI` for programs that `nnmpi.simrun` runs.
 
-    Send([x, MPI.DOUBLE], 1)             a buffer is read as views of its elements, one for each rank    `read_parts`
-    send({"a": 1}, 1)                    an object travels as its pickle, which never leaves this
-                                         process
-    Gather, Alltoallv, bcast ...         each rank shows what it has for whom, and takes what is for it    `_meet`
-    Reduce, scan ...                     each takes what all have, and combines it, neighbours first    `_fold`
-    MPI.Win                              refused by name
+    Send([x, MPI.DOUBLE], 1)         a buffer becomes views of its elements, one    `read_parts`
+                                     for each rank
+    send({"a": 1}, 1)                an object travels as its pickle, which never leaves this
+                                     process
+    Gather, Alltoallv, bcast ...     ranks exchange lists of arrays by target;      `_meet`
+                                     each takes its own entries
+    Reduce, scan ...                 each rank gets all ranks' values and           `_fold`
+                                     combines them, neighbours first
+    MPI.Win                          refused by name
 
-A message finds its receive as MPI has it: from any rank, with any tag, shorter than its room. Where
-MPI leaves open whose message is taken, the clocks decide, or else the seed. What programs hand over
-has no types; setup.cfg says so.
+A message matches its receive as in MPI: from any rank, with any tag, shorter than the buffer. When
+MPI leaves the choice of a message open, the clocks choose, or else the seed. Arguments of programs
+are untyped, so this module is, too; setup.cfg exempts it.
 """
 
 import pickle
@@ -29,37 +32,38 @@ from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm
 from nnmpi.errors import CommError
 from nnmpi.shard import split
 
-ANY_SOURCE = ANY_TAG = ANY = -1  # as Open MPI has them
+ANY_SOURCE = ANY_TAG = ANY = -1  # Open MPI's values
 PROC_NULL, UNDEFINED, SUCCESS = -2, -32766, 0
-ROOM_BYTES = 1 << 15  # of what mpi4py's irecv receives
-TICK_S = 1e-7  # what asking for the time takes: no two answers are the same
+ROOM_BYTES = 1 << 15  # mpi4py's buffer for the pickle of irecv
+TICK_S = 1e-7  # seconds of a call of Wtime: no two times are equal
 BYTE, PICKLED = np.dtype("u1"), np.dtype([("pickle", "u1")])
 IN_PLACE, COMM_NULL = object(), None
 
-# MPI's datatypes are NumPy's.
+# MPI's datatypes, and NumPy's codes.
 _TYPES = """
     BYTE u1  UNSIGNED_CHAR u1  UINT8_T u1  CHAR i1  SIGNED_CHAR i1  INT8_T i1  BOOL ?  C_BOOL ?
-    SHORT i2  INT16_T i2  UNSIGNED_SHORT u2  UINT16_T u2  INT i4  INTEGER i4  INT32_T i4  UNSIGNED u4  UINT32_T u4
+    SHORT i2  INT16_T i2  UNSIGNED_SHORT u2  UINT16_T u2
+    INT i4  INTEGER i4  INT32_T i4  UNSIGNED u4  UINT32_T u4
     LONG i8  LONG_LONG i8  INT64_T i8  UNSIGNED_LONG u8  UNSIGNED_LONG_LONG u8  UINT64_T u8
     FLOAT f4  REAL f4  DOUBLE f8  DOUBLE_PRECISION f8  COMPLEX c8  C_FLOAT_COMPLEX c8
     DOUBLE_COMPLEX c16  C_DOUBLE_COMPLEX c16
 """
 DATATYPES = {name: np.dtype(code) for name, code in re.findall(r"(\w+) (\S+)", _TYPES)}
 
-# What makes one of two arrays, and of two objects, each in an array of its own.
+# MPI's reductions, and NumPy's functions. (An object is reduced as an array of one.)
 _OPS = """
     SUM add  PROD multiply  MAX maximum  MIN minimum
     LAND logical_and  LOR logical_or  BAND bitwise_and  BOR bitwise_or
 """
 OPS = dict(re.findall(r"(\w+) (\S+)", _OPS))
 
-# In which collectives root alone gives, or takes; in which each rank gets what is its own. In the
-# others, all.
+# Collectives in which root alone sends, or receives, and those that send each rank its own part. In
+# all others all ranks send, all receive, and all get the same.
 GIVES, TAKES, DEALT = ("bcast", "scatter"), ("gather", "reduce"), ("scatter", "alltoall")
 
 
 def refuse(self, name):
-    """Refuse a name that is not there, of MPI's or of an object's."""
+    """Refuse an attribute that simulated MPI lacks, with a list of the existing ones."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
     there = [item for item in dir(self) if item[0] != "_"]
     raise AttributeError(
@@ -68,14 +72,14 @@ def refuse(self, name):
 
 
 class Status:
-    """Of a message that was received."""
+    """The envelope of a received message."""
 
     __getattr__ = refuse
     source = tag = ANY
     count = error = 0
 
     def Get_source(self):
-        """Return who has sent it."""
+        """Return its sender."""
         return self.source
 
     def Get_tag(self):
@@ -83,7 +87,7 @@ class Status:
         return self.tag
 
     def Get_count(self, datatype=BYTE):
-        """Return how many elements it has."""
+        """Return its number of elements."""
         return self.count // datatype.itemsize
 
 
@@ -93,8 +97,7 @@ def read_parts(spec, ranks):
     Args:
         spec: an array or other buffer, or a list of it with a datatype, a count, or counts and
             displacements.
-        ranks: among which it is divided where no counts are given, the first ones with one element
-            more.
+        ranks: the number of parts without counts; the first ones have one element more.
 
     Raises:
         ValueError: for a buffer that is too short, or has gaps.
@@ -122,7 +125,7 @@ def read_parts(spec, ranks):
 
 def _read(spec):
     (part,) = read_parts(spec, 1)
-    # as [None, MPI.BYTE], a message without elements
+    # [None, MPI.BYTE] is an empty message
     return np.empty(0, BYTE) if part is None else part
 
 
@@ -134,11 +137,11 @@ class Mailbox(MessageQueue):
     """All messages to a rank, and its receives."""
 
     def find_receive(self, message):
-        """Return the first receive that takes a message."""
+        """Return the first receive that matches a message."""
         return next((receive for receive in self.receives if _fits(message, receive)), None)
 
     def find_send(self, receive):
-        """Return a message that a receive takes: the first of its sender."""
+        """Return a message that matches a receive: the first of one of the senders."""
         scheduler = receive.owner.world._scheduler
         firsts = {
             send.request.owner.number: send for send in reversed(self.sends) if _fits(send, receive)
@@ -146,7 +149,7 @@ class Mailbox(MessageQueue):
         result = [*firsts.values()]
         if result and not scheduler.by_time:
             return scheduler.random.choice(result)
-        return min(result, key=lambda item: (not item.there, item.ready_s), default=None)
+        return min(result, key=lambda item: (not item.arrived, item.ready_s), default=None)
 
 
 def _fits(message, receive):
@@ -155,7 +158,7 @@ def _fits(message, receive):
 
 
 class Wire(SimulatedComm):
-    """Messages, matched as MPI does."""
+    """A communicator that matches messages as MPI does, with wildcards."""
 
     def _queue(self, source, target, tag):
         return self._board.queues.setdefault((self._number, ANY, target, ANY), Mailbox())
@@ -177,7 +180,7 @@ class Wire(SimulatedComm):
 
     def receive(self, into, source, tag):
         """Start receiving; into None for a pickle of any length."""
-        others = [rank for rank in self.members if rank != self._own.number] or self.members
+        others = [rank for rank in self.members if rank != self._local.number] or self.members
         partners = others if source == ANY else [self.members[source]]
         words = (
             f"{'any rank' if source == ANY else f'rank {partners[0]}'} with"
@@ -188,7 +191,7 @@ class Wire(SimulatedComm):
 
 
 def _fold(combine, values):
-    while len(values) > 1:  # neighbours first, as mpi4py does, and MPI with short arrays
+    while len(values) > 1:  # neighbours first: the order of mpi4py, and of MPI for short arrays
         pairs = zip_longest(values[::2], values[1::2])
         values = [x if y is None else combine(x, y) for x, y in pairs]
     return values[0]
@@ -206,7 +209,7 @@ class Request:
     def __bool__(self):
         return bool(self._started)
 
-    def __eq__(self, other):  # what is over is REQUEST_NULL
+    def __eq__(self, other):  # a completed request equals REQUEST_NULL
         return self is other or (isinstance(other, Request) and not self and not other)
 
     def Test(self, status=None):
@@ -214,7 +217,7 @@ class Request:
         return self._is_over() and self.Wait(status)
 
     def test(self, status=None):
-        """Return whether it is complete, and what was received."""
+        """Return whether it is complete, and the received object."""
         return (True, self.wait(status)) if self._is_over() else (False, None)
 
     def _is_over(self):
@@ -231,7 +234,7 @@ class Request:
         return True
 
     def wait(self, status=None):
-        """Return what was received."""
+        """Return the received object."""
         started = self._started
         self.Wait(status)
         return pickle.loads(started[0].envelope[2]) if self._loads and started else None
@@ -244,12 +247,12 @@ class Request:
 
     @staticmethod
     def waitall(requests, statuses=None):
-        """Return what was received."""
+        """Return the received objects."""
         return [item.wait(status) for item, status in zip_longest(requests, statuses or ())]
 
 
 class Intracomm:
-    """Some ranks, as mpi4py has them."""
+    """mpi4py's communicator, on simulated ranks."""
 
     __getattr__ = refuse
 
@@ -261,16 +264,16 @@ class Intracomm:
         return self.rank
 
     def Get_size(self):
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return self.size
 
     def Abort(self, errorcode=0):
-        """End all ranks at once."""
-        self._wire._scheduler.failure = self._wire._own.number, SystemExit(errorcode)
+        """End all ranks."""
+        self._wire._scheduler.failure = self._wire._local.number, SystemExit(errorcode)
         raise Abandoned
 
     def Barrier(self):
-        """Return when all ranks have come here."""
+        """Return when all ranks have entered the barrier."""
         self._wire.barrier()
 
     barrier = Barrier
@@ -331,11 +334,11 @@ class Intracomm:
     # ---- collectives ----
 
     def _meet(self, name, root, give, *words):
-        """Return what the ranks have for this one, and where they gave it.
+        """Return the ranks' arrays for this rank, each with the source lines of its call.
 
         Args:
-            give: returns arrays, one for all ranks or one for each; called with how many.
-            words: what all must bring alike.
+            give: number of parts, 1 or one for each rank -> this rank's arrays.
+            words: must be equal on all ranks.
         """
         gives, takes, dealt = (
             name.lower().removesuffix("v") in item for item in (GIVES, TAKES, DEALT)
@@ -427,16 +430,16 @@ class Intracomm:
     # ---- other communicators ----
 
     def Split(self, color=0, key=0):
-        """Return one of the ranks of a color; COMM_NULL for UNDEFINED."""
+        """Return the communicator of the ranks with one color; COMM_NULL for UNDEFINED."""
         wire = self._wire.split(color, key)
         return COMM_NULL if color == UNDEFINED else Intracomm(wire)
 
     def Dup(self):
-        """Return another one of the same ranks."""
+        """Return another communicator of the same ranks."""
         return Intracomm(self._wire.duplicate())
 
     def Free(self):
-        """Give it back: there is nothing to give."""
+        """Do nothing: a simulated communicator has no resources."""
 
     def Create_cart(self, dims, periods=False, reorder=False):
         """Return the first ranks on a grid, row by row; COMM_NULL for the others."""
@@ -469,11 +472,11 @@ class Cartcomm(Intracomm):
         self.coords = self.Get_coords(self.rank)
 
     def Get_coords(self, rank):
-        """Return where a rank is."""
+        """Return a rank's coordinates."""
         return [int(item) for item in np.unravel_index(rank, self.dims)]
 
     def Get_cart_rank(self, coords):
-        """Return who is there; PROC_NULL beyond an end."""
+        """Return the rank at some coordinates; PROC_NULL beyond an end."""
         with suppress(ValueError):
             return int(
                 np.ravel_multi_index(
@@ -483,7 +486,7 @@ class Cartcomm(Intracomm):
         return PROC_NULL
 
     def Shift(self, direction, disp):
-        """Return from whom and to whom a shift along a direction goes."""
+        """Return the source and the target of a shift along a direction."""
         step = disp * np.eye(len(self.dims), dtype=int)[direction]
         return self.Get_cart_rank(self.coords - step), self.Get_cart_rank(self.coords + step)
 
@@ -495,13 +498,13 @@ _SAME = (
 
 
 def make_modules(wire: Any) -> dict[str, ModuleType]:
-    """Return what stands for mpi4py on a rank, by name."""
+    """Return a rank's replacements of mpi4py's modules, by name."""
 
     def wtime():
         wire.world.sleep(TICK_S)
         return wire.world.now()
 
-    local = wire._own
+    local = wire._local
     alone = Wire(wire._board, wire.world, local, [local.number], -1 - local.number)
     mpi, package = ModuleType("mpi4py.MPI"), ModuleType("mpi4py")
     vars(package).update(

@@ -1,27 +1,26 @@
-"""Whose turn it is among simulated ranks, and how late it is for each of them.
+"""The scheduler of simulated ranks: their turns, and their clocks.
 
-Every rank is a thread, and one of them has the turn: all others wait at their gates. It changes
-only inside calls that communicate, so between them a rank computes undisturbed. What can happen
-next stands in an agenda:
+Every rank is a thread, and one of them has the turn; all others wait at their gates. The turn
+changes only inside communicating calls, so between them a rank computes undisturbed. An agenda
+holds the next events:
 
-    agenda    rank 2 goes on  |  a message reaches rank 0  |  rank 1 goes on  | ...
-    rank 0    computes, waits for a message ..............   goes on
-    rank 1    computes, sends, looks for a message (its turn may end here)
+    agenda    rank 2 continues  |  a message reaches rank 0  |  rank 1 continues  | ...
+    rank 0    computes, waits for a message .................   continues
+    rank 1    computes, sends, polls for a message (its turn may end here)
 
-In what order, depends on what computing costs:
+The order of the agenda depends on the cost of computing:
 
-    nothing, or what is given    by time: whoever's clock is earliest goes on, and the seed decides
-                                 where times are equal. All seconds are then exact, and the same for
-                                 the same seed.
-    its measured time            as the seed draws it: the clocks follow, but who goes first does
-                                 not depend on them, as a measured second is never the same twice,
-                                 and the order must be.
+    zero, or a given time    by time: the rank with the earliest clock continues, and the seed
+                             breaks ties. All seconds are exact, and equal for equal seeds.
+    its measured time        drawn from the seed. The clocks advance, but do not decide the order:
+                             a measured second is never the same twice, and the order must be.
 
-When the agenda is empty and somebody still waits, nobody can ever continue. That is a deadlock, and
-is reported at once.
+An empty agenda with ranks still waiting is a deadlock, and is reported at once.
 
-Sources: conservative simulation of parallel programs, as in SimGrid's SMPI (Clauss et al., 2011);
-one seed for every choice, as in FoundationDB's simulation (Zhou et al., SIGMOD 2021).
+Threads, and not coroutines: a rank's program communicates deep inside ordinary functions, which
+would all have to become coroutines. Sources: conservative simulation of parallel programs, as in
+SimGrid's SMPI (Clauss et al., 2011); one seed for every choice, as in FoundationDB's simulation
+(Zhou et al., SIGMOD 2021).
 """
 
 from __future__ import annotations
@@ -42,30 +41,28 @@ from typing import Any, TypeAlias
 
 from nnmpi.errors import CommError
 
-# What can go wrong among simulated ranks, on purpose: ranks that die, stop or are slow, and
-# messages that are late.
+# Injected faults: ranks that die, stop or are slow, and messages that are late.
 #
-#     kill    rank 2 ---- call 57 x                       as by kill -9: no line of its program runs any more
-#             others ---------------- x                   the launcher ends them a little later, whatever they do
-#     stop    rank 2 ---- call 57 .....................   it never goes on
-#             others ------------- wait for it            until nobody can go on any more
+#     kill    rank 2 ---- call 57 x                       as by kill -9: its program runs no further
+#             others ---------------- x                   the launcher ends them a little later
+#     stop    rank 2 ---- call 57 .....................   it never continues
+#             others ------------- wait for it            until no rank can continue
 #
-# Both end the simulation with an error that names the rank, its call and its line, and what the
-# others waited for. Where a rank is slow or a message late, the order of all that happens is
-# another one; the results must not be.
+# Both end the simulation with an error that names the rank, its call and its line, and the waits of
+# the others. Slow ranks and late messages change the order of events; they must not change results.
 
-LATE = 50.0  # how many usual delays a late message takes
-LATE_S = 1e-3  # the same on clocks, where all seconds are exact
+LATE = 50.0  # a late message's delay in usual delays
+LATE_S = 1e-3  # seconds of a usual delay when all seconds are exact
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong in a simulation.
+    """Faults to inject into a simulation.
 
     Attributes:
-        kill, stop: in which of its calls a rank is killed, or stops, by rank; calls count from 1.
-        slow: how many times as long a rank lets others go first, by rank.
-        late: the share of messages that are late.
+        kill, stop: by rank, the number of the call in which it is killed or stops; from 1.
+        slow: by rank, the factor of the time between its turns.
+        late: the share of late messages.
     """
 
     kill: Mapping[int, int] = field(default_factory=dict)
@@ -80,30 +77,29 @@ class Faults:
         return LATE if self.late and random.random() < self.late else 0.0
 
 
-# what a look for messages costs a rank that computes in no time: else it could look for ever
-LOOK_S = 1e-7
-FRUITLESS_LOOKS = 20_000  # by one rank when nothing else can happen
-INTERRUPTED_S = 2.0  # for the ranks to end in, once the program was broken off from outside
-LAUNCHER_TURNS = 8  # of each rank, at most, before the launcher has ended all after one was killed
-SPREAD = 4  # the seed may put somebody behind so many turns of each rank
+# The seconds of a poll for messages when computing takes none. With 0, a rank that polls would keep
+# the earliest clock and the turn for ever.
+POLL_S = 1e-7
+FRUITLESS_POLLS = 20_000  # polls of one rank with an empty agenda until a deadlock is reported
+INTERRUPTED_S = 2.0  # for the ranks to end after an interrupt from outside
+LAUNCHER_TURNS = 8  # turns of each rank, at most, between a kill and the launcher's end of the job
+SPREAD = 4  # the seed may postpone an event by this many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
 PACKAGE_FOLDER = str(Path(__file__).parents[2])
 
 Lines: TypeAlias = tuple[tuple[str, int], ...]
-"""Places in source files, (file, line): where a call was made, innermost first."""
+"""(file, line) of a call in the source, innermost first."""
 
 
 def _closed_gate() -> threading.Lock:
-    """Return a lock that another thread releases: the cheapest way of Python to let one thread go
-    on.
-    """
+    """Return a lock for another thread to release: Python's cheapest way to wake one thread."""
     gate = threading.Lock()
     gate.acquire()
     return gate
 
 
 class Abandoned(BaseException):
-    """Raised on ranks that stop because another failed; only the scheduler catches it."""
+    """Raised on all other ranks after a failure; only the scheduler catches it."""
 
 
 @dataclass(eq=False)
@@ -112,14 +108,14 @@ class SimulatedRank:
 
     Attributes:
         number: of this rank among all.
-        clock_s: how late it is here.
-        waits_for: what it waits for, or has waited for last, as text.
-        lines: where.
-        ended: whether its program is over.
-        news: a number that changes when one of its requests becomes complete, and when it has
-            waited for one: then looking once more may find something.
-        calls: how many calls it has made.
-        world: as this rank sees it, with the step of training in which it is.
+        clock_s: its simulated time.
+        waits_for: its present or last wait, as text.
+        lines: the source lines of that wait.
+        ended: whether its program has ended.
+        events: a counter of completed and awaited requests; when it has changed, another poll may
+            succeed.
+        calls: number of calls so far.
+        world: its view of the world, with its step of training.
     """
 
     number: int
@@ -127,35 +123,37 @@ class SimulatedRank:
     waits_for: str = ""
     lines: Lines = ()
     ended: bool = False
-    news: int = 0
+    events: int = 0
     calls: int = 0
     world: Any = None
     _awaits: set[Any] | None = None
     _blames: Callable[[], Sequence[int]] = tuple
     _cpu_s: float = 0.0
-    _looks: int = 0
+    _polls: int = 0
     _gate: threading.Lock = field(default_factory=_closed_gate)
 
 
 class Scheduler:
-    """Lets ranks take turns.
+    """Runs the threads of ranks one at a time.
 
     Args:
-        size: how many ranks.
-        seed: of everything that is drawn.
-        cpu_factor: seconds of a rank's clock for each second of processor time that its thread
-            computed; with 0 computing takes no time, and the order is that of the clocks.
-        faults: what goes wrong.
+        size: number of ranks.
+        seed: of all random choices.
+        cpu_factor: seconds of a rank's clock per processor second of its thread; with 0 computing
+            takes no time, and events come in the order of the clocks.
+        faults: the faults to inject.
 
     Attributes:
         ranks: by number.
-        seed: this one.
-        random: for what else is to be drawn.
-        by_time: whether the order is that of the clocks; may be set to False before the ranks run.
-        turns: how many times the turn has changed.
-        on_turn: called on a rank's thread, with its number, when it has the turn.
-        failure: the rank that failed first, and its exception; None while all is well.
-        fallen: what became of ranks that were killed or have stopped, as text.
+        seed: as given.
+        random: the source of all random choices.
+        by_time: whether events come in the order of the clocks; may be set to False before the
+            ranks run.
+        turns: number of changes of the turn.
+        on_turn: called with the rank's number on its thread, when it gets the turn.
+        failure: the rank that failed first (-1 for none in particular), and its exception; None
+            without a failure.
+        halted: descriptions of the killed and stopped ranks, by number.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class Scheduler:
         self.turns = 0
         self.on_turn: Callable[[int], object] = str
         self.failure: tuple[int, BaseException] | None = None
-        self.fallen: dict[int, str] = {}
+        self.halted: dict[int, str] = {}
         self._faults, self._last_turn = faults, inf
         self._factor = cpu_factor
         self._agenda: list[tuple[float, float, int, SimulatedRank | Callable[[], None]]] = []
@@ -177,21 +175,21 @@ class Scheduler:
     # ---- the agenda ----
 
     def plan(self, at_s: float, what: SimulatedRank | Callable[[], None]) -> None:
-        """Let a rank continue, or something happen, at a time (or when the seed says)."""
+        """Enter a rank's turn or an event into the agenda, for a time or a drawn position."""
         self._planned += 1
         draw = self.random.random()
         if self._faults is not None:
-            put_off = self._faults.delay(
+            delay = self._faults.delay(
                 what.number if isinstance(what, SimulatedRank) else None, self.random
             )
-            at_s, draw = at_s + put_off * LATE_S, draw + put_off
+            at_s, draw = at_s + delay * LATE_S, draw + delay
         key = (
             (at_s, draw) if self.by_time else (self._planned + draw * SPREAD * len(self.ranks), 0.0)
         )
         heapq.heappush(self._agenda, (*key, self._planned, what))
 
-    def enter(self, rank: SimulatedRank) -> None:
-        """Begin a call: what the rank computed since its last one is put on its clock.
+    def begin_call(self, rank: SimulatedRank) -> None:
+        """Begin a call: charge the computation since the last one to the rank's clock.
 
         Raises:
             Abandoned: when another rank has failed.
@@ -201,51 +199,52 @@ class Scheduler:
         rank.calls += 1
         if self._faults is not None:
             if rank.calls == self._faults.kill.get(rank.number):
-                self.fall(rank, "was killed")
+                self.halt(rank, "was killed")
             if rank.calls == self._faults.stop.get(rank.number):
-                self.fall(rank, "has stopped", alone=True)
+                self.halt(rank, "has stopped", alone=True)
         self._charge(rank)
         if self.by_time and self._agenda and self._agenda[0][0] < rank.clock_s:
-            self.give_way(rank)
+            self.yield_turn(rank)
 
-    def fall(self, rank: SimulatedRank, words: str, alone: bool = False) -> None:
-        """Let a rank, this thread's, never continue.
+    def halt(self, rank: SimulatedRank, fate: str, alone: bool = False) -> None:
+        """Halt this thread's rank for ever.
 
         Args:
-            words: what has become of it.
+            rank: this thread's.
+            fate: for the report, such as "was killed".
             alone: whether the launcher does not notice.
 
         Raises:
-            Abandoned: at the end of all.
+            Abandoned: at the end of the simulation.
         """
-        self.fallen[rank.number] = (
-            f"rank {rank.number} {words} in its call {rank.calls}{_at(find_lines())}"
+        self.halted[rank.number] = (
+            f"rank {rank.number} {fate} in its call {rank.calls}{_at(find_lines())}"
         )
         if not alone:
             self._last_turn = self.turns + self.random.randrange(LAUNCHER_TURNS * len(self.ranks))
         self._pass_on(rank)
         raise Abandoned
 
-    def leave(self, rank: SimulatedRank) -> None:
-        """End a call; the time since it began is not the rank's."""
+    def end_call(self, rank: SimulatedRank) -> None:
+        """End a call: its processor time is the simulation's and not charged."""
         if self._factor:
             rank._cpu_s = time.thread_time()
 
-    def give_way(self, rank: SimulatedRank) -> None:
-        """Let others continue whose turn it is, before this rank does."""
+    def yield_turn(self, rank: SimulatedRank) -> None:
+        """Run the events that come before this rank's clock, or before its drawn position."""
         if self._agenda:
             self.plan(rank.clock_s, rank)
             self._pass_on(rank)
 
-    def look_in_vain(self, rank: SimulatedRank) -> None:
-        """Count a look of a rank for something that is not there yet.
+    def count_fruitless_poll(self, rank: SimulatedRank) -> None:
+        """Count a poll that found an incomplete request.
 
         Raises:
-            CommError: when it looks again and again, and nothing can ever happen.
+            CommError: for a loop of polls with an empty agenda, which can never succeed.
         """
-        rank.clock_s += LOOK_S if self.by_time else 0.0
-        rank._looks = 0 if self._agenda else rank._looks + 1
-        if rank._looks > (FRUITLESS_LOOKS if not self.fallen else len(self.ranks)):
+        rank.clock_s += POLL_S if self.by_time else 0.0
+        rank._polls = 0 if self._agenda else rank._polls + 1
+        if rank._polls > (FRUITLESS_POLLS if not self.halted else len(self.ranks)):
             rank.waits_for, rank.lines = "a loop that looks for messages", find_lines()
             raise self._deadlock()
 
@@ -258,25 +257,25 @@ class Scheduler:
         blames: Callable[[], Sequence[int]],
         until_s: float = inf,
     ) -> None:
-        """Return when all of some requests have become complete, or at a time limit.
+        """Block until all of some requests are complete, or until a time limit.
 
         Args:
             rank: this thread's.
-            awaits: the requests; the next one of its own, whichever that is, where there are none.
-            waits_for: what it waits for, as text.
-            lines: where.
-            blames: returns the ranks for which it waits, for the report of a deadlock.
-            until_s: when it continues even so.
+            awaits: the requests; an empty set means the rank's next request to complete.
+            waits_for: the wait as text.
+            lines: its source lines.
+            blames: returns the awaited ranks, for the report of a deadlock.
+            until_s: the limit, in simulated seconds.
         """
         rank.waits_for, rank.lines, rank._awaits, rank._blames = waits_for, lines, awaits, blames
         if until_s < inf:
             self.plan(until_s, partial(self._end_wait, rank, awaits, until_s))
         self._pass_on(rank)
 
-    def tell(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
-        """Notify a rank that a request is complete; it continues if it waited for that."""
-        rank.news += 1
-        rank._looks = 0
+    def notify(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
+        """Notify a rank of a complete request; plan its turn if it waited for this one last."""
+        rank.events += 1
+        rank._polls = 0
         if rank._awaits is None:
             return
         rank._awaits.discard(request)
@@ -284,7 +283,7 @@ class Scheduler:
             self._end_wait(rank, rank._awaits, at_s)
 
     def _end_wait(self, rank: SimulatedRank, awaits: set[Any], at_s: float) -> None:
-        """Let a rank continue, if it still waits for these requests."""
+        """Plan a rank's turn, if it still waits for these requests."""
         if rank._awaits is awaits:
             rank.clock_s = max(rank.clock_s, at_s)
             rank._awaits = None
@@ -293,16 +292,16 @@ class Scheduler:
     # ---- clocks ----
 
     def now(self, rank: SimulatedRank) -> float:
-        """Return how late it is for a rank, this thread's."""
+        """Return the clock of this thread's rank."""
         self._charge(rank)
         return rank.clock_s
 
     def sleep(self, rank: SimulatedRank, seconds: float) -> None:
-        """Let time pass for a rank, this thread's."""
-        self.enter(rank)
+        """Advance the clock of this thread's rank."""
+        self.begin_call(rank)
         rank.clock_s += max(0.0, seconds)
-        self.give_way(rank)
-        self.leave(rank)
+        self.yield_turn(rank)
+        self.end_call(rank)
 
     def _charge(self, rank: SimulatedRank) -> None:
         if self._factor:
@@ -315,7 +314,7 @@ class Scheduler:
     def run(self, program: Callable[[int], None]) -> None:
         """Call `program(number)` on a thread for each rank; return when all have ended.
 
-        Afterwards `failure` says whether one failed.
+        Afterwards `failure` has the first failure.
         """
         threads = [
             threading.Thread(
@@ -332,7 +331,7 @@ class Scheduler:
         except BaseException as error:
             # Ctrl-C, or a test's time limit, reaches the thread that waits here
             self.failure = self.failure or (-1, error)
-            # a rank that waits for what never comes is left behind, and all after it
+            # do not join the threads: one may be stuck in the program's own code
             self._over.wait(INTERRUPTED_S)
             return
         for thread in threads:
@@ -343,7 +342,7 @@ class Scheduler:
         try:
             if self.failure is None:
                 self.on_turn(rank.number)
-                self.leave(rank)
+                self.end_call(rank)
                 program(rank.number)
                 self._charge(rank)
         except Abandoned:
@@ -355,7 +354,7 @@ class Scheduler:
         self._hand_over(None)
 
     def _pass_on(self, rank: SimulatedRank) -> None:
-        """Let whoever is next continue, and return when it is this rank's turn again."""
+        """Pass the turn to the next rank, and return when it is this rank's turn again."""
         if self._hand_over(rank):
             return
         rank._gate.acquire()
@@ -363,9 +362,10 @@ class Scheduler:
         if self.failure is not None:
             raise Abandoned
 
-    def _hand_over(self, own: SimulatedRank | None) -> bool:
-        """Do what stands in the agenda up to the next rank; return whether that is `own`, whose
-        turn it is already.
+    def _hand_over(self, local: SimulatedRank | None) -> bool:
+        """Run the agenda's events up to the next rank's turn, and wake that rank.
+
+        Return True, without waking, if it is `local`, which runs this.
         """
         while self.failure is None and self._agenda:
             if self.turns >= self._last_turn:
@@ -375,10 +375,10 @@ class Scheduler:
             if not isinstance(what, SimulatedRank):
                 try:
                     what()
-                except Exception as error:  # a mistake of some rank, found when all had come
-                    self.failure = (own.number if own is not None else -1, error)
+                except Exception as error:  # a program's mistake, found by the last rank to arrive
+                    self.failure = (local.number if local is not None else -1, error)
                 continue
-            if what is own:
+            if what is local:
                 return True
             self.turns += 1
             what._gate.release()
@@ -389,20 +389,20 @@ class Scheduler:
             return False
         if self.failure is None:
             self.failure = (-1, self._deadlock())
-        if own is not None:
+        if local is not None:
             raise Abandoned
-        left[0]._gate.release()  # one after the other, as each hands over when it has ended
+        left[0]._gate.release()  # one at a time: each hands over to the next when it has ended
         return False
 
     def _deadlock(self) -> CommError:
-        waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.fallen]
+        waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.halted]
         lines = [
             f"  rank {item.number} waits for {item.waits_for}, {_since(item)}{_at(item.lines)}"
             for item in waiting
         ]
-        if self.fallen:
+        if self.halted:
             return CommError(
-                "\n".join(["; ".join(self.fallen.values()) + "; the job is ended", *lines])
+                "\n".join(["; ".join(self.halted.values()) + "; the job is ended", *lines])
             )
         ended = [rank.number for rank in self.ranks if rank.ended]
         if ended:
@@ -428,35 +428,31 @@ def _at(lines: Lines) -> str:
 
 
 def describe_lines(lines: Lines) -> str:
-    """Return places in the source as text, on one line."""
+    """Return source lines as text on one line."""
     return " from ".join(f"{file}:{line}" for file, line in lines) or "an unknown line"
 
 
 def find_lines() -> Lines:
-    """Return the call's place in the program: nnmpi's line next to it, and its caller's."""
+    """Return the lines of the present call: nnmpi's, and the program's that called it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _lies_in(OWN_FOLDER, frame.f_code.co_filename):
         frame = frame.f_back
     within = frame
     while frame is not None and _lies_in(PACKAGE_FOLDER, frame.f_code.co_filename):
         frame = frame.f_back
-    places = [within, frame] if within is not frame else [frame]
-    return tuple(
-        (place.f_code.co_filename, place.f_lineno) for place in places if place is not None
-    )
+    frames = [within, frame] if within is not frame else [frame]
+    return tuple((item.f_code.co_filename, item.f_lineno) for item in frames if item is not None)
 
 
-@cache  # each message asks, for every call around it
+@cache  # called for every frame around every message
 def _lies_in(folder: str, file: str) -> bool:
     return file.startswith(folder)
 
 
 def _find_cycle(blamed: dict[int, list[int]]) -> list[int]:
-    """Return ranks of which each waits for the next, the first of them again at the end; [] where
-    there are none.
-    """
+    """Return a circle of ranks that wait for the next, its first rank again at the end; or []."""
     try:
         TopologicalSorter(blamed).prepare()
     except CycleError as error:
-        return list(reversed(error.args[1]))  # there each is waited for by the next
+        return list(reversed(error.args[1]))  # in it each rank is awaited by the next
     return []

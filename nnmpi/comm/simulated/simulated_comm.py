@@ -1,13 +1,13 @@
 """The calls of `comm.world.Comm` in a simulated world.
 
-A message and its receive find one another by (communicator, from, to, tag), in the order of their
-starts. A short one is copied and has left; a long one goes when both ends have come to it. To the
-n-th collective of a communicator each rank brings what it has, and the last one to come lets all go
-on.
+A message and its receive are paired by (communicator, from, to, tag), in the order of their starts.
+A short message is copied, so its send completes at once; a long one starts when both ends have come
+to it. Each rank adds its argument to the communicator's n-th collective, and the last rank to
+arrive completes it for all.
 
-    rank 0   allreduce #7 ......................|          #7 is the seventh collective of this communicator, on every
-    rank 1            allreduce #7 .............|          rank; who brings another name, length or dtype is told so
-    rank 2                         allreduce #7 |
+    rank 0   allreduce #7 ......................|     #7 is the communicator's seventh collective
+    rank 1            allreduce #7 .............|     on every rank; another name, length or dtype
+    rank 2                         allreduce #7 |     on one of them is an error
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from nnmpi.errors import CommError
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
-# When a message arrives, by the same machine that the cost model has (`comm.machine`).
+# The arrival of a message, by the cost model's machine (`comm.machine`).
 #
-# inside a node     ready |-- curve(bytes) --| there
-# between nodes     ready |. waits .|-- bytes, with both links for itself --|-- latency --| there
+# inside a node     ready |-- curve(bytes) --| arrived
+# between nodes     ready |. waits .|-- bytes, alone on both links --|-- latency --| arrived
 #
-# short message     leaves at once, and waits at its end until it is received
+# short message     leaves at once, and waits at the receiver for its receive (eager)
 # long message      begins when both ends have come to it (rendezvous)
 #
-# What leaves a node, and what enters one, goes one after another (`links`), as in simulated
-# collectives.
+# Messages that leave or enter a node share its link (`machine.Links`), as in simulated collectives.
 
-# Open MPI's limit between ranks of a node; its limits on networks are of that order
+# Open MPI's limit between ranks of a node; its limits on networks are of the same order.
 EAGER_BYTES = 4096
 
 
-_ALL_REDUCES: tuple[Cost, ...] = (  # MPI takes recursive doubling for short arrays
+# Closed forms of MPI's native collectives, by call; the cheapest one counts.
+_ALL_REDUCES: tuple[Cost, ...] = (  # the first: recursive doubling, MPI's choice for short arrays
     lambda N: (levels(N), levels(N), 0),
     ALGORITHMS["ring"].cost,
 )
@@ -73,35 +73,35 @@ _WAYS: Mapping[str, Sequence[Cost]] = MappingProxyType(
 _LATENCIES: Sequence[Cost] = (lambda N: (levels(N), 0, 0),)
 
 
-# What a simulated rank has started, and the mistakes that can be seen in it.
+# Open requests of a simulated rank, and mistakes with them.
 #
-# MPI forbids what is named here and mostly says nothing: numbers are wrong sometimes, or a job
-# hangs. The same mistakes are found on real jobs by MUST (Hilbrich et al., 2009); where all ranks
-# are in one process, looking is enough.
+# MPI forbids these mistakes but mostly does not report them: numbers are wrong sometimes, or a job
+# hangs. MUST (Hilbrich et al., 2009) finds them on real jobs by intercepting MPI's calls; with all
+# ranks in one process, comparing memory ranges is enough.
 #
-#     a buffer is given to two requests at once, one of which writes it
-#     an array is changed while it is being sent
-#     a message is longer or shorter than what it is received into
-#     somebody ends without having waited for what it started; nobody receives a message
+#     two open requests use one buffer, and one of them writes it
+#     an array changes while it is being sent
+#     a message and its receive differ in length
+#     a rank ends with a request never awaited; a message is never received
 
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """Something that a rank has started.
+    """A message, receive or collective that a rank has started.
 
     Attributes:
         owner: the rank.
-        what: it is, as text.
-        lines: where it was started.
-        missing: returns the ranks, by number, without which it does not become complete now.
+        what: description.
+        lines: the source lines of its start.
+        missing: returns the numbers of the ranks whose calls it still needs.
         memory: the bytes that it reads or writes.
         writes: whether it writes them.
-        checksum: of `memory` when it was started, if it reads that; else None.
-        envelope: of a message: the sender's number in its communicator, the tag, the dtype. Of a
-            receive: what it takes, and later what it has got.
-        complete: whether it is.
-        complete_s: when it became so, by simulated time.
-        result: what this rank gets of a collective that makes something.
+        checksum: of `memory` at the start, if it reads that; else None.
+        envelope: (sender's number in its communicator, tag, dtype) of a message; of a receive those
+            that it accepts, and later the received ones.
+        complete: whether it is complete.
+        complete_s: the simulated time of completion.
+        result: this rank's result of a collective that returns one.
     """
 
     owner: SimulatedRank
@@ -131,10 +131,10 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
     """A rank's unfinished requests, with the address ranges they read or write."""
 
     def add(self, request: SimulatedRequest) -> None:
-        """Note a request.
+        """Add a request.
 
         Raises:
-            CommError: when its memory is in use by another one, and one of the two writes.
+            CommError: when another one uses its memory, and one of the two writes.
         """
         memory = request.memory
         begin = 0 if memory is None else memory.__array_interface__["data"][0]
@@ -150,10 +150,10 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
         self[request] = begin, end
 
     def close(self, request: SimulatedRequest) -> None:
-        """Note that a request was waited for.
+        """Remove an awaited request.
 
         Raises:
-            CommError: when what it sent was changed meanwhile.
+            CommError: when the array that it sent was changed meanwhile.
         """
         if self.pop(request, None) is None:
             return
@@ -163,21 +163,21 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
                 f" ({describe_lines(request.lines)}); wait for the request before the array is"
                 " written"
             )
-        request.memory = None  # whoever still knows the request does not keep the array
+        request.memory = None  # a kept request does not keep the array alive
 
 
 @dataclass(eq=False)
 class SimulatedMessage:
-    """A message under way.
+    """A message in flight.
 
     Attributes:
-        request: of its sender.
+        request: the sender's.
         nbytes: its length.
-        data: a copy, if it left at once; None while its sender's memory is read when it arrives.
-        ready_s: when it was sent.
-        both_ways: whether its sender was receiving then.
-        there: whether it has arrived at its end, received or not.
-        receive: the request that it is for, once there is one.
+        data: a copy, of a short message; None if the sender's memory is read at the arrival.
+        ready_s: the time of its start, later of its arrival.
+        both_ways: whether its sender was receiving at the start.
+        arrived: whether it has arrived at its target, received or not.
+        receive: the paired receive, or None so far.
     """
 
     request: SimulatedRequest
@@ -185,7 +185,7 @@ class SimulatedMessage:
     data: Bytes | None
     ready_s: float
     both_ways: bool
-    there: bool = False
+    arrived: bool = False
     receive: SimulatedRequest | None = None
 
 
@@ -193,11 +193,11 @@ class SimulatedMessage:
 class MessageQueue:
     """Unmatched sends or receives with one tag, from one rank to another.
 
-    Whose messages may be taken in another order, derives from it.
+    Subclasses may match in another order.
 
     Attributes:
-        sends, receives: in the order in which they were started.
-        last_s: when the last message so far arrived; none may be there before it.
+        sends, receives: in the order of their starts.
+        last_s: the arrival of the last message so far; later ones must not overtake it.
     """
 
     sends: deque[SimulatedMessage] = field(default_factory=deque)
@@ -205,35 +205,36 @@ class MessageQueue:
     last_s: float = 0.0
 
     def find_receive(self, message: SimulatedMessage) -> SimulatedRequest | None:
-        """Return the receive that takes a message."""
+        """Return the receive that matches a message."""
         return self.receives[0] if self.receives else None
 
     def find_send(self, receive: SimulatedRequest) -> SimulatedMessage | None:
-        """Return the message that a receive takes."""
+        """Return the message that matches a receive."""
         return self.sends[0] if self.sends else None
 
 
-# the share of short messages that have left when they are sent, where the seed decides
+# The share of short messages whose send is complete at once when the seed decides; MPI guarantees
+# neither, and a program must work with both.
 LEAVES_AT_ONCE = 0.5
-NAMED = 3  # requests that are named when a rank waits for many
+NAMED = 3  # requests named in a report of a wait for many
 
 
 @dataclass(eq=False)
 class CollectiveCall:
-    """The n-th collective of a communicator, as far as ranks have come to it.
+    """The n-th collective of a communicator, with the ranks that have entered it.
 
     Attributes:
-        signature: what all ranks must bring alike: the name of the call, lengths, dtypes.
-        first: the number of the rank that came first, and where it called.
-        brought: what each rank has brought, by its number in the communicator.
-        requests: theirs.
-        last_s: when the last one so far came.
-        nbytes: the most that one brings, for its time.
+        signature: must be equal on all ranks: the name of the call, lengths, dtypes.
+        first: number and source lines of the first rank.
+        arguments: by number in the communicator, each rank's argument.
+        requests: the ranks' requests, by number.
+        last_s: the arrival of the last rank so far.
+        nbytes: the longest argument, for the collective's time.
     """
 
     signature: tuple[Any, ...]
     first: tuple[int, Lines]
-    brought: dict[int, Any] = field(default_factory=dict)
+    arguments: dict[int, Any] = field(default_factory=dict)
     requests: dict[int, SimulatedRequest] = field(default_factory=dict)
     last_s: float = 0.0
     nbytes: int = 0
@@ -243,28 +244,27 @@ class MessageBoard:
     """State shared by simulated ranks: messages, incomplete collectives, open requests.
 
     Args:
-        scheduler: lets the ranks take turns.
-        machine: what messages cost.
+        scheduler: of the ranks.
+        machine: the costs of messages.
 
     Attributes:
-        scheduler: this one.
-        machine, places: what messages cost, and the node of each rank.
-        bytes: how many were carried so far.
-        sent, received: how many bytes each rank has, in messages and by the formulas of
-            collectives.
-        eager_bytes: how long a message may be that leaves at once.
+        scheduler, machine: as given.
+        nodes: the node of each rank.
+        bytes: bytes of all messages so far.
+        sent, received: bytes of each rank, in messages and by the formulas of collectives.
+        eager_bytes: the length of the longest message that leaves at once.
         queues: by (communicator, from, to, tag).
         calls: by (communicator, number of the collective).
-        open: what each rank has started and not yet waited for, by number.
-        numbers: of the communicators that are made.
-        made: what is there once for all ranks, by key (`World.once`).
+        open: by rank, the requests started and not yet awaited.
+        numbers: of new communicators.
+        made: the results of `World.once`, by key.
     """
 
     def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
-        self.scheduler, self.places = scheduler, machine.places(len(scheduler.ranks))
+        self.scheduler, self.nodes = scheduler, machine.places(len(scheduler.ranks))
         self.bytes, self.eager_bytes = 0, EAGER_BYTES
-        self.sent, self.received = [0] * len(self.places), [0] * len(self.places)
-        self.machine, self._links = machine, Links(self.places)
+        self.sent, self.received = [0] * len(self.nodes), [0] * len(self.nodes)
+        self.machine, self._links = machine, Links(self.nodes)
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(
             MessageQueue
         )
@@ -276,34 +276,34 @@ class MessageBoard:
     def carry(
         self, source: int, target: int, nbytes: int, ready_s: float, both_ways: bool
     ) -> float:
-        """Let a message go; return when it is there.
+        """Carry a message over the links; return its arrival in simulated seconds.
 
         Args:
             source, target: the ranks, by number.
             nbytes: its length.
-            ready_s: when it can begin.
-            both_ways: whether its sender receives something at the same time.
+            ready_s: its earliest start.
+            both_ways: whether its sender receives at the same time.
         """
         self.bytes += nbytes
         self.sent[source] += nbytes
         self.received[target] += nbytes
-        across = self.places[source] != self.places[target]
+        across = self.nodes[source] != self.nodes[target]
         costs = self.machine.message(across, [both_ways], [nbytes])
         return self._links.carry(source, target, ready_s, *costs)
 
     def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
         """Return the seconds of a library collective after its last rank's arrival, by formula.
 
-        What each rank sends and receives is counted.
+        Also count the bytes that each rank sends and receives.
 
         Args:
             name: of the call.
-            ranks: who takes part.
-            nbytes: of the whole array.
+            ranks: its ranks.
+            nbytes: of the complete array.
         """
         if len(ranks) == 1:
             return 0.0
-        across = len({self.places[rank] for rank in ranks}) > 1
+        across = len({self.nodes[rank] for rank in ranks}) > 1
         curve = self.machine.link(across).one_way
         costs = [way(len(ranks)) for way in _WAYS.get(name, _LATENCIES)]
         beta_s = curve.beta(max(nbytes, 1))
@@ -316,9 +316,9 @@ class MessageBoard:
         return seconds
 
     def complete(self, request: SimulatedRequest, at_s: float) -> None:
-        """Let a request be complete, and its rank know it."""
+        """Mark a request complete, and notify its rank."""
         request.complete, request.complete_s = True, at_s
-        self.scheduler.tell(request.owner, request, at_s)
+        self.scheduler.notify(request.owner, request, at_s)
 
     def find_leftovers(self) -> list[str]:
         """Return a sentence for each request never awaited and each message never received."""
@@ -338,13 +338,13 @@ class MessageBoard:
 
 
 class SimulatedComm:
-    """Some simulated ranks, as one of them sees them; see `comm.world.Comm`.
+    """One rank's view of a communicator of simulated ranks; see `comm.world.Comm`.
 
     Args:
-        board: what all ranks share.
+        board: shared by all ranks.
         world: of this rank.
-        own: this rank.
-        members: the ranks of this communicator, by their numbers in the world, in order.
+        local: this rank.
+        members: the communicator's ranks, by their numbers in the world, in order.
         number: of the communicator.
     """
 
@@ -352,23 +352,23 @@ class SimulatedComm:
         self,
         board: MessageBoard,
         world: Any,
-        own: SimulatedRank,
+        local: SimulatedRank,
         members: Sequence[int],
         number: int,
     ) -> None:
-        self.world, self._board, self._own = cast(World, world), board, own
+        self.world, self._board, self._local = cast(World, world), board, local
         self.members, self._number = tuple(members), number
         self._scheduler = board.scheduler
         self._collectives = 0
-        self.rank: int = self.members.index(own.number)
+        self.rank: int = self.members.index(local.number)
         self.size: int = len(self.members)
 
     # ---- messages between two ranks ----
 
     def isend(self, data: Buffer, to: int, tag: int, synchronous: bool = False) -> SimulatedRequest:
         """Start sending; see `comm.world.Comm`."""
-        local, board = self._own, self._board
-        self._scheduler.enter(local)
+        local, board = self._local, self._board
+        self._scheduler.begin_call(local)
         memory = as_bytes(data)
         request = self._open(
             f"send to rank {self.members[to]} with tag {tag}", memory, False, self.members[to]
@@ -390,7 +390,7 @@ class SimulatedComm:
             self._pair(message, receive, queue)
         else:
             queue.sends.append(message)
-        self._scheduler.leave(local)
+        self._scheduler.end_call(local)
         return request
 
     issend = partialmethod(isend, synchronous=True)
@@ -408,9 +408,9 @@ class SimulatedComm:
     def _receive(
         self, words: str, memory: Bytes | None, envelope: tuple[int, int, Any], *partners: int
     ) -> SimulatedRequest:
-        """Start receiving what may come from some ranks."""
-        local = self._own
-        self._scheduler.enter(local)
+        """Start receiving from one of some ranks."""
+        local = self._local
+        self._scheduler.begin_call(local)
         request = self._open(f"receive from {words}", memory, True, *partners)
         request.envelope = envelope
         queue = self._queue(partners[0], local.number, envelope[1])
@@ -420,24 +420,24 @@ class SimulatedComm:
             self._pair(message, request, queue)
         else:
             queue.receives.append(request)
-        self._scheduler.leave(local)
+        self._scheduler.end_call(local)
         return request
 
     def _open(
         self, what: str, memory: Bytes | None, writes: bool, *missing: int
     ) -> SimulatedRequest:
-        """Return a new request of this rank, noted as open."""
+        """Return a new open request of this rank."""
         read = None if memory is None or writes else checksum(memory)
         request = SimulatedRequest(
-            self._own, what, find_lines(), lambda: missing, memory, writes, read
+            self._local, what, find_lines(), lambda: missing, memory, writes, read
         )
-        self._board.open[self._own.number].add(request)
+        self._board.open[self._local.number].add(request)
         return request
 
     def _pair(
         self, message: SimulatedMessage, receive: SimulatedRequest, queue: MessageQueue
     ) -> None:
-        """Let a message and the receive for it know one another."""
+        """Pair a message with its receive, and deliver or start it."""
         assert receive.memory is not None
         if message.nbytes != receive.memory.nbytes:
             sender, ends = message.request, (message.request.lines, receive.lines)
@@ -448,15 +448,15 @@ class SimulatedComm:
                 " both the same length"
             )
         message.receive = receive
-        if message.there:
-            self._deliver(message, receive, self._own.clock_s)
+        if message.arrived:
+            self._deliver(message, receive, self._local.clock_s)
         elif message.data is None:
-            self._depart(message, queue, receive.owner.number, self._own.clock_s)
+            self._depart(message, queue, receive.owner.number, self._local.clock_s)
 
     def _depart(
         self, message: SimulatedMessage, queue: MessageQueue, target: int, ready_s: float
     ) -> None:
-        """Let a message travel; it does not arrive before an earlier one."""
+        """Start a message's transfer; it does not overtake an earlier one."""
         sender = message.request.owner.number
         ready_s = max(ready_s, message.ready_s)
         at_s = self._board.carry(sender, target, message.nbytes, ready_s, message.both_ways)
@@ -464,14 +464,14 @@ class SimulatedComm:
         self._scheduler.plan(at_s, partial(self._arrive, message, at_s))
 
     def _arrive(self, message: SimulatedMessage, at_s: float) -> None:
-        message.there, message.ready_s = True, at_s
+        message.arrived, message.ready_s = True, at_s
         if message.receive is not None:
             self._deliver(message, message.receive, at_s)
         if message.data is not None and not message.request.complete:
             self._board.complete(message.request, at_s)
 
     def _deliver(self, message: SimulatedMessage, receive: SimulatedRequest, at_s: float) -> None:
-        """Write what has arrived where it is received; that is the end of both requests."""
+        """Write an arrived message into the receive's memory, and complete both requests."""
         assert receive.memory is not None
         at_s = max(at_s, message.ready_s)
         if message.data is not None:
@@ -482,50 +482,50 @@ class SimulatedComm:
             self._board.complete(message.request, at_s)
         self._board.complete(receive, at_s)
 
-    # ---- what was started ----
+    # ---- requests ----
 
     def test_all(self, requests: Sequence[SimulatedRequest]) -> bool:
         """Return whether all are complete; see `comm.world.Comm`."""
         if not requests:
             return True
-        local = self._own
-        self._scheduler.enter(local)
-        self._scheduler.give_way(local)
+        local = self._local
+        self._scheduler.begin_call(local)
+        self._scheduler.yield_turn(local)
         complete = all(request.complete for request in requests)
         if complete:
             self._close(requests)
         else:
-            self._scheduler.look_in_vain(local)
-        self._scheduler.leave(local)
+            self._scheduler.count_fruitless_poll(local)
+        self._scheduler.end_call(local)
         return complete
 
     def wait_all(self, requests: Sequence[SimulatedRequest]) -> None:
         """Return when all are complete; see `comm.world.Comm`."""
-        local = self._own
-        self._scheduler.enter(local)
+        local = self._local
+        self._scheduler.begin_call(local)
         awaited = {request for request in requests if not request.complete}
         if awaited:
-            words = [request.what for request in requests if request in awaited]
-            words[NAMED:] = [f"{len(words) - NAMED} more"] if len(words) > NAMED else []
+            texts = [request.what for request in requests if request in awaited]
+            texts[NAMED:] = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []
             pending = list(awaited)
             self._scheduler.block(
-                local, awaited, ", ".join(words), find_lines(), lambda: _missing(pending)
+                local, awaited, ", ".join(texts), find_lines(), lambda: _missing(pending)
             )
         self._close(requests)
-        self._scheduler.leave(local)
+        self._scheduler.end_call(local)
 
     def _close(self, requests: Sequence[SimulatedRequest]) -> None:
-        """Note that requests were waited for, and that it is as late as their ends."""
+        """Remove awaited requests, and advance this rank's clock to their completion."""
         for request in requests:
-            self._own.clock_s = max(self._own.clock_s, request.complete_s)
-            self._board.open[self._own.number].close(request)
-        self._own.news += 1
+            self._local.clock_s = max(self._local.clock_s, request.complete_s)
+            self._board.open[self._local.number].close(request)
+        self._local.events += 1
 
     def progress(self) -> None:
-        """Let messages move on; see `comm.world.Comm`."""
-        self._scheduler.enter(self._own)
-        self._scheduler.give_way(self._own)
-        self._scheduler.leave(self._own)
+        """Let other ranks and messages advance; see `comm.world.Comm`."""
+        self._scheduler.begin_call(self._local)
+        self._scheduler.yield_turn(self._local)
+        self._scheduler.end_call(self._local)
 
     # ---- collectives ----
 
@@ -533,7 +533,7 @@ class SimulatedComm:
         self.wait_all([start(self, *arguments)])
 
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have entered the barrier."""
         self.wait_all([self._join(("barrier",), None, 0, lambda everyones: None)])
 
     def _reduce(self, name: str, array: Buffer) -> SimulatedRequest:
@@ -567,14 +567,14 @@ class SimulatedComm:
     ibroadcast = partialmethod(_broadcast, "ibroadcast")
 
     def _allgatherv(
-        self, name: str, own: Buffer | None, into: Buffer, counts: Sequence[int]
+        self, name: str, local: Buffer | None, into: Buffer, counts: Sequence[int]
     ) -> SimulatedRequest:
         begin = sum(counts[: self.rank])
         flat = into.reshape(-1)
-        part = flat[begin : begin + counts[self.rank]].copy() if own is None else own
+        part = flat[begin : begin + counts[self.rank]].copy() if local is None else local
         if part.size != counts[self.rank]:
             raise CommError(
-                f"rank {self._own.number} brings {part.size} elements to {name}, but its count"
+                f"rank {self._local.number} brings {part.size} elements to {name}, but its count"
                 f" there is {counts[self.rank]} ({describe_lines(find_lines())})"
             )
         signature = (name, tuple(counts), into.dtype.name)
@@ -583,12 +583,12 @@ class SimulatedComm:
     allgatherv = partialmethod(_wait_for, _allgatherv, "allgatherv")
     iallgatherv = partialmethod(_allgatherv, "iallgatherv")
 
-    def allgather(self, own: Buffer, into: Buffer) -> None:
+    def allgather(self, local: Buffer, into: Buffer) -> None:
         """Gather arrays of one length."""
-        self._wait_for(type(self)._allgatherv, "allgather", own, into, [own.size] * self.size)
+        self._wait_for(type(self)._allgatherv, "allgather", local, into, [local.size] * self.size)
 
     def _reduce_scatter(
-        self, name: str, array: Buffer, own: Buffer, counts: Sequence[int]
+        self, name: str, array: Buffer, local: Buffer, counts: Sequence[int]
     ) -> SimulatedRequest:
         def combine(everyones: list[tuple[Buffer, Buffer]]) -> None:
             begin = 0
@@ -599,7 +599,11 @@ class SimulatedComm:
                 begin += length
 
         return self._join(
-            (name, tuple(counts), array.dtype.name), (array, own), array.nbytes, combine, writes=own
+            (name, tuple(counts), array.dtype.name),
+            (array, local),
+            array.nbytes,
+            combine,
+            writes=local,
         )
 
     reduce_scatter = partialmethod(_wait_for, _reduce_scatter, "reduce_scatter")
@@ -613,18 +617,18 @@ class SimulatedComm:
         combine: Callable[[list[Any]], Any],
         writes: Buffer | None = None,
     ) -> SimulatedRequest:
-        """Come to this communicator's next collective.
+        """Enter this communicator's next collective.
 
         Args:
             signature: see `CollectiveCall`.
-            value: what this rank brings.
-            nbytes: of the whole array, for its time, as far as this rank knows.
-            combine: called by the last rank with what all have brought, in rank order; writes the
-                results, or returns one for each rank.
-            writes: the array that is written here.
+            value: this rank's argument.
+            nbytes: of the complete array as seen on this rank, for the collective's time.
+            combine: called by the last rank with all arguments in rank order; writes the results,
+                or returns one for each rank.
+            writes: the array written on this rank.
         """
-        local, board, scheduler = self._own, self._board, self._scheduler
-        scheduler.enter(local)
+        local, board, scheduler = self._local, self._board, self._scheduler
+        scheduler.begin_call(local)
         number = self._collectives
         self._collectives += 1
         memory = None if writes is None else as_bytes(writes)
@@ -635,33 +639,34 @@ class SimulatedComm:
             (self._number, number), CollectiveCall(signature, (local.number, request.lines))
         )
         if call.signature != signature:
-            ways = (*call.first, call.signature), (local.number, request.lines, signature)
+            both = (*call.first, call.signature), (local.number, request.lines, signature)
             texts = [
                 f"rank {rank} in {_describe(what)} ({describe_lines(lines)})"
-                for rank, lines, what in ways
+                for rank, lines, what in both
             ]
             raise CommError(f"the ranks are in different collectives: {', '.join(texts)}")
-        call.brought[self.rank], call.requests[self.rank] = value, request
+        call.arguments[self.rank], call.requests[self.rank] = value, request
         request.missing = lambda: [
-            member for rank, member in enumerate(self.members) if rank not in call.brought
+            member for rank, member in enumerate(self.members) if rank not in call.arguments
         ]
         call.last_s, call.nbytes = max(call.last_s, local.clock_s), max(call.nbytes, nbytes)
-        if len(call.brought) == self.size:
+        if len(call.arguments) == self.size:
             del board.calls[self._number, number]
             name = signature[0].removeprefix("i").removesuffix("v").lower()
             end_s = call.last_s + board.collective_s(name, self.members, call.nbytes)
             scheduler.plan(end_s, partial(self._finish, call, combine, end_s))
-        scheduler.leave(local)
+        scheduler.end_call(local)
         return request
 
     def _finish(
         self, call: CollectiveCall, combine: Callable[[list[Any]], Any], end_s: float
     ) -> None:
-        """Write a collective's results and complete it; if the seed decides, on each rank by
-        itself.
+        """Write a collective's results and complete it.
+
+        If the seed decides the order, each rank's request completes as an event of its own.
         """
-        results = combine([call.brought[rank] for rank in range(self.size)])
-        call.brought.clear()  # nor is what was brought kept by who knows the call
+        results = combine([call.arguments[rank] for rank in range(self.size)])
+        call.arguments.clear()  # a kept request does not keep the arrays alive
         for rank, request in call.requests.items():
             request.result = results and results[rank]
             if self._scheduler.by_time:
@@ -672,16 +677,16 @@ class SimulatedComm:
     # ---- other communicators ----
 
     def duplicate(self) -> Self:
-        """Return another one of the same ranks; see `comm.world.Comm`."""
+        """Return another communicator of the same ranks; see `comm.world.Comm`."""
         return self._regroup("duplicate", 0, self.rank)
 
     def split(self, color: int, key: int) -> Self:
-        """Return one of the ranks of a color; see `comm.world.Comm`."""
+        """Return the communicator of the ranks with one color; see `comm.world.Comm`."""
         return self._regroup("split", color, key)
 
     def split_by_node(self, key: int) -> Self:
-        """Return one of the ranks of this node; see `comm.world.Comm`."""
-        return self._regroup("split_by_node", self._board.places[self._own.number], key)
+        """Return the communicator of this node's ranks; see `comm.world.Comm`."""
+        return self._regroup("split_by_node", self._board.nodes[self._local.number], key)
 
     def _regroup(self, name: str, color: int, key: int) -> Self:
         def make(everyones: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
@@ -694,7 +699,7 @@ class SimulatedComm:
             return [made[color] for color, _ in everyones]
 
         number, ranks = self._exchange(name, (color, key), make)
-        return type(self)(self._board, self.world, self._own, ranks, number)
+        return type(self)(self._board, self.world, self._local, ranks, number)
 
     def _exchange(
         self,
@@ -709,23 +714,23 @@ class SimulatedComm:
         return request.result
 
     def free(self) -> None:
-        """Give it back: there is nothing to give."""
+        """Do nothing: a simulated communicator has no resources."""
 
     def share_pages(self, own_bytes: int) -> SharedPages:
-        """Return process memory, visible to all ranks, freed with its last holder."""
+        """Return process memory, visible to all ranks, freed with the last reference."""
 
         def make(lengths: list[int]) -> list[tuple[Bytes, ...]]:
             parts = tuple(
                 np.frombuffer(mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes] for nbytes in lengths
             )
-            return [parts] * self.size  # each begins on a page
+            return [parts] * self.size  # (each part begins on a page, as a mapping does)
 
         parts = self._exchange("share_pages", own_bytes, make)
         return cast(SharedPages, SimpleNamespace(parts=parts, sync=lambda: None, free=lambda: None))
 
 
 def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:
-    """Return the ranks without which requests do not become complete."""
+    """Return the ranks whose calls these requests still need."""
     return sorted(
         {rank for request in requests if not request.complete for rank in request.missing()}
     )

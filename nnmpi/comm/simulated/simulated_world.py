@@ -5,12 +5,12 @@
         group.all_reduce(total, "ring")
         return total[0]
 
-    nnmpi.simulate(main, ranks=16)          # [16.0, 16.0, ...]: what each rank returned
+    nnmpi.simulate(main, ranks=16)          # [16.0, 16.0, ...]: the result of each rank
 
-The program is the one that runs under mpirun, and so are its results, byte for byte. What differs:
-all of it is in this process, so that ranks see one another's global variables; a seed decides about
-whatever MPI leaves open; and clocks are simulated (`nnmpi.clock`), by what computing takes here and
-what messages cost on a given machine.
+The program is the one that runs under mpirun, with the same results, byte for byte. Three things
+differ. All ranks are in this process, so they share global variables. A seed makes the choices that
+MPI leaves open. And clocks are simulated (`nnmpi.clock`): computing advances them by its processor
+time here, messages by their cost on a given machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nnmpi.comm.world import BackgroundWork
 from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")
-# What says how to compute: ranks do it as who simulates them does (names of context variables).
+# Context variables that ranks inherit from the caller: its kernels and precision.
 COMPUTING = ("nnmpi_kernels", "nnmpi_precision")
 
 
@@ -42,82 +42,78 @@ class SimulatedWorld:
 
     library = "simulated"
     simulated = True
-    keeps_order = False  # a rank that watches a counter would never let another one raise it
+    keeps_order = False  # polling a counter makes no call, so no other rank would get the turn
 
     def __init__(
         self,
         board: MessageBoard,
-        own: SimulatedRank,
+        local: SimulatedRank,
         comm_type: type[SimulatedComm] = SimulatedComm,
     ) -> None:
-        self._scheduler, self._own, self._made = board.scheduler, own, board.made
+        self._scheduler, self._local, self._made = board.scheduler, local, board.made
         self.machine: Machine | None = board.machine
-        self.comm = comm_type(board, self, own, range(len(board.scheduler.ranks)), 0)
+        self.comm = comm_type(board, self, local, range(len(board.scheduler.ranks)), 0)
         self.waiter: object = None
         self.met_s = 0.0
         self.step: int | None = None
-        own.world = self
+        local.world = self
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
         """Return when `ready()` is true, or at a time limit.
 
-        It is asked again whenever a request of this rank has become complete.
+        It is called again whenever a request of this rank has become complete.
         """
-        local, scheduler = self._own, self._scheduler
+        local, scheduler = self._local, self._scheduler
         while True:
-            news = local.news
+            events = local.events
             if ready():
                 return True
-            scheduler.enter(local)  # in which something may become complete
+            scheduler.begin_call(local)  # other ranks' turns in it may complete a request
             if local.clock_s >= until_s:
-                scheduler.leave(local)
+                scheduler.end_call(local)
                 return False
-            if local.news == news:
+            if local.events == events:
                 scheduler.block(
                     local, set(), "something to become complete", find_lines(), list, until_s
                 )
-            scheduler.leave(local)
+            scheduler.end_call(local)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make()` returns, the same object on all ranks."""
+        """Return `make()`'s result, the same object on all ranks."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
-        """Return the work, which is done when somebody asks for its end.
+        """Return the work; `result()` runs it.
 
-        So the rank's own thread does it, by its clock, and in the same order whenever a seed is
-        repeated.
+        So it runs on the rank's thread and clock, in the same order for the same seed.
         """
         return cast(BackgroundWork[T], SimpleNamespace(done=lambda: True, result=work))
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
-        """Do nothing: when nobody can ever continue, the scheduler knows at once."""
+        """Do nothing: the scheduler reports a deadlock at once."""
 
     def now(self) -> float:
-        """Return how late it is on this rank."""
-        return self._scheduler.now(self._own)
+        """Return this rank's clock."""
+        return self._scheduler.now(self._local)
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass on this rank."""
-        self._scheduler.sleep(self._own, seconds)
+        """Advance this rank's clock."""
+        self._scheduler.sleep(self._local, seconds)
 
     def reproducible(self, seconds: float) -> float:
-        """Return seconds if they are exact, else 0.0: decisions must not depend on measured
-        time.
-        """
+        """Return exact seconds, else 0.0: decisions must not depend on measured time."""
         return seconds if self._scheduler.by_time else 0.0
 
 
 class SimulatedRun(list[T]):
-    """What each rank of a simulated program returned.
+    """The results of a simulated program, by rank.
 
     Attributes:
-        seconds: when the last rank ended, by simulated time.
-        bytes: that were sent between two ranks.
-        busiest: the rank that sent or received the most bytes, collectives counted in, and how
-            many.
+        seconds: the end of the last rank, in simulated time.
+        bytes: total bytes of messages between two ranks.
+        busiest: (rank, bytes) of the rank that sent or received the most, including collectives.
     """
 
     seconds = 0.0
@@ -134,29 +130,27 @@ def simulate(
     check: bool = True,
     faults: Faults | None = None,
 ) -> SimulatedRun[T]:
-    """Call `main(group)` on simulated ranks and return what each rank returned.
+    """Call `main(group)` on simulated ranks and return the result of each rank.
 
     Args:
-        main: the program of each rank. It computes with the kernels, BLAS and precision that are in
-            use here.
-        ranks: how many.
-        machine: what messages cost (see `comm.machine`); None: they take no time, and all ranks are
-            on one node.
-        seed: decides about all that MPI leaves open: who goes first, when messages arrive. The same
-            program with the same seed does the same.
-        cpu_factor: how many seconds of a rank's clock go by for each second of processor time that
-            it computes here. With 0 computing takes no time but what `nnmpi.clock.sleep` gives it:
-            then all seconds are exact and reproducible, and what happens first is what is earlier.
-        check: whether messages that nobody received, and requests that nobody waited for, are an
-            error at the end.
-        faults: what goes wrong: ranks that are killed, stop or are slow, and late messages.
+        main: the program of each rank. It computes with the caller's kernels, BLAS and precision.
+        ranks: number of ranks.
+        machine: the cost of messages (see `comm.machine`); None: no time, and all ranks on one
+            node.
+        seed: makes all choices that MPI leaves open: the order of ranks, the arrival of messages.
+            The same program with the same seed repeats exactly.
+        cpu_factor: seconds of a rank's clock per processor second that it computes here. With 0
+            computing takes only the time given by `nnmpi.clock.sleep`: then all seconds are exact
+            and reproducible, and events happen in the order of time.
+        check: whether messages never received, and requests never awaited, are an error at the end.
+        faults: injected faults: ranks that are killed, stop or are slow, and late messages.
 
     Raises:
         UsageError: for less than one rank.
-        CommError: for a mistake in the program's communication: ranks that wait for one another for
-            ever, collectives that do not match, buffers that are used twice. It names the ranks and
-            the lines. After a rank was killed or has stopped: which one, and where.
-        Exception: the first that a rank raised, with its own traceback and a note of its rank.
+        CommError: for a mistake in the program's communication: a deadlock, collectives that do not
+            match, buffers in use twice. It names the ranks and the lines. Also after a rank was
+            killed or has stopped; it names the rank and its line.
+        Exception: the first exception of a rank, with its traceback and a note of the rank.
 
     Example:
         >>> def main(group):
@@ -180,12 +174,12 @@ def play(
     check: bool = True,
     comm_type: type[SimulatedComm] = SimulatedComm,
 ) -> SimulatedRun[T]:
-    """Do what `simulate` does, with a scheduler, a machine and calls of your own.
+    """Do the work of `simulate`, with a given scheduler, machine and communicator class.
 
     Args:
-        main, check: as there.
-        board: with the scheduler, of which no rank has begun.
-        comm_type: what the ranks communicate by.
+        main, check: see `simulate`.
+        board: with a scheduler that has not run.
+        comm_type: the class of the ranks' communicators.
     """
     share_freed_memory()
     scheduler = board.scheduler
@@ -200,13 +194,14 @@ def play(
     computing = [(var, value) for var, value in copy_context().items() if var.name in COMPUTING]
 
     def begin(number: int) -> None:
-        # as in a process of its own: nothing of what the caller records, counts or reads
+        # an empty context, as in a process: no recording, counting or settings of the caller
         local = Context()
         for var, value in computing:
             local.run(var.set, value)
         local.run(live, number)
 
-    with one_blas_thread():  # here and not in the ranks, whose blocks would overlap
+    # here and not per rank: the ranks' blocks would overlap and restore one another's settings
+    with one_blas_thread():
         scheduler.run(begin)
     if scheduler.failure is not None:
         number, error = scheduler.failure
