@@ -1,15 +1,14 @@
-"""The launcher's (mpirun's, srun's) facts about this process, from environment variables.
+"""The launcher's environment variables: rank and size before MPI starts, and BLAS threads.
 
-Nothing here needs MPI: it is read before MPI is loaded, and to notice an MPI that does not know of
-its launcher.
+Nothing here needs MPI. Rank and size are read before MPI is loaded, and compared with MPI's: an MPI
+library of another kind than the launcher reports a size of 1.
 
-How many threads one rank's BLAS may use: one, unless the environment says otherwise.
-
-Without this every rank's BLAS starts a thread for each core of the node, and the ranks starve one
-another: on busy cores two threads took 5 to 50 times as long as one. One is also the same on every
-machine, so a repeated command gives the same bits. The variables are read when the BLAS is loaded,
-so they must be set before NumPy is imported: `nnmpi/__init__` does that under a launcher. Where
-NumPy came first, and without a launcher, `nnmpi.comm.mpi.start` sets the running BLAS.
+A rank's BLAS gets one thread unless the environment sets another number. Otherwise every rank's
+BLAS starts a thread per core of the node, and the ranks starve one another: on busy cores two
+threads took 5 to 50 times as long as one. One thread is also the same on every machine, so that a
+repeated command gives the same bits. BLAS reads the variables when it is loaded, so that they must
+be set before NumPy is imported: `nnmpi/__init__` does that under a launcher. If NumPy is loaded
+already, or without a launcher, `nnmpi.comm.mpi.start` sets the running BLAS.
 """
 
 import os
@@ -20,10 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# The innermost launcher comes first: Open MPI's mpirun starts its daemons by srun, whose variables
-# its ranks inherit. For Slurm only the variables of a step count: a batch script has SLURM_NTASKS
-# too, and runs plain python serially.
-# name; the variables of the number of ranks, the own one, the ranks on this node, the node's number
+# Name; variables of size, rank, ranks on this node, and the node's number.
+# The innermost launcher is first: Open MPI's mpirun starts its daemons by srun, and its ranks
+# inherit srun's variables. Slurm's are those of a job step: a batch script has SLURM_NTASKS, too,
+# and runs plain python serially.
 LAUNCHERS = (
     (
         "Open MPI's mpirun",
@@ -39,13 +38,13 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place as its launcher sees it.
+    """A process's rank, as set by its launcher.
 
     Attributes:
-        name: the launcher as text, such as "Open MPI's mpirun".
-        size: processes that were started together.
-        rank: the number of this one.
-        local_size: how many of them are on this node; None where the launcher does not say.
+        name: of the launcher, such as "Open MPI's mpirun".
+        size: the number of ranks.
+        rank: of the process.
+        local_size: the number of ranks on its node; None if the launcher does not set it.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launcher's facts; None if no known launcher started this process."""
+    """Return the launch of an environment; None without a known launcher."""
     for name, *others, here, node in LAUNCHERS:
         size, rank = (_number(environ, other) for other in others)
         if size is not None and rank is not None:
@@ -66,7 +65,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def launch_of(process: int) -> Launch | None:
-    """Return the launcher's facts about another process of this node; None if it has ended."""
+    """Return the launch of another process on this node; None if it has ended or has none."""
     with suppress(OSError):
         entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         return read_launch(
@@ -76,17 +75,12 @@ def launch_of(process: int) -> Launch | None:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """Return the value of a variable as an integer, or None when it is not there or is no
-    number.
-    """
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else None
 
 
 def _tasks_here(text: str, node: int) -> int | None:
-    """Return the tasks on one node from a number or from Slurm's list: "4(x2),3" means 4, 4 and 3
-    tasks.
-    """
+    """Return a node's tasks from a number or from Slurm's list: "4(x2),3" means 4, 4 and 3."""
     counts: list[int] = []
     for word in text.split(","):
         result = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
@@ -113,26 +107,24 @@ def limit_threads(
 
 
 def usable_cores() -> tuple[int, int]:
-    """Return the cores that this process may use, and those that its launcher may use on this node.
+    """Return the number of cores that this process may use, and the launcher's on this node.
 
-    They differ when the launcher binds ranks to cores. Its own share is seen in the parent process,
-    and a container's in the control group.
+    They differ if the launcher binds ranks to cores. The launcher's number is the affinity of the
+    parent process. A container's quota limits both.
     """
-    if not hasattr(os, "sched_getaffinity"):  # macOS: no binding to look at
+    if not hasattr(os, "sched_getaffinity"):  # macOS has no affinity
         return (count := os.cpu_count() or 1), count
     local = len(os.sched_getaffinity(0))
     try:
         node = max(local, len(os.sched_getaffinity(os.getppid())))
-    except OSError:  # the parent has ended, or is another user's
+    except OSError:  # the parent has ended or belongs to another user
         node = local
     limit = _quota()
     return min(local, limit), min(node, limit)
 
 
 def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the whole cores that the control group grants (at least 1), or a large number where it
-    sets no limit.
-    """
+    """Return the control group's cores, rounded down to at least 1; a large number for no limit."""
     try:
         quota, period = path.read_text().split()[:2]
         return max(1, int(quota) // int(period))

@@ -19,9 +19,9 @@ from nnmpi.launcher import launch_of
 
 Kind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
-# Open MPI says so now and then, and starts nothing
+# Open MPI's error, now and then, when it starts no process: the command may be repeated.
 NOT_STARTED = "The PMIx server's listener thread failed to start"
-# who takes the place of ssh
+# variables that replace ssh
 AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC")
 
 
@@ -30,7 +30,7 @@ class Launcher:
     """A program that starts ranks.
 
     Attributes:
-        kind: whose it is; "none" for a single process without one.
+        kind: of the program; "none" for a single process without a launcher.
         path: of the program.
     """
 
@@ -38,18 +38,18 @@ class Launcher:
     path: str = ""
 
     def command(self, ranks: int, hosts: Mapping[str, int]) -> list[str]:
-        """Return the words before `python`.
+        """Return the command line up to `python`.
 
         Args:
-            ranks: how many.
-            hosts: how many each host takes at most; empty for the launcher's own choice.
+            ranks: their number.
+            hosts: {host: most ranks on it}; empty for the launcher's choice.
         """
         if self.kind == "none":
             return []
         start = [self.path, "-n", str(ranks)]
         if self.kind == "srun":
-            placed = ["--nodes", str(len(hosts)), "--nodelist", ",".join(hosts)] if hosts else []
-            return [*start, "--kill-on-bad-exit=1", *placed]
+            nodes = ["--nodes", str(len(hosts)), "--nodelist", ",".join(hosts)] if hosts else []
+            return [*start, "--kill-on-bad-exit=1", *nodes]
         option = "--host" if self.kind == "Open MPI" else "-hosts"
         return (
             [*start, option, ",".join(f"{host}:{slots}" for host, slots in hosts.items())]
@@ -58,9 +58,9 @@ class Launcher:
         )
 
     def answers(self, host: str) -> bool:
-        """Return whether a host does something when it is asked to."""
+        """Return whether a host runs `true` within PROBE_S."""
         if self.kind == "srun":
-            ask = [self.path, "--overlap", "-N", "1", "-n", "1", "-w", host, "true"]
+            probe = [self.path, "--overlap", "-N", "1", "-n", "1", "-w", host, "true"]
         elif host in ("localhost", "127.0.0.1", platform.node(), platform.node().partition(".")[0]):
             return True
         else:
@@ -68,20 +68,20 @@ class Launcher:
                 (os.environ[name] for name in AGENTS if os.environ.get(name)),
                 "ssh -o BatchMode=yes",
             )
-            ask = [*agent.split(), host, "true"]
+            probe = [*agent.split(), host, "true"]
         try:
-            asked = subprocess.run(
-                ask, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, check=False
+            result = subprocess.run(
+                probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
             return False
-        return asked.returncode == 0
+        return result.returncode == 0
 
     def answering(self, hosts: Sequence[str]) -> list[str]:
-        """Return those of the hosts that answer; they are asked at the same time."""
-        with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as asking:
-            there = list(asking.map(self.answers, hosts))
-        return [host for host, answers in zip(hosts, there, strict=True) if answers]
+        """Return the hosts that answer; all are probed in parallel."""
+        with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as pool:
+            answers = list(pool.map(self.answers, hosts))
+        return [host for host, has_answered in zip(hosts, answers, strict=True) if has_answered]
 
 
 def find_mpirun() -> str:
@@ -102,10 +102,10 @@ def find_mpirun() -> str:
 
 
 def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
-    """Return the launcher: srun inside a Slurm job, else mpirun; none for one local rank.
+    """Return the launcher: srun inside a Slurm job, else mpirun; "none" for one local rank.
 
     Raises:
-        LaunchError: when there is no mpirun, or its kind is not known.
+        LaunchError: without mpirun, or with one of an unknown kind.
     """
     srun = shutil.which("srun") if "SLURM_JOB_ID" in os.environ else None
     if srun is not None:
@@ -152,16 +152,17 @@ def given_hosts() -> list[str]:
 
 
 def processes_of(session: int) -> list[int]:
-    """Return the processes of a session that have not ended; none where there is no /proc.
+    """Return the running processes of a session; none on systems without /proc.
 
-    Ranks have process groups of their own, so these do not tell who belongs to a job.
+    A job is identified by its session, not by its process group: launchers give each rank its own
+    group.
 
     Args:
-        session: the number of its first process.
+        session: the id of its first process.
     """
     result = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             fields = path.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] not in "ZX":
                 result.append(int(path.parent.name))
@@ -169,14 +170,15 @@ def processes_of(session: int) -> list[int]:
 
 
 def ranks_of(session: int) -> list[int]:
-    """Return those processes of a session that a launcher has started as ranks of a training."""
+    """Return the processes of a session that are ranks of a training."""
     return [process for process in processes_of(session) if _is_rank(process)]
 
 
 def kill(session: int) -> None:
     """Kill all processes of a session, and remove Open MPI's session folder.
 
-    A later launcher that gets the same number cannot start where that folder is.
+    The folder's name has the launcher's process id. A later launcher with the same id could not
+    start beside it.
     """
     for process in processes_of(session):
         with suppress(ProcessLookupError):
@@ -189,21 +191,21 @@ SEGMENTS = ("mpich_shm_", "sm_segment.")  # MPICH's and Open MPI's, between rank
 
 
 def remove_segments() -> None:
-    """Remove shared memory of killed ranks here: this user's files that nobody maps.
+    """Remove killed ranks' shared memory on this host: this user's files that no process maps.
 
-    Each kill leaves some megabytes, and containers often have 64: after some twenty no job could
-    start.
+    Each killed job leaves some megabytes. Containers often have 64 MB of shared memory: after about
+    twenty kills no job could start.
     """
-    left = dict[str, Path]()
+    unused = dict[str, Path]()
     for file in SHARED_MEMORY.glob("*"):
-        with suppress(OSError):  # another job may end, and remove its own
+        with suppress(OSError):  # another job may have removed its file meanwhile
             if file.name.startswith(SEGMENTS) and file.stat().st_uid == os.getuid():
-                left[str(file)] = file
-    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+                unused[str(file)] = file
+    for maps in Path("/proc").glob("[0-9]*/maps") if unused else ():
         with suppress(OSError):
             text = maps.read_text(errors="replace")
-            left = {name: file for name, file in left.items() if name not in text}
-    for file in left.values():
+            unused = {name: file for name, file in unused.items() if name not in text}
+    for file in unused.values():
         with suppress(OSError):
             file.unlink()
 

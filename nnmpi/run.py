@@ -5,13 +5,15 @@
     start 3                        checkpoint -x           1 s later
     start 4                        checkpoint - checkpoint ---- ... ---- finished.json
 
-A start that brought a new checkpoint was worth it; so many in a row that brought none end it, and
-two where data are damaged or a loss is not finite, as that comes again. Between those it waits,
-twice as long each time, and after every second one it leaves out a replica, as far as the layout
-allows: the machine may no longer have room for all. Hosts are asked before each start whether they
-answer; who does not is left out, and its ranks with it. What runs is the train command with
---resume, which takes any number of ranks. It needs no MPI: a supervisor that took part in the job
-would end with it.
+Each start runs the train command, with --resume after the first: it accepts any number of ranks.
+
+A start makes progress if it writes a new checkpoint. `--restarts` starts in a row without progress
+end the run. Two suffice for damaged data or a loss that is not finite, since these recur. Starts
+without progress are followed by a pause that doubles each time. After every second one the job
+leaves out a replica, as far as the layout allows: the machine may have lost memory or cores. Hosts
+are probed before each start; a host that does not answer is left out with its ranks.
+
+The supervisor does not use MPI: an MPI process would be killed with the job.
 """
 
 import ctypes
@@ -39,30 +41,30 @@ from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
 from nnmpi.train.config import all_options, check_numbers, made
 from nnmpi.train.folder import RunFolder, default_folder
-from nnmpi.train.loop import STOPPING, catch, give_back
+from nnmpi.train.loop import STOPPING, install_handlers, restore_handlers
 
 POLL_S = 0.05
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-# the status of what no other start makes better, but where a job that was killed still has the
-# folder
+# Status of errors that a restart does not cure. One exception: a killed job may still hold the
+# run's folder for a moment.
 USAGE = 2
 IN_VAIN = 2  # starts without progress before a replica is left out
 
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """What is to be run.
+    """A training to supervise.
 
     Attributes:
         words: of the train command, without --out and --resume.
         folder: of the run.
-        resumes: whether the first start continues from what is there.
-        ranks: to begin with.
-        replica: how many ranks hold the model once.
-        fewest: with how many ranks it can train at least.
-        hosts: to choose from; none for the launcher's own choice.
-        restarts: how many starts in a row may bring no checkpoint.
-        start_limit_s: for the job to come up in; 0 for no limit.
+        resumes: whether the first start resumes a run.
+        ranks: of the first start.
+        replica: ranks per replica of the model.
+        fewest: the fewest ranks that can train.
+        hosts: to choose from; empty for the launcher's choice.
+        restarts: the most starts in a row without a new checkpoint.
+        start_limit_s: for the ranks to start; 0 for no limit.
     """
 
     words: tuple[str, ...]
@@ -77,9 +79,14 @@ class SupervisedRun:
 
 
 @dataclass(frozen=True)
-class StartEnd:
-    """Host names, separated by commas. Each start asks them, and leaves out those that do not
-    answer, with their ranks (default: the launcher's choice; under Slurm all of the job's).
+class Outcome:
+    """The end of one start.
+
+    Attributes:
+        status: of the launcher, as a shell reports it.
+        fault: the cause, in words.
+        step: of the last checkpoint; 0 for none.
+        seconds: from start to end.
     """
 
     status: int
@@ -89,7 +96,7 @@ class StartEnd:
 
 
 class GaveUp(NnmpiError):
-    """A training that does not continue, however often it is started."""
+    """The supervisor has ended a training before its end."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -97,19 +104,19 @@ class GaveUp(NnmpiError):
 
 
 class Supervisor:
-    """Runs a plan.
+    """Start a training again until it finishes.
 
     Args:
-        plan: what is to be run.
-        launcher: starts the job.
+        plan: the training.
+        launcher: of its jobs.
         say: prints a line.
     """
 
     def __init__(self, plan: SupervisedRun, launcher: Launcher, say: Callable[[str], None]) -> None:
         self._plan, self._launcher, self._say = plan, launcher, say
         self._files = RunFolder(plan.folder)
-        self._asked = 0  # the signal that this process got
-        self._insists = False
+        self._signal = 0  # the last signal received
+        self._insists = False  # whether there was a second one
         self._ranks = plan.ranks
         self._slots = -(-plan.ranks // len(plan.hosts)) if plan.hosts else 0
         self._fewest = max(plan.replica, -(-plan.fewest // plan.replica) * plan.replica)
@@ -117,18 +124,18 @@ class Supervisor:
         self._known_starts = _count_lines(self._files.starts)
 
     def run(self) -> str:
-        """Start the training as often as it takes, and return what there is to say of it.
+        """Train to the end, and return a sentence about it.
 
         Raises:
-            GaveUp: when no start brings it on any more, or what is wrong is no fault, or a signal
-                has ended it.
+            GaveUp: after too many starts without progress, after an error that a restart does not
+                cure, and after a signal.
         """
         began_s, trained_s = time.monotonic(), self._trained_s()
-        before = catch(self._note)
+        before = install_handlers(self._note)
         try:
-            starts = self._go_through()
+            starts = self._start_until_finished()
         finally:
-            give_back(before)
+            restore_handlers(before)
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
             f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of"
@@ -136,8 +143,8 @@ class Supervisor:
             " the end"
         )
 
-    def _go_through(self) -> int:
-        """Return how many starts it took."""
+    def _start_until_finished(self) -> int:
+        """Return the number of starts."""
         in_vain, starts, best = 0, 0, self._step()
         while True:
             starts += 1
@@ -146,7 +153,7 @@ class Supervisor:
                 return starts
             self._check(outcome)
             in_vain, best = (0, outcome.step) if outcome.step > best else (in_vain + 1, best)
-            self._write_down(starts, outcome)
+            self._log_fault(starts, outcome)
             if in_vain > self._plan.restarts or (
                 outcome.status in (USAGE, EX_DATAERR) and in_vain >= IN_VAIN
             ):
@@ -154,26 +161,26 @@ class Supervisor:
             if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
                 self._ranks = max(self._fewest, self._ranks - self._plan.replica)
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (in_vain - 1)) if in_vain else 0.0
-            goes_on = f"from step {outcome.step}" if outcome.step else "at the beginning"
+            origin = f"from step {outcome.step}" if outcome.step else "at the beginning"
             when = f"in {pause_s:.0f} s" if pause_s else "now"
             self._say(
                 f"start {starts} ended after {outcome.seconds:.0f} s: {outcome.fault}; again"
-                f" {when}, {goes_on}"
+                f" {when}, {origin}"
             )
             self._sleep(pause_s)
 
-    def _check(self, outcome: StartEnd) -> None:
-        """Raise where another start would make nothing better."""
+    def _check(self, outcome: Outcome) -> None:
+        """Raise GaveUp if another start would not help."""
         resume = (
             f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume"
             f" {quote(str(self._plan.folder))}"
         )
         again = resume if self._files.config.exists() else "nothing was begun"
-        if self._asked:
+        if self._signal:
             raise GaveUp(
-                f"ended by {signal.Signals(self._asked).name}, with a checkpoint of step"
+                f"ended by {signal.Signals(self._signal).name}, with a checkpoint of step"
                 f" {outcome.step}; {again}",
-                128 + self._asked,
+                128 + self._signal,
             )
         if outcome.status in (USAGE, EX_DATAERR) and not self._was_up():
             what = "command itself is" if outcome.status == USAGE else "data are"
@@ -185,7 +192,7 @@ class Supervisor:
                 outcome.status,
             )
 
-    def _report(self, in_vain: int, outcome: StartEnd) -> str:
+    def _report(self, in_vain: int, outcome: Outcome) -> str:
         since = f"beyond step {outcome.step}" if outcome.step else "at all"
         more = (
             f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in"
@@ -199,8 +206,7 @@ class Supervisor:
 
     # ---- one start ----
 
-    def _start(self, number: int) -> StartEnd:
-        """Start the job and wait for its end."""
+    def _start(self, number: int) -> Outcome:
         answering = self._launcher.answering(self._plan.hosts)
         hosts = dict.fromkeys(answering, self._slots)
         lost = [host for host in self._plan.hosts if host not in hosts]
@@ -210,7 +216,7 @@ class Supervisor:
             ranks = room - room % self._plan.replica
         if self._plan.hosts and (not hosts or ranks < self._fewest):
             left = ", ".join(hosts) or "none"
-            return StartEnd(
+            return Outcome(
                 1,
                 f"too few hosts answer ({left}) for at least {self._fewest} ranks",
                 self._step(),
@@ -236,30 +242,33 @@ class Supervisor:
         try:
             status, fault = self._watch(job, launcher, begin_s)
         finally:
-            kill(job.pid)  # what a launcher that was killed has left, or this program's own end
+            # ranks outlive a killed launcher; and an error here must not leave the job running
+            kill(job.pid)
             job.wait()
             remove_segments()
-        return StartEnd(status, fault, max(step, self._step()), time.monotonic() - begin_s)
+        return Outcome(status, fault, max(step, self._step()), time.monotonic() - begin_s)
 
     def _words(self, ranks: int) -> list[str]:
-        """Return the train command's words: those that were given until a start has written them
-        down.
+        """Return the words of the train command.
+
+        Once the ranks have written starts.jsonl, the run's folder holds the options: --resume and
+        the layout suffice.
         """
         folder, given = str(self._plan.folder), list(self._plan.words)
         if self._was_up():
             quiet = ["--quiet"] if "--quiet" in given else []
-            # what it names has been executed already
+            # --trust: the user code that the run names has been executed by the first start
             return [f"--resume={folder}", "--trust", "--dp", "auto", *quiet]
-        there = self._plan.resumes or self._files.config.exists()
+        resumes = self._plan.resumes or self._files.config.exists()
         layout = ["--dp", "auto"] if ranks != self._plan.ranks else []
-        # whose name may begin with a dash
-        return [*given, f"{'--resume' if there else '--out'}={folder}", *layout]
+        # "=", since the folder's name may begin with a dash
+        return [*given, f"{'--resume' if resumes else '--out'}={folder}", *layout]
 
     def _watch(
         self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float
     ) -> tuple[int, str]:
-        """Return a job's status and what happened, once it has ended."""
-        starts, text = _count_lines(self._files.starts), False
+        """Wait for a job's end; return its status and the cause in words."""
+        starts, is_passed_on = _count_lines(self._files.starts), False
         limit_s, is_up = self._plan.start_limit_s, False
         while job.poll() is None:
             with suppress(subprocess.TimeoutExpired):
@@ -267,8 +276,8 @@ class Supervisor:
             if self._insists:
                 kill(job.pid)
             is_up = is_up or _count_lines(self._files.starts) > starts
-            if self._asked and not text and not self._insists:
-                text = True
+            if self._signal and not is_passed_on and not self._insists:
+                is_passed_on = True
                 self._pass_on(job, launcher, is_up)
             if not is_up and limit_s and time.monotonic() - begin_s > limit_s:
                 kill(job.pid)
@@ -278,17 +287,18 @@ class Supervisor:
         return status, describe_status(status, launcher)
 
     def _pass_on(self, job: subprocess.Popen[bytes], launcher: Launcher, is_up: bool) -> None:
-        """Ask the ranks to save and end; the launcher where none is on this host.
+        """Send the signal to this host's ranks, so that they save and end; else to the launcher.
 
-        One rank that knows is enough. Open MPI's launcher would give them half a second. Before
-        they are up there is nothing to save, and SIGINT would end Python's own start with a stack.
+        One rank with the signal is enough: the ranks agree to stop. They get it directly because
+        Open MPI's launcher kills them half a second after its own signal. Before the ranks have
+        started there is nothing to save, and SIGINT would print a traceback of Python's start.
         """
-        number = signal.SIGTERM if launcher.kind == "srun" or not is_up else self._asked
+        number = signal.SIGTERM if launcher.kind == "srun" or not is_up else self._signal
         for process in ranks_of(job.pid) or [job.pid]:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
 
-    # ---- what has come of it ----
+    # ---- the state of the run's folder ----
 
     def _is_finished(self) -> bool:
         now = _identity(self._files.finished)
@@ -298,7 +308,7 @@ class Supervisor:
         return _count_lines(self._files.starts) > self._known_starts
 
     def _step(self) -> int:
-        """Return the step of the last checkpoint; 0 where there is none."""
+        """Return the step of the last checkpoint; 0 without one."""
         result = steps(self._files.checkpoints)
         with suppress(IndexError, ValueError):
             return int(result[0].name.rpartition("-")[2])
@@ -310,8 +320,8 @@ class Supervisor:
                 return float(read_json(item / STATE_FILE)["elapsed_s"])
         return 0.0
 
-    def _write_down(self, number: int, outcome: StartEnd) -> None:
-        """Add a line to the run's faults.jsonl; a disk that does not take it costs only that."""
+    def _log_fault(self, number: int, outcome: Outcome) -> None:
+        """Append a line to the run's faults.jsonl; a full disk loses only this line."""
         fault = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "start": number, **vars(outcome)}
         if self._plan.folder.is_dir():
             with suppress(OSError), appending(self._files.faults) as stream:
@@ -320,34 +330,35 @@ class Supervisor:
     # ---- signals ----
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._insists = bool(self._asked)
-        self._asked = number
+        self._insists = bool(self._signal)
+        self._signal = number
 
     def _sleep(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s and not self._asked:
+        while time.monotonic() < until_s and not self._signal:
             time.sleep(POLL_S)
-        if self._asked:
-            self._check(StartEnd(0, "", self._step(), 0.0))
+        if self._signal:
+            self._check(Outcome(0, "", self._step(), 0.0))
 
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def _end_with_parent() -> None:
-    """Let the job end if this program is killed: nobody would start it again, and the next
-    supervisor cannot.
+    """Have Linux kill the job if the supervisor dies.
+
+    Otherwise the orphan would hold the run's folder, and the next supervisor could not start.
     """
-    with suppress(AttributeError):  # another system, on which it continues alone
+    with suppress(AttributeError):  # no prctl on other systems: the job continues alone
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def describe_status(status: int, launcher: Launcher) -> str:
-    """Return what a job's status says, as text.
+    """Explain a job's status in words.
 
     Args:
-        status: as a shell has it.
-        launcher: that ended with it.
+        status: of the launcher, as a shell reports it.
+        launcher: MPICH's mpirun reports a signal's number itself, others 128 more.
     """
     if status == STALLED:
         return f"it stood still, and its watchdog ended it (status {status})"
@@ -366,19 +377,17 @@ def describe_status(status: int, launcher: Launcher) -> str:
 
 def without(names: Sequence[str], words: Sequence[str]) -> list[str]:
     """Return the words without these options and their values."""
-    saved, drops = [], False
+    result, drops = [], False
     for word in words:
         if word.startswith("-") and not word[1:2].isdigit():
             drops = word.partition("=")[0] in names
         if not drops:
-            saved.append(word)
-    return saved
+            result.append(word)
+    return result
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """Return what tells a file from one that is written anew in its place; None where there is
-    none.
-    """
+    """Return inode and time of a file, which change when it is replaced; None without a file."""
     with suppress(OSError):
         result = file.stat()
         return result.st_ino, result.st_mtime_ns
@@ -410,21 +419,19 @@ class SupervisorConfig:
     restarts: int = 10
     """How many starts in a row may bring no new checkpoint before it gives up."""
     hosts: str = ""
-    """Host names with commas between them; before each start they are asked whether they answer,
-    and those that do not are left out with their ranks (default: the launcher's choice; in a job of
-    Slurm's all of its).
+    """Host names, separated by commas. Each start probes them and leaves out those that do not
+    answer, with their ranks (default: the launcher's choice; under Slurm all of the job's).
     """
     start_limit: float = 600.0
     """Seconds for the ranks to start and read their data before they are restarted. 0: no limit."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_numbers(self, "ranks", 1)
         check_numbers(self, "restarts start_limit", 0)
 
 
 def main(words: Sequence[str]) -> str:
-    """Supervise a training, and return what there is to say at its end.
+    """Supervise a training to its end, and return a sentence about it.
 
     Raises:
         HelpAsked: for -h or --help.
@@ -434,10 +441,10 @@ def main(words: Sequence[str]) -> str:
     at = [*words, "--"].index("--")
     train = words[at + 1 :]
     local = ["--ranks" if word == "-n" else word for word in words[:at]]
-    if theirs := {*local} & {item.flag for item in all_options().values()}:
+    if misplaced := {*local} & {item.flag for item in all_options().values()}:
         raise UsageError(
-            f"{min(theirs)} is an option of the training; write it behind --, as in {PROGRAM} -n 2"
-            " -- ..."
+            f"{min(misplaced)} is an option of the training; write it behind --, as in {PROGRAM}"
+            " -n 2 -- ..."
         )
     options = made(
         SupervisorConfig, read_words(local, options_of(SupervisorConfig), PROGRAM, DESCRIPTION)
@@ -450,7 +457,7 @@ def main(words: Sequence[str]) -> str:
     layout = config.parallel
     folder = config.run.resume or config.run.out or default_folder(config)
     replica = prod(ranks for ranks in (layout.pp, layout.tp, layout.sp) if isinstance(ranks, int))
-    if isinstance(layout.dp, int):  # pp or tp may be what is missing
+    if isinstance(layout.dp, int):  # pp, tp or sp may be "auto" and fill up to the ranks
         replica = max(replica, options.ranks // layout.dp)
     if options.ranks % replica:
         raise UsageError(
@@ -478,7 +485,7 @@ def main(words: Sequence[str]) -> str:
 
 def _say(text: str) -> None:
     with suppress(OSError):
-        # a reader that has gone, or a log on a full disk, ends the words, not the supervision
+        # a closed pipe or a full disk must not end the supervision
         print(f"nnmpi.run: {printable(text)}", flush=True)
 
 

@@ -64,13 +64,12 @@ from nnmpi.train.trace import Tracer
 from nnmpi.units import format_duration
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-WOKEN = signal.SIGCONT  # a number of its own: 1, which stood here, is SIGHUP
-
+WOKEN = signal.SIGCONT
 
 Handlers: TypeAlias = dict[int, Any]
-"""Who had a signal, by its number."""
+"""{signal number: its previous handler}."""
 
-SAVING = 0.01  # the part of the time that checkpoints may take by default
+SAVING = 0.01  # default share of the time spent on checkpoints
 
 
 class StopSignals:
@@ -96,7 +95,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         """Catch the signals from now on."""
         if threading.current_thread() is threading.main_thread():
-            self._before = catch(self._note, signal.SIGCONT)
+            self._before = install_handlers(self._note, signal.SIGCONT)
             StopSignals._main = self
         else:
             self._caught_by = StopSignals._main or self
@@ -109,7 +108,7 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         """Give the signals back to those who had them."""
-        give_back(self._before)
+        restore_handlers(self._before)
         if StopSignals._main is self:
             StopSignals._main = None
 
@@ -128,18 +127,19 @@ class StopSignals:
         self._noted = number if number != signal.SIGCONT else self._noted or WOKEN
 
 
-def catch(note: Callable[[int, FrameType | None], None], *more: int) -> Handlers:
-    """Give these signals, and those that end a run, to a function, and return who had them before.
+def install_handlers(note: Callable[[int, FrameType | None], None], *more: int) -> Handlers:
+    """Handle STOPPING and more signals by `note`; return the previous handlers.
 
-    SIGHUP, which a terminal sends that is closed, stays ignored where it is: nohup has asked for
-    that.
+    SIGHUP, which a closed terminal sends, stays ignored if it was: the program runs under nohup.
     """
-    hangs_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    numbers = [number for number in (*STOPPING, *more) if number != signal.SIGHUP or not hangs_on]
+    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [
+        number for number in (*STOPPING, *more) if number != signal.SIGHUP or not under_nohup
+    ]
     return {number: signal.signal(number, note) for number in numbers}
 
 
-def give_back(before: Handlers) -> None:
+def restore_handlers(before: Handlers) -> None:
     """Restore signal handlers; one in C, such as Open MPI's for SIGHUP, cannot be restored."""
     for number, handler in before.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
