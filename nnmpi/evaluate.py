@@ -30,18 +30,19 @@ from nnmpi.train.log import describe_result, measures_of
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
 
-LOGITS_BYTES = 2**26  # of one pass, on each rank
+LOGITS_BYTES = 2**26  # most bytes of logits in one forward pass of a rank
 
 
 def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integers | None]:
     """Return a run's loss and score sums on samples, and the confusion matrix. Collective.
 
-    The matrix has true classes in rows and predicted ones in columns. Replicas share the samples.
+    The samples are sharded over the replicas. The matrix is (classes, classes), int64, true classes
+    in rows and predicted ones in columns; None unless each sample has one class.
 
     Args:
         run: opened on these ranks.
-        samples: any that fit its model; see `matched`.
-        batch_size: how many are taken through the model at once, at most.
+        samples: that fit the model; see `match_samples`.
+        batch_size: the most samples per forward pass of a replica.
     """
     signature, dp, size = run.signature, run.arrangement.mesh.dp, run.signature.classes
     rows = max(
@@ -60,7 +61,8 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
         transform=signature.normalize,
         dtype=run.config.run.dtype,
     )
-    name = run.config.optimization.loss  # the user's own may need what only training has
+    # A user's loss may need data that only training has: mse stands in for it.
+    name = run.config.optimization.loss
     is_classes = signature.predicts == "classes"
     loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
     inference = Inference(run.arrangement, run.backend, run.config.run.precision)
@@ -87,11 +89,11 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     return result, confusion if confusion.size else None
 
 
-def matched(signature: ModelSignature, samples: Samples) -> Samples:
-    """Return samples with the model's class numbers, and bytes scaled as the model's.
+def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
+    """Return samples with the model's class numbers, column order and scale of bytes.
 
     Raises:
-        DataError: for samples of another shape or kind, and labels that the model does not know.
+        DataError: for samples of another shape or kind, and for labels outside the model's classes.
     """
     fits = samples.is_tokens == signature.is_tokens
     if not fits or (
@@ -120,9 +122,9 @@ def matched(signature: ModelSignature, samples: Samples) -> Samples:
                     f"{samples.name} has the class {name!r}, which the model does not know"
                 )
         numbers = np.array([ours.index(name) for name in theirs], labels.dtype)
-        # of yes or no, too, where names stand for 0 and 1
+        # also for yes or no, whose two names stand for 0 and 1
         labels = numbers[labels.astype(np.int64)]
-    # the run's own, maybe from another file
+    # the same set may come from another file with another scale: bytes are scaled as in training
     is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES
     scale = signature.scale if is_bytes else samples.scale
     classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
@@ -165,7 +167,6 @@ class EvaluationConfig:
     """Print JSON with the confusion matrix (rows: true classes; columns: predicted classes)."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_numbers(self, "batch_size", 1)
 
 
@@ -173,35 +174,33 @@ parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (EvaluationConfig, Pl
 
 
 def main(words: Sequence[str], group: Group) -> None:
-    """Print how well a run's model does. Collective.
+    """Print the quality of a run's model. Collective.
 
     Raises:
-        NnmpiError: on all ranks, for everything that has a sentence.
+        NnmpiError: on all ranks.
     """
     console, (folder, options, place) = ask(words, parse, group)
     run = place.open(folder, group)
     train, test = load_samples(_data(run, options), group, console.say)
     with agreed(group):
-        samples = matched(run.signature, train if options.part == "train" else test)
+        samples = match_samples(run.signature, train if options.part == "train" else test)
     result, confusion = evaluate(run, samples, options.batch_size)
-    text = _told(run, samples, result, confusion, options)
+    text = _as_json(run, samples, result, confusion, options)
     if group.is_root:
-        with suppress(OSError):  # a run of somebody else's may be looked at only
+        with suppress(OSError):  # another user's run may be read-only
             write_atomically(run.folder.evaluation, text.encode())
     console.say(text if options.json else _sentence(run, samples, result, options))
 
 
 def _data(run: Run, options: EvaluationConfig) -> Config:
-    """Return the options of the run with the data that is to be evaluated, in the tokens that it
-    knows.
-    """
+    """Return the run's options with the data to evaluate; texts keep the run's tokenizer."""
     config, values = run.config, dict[str, Any]()
     if options.data_dir is not None or options.dataset not in (None, config.data.dataset):
         values["data_dir"] = options.data_dir
     if options.dataset not in (None, config.data.dataset):
         values |= {"dataset": options.dataset, "augment": "none"}
         if str(options.dataset).endswith((".txt", ".txt.gz")):
-            values["text_columns"] = ""  # the run's own text may be a table
+            values["text_columns"] = ""  # those of the run's text, if that is a table, do not apply
     if options.text_columns is not None:
         values["text_columns"] = options.text_columns
     if run.signature.is_tokens:
@@ -211,8 +210,12 @@ def _data(run: Run, options: EvaluationConfig) -> Config:
     return config.having(**values)
 
 
-def _told(
-    run: Run, samples: Samples, found: Totals, confusion: Integers | None, options: EvaluationConfig
+def _as_json(
+    run: Run,
+    samples: Samples,
+    totals: Totals,
+    confusion: Integers | None,
+    options: EvaluationConfig,
 ) -> str:
     """Return the result as JSON."""
     values: dict[str, Any] = {
@@ -221,27 +224,27 @@ def _told(
         "data": samples.name,
         "part": options.part,
         "samples": len(samples),
-        "targets": found.targets,
-        "loss": found.loss,
+        "targets": totals.targets,
+        "loss": totals.loss,
     }
     values |= {
         name: value if isfinite(value) else None
-        for name, value in measures_of(found, samples.variance).items()
+        for name, value in measures_of(totals, samples.variance).items()
     }
     if confusion is not None:
         values |= {"classes": run.class_names, "confusion": confusion.tolist()}
     return json.dumps(values)
 
 
-def _sentence(run: Run, samples: Samples, found: Totals, options: EvaluationConfig) -> str:
+def _sentence(run: Run, samples: Samples, totals: Totals, options: EvaluationConfig) -> str:
     loss, quality = describe_result(
-        found, measures_of(found, samples.variance), run.signature.is_tokens
+        totals, measures_of(totals, samples.variance), run.signature.is_tokens
     )
     is_classes = run.signature.predicts == "classes"
     counted = (
-        f"{found.score_sum:.0f} of {found.targets} right"
+        f"{totals.score_sum:.0f} of {totals.targets} right"
         if is_classes
-        else f"{found.targets} samples"
+        else f"{totals.targets} samples"
     )
     weights = (
         f"the weights{'' if run.step is None else f' after step {run.step}'} of {run.folder.path}"

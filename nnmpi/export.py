@@ -1,4 +1,4 @@
-"""`python -m nnmpi.export`: a run's weights as a file that other programs read."""
+"""`python -m nnmpi.export`: a run's weights as a file for other programs."""
 
 import sys
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def main(words: Sequence[str], group: Group) -> None:
     """Write the file, on rank 0. Collective.
 
     Raises:
-        NnmpiError: on all ranks, for everything that has a sentence.
+        NnmpiError: on all ranks.
     """
     console, (folder, options) = ask(words, parse, group)
     console.say(on_root(group, partial(export, folder, options)))
@@ -56,8 +56,8 @@ def export(folder: Path, options: ExportConfig) -> str:
     """Write a run's weights, and return a sentence about them.
 
     Raises:
-        UsageError: when there is no such run, or the file cannot be written.
-        CheckpointError: when the run has no checkpoint.
+        UsageError: without such a run, and for a file that cannot be written.
+        CheckpointError: for a run without a checkpoint.
     """
     file = options.out or folder / "torch.safetensors"
     if file.suffix not in ("", ".safetensors"):

@@ -1,4 +1,4 @@
-"""`python -m nnmpi.generate`: a prompt, and what a run's language model writes after it."""
+"""`python -m nnmpi.generate`: a prompt, continued by a run's language model."""
 
 import sys
 from collections.abc import Sequence
@@ -24,8 +24,9 @@ from nnmpi.train.config import (
 PROGRAM = "python -m nnmpi.generate"
 DESCRIPTION = """Generate text with a language model: python -m nnmpi.generate RUN --prompt TEXT.
 
-RUN is the folder of a run of --model lstm or gpt (its last checkpoint is used), or a GPT-2 folder of
-Hugging Face's transformers. Keys and values are cached, so each token costs one pass of one token.
+RUN is the folder of a run of --model lstm or gpt (its last checkpoint is used), or a GPT-2 folder
+of Hugging Face's transformers. Keys and values are cached, so each token costs one pass of one
+token.
 
 mpirun -n 4 python -m nnmpi.generate RUN --pp 2 --tp 2 takes four ranks."""
 
@@ -48,7 +49,6 @@ class WritingConfig:
     """Seed of the sampling."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_numbers(self, "tokens", 1)
         check_numbers(self, "temperature top_k seed", 0)
         require(0 < self.top_p <= 1, f"--top-p is {self.top_p}; give a number above 0, up to 1")
@@ -58,12 +58,11 @@ parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (WritingConfig, Place
 
 
 def main(words: Sequence[str], group: Group) -> None:
-    """Print the prompt and what the model writes after it. Collective.
+    """Print the prompt and its continuation. Collective.
 
     Raises:
-        UsageError: on all ranks, for wrong options, a run of another model, or a prompt that does
-            not fit.
-        NnmpiError: for everything else that has a sentence.
+        NnmpiError: on all ranks; UsageError for wrong options, a run of another model, or a prompt
+            that does not fit.
     """
     console, (folder, options, place) = ask(words, parse, group)
     if place.sp > 1:
@@ -106,7 +105,7 @@ def main(words: Sequence[str], group: Group) -> None:
 
 
 def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:
-    """Return a prompt's tokens, and the one that ends a text (-1 for none)."""
+    """Return a prompt's tokens, and the end token (-1 without a tokenizer)."""
     if tokenizer is not None:
         require(
             tokenizer.vocabulary_size <= vocabulary,

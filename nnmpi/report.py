@@ -4,7 +4,8 @@
     python -m nnmpi.report runs/digits-cnn --out page.html
     python -m nnmpi.report runs/digits-cnn --tensorboard FOLDER
 
-All numbers come from the run's files. It also works while the run is under way.
+All numbers come from the run's files, so that the command also works during the run. The page is
+one file with its data and scripts inside (see nnmpi.pages); bokeh draws its curves if installed.
 """
 
 import shlex
@@ -29,7 +30,7 @@ ACCURACY = "accuracy"
 STEPS, SECONDS = ("global_step", "steps"), ("elapsed_s", "seconds")
 TRAINED, TESTED = {"training": "train"}, {"test data": "eval"}
 BOTH = TRAINED | TESTED
-PANELS = [  # title, key of the values, whose they are, and what they are drawn over
+PANELS = [  # title, key of the values, kinds of records, x axis
     ("Loss", "loss", BOTH, STEPS),
     ("Perplexity", "perplexity", BOTH, STEPS),
     ("Accuracy", ACCURACY, BOTH, STEPS),
@@ -41,7 +42,7 @@ PANELS = [  # title, key of the values, whose they are, and what they are drawn 
     ("Loss over time", "loss", BOTH, SECONDS),
     ("Accuracy over time", ACCURACY, BOTH, SECONDS),
 ]
-COLOURS = "#4c78a8", "#d1495b", "#8aa83c", "#b07aa1"  # on paper that is light or dark
+COLOURS = "#4c78a8", "#d1495b", "#8aa83c", "#b07aa1"  # legible in the light and the dark theme
 PAINT = dict(zip(PARTS.values(), COLOURS, strict=True)) | {"other": "#6b7785"}
 Columns = Mapping[str, Sequence[float]]
 RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
@@ -49,10 +50,10 @@ _MEMORY = "memory_"
 
 
 def main(words: Sequence[str]) -> str:
-    """Write the page and return where it is.
+    """Write the page, and return a sentence with its path.
 
     Raises:
-        UsageError: when there is no run, its files cannot be read, or the page cannot be written.
+        UsageError: without a run, for unreadable files, and for a page that cannot be written.
     """
     parser = Parser("python -m nnmpi.report", description=__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
@@ -83,7 +84,7 @@ def main(words: Sequence[str]) -> str:
 
 
 def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write every number of the records as a scalar KIND/KEY at its step, for TensorBoard.
+    """Write every number of the records as TensorBoard's scalar KIND/KEY at its step.
 
     Raises:
         UsageError: without tensorboardX, and for a folder that cannot be written.
@@ -106,16 +107,16 @@ def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def gather(run: Path) -> dict[str, Any]:
-    """Return what the page shows, as JSON values.
+    """Return the page's data as JSON values; the head of pages/run.js lists them.
 
     Raises:
-        UsageError: when there is no run in the folder, or its files cannot be read.
+        UsageError: without a run in the folder, and for unreadable files.
     """
     options, folder = read_run(run, str(run)), RunFolder(run)
     with foreign(folder.metrics, UsageError, "the metrics of the run cannot be read"):
         records = read_metrics(folder.metrics)
-        began = read_metrics(folder.starts) if folder.starts.is_file() else []
-        commands = [f"{shlex.join(item['command'])}    # ranks: {item['ranks']}" for item in began]
+        starts = read_metrics(folder.starts) if folder.starts.is_file() else []
+        commands = [f"{shlex.join(item['command'])}    # ranks: {item['ranks']}" for item in starts]
         trained = [record for record in records if record["kind"] == "train"]
         tests = [record for record in records if record["kind"] in ("eval", "test")]
         stale = sum_staleness(records)
@@ -127,7 +128,7 @@ def gather(run: Path) -> dict[str, Any]:
         times = {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))}
         other_s = _mean(trained, "step_s") - sum(times.values())
         return {
-            "head": began[-1].get("facts", []) if began else [],
+            "head": starts[-1].get("facts", []) if starts else [],
             "results": [{key: test.get(key) for key in RESULT} for test in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
             "paint": PAINT,
@@ -152,7 +153,7 @@ def gather(run: Path) -> dict[str, Any]:
 def _chart(
     title: str, key: str, kinds: Mapping[str, str], over: tuple[str, str], records: Sequence[Any]
 ) -> Any:
-    """Return a chart's lines; none where each is straight, as of a rate that stays."""
+    """Return a chart's lines; none if all are constant, such as a fixed learning rate."""
     lines = []
     for name, kind in kinds.items():
         chosen = [
@@ -166,42 +167,42 @@ def _chart(
                 "points": [[item[over[0]], item[key]] for item, *_ in _cut(chosen, MOST_POINTS)],
             }
         )
-    says = any(len({value for _, value in line["points"]}) > 1 for line in lines)
-    lines = [line for line in lines if line["points"] and says]
+    varies = any(len({value for _, value in line["points"]}) > 1 for line in lines)
+    lines = [line for line in lines if line["points"] and varies]
     return {"title": title, "accuracy": key == ACCURACY, "along": over[1], "lines": lines}
 
 
 def _cut(records: Sequence[Any], most: int) -> list[Sequence[Any]]:
-    """Return the records in parts of equal lengths, about as many as `most`."""
-    item = max(1, len(records) // most)
-    return [records[begin : begin + item] for begin in range(0, len(records), item)]
+    """Return the records in parts of equal length, about `most` of them."""
+    length = max(1, len(records) // most)
+    return [records[begin : begin + length] for begin in range(0, len(records), length)]
 
 
-def draw(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {title: chart} of what `gather` returned, as bokeh's page script reads them."""
+def draw(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {title: chart} of the result of `gather`, as JSON of bokeh's."""
     from bokeh.embed import json_item
     from bokeh.models import CustomJSTickFormatter, DataRange1d, HoverTool
     from bokeh.plotting import figure
 
-    def plot(tips: Any, **how: Any) -> Any:
-        usual = {
+    def plot(tips: Any, **keywords: Any) -> Any:
+        defaults = {
             "height": 260,
             "sizing_mode": "stretch_width",
             "toolbar_location": None,
             "tools": "",
         }
-        made = figure(**usual | how)
-        made.add_tools(HoverTool(tooltips=tips, mode="vline"))
-        return made
+        result = figure(**defaults | keywords)
+        result.add_tools(HoverTool(tooltips=tips, mode="vline"))
+        return result
 
     def stack(
         what: str, ends: Sequence[float], begin: float, columns: Columns, x: str, y: str
     ) -> Any:
-        """Draw bars from where the one before has ended, the columns on top of one another."""
+        """Draw stacked bars, each from the end of the previous one to its own."""
         sides = [*pairwise([begin, *ends])]
         middles = {"x": [(a + b) / 2 for a, b in sides], "wide": [b - a for a, b in sides]}
         source = {what: ends, **middles, **columns}
-        made = plot(
+        result = plot(
             [(name, f"@{{{name}}}{{0.[00]}}") for name in (what, *columns)],
             x_axis_label=x,
             y_axis_label=y,
@@ -210,14 +211,14 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
             PAINT.get(name, colour) for name, colour in zip(columns, cycle(COLOURS), strict=False)
         ]
         named = {"color": paint, "legend_label": [*columns]}
-        made.hover.renderers = made.vbar_stack(
+        result.hover.renderers = result.vbar_stack(
             [*columns], x="x", width="wide", source=source, **named
         )[-1:]
-        return made
+        return result
 
     plots: dict[str, Any] = {}
-    if found["parts"]:
-        ends, *parts = zip(*found["parts"], strict=True)
+    if data["parts"]:
+        ends, *parts = zip(*data["parts"], strict=True)
         columns = {
             n: [1e3 * s for s in part]
             for n, part in zip(PARTS.values(), parts, strict=True)
@@ -226,31 +227,32 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
         plots["Where a step's time went, over the steps"] = stack(
             "step", ends, 0, columns, "steps", "ms"
         )
-    for chart in found["charts"]:
+    for chart in data["charts"]:
         least = min(
             (1 - y for line in chart["lines"] for _, y in line["points"] if y < 1), default=1.0
         )
-        how = (
+        # Accuracy is drawn as the error 1 - accuracy on a flipped logarithmic axis: 97 and 99 %
+        # are far apart.
+        axis = (
             {"y_axis_type": "log", "y_range": DataRange1d(flipped=True)}
             if chart["accuracy"]
             else {}
         )
         if "speed" in chart["title"]:
-            # from 0: the last batch of an epoch is short, and a bit slower
-            how = {"y_range": DataRange1d(start=0)}
+            # From 0: an automatic range would magnify the dip of each epoch's short last batch.
+            axis = {"y_range": DataRange1d(start=0)}
         made = plot(
             f"$name: @y{{0.[00000]}}<br>@x{{0.[0]}} {chart['along']}",
             x_axis_label=chart["along"],
-            **how,
+            **axis,
         )
         if chart["accuracy"]:
-            # by the errors that are left, in powers of ten: so 97 and 99 % are far apart
             made.yaxis.ticker = [base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)]
             made.yaxis.formatter = CustomJSTickFormatter(
                 code="return `${+(100 * (1 - tick)).toPrecision(5)} %`"
             )
         else:
-            made.yaxis.formatter.power_limit_low = -5  # 0.0005, and not 5.000e-4
+            made.yaxis.formatter.power_limit_low = -5  # 0.0005 instead of 5.000e-4
         made.hover.renderers = []
         for colour, line in zip(COLOURS, chart["lines"], strict=False):
             x, y = zip(*line["points"], strict=True)
@@ -265,14 +267,14 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
             )
             made.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
         plots[chart["title"]] = made
-    if heights := found["staleness"]["heights"]:
+    if heights := data["staleness"]["heights"]:
         workers = {f"worker {worker}": local for worker, local in enumerate(heights)}
         ends = tuple(n + 0.5 for n in range(len(heights[0])))
         plots["Staleness"] = stack(
             "up to", ends, -0.5, workers, "updates that came between", "gradients"
         )
-    if counts := found["evaluation"].get("confusion"):
-        names = [str(name) for name in found["evaluation"]["classes"]]
+    if counts := data["evaluation"].get("confusion"):
+        names = [str(name) for name in data["evaluation"]["classes"]]
         cells = [
             (a, b, n, n / sum(row), COLOURS[a != b], 0.7 + 0.3 * n / sum(row))
             for a, row in zip(names, counts, strict=True)
@@ -312,7 +314,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
                 margin=0,
                 padding=2,
             )
-            ink = "#808890"  # on light and dark
+            ink = "#808890"  # legible in the light and the dark theme
             legend.update(
                 visible=len(legend.items) > 1, location="top_left", label_text_color=ink, ncols=2
             )
@@ -326,9 +328,7 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _options(options: Mapping[str, Any]) -> list[list[str]]:
-    """Return the run's options that are no defaults: those that were given, and those that it has
-    chosen.
-    """
+    """Return the run's options with other values than the defaults, given or chosen."""
     known = all_options()
     return [
         [known[name].flag, shown(value)]

@@ -1,12 +1,13 @@
-"""Pages that run in a browser: one file each, with its numbers inside; no network and no build
-step.
+"""Interactive pages: one HTML file each with data and scripts inside; no network, no build step.
 
-    page       puts a page together out of the files here and the numbers that it shows
+    page       fills the frame with a script and its data
     picture    Picture: bars and arrows, as text and for slides (matplotlib)
-    frame      what all pages have: head, and colours for light and dark (HTML, CSS)
-    common     elements, sliders, stepping by buttons and keys, charts (JavaScript), and a script
-               for each kind of page
+    frame      the head, and colours of the light and the dark theme (HTML, CSS)
+    common     elements, sliders, stepping by buttons and keys, charts (JavaScript)
+    *.js       a script per kind of page: collective, schedule, plan, run
 
-The numbers come from the package: a page draws them, and puts bytes and seconds into formulas that
-it was given.
+Scripts and CSS are formatted by `prettier --print-width 100`.
+
+The package computes all numbers. A page draws them; its sliders only put bytes, latency and
+bandwidth into cost formulas that the package computed.
 """

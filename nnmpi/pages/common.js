@@ -2,11 +2,12 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const PAGE = document.getElementById("page");
 
-// ---- theme and height: of the system, or of the page around ----
+// ---- theme and height: of the system, or of the surrounding page ----
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 function setTheme(chosen) {
-  const name = chosen || (dark.matches ? "dark" : "light"), { dataset } = document.documentElement;
+  const name = chosen || (dark.matches ? "dark" : "light"),
+    { dataset } = document.documentElement;
   if (dataset.theme === name) return;
   dataset.theme = name;
   dispatchEvent(new Event("theme"));
@@ -15,7 +16,9 @@ setTheme();
 dark.addEventListener("change", () => setTheme());
 if (parent !== window) {
   addEventListener("message", ({ data }) => "theme" in Object(data) && setTheme(data.theme));
-  new ResizeObserver(() => parent.postMessage({ height: document.body.scrollHeight + 32 }, "*")).observe(document.body);
+  new ResizeObserver(() =>
+    parent.postMessage({ height: document.body.scrollHeight + 32 }, "*"),
+  ).observe(document.body);
 }
 
 // ---- elements ----
@@ -28,7 +31,8 @@ function build(node, attributes, children) {
   node.append(...children.flat());
   return node;
 }
-const el = (tag, attributes, ...children) => build(document.createElement(tag), attributes, children);
+const el = (tag, attributes, ...children) =>
+  build(document.createElement(tag), attributes, children);
 const draw = (tag, attributes, ...children) =>
   build(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
@@ -38,19 +42,45 @@ function short(value, units) {
   const [unit, size] = units.find(([, size]) => value >= size) || units[units.length - 1];
   return `${Number((value / size).toPrecision(3))} ${unit}`;
 }
-const seconds = (s) => s === 0 ? "0 s" : short(s, [["s", 1], ["ms", 1e-3], ["us", 1e-6], ["ns", 1e-9]]);
-const bytes = (n) => short(n, [["GB", 2 ** 30], ["MB", 2 ** 20], ["KB", 2 ** 10], ["B", 1]]);
-const bits = (n) => short(n, [["Tbit/s", 1e12], ["Gbit/s", 1e9], ["Mbit/s", 1e6], ["bit/s", 1]]);
+const seconds = (s) =>
+  s === 0
+    ? "0 s"
+    : short(s, [
+        ["s", 1],
+        ["ms", 1e-3],
+        ["us", 1e-6],
+        ["ns", 1e-9],
+      ]);
+const bytes = (n) =>
+  short(n, [
+    ["GB", 2 ** 30],
+    ["MB", 2 ** 20],
+    ["KB", 2 ** 10],
+    ["B", 1],
+  ]);
+const bits = (n) =>
+  short(n, [
+    ["Tbit/s", 1e12],
+    ["Gbit/s", 1e9],
+    ["Mbit/s", 1e6],
+    ["bit/s", 1],
+  ]);
 const several = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const nextTo = (name, names) => names[(names.indexOf(name) + 1) % names.length];
-const colour = (i, n) => `oklch(0.68 0.15 ${Math.round(25 + 360 * i / n)})`;
+const colour = (i, n) => `oklch(0.68 0.15 ${Math.round(25 + (360 * i) / n)})`;
 
 // ---- controls ----
 
-// A slider over `values`, whose number is shown by `show`; calls `changed` with the value.
+// Return a slider over `values`. `show` formats the value; `changed` is called with it.
 function slider(name, values, at, show, changed) {
   const shown = el("output", {}, show(values[at]));
-  const input = el("input", { type: "range", min: 0, max: values.length - 1, value: at, "aria-label": name });
+  const input = el("input", {
+    type: "range",
+    min: 0,
+    max: values.length - 1,
+    value: at,
+    "aria-label": name,
+  });
   input.addEventListener("input", () => {
     shown.textContent = show(values[input.value]);
     input.setAttribute("aria-valuetext", shown.textContent);
@@ -59,9 +89,12 @@ function slider(name, values, at, show, changed) {
   return el("label", {}, `${name}: `, shown, input);
 }
 const logarithmic = (from, to, per) =>
-  Array.from({ length: Math.round(Math.log10(to / from) * per) + 1 }, (_, i) => from * 10 ** (i / per));
+  Array.from(
+    { length: Math.round(Math.log10(to / from) * per) + 1 },
+    (_, i) => from * 10 ** (i / per),
+  );
 
-// First, back, play, on, last; the arrow keys, Home, End and the space bar do the same.
+// Return buttons for first, back, play, forward, last; arrow keys, Home, End and space do the same.
 function stepper(steps, shown) {
   const state = { at: 0, playing: null };
   const go = (at, moves) => {
@@ -71,25 +104,42 @@ function stepper(steps, shown) {
     shown(to, moves && to === was + 1);
     if (to >= steps()) stop();
   };
-  const stop = () => { clearInterval(state.playing); state.playing = null; play.textContent = "play"; };
+  const stop = () => {
+    clearInterval(state.playing);
+    state.playing = null;
+    play.textContent = "play";
+  };
   const toggle = () => {
     if (state.playing) return stop();
     if (state.at >= steps()) go(0);
     play.textContent = "stop";
     state.playing = setInterval(() => go(state.at + 1, true), 900);
   };
-  const button = (text, label, act) => el("button", { type: "button", "aria-label": label, onclick: act }, text);
+  const button = (text, label, act) =>
+    el("button", { type: "button", "aria-label": label, onclick: act }, text);
   const play = button("play", "play or stop", toggle);
-  const keys = { ArrowRight: () => go(state.at + 1, true), ArrowLeft: () => go(state.at - 1), " ": toggle,
-    Home: () => go(0), End: () => go(steps()) };
+  const keys = {
+    ArrowRight: () => go(state.at + 1, true),
+    ArrowLeft: () => go(state.at - 1),
+    " ": toggle,
+    Home: () => go(0),
+    End: () => go(steps()),
+  };
   document.addEventListener("keydown", (event) => {
     if (!(event.key in keys) || event.target.closest("input, select, button")) return;
     event.preventDefault();
     keys[event.key]();
   });
-  const bar = el("div", { class: "bar" }, button("|<", "first", keys.Home), button("<", "one back", keys.ArrowLeft), play,
-    button(">", "one on", keys.ArrowRight), button(">|", "last", keys.End),
-    el("span", { class: "soft" }, "or the arrow keys"));
+  const bar = el(
+    "div",
+    { class: "bar" },
+    button("|<", "first", keys.Home),
+    button("<", "one back", keys.ArrowLeft),
+    play,
+    button(">", "one on", keys.ArrowRight),
+    button(">|", "last", keys.End),
+    el("span", { class: "soft" }, "or the arrow keys"),
+  );
   return { bar, state, go };
 }
 
@@ -97,54 +147,143 @@ function stepper(steps, shown) {
 
 function ticks(from, to, log) {
   if (log) {
-    const first = Math.ceil(Math.log10(from) - 1e-9), last = Math.floor(Math.log10(to) + 1e-9);
+    const first = Math.ceil(Math.log10(from) - 1e-9),
+      last = Math.floor(Math.log10(to) + 1e-9);
     const by = Math.max(1, Math.ceil((last - first) / 5));
-    return Array.from({ length: Math.max(0, Math.floor((last - first) / by) + 1) }, (_, i) => 10 ** (first + i * by));
+    return Array.from(
+      { length: Math.max(0, Math.floor((last - first) / by) + 1) },
+      (_, i) => 10 ** (first + i * by),
+    );
   }
-  const rough = (to - from) / 4 || 1, unit = 10 ** Math.floor(Math.log10(rough));
-  const by = [1, 2, 5, 10].find((each) => each * unit >= rough) * unit;
+  const rough = (to - from) / 4 || 1,
+    unit = 10 ** Math.floor(Math.log10(rough));
+  const by = [1, 2, 5, 10].find((item) => item * unit >= rough) * unit;
   const first = Math.ceil(from / by - 1e-9);
   return Array.from({ length: Math.floor(to / by + 1e-9) - first + 1 }, (_, i) => (first + i) * by);
 }
 
-// Lines over x: [{name, colour, points: [[x, y]]}]; `marks` are [{x, y, text}]; `at` is an x with a line of its own;
-// `ticksX` are the x that are written below.
-function chart(width, lines, { x, y, logX = false, logY = false, marks = [], at = null, height = 260, ticksX = null }) {
+// Draw lines [{name, colour, points: [[x, y]]}] over x. `marks` are [{x, y, text}], `at` is the x
+// of a vertical line, `ticksX` are the labelled x.
+function chart(
+  width,
+  lines,
+  { x, y, logX = false, logY = false, marks = [], at = null, height = 260, ticksX = null },
+) {
   const points = lines.flatMap((line) => line.points);
   if (!points.length) return el("p", { class: "soft" }, "nothing to draw");
   const range = (i, log) => {
     const all = points.map((point) => point[i]).filter((value) => !log || value > 0);
-    const low = Math.min(...all), high = Math.max(...all);
-    return log ? [low, high > low ? high : low * 10] : [i && low > 0 && low < high / 3 ? 0 : low, high > low ? high : low + 1];
+    const low = Math.min(...all),
+      high = Math.max(...all);
+    return log
+      ? [low, high > low ? high : low * 10]
+      : [i && low > 0 && low < high / 3 ? 0 : low, high > low ? high : low + 1];
   };
-  const [x0, x1] = range(0, logX), [y0, y1] = range(1, logY);
-  const left = 62, right = 10, top = 8, bottom = 34;
-  const part = (value, from, to, log) => log ? Math.log(value / from) / Math.log(to / from) : (value - from) / (to - from);
+  const [x0, x1] = range(0, logX),
+    [y0, y1] = range(1, logY);
+  const left = 62,
+    right = 10,
+    top = 8,
+    bottom = 34;
+  const part = (value, from, to, log) =>
+    log ? Math.log(value / from) / Math.log(to / from) : (value - from) / (to - from);
   const px = (value) => left + part(value, x0, x1, logX) * (width - left - right);
   const py = (value) => height - bottom - part(value, y0, y1, logY) * (height - top - bottom);
   const picture = draw("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
   for (const value of ticks(y0, y1, logY)) {
-    picture.append(draw("line", { x1: left, x2: width - right, y1: py(value), y2: py(value), stroke: "var(--line)" }),
-      draw("text", { x: left - 6, y: py(value) + 4, "text-anchor": "end", class: "soft" }, y(value)));
+    picture.append(
+      draw("line", {
+        x1: left,
+        x2: width - right,
+        y1: py(value),
+        y2: py(value),
+        stroke: "var(--line)",
+      }),
+      draw(
+        "text",
+        { x: left - 6, y: py(value) + 4, "text-anchor": "end", class: "soft" },
+        y(value),
+      ),
+    );
   }
   let last = -Infinity;
   for (const value of ticksX || ticks(x0, x1, logX)) {
     if (px(value) - last < 60) continue;
     last = px(value);
-    picture.append(draw("text", { x: px(value), y: height - 14, "text-anchor": px(value) > width - 40 ? "end" : "middle", class: "soft" },
-      x(value)));
+    picture.append(
+      draw(
+        "text",
+        {
+          x: px(value),
+          y: height - 14,
+          "text-anchor": px(value) > width - 40 ? "end" : "middle",
+          class: "soft",
+        },
+        x(value),
+      ),
+    );
   }
-  if (at !== null) picture.append(draw("line", { x1: px(at), x2: px(at), y1: top, y2: height - bottom, stroke: "var(--soft)",
-    "stroke-dasharray": "4 3" }));
+  if (at !== null)
+    picture.append(
+      draw("line", {
+        x1: px(at),
+        x2: px(at),
+        y1: top,
+        y2: height - bottom,
+        stroke: "var(--soft)",
+        "stroke-dasharray": "4 3",
+      }),
+    );
   for (const line of lines) {
-    const path = line.points.map(([a, b], i) => `${i ? "L" : "M"}${px(a).toFixed(1)} ${py(b).toFixed(1)}`).join("");
-    picture.append(draw("path", { d: path, fill: "none", stroke: line.colour, "stroke-width": 2, "data-name": line.name }));
-    if (line.points.length === 1) picture.append(
-      draw("circle", { cx: px(line.points[0][0]), cy: py(line.points[0][1]), r: 3, fill: line.colour }));
+    const path = line.points
+      .map(([a, b], i) => `${i ? "L" : "M"}${px(a).toFixed(1)} ${py(b).toFixed(1)}`)
+      .join("");
+    picture.append(
+      draw("path", {
+        d: path,
+        fill: "none",
+        stroke: line.colour,
+        "stroke-width": 2,
+        "data-name": line.name,
+      }),
+    );
+    if (line.points.length === 1)
+      picture.append(
+        draw("circle", {
+          cx: px(line.points[0][0]),
+          cy: py(line.points[0][1]),
+          r: 3,
+          fill: line.colour,
+        }),
+      );
   }
-  for (const mark of marks) picture.append(draw("circle", { cx: px(mark.x), cy: py(mark.y), r: 4, fill: "var(--paper)",
-    stroke: "var(--ink)", "stroke-width": 1.5 }, draw("title", {}, mark.text)));
+  for (const mark of marks)
+    picture.append(
+      draw(
+        "circle",
+        {
+          cx: px(mark.x),
+          cy: py(mark.y),
+          r: 4,
+          fill: "var(--paper)",
+          stroke: "var(--ink)",
+          "stroke-width": 1.5,
+        },
+        draw("title", {}, mark.text),
+      ),
+    );
   return picture;
 }
-const legend = (lines) => el("p", { class: "soft" },
-  ...lines.map((line) => el("span", { class: "entry" }, el("span", { class: "key", style: `background:${line.colour}` }), line.name)));
+const legend = (lines) =>
+  el(
+    "p",
+    { class: "soft" },
+    ...lines.map((line) =>
+      el(
+        "span",
+        { class: "entry" },
+        el("span", { class: "key", style: `background:${line.colour}` }),
+        line.name,
+      ),
+    ),
+  );

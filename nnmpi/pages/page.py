@@ -1,4 +1,4 @@
-"""One page: the frame, the script of its kind, and its numbers as JSON."""
+"""One page: the frame, the script of its kind, and its data as JSON."""
 
 import html
 import json
@@ -12,7 +12,7 @@ from nnmpi.errors import UsageError, raised_as
 
 
 def preformat(text: str) -> str:
-    """Return a picture in text as HTML, for a notebook's `_repr_html_`."""
+    """Return a text picture as HTML, for a notebook's `_repr_html_`."""
     return f'<pre style="line-height: 1.2">{html.escape(text)}</pre>'
 
 
@@ -20,10 +20,10 @@ def make_page(kind: str, title: str, data: Mapping[str, Any], library: str = "")
     """Return a page as HTML.
 
     Args:
-        kind: which script shows the data: "collective", "schedule", "plan" or "run".
+        kind: of the script: "collective", "schedule", "plan" or "run".
         title: the heading.
-        data: JSON values, for that script.
-        library: JavaScript that it calls.
+        data: JSON values for the script.
+        library: JavaScript to load before it.
     """
     parts = {
         name: (files("nnmpi.pages") / name).read_text()
@@ -33,7 +33,7 @@ def make_page(kind: str, title: str, data: Mapping[str, Any], library: str = "")
         (library, parts["common.js"], (files("nnmpi.pages") / f"{kind}.js").read_text())
     )
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    # or a name such as "</script>" or "<!--<script>" would move the data's end
+    # Escape "<": a name such as "</script>" or "<!--<script>" would end the data early.
     text = text.replace("<", "\\u003c")
     values = {
         "TITLE": html.escape(title),
@@ -47,7 +47,7 @@ def make_page(kind: str, title: str, data: Mapping[str, Any], library: str = "")
 def write_page(
     file: Path, kind: str, title: str, data: Mapping[str, Any], library: str = ""
 ) -> None:
-    """Write a page into a file; one that is there is replaced.
+    """Write a page to a file, replacing an existing one.
 
     Args:
         file, kind, title, data, library: see `make_page`.
@@ -56,5 +56,5 @@ def write_page(
         UsageError: when the file cannot be written.
     """
     with raised_as(UsageError, f"{file} cannot be written", "give another file"):
-        # names of folders may be any bytes
+        # "replace", since names of folders may be any bytes
         file.write_text(make_page(kind, title, data, library), "utf-8", "replace")

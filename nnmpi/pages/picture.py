@@ -1,13 +1,13 @@
 """Pictures for a terminal and for slides: rows of bars along an axis, and arrows between rows.
 
-    What two ranks do
+    Two ranks' step
 
     rank 0  F0##F1##        B0==B1==
     rank 1      F0##B0==F1##B1==
             0                          7 ms
             # forward   = backward
 
-Colours are those of the pages, on white.
+Files have the pages' colours, on white.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ USUAL = {"forward": "#4c78a8", "backward": "#2f8f88", "kept": "#8aa83c", "waitin
 USUAL |= {"killed": "#d1495b", "": PALE, "waits": "#c98b2b", "moves": "#8d6bb1", "freed": PALE}
 OTHERS = "#4c78a8", "#c98b2b", "#2f8f88", "#8d6bb1", "#8aa83c", "#6b7785"
 MARKS = "#=+*%@"
-WIDTH = 64  # of a terminal's bars
-LETTER = 0.0112  # inches that it is wide, for each point of its size
+WIDTH = 64  # characters of the axis, as text
+LETTER = 0.0112  # inches: mean width of a letter per point of font size
 ENDINGS = ".svg", ".png", ".pdf"
 
 
@@ -33,10 +33,10 @@ class Bar(NamedTuple):
     """A bar.
 
     Attributes:
-        row: beside it.
+        row: its label.
         begin, end: along the axis.
-        kind: says its colour; those without one are pale.
-        text: in it; behind it if it is too short and nothing follows; in a file, else nowhere.
+        kind: of work: sets the colour; bars without a kind are pale.
+        text: inside the bar. A bar too short has it behind, in a file only if it is the row's last.
     """
 
     row: str
@@ -47,7 +47,7 @@ class Bar(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """From a place in one row to a place in another one; the kind says its colour."""
+    """An arrow from (row, begin) to (to, end), such as a message; its kind sets the colour."""
 
     row: str
     begin: float
@@ -59,7 +59,7 @@ class Arrow(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """Bars and arrows; as text it has no arrows.
+    """Bars and arrows along an axis; `print` draws the bars as text, `save` all in a file.
 
     >>> print(Picture("Bytes", "bytes", [Bar("ring", 0, 3, "sent"), Bar("server", 0, 4, "sent")]))
     Bytes
@@ -77,12 +77,12 @@ class Picture:
 
     @property
     def end(self) -> float:
-        """Where the axis ends; 1 where no bar has a length."""
+        """The end of the axis; 1 if all bars have length 0."""
         return max(bar.end for bar in self.bars) or 1
 
     @property
     def kinds(self) -> list[str]:
-        """What is in the legend."""
+        """The kinds of bars and arrows: the legend."""
         kinds = [bar.kind for bar in self.bars] + [arrow.kind for arrow in self.arrows]
         return [kind for kind in dict.fromkeys(kinds) if kind]
 
@@ -92,7 +92,7 @@ class Picture:
         return [*dict.fromkeys(bar.row for bar in self.bars)]
 
     def __str__(self) -> str:
-        """Draw it as text."""
+        """Return the picture as text, without arrows."""
         end, rows = self.end, self.rows
         kinds = [kind for kind in self.kinds if kind != "waiting"]
         marks = {"": ".", "waiting": "."} | dict(zip(kinds, cycle(MARKS), strict=False))
@@ -114,7 +114,7 @@ class Picture:
         return "\n".join(lines).rstrip()
 
     def save(self, file: Path) -> None:
-        """Write it into a file; see `new_figure` and `save_figure`."""
+        """Write the picture to a file; see `new_figure` and `save_figure`."""
         figure = new_figure(7, 1.3 + 0.32 * len(self.rows))
         from matplotlib import rc_context
 
@@ -122,7 +122,7 @@ class Picture:
             ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
         )
         with rc_context(inked | {"svg.fonttype": "none", "svg.hashsalt": "nnmpi"}):
-            # text stays text, bytes the same
+            # fonttype: text in an SVG stays text; hashsalt: equal pictures give equal bytes
             self._draw(figure)
             save_figure(figure, file)
 
@@ -130,7 +130,7 @@ class Picture:
         axes, rows, kinds, end = figure.subplots(), self.rows, self.kinds, self.end
         last = {bar.row: bar.begin for bar in sorted(self.bars, key=lambda bar: bar.begin)}
         inner = [bar for bar in self.bars if bar.begin < last[bar.row] and bar.end > bar.begin]
-        # along the axis
+        # Letters along the axis if every inner bar is to hold its text: sets font size and width.
         letters = max((len(bar.text) * end / (bar.end - bar.begin) for bar in inner), default=0)
         size = 8 if 8 * LETTER * letters < 8 else 6
         figure.set_figwidth(min(max(7, 1.1 + size * LETTER * letters), 16))
@@ -176,7 +176,7 @@ class Picture:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return a figure of matplotlib's, in inches.
+    """Return a matplotlib figure of this size in inches.
 
     Raises:
         UsageError: without matplotlib.
@@ -189,10 +189,10 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, file: Path) -> None:
-    """Write a figure into a file: .svg, .png, .pdf.
+    """Write a figure to a .svg, .png or .pdf file.
 
     Raises:
-        UsageError: where it cannot be written.
+        UsageError: for another suffix, and for a file that cannot be written.
     """
     if file.suffix not in ENDINGS:
         raise UsageError(

@@ -85,7 +85,7 @@ def test_a_ring_is_stepped_through_with_keys(
     script = """
         const told = [texts(".figures"), count("svg rect.part")];
         press("ArrowRight"); press("ArrowRight"); press("ArrowLeft"); press("ArrowRight");
-        told.push(texts(".figures")[0], texts(".told")[0]);
+        told.push(texts(".figures")[0], texts(".caption")[0]);
         press("End");
         told.push(texts(".figures"), count("svg rect.part"));
         return { told };
@@ -133,7 +133,7 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
         take(1, "ps"); move("ranks", 0); press("End");
         told.push(texts(".figures")[1]);
         move("ranks", document.querySelector('input[aria-label="ranks"]').max);
-        told.push(texts(".told")[0], texts("table tr").slice(1)[0]);
+        told.push(texts(".caption")[0], texts("table tr").slice(1)[0]);
         move("buffer", 0);
         told.push(texts("table tr").slice(1)[0]);
         return { told };
@@ -220,9 +220,9 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
     script = """
         const told = [texts(".figures")[0], count("rect.time"), count("path[data-name]")];
         press("Home"); press("ArrowRight"); press("ArrowRight");
-        told.push(texts(".told")[0]);
+        told.push(texts(".caption")[0]);
         take(0, "all kept"); press("End");
-        told.push(texts(".figures")[0], texts(".told")[0]);
+        told.push(texts(".figures")[0], texts(".caption")[0]);
         take(0, "computed again"); move("budget", 0);
         told.push(texts(".figures")[0]);
         return { told };
