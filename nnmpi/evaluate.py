@@ -23,7 +23,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import DataError
 from nnmpi.files import write_atomically
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
+from nnmpi.train.cli import PlaceConfig, launch_command, parse_together, read_command
 from nnmpi.train.config import Config, check_numbers
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.log import describe_result, measures_of
@@ -179,7 +179,7 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks.
     """
-    console, (folder, options, place) = ask(words, parse, group)
+    console, (folder, options, place) = parse_together(words, parse, group)
     run = place.open(folder, group)
     train, test = load_samples(_data(run, options), group, console.say)
     with agreed(group):
@@ -253,4 +253,4 @@ def _sentence(run: Run, samples: Samples, totals: Totals, options: EvaluationCon
 
 
 if __name__ == "__main__":
-    launch_use(sys.argv[1:], parse, main)
+    launch_command(sys.argv[1:], parse, main)

@@ -12,7 +12,7 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.models.torch_weights import write_torch
-from nnmpi.train.cli import ask, launch_use, read_command
+from nnmpi.train.cli import launch_command, parse_together, read_command
 from nnmpi.train.config import to_json
 from nnmpi.train.run import load
 from nnmpi.train.signature import to_metadata
@@ -48,7 +48,7 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks.
     """
-    console, (folder, options) = ask(words, parse, group)
+    console, (folder, options) = parse_together(words, parse, group)
     console.say(on_root(group, partial(export, folder, options)))
 
 
@@ -76,4 +76,4 @@ def export(folder: Path, options: ExportConfig) -> str:
 
 
 if __name__ == "__main__":
-    launch_use(sys.argv[1:], parse, main)
+    launch_command(sys.argv[1:], parse, main)

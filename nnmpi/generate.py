@@ -14,7 +14,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.inference import TokenGenerator, choose_token
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
+from nnmpi.train.cli import PlaceConfig, launch_command, parse_together, read_command
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     check_numbers,
@@ -64,7 +64,7 @@ def main(words: Sequence[str], group: Group) -> None:
         NnmpiError: on all ranks; UsageError for wrong options, a run of another model, or a prompt
             that does not fit.
     """
-    console, (folder, options, place) = ask(words, parse, group)
+    console, (folder, options, place) = parse_together(words, parse, group)
     if place.sp > 1:
         raise UsageError(
             f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave"
@@ -131,4 +131,4 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
 
 
 if __name__ == "__main__":
-    launch_use(sys.argv[1:], parse, main)
+    launch_command(sys.argv[1:], parse, main)

@@ -13,8 +13,8 @@ from nnmpi.comm.group import Group
 from nnmpi.command import flag_of
 from nnmpi.errors import counted
 from nnmpi.memory.ledger import KINDS
-from nnmpi.train.build import build_whole
-from nnmpi.train.cli import ask, read_shared, run_on_ranks
+from nnmpi.train.build import build_full_model
+from nnmpi.train.cli import parse_together, read_shared, run_on_ranks
 from nnmpi.train.computing import check_backend, choose_computing, computing, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
@@ -125,7 +125,7 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
-    console, asked = ask(words, parse, group)
+    console, asked = parse_together(words, parse, group)
     machine, config = asked.machine, asked.config
     ranks = group.size if machine.ranks is None else machine.ranks
     backend = take_backend(config.run.backend, group)
@@ -136,7 +136,7 @@ def main(words: Sequence[str], group: Group) -> None:
             drawn = asked.samples.draw(int(config.optimization.batch_size), config)
             samples = match_loss(config.optimization.loss, drawn)
         check_backend(config.run, backend)
-    model = build_whole(config, samples, backend, group)
+    model = build_full_model(config, samples, backend, group)
     config, _ = choose_computing(config, model, samples, backend, group)
     with computing(config):
         # First the network: it may be none, and measuring the model takes longer.

@@ -20,7 +20,7 @@ from nnmpi.comm.group import Group
 from nnmpi.data import images
 from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.errors import DataError, UsageError, raised_as
-from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
+from nnmpi.train.cli import PlaceConfig, launch_command, parse_together, read_command
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
@@ -111,7 +111,7 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
-    console, (folder, file, options, place) = ask(words, parse, group)
+    console, (folder, file, options, place) = parse_together(words, parse, group)
     run = place.open(folder, group)
     if run.config.model.model in SEQUENCE_MODELS:
         raise UsageError(
@@ -166,4 +166,4 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
 
 
 if __name__ == "__main__":
-    launch_use(sys.argv[1:], parse, main)
+    launch_command(sys.argv[1:], parse, main)

@@ -39,7 +39,7 @@ from nnmpi.files import appending, read_json
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of, remove_segments
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
-from nnmpi.train.config import all_options, check_numbers, made
+from nnmpi.train.config import all_options, check_numbers, make_section
 from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, install_handlers, restore_handlers
 
@@ -79,7 +79,7 @@ class SupervisedRun:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StartOutcome:
     """The end of one start.
 
     Attributes:
@@ -169,7 +169,7 @@ class Supervisor:
             )
             self._sleep(pause_s)
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, outcome: StartOutcome) -> None:
         """Raise GaveUp if another start would not help."""
         resume = (
             f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume"
@@ -192,7 +192,7 @@ class Supervisor:
                 outcome.status,
             )
 
-    def _report(self, in_vain: int, outcome: Outcome) -> str:
+    def _report(self, in_vain: int, outcome: StartOutcome) -> str:
         since = f"beyond step {outcome.step}" if outcome.step else "at all"
         more = (
             f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in"
@@ -206,7 +206,7 @@ class Supervisor:
 
     # ---- one start ----
 
-    def _start(self, number: int) -> Outcome:
+    def _start(self, number: int) -> StartOutcome:
         answering = self._launcher.answering(self._plan.hosts)
         hosts = dict.fromkeys(answering, self._slots)
         lost = [host for host in self._plan.hosts if host not in hosts]
@@ -216,7 +216,7 @@ class Supervisor:
             ranks = room - room % self._plan.replica
         if self._plan.hosts and (not hosts or ranks < self._fewest):
             left = ", ".join(hosts) or "none"
-            return Outcome(
+            return StartOutcome(
                 1,
                 f"too few hosts answer ({left}) for at least {self._fewest} ranks",
                 self._step(),
@@ -246,7 +246,7 @@ class Supervisor:
             kill(job.pid)
             job.wait()
             remove_segments()
-        return Outcome(status, fault, max(step, self._step()), time.monotonic() - begin_s)
+        return StartOutcome(status, fault, max(step, self._step()), time.monotonic() - begin_s)
 
     def _words(self, ranks: int) -> list[str]:
         """Return the words of the train command.
@@ -320,7 +320,7 @@ class Supervisor:
                 return float(read_json(item / STATE_FILE)["elapsed_s"])
         return 0.0
 
-    def _log_fault(self, number: int, outcome: Outcome) -> None:
+    def _log_fault(self, number: int, outcome: StartOutcome) -> None:
         """Append a line to the run's faults.jsonl; a full disk loses only this line."""
         fault = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "start": number, **vars(outcome)}
         if self._plan.folder.is_dir():
@@ -338,7 +338,7 @@ class Supervisor:
         while time.monotonic() < until_s and not self._signal:
             time.sleep(POLL_S)
         if self._signal:
-            self._check(Outcome(0, "", self._step(), 0.0))
+            self._check(StartOutcome(0, "", self._step(), 0.0))
 
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -446,7 +446,7 @@ def main(words: Sequence[str]) -> str:
             f"{min(misplaced)} is an option of the training; write it behind --, as in {PROGRAM}"
             " -n 2 -- ..."
         )
-    options = made(
+    options = make_section(
         SupervisorConfig, read_words(local, options_of(SupervisorConfig), PROGRAM, DESCRIPTION)
     )
     config = parse(train)

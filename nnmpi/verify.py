@@ -26,8 +26,8 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError, counted
 from nnmpi.optim import updates
 from nnmpi.train.build import VERIFIED_EPS, build_layout, trial_run
-from nnmpi.train.cli import ask, read_shared, run_on_ranks
-from nnmpi.train.computing import explained, take_backend
+from nnmpi.train.cli import parse_together, read_shared, run_on_ranks
+from nnmpi.train.computing import explain_errors, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -150,7 +150,7 @@ def main(words: Sequence[str], group: Group) -> bool:
         UsageError: on all ranks, for wrong options, and a model or layout that does not fit.
         NnmpiError: for everything else that has a sentence.
     """
-    console, asked = ask(words, parse, group)
+    console, asked = parse_together(words, parse, group)
     trial, _, config = asked
     dataset = _samples(asked, group)
     batch = config.optimization.rows(len(dataset))
@@ -162,7 +162,7 @@ def main(words: Sequence[str], group: Group) -> bool:
     with agreed(group):
         layout = build_layout(config.parallel, config.optimization, config.model)
     backend = take_backend(config.run.backend, group)
-    with explained(backend):
+    with explain_errors(backend):
         ours, header = run(config, trial.steps, dataset, group, layout, backend)
         place = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
         console.say(*header, *place, "")

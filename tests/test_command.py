@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import Parser, Switch, folded, announce, options_of, printable, read_words
+from nnmpi.command import Parser, Switch, announce, folded, options_of, printable, read_words
 from nnmpi.errors import HelpAsked, UsageError
 
 ROOT = Path(__file__).parents[1]

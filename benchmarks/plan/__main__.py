@@ -14,7 +14,7 @@ from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
-from nnmpi.train.build import build_whole  # noqa: E402
+from nnmpi.train.build import build_full_model  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.computing import choose_computing, computing  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
@@ -62,7 +62,7 @@ def run(words, group, wanted, rounds, say):
     """
     backend, config = numpy_backend(), parse(words.split())
     samples = load_samples(config, group, say)
-    model = build_whole(config, samples[0], backend, group)
+    model = build_full_model(config, samples[0], backend, group)
     config, _ = choose_computing(config, model, samples[0], backend, group)
     with computing(config):
         workload = Workload(config, samples)

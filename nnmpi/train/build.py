@@ -41,14 +41,14 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.train.checkpoint import Extent
-from nnmpi.train.computing import explained
+from nnmpi.train.computing import explain_errors
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
     ModelConfig,
     OptimizationConfig,
     ParallelConfig,
-    given,
+    non_defaults,
     require,
 )
 from nnmpi.train.inputs import Inputs, load_inputs
@@ -277,14 +277,14 @@ def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
     return replace(layout, sp_attention=RING if heads < layout.sp * (layout.tp or 1) else ULYSSES)
 
 
-def build_whole(config: Config, train: Samples, backend: Backend, group: Group) -> Module:
+def build_full_model(config: Config, train: Samples, backend: Backend, group: Group) -> Module:
     """Return the whole model for these samples, uninitialized. Collective.
 
     Raises:
         UsageError: on all ranks, when the model does not take them.
         DeviceError: on all ranks, when one has not enough memory for it.
     """
-    with agreed(group), explained(backend, TOO_LARGE):
+    with agreed(group), explain_errors(backend, TOO_LARGE):
         check_samples(config.model.model, train)
         model = build_model(
             config.model, train.sample_shape, ModelSignature.of(train, None).outputs
@@ -306,7 +306,7 @@ def build_trainer(
 
     Args:
         config: every option.
-        model: of `build_whole`; it is initialized here, or what this rank has of it.
+        model: of `build_full_model`; it is initialized here, or what this rank has of it.
         group: all ranks of the run.
         inputs: the data.
         backend: where this rank computes.
@@ -324,11 +324,11 @@ def build_trainer(
     if layout is not None and not sync.rule.asynchronous:
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
         sample = inputs.train.rows(np.arange(rows), config.run.dtype)
-        with use_precision(config.run.precision), explained(backend, TOO_LARGE):
+        with use_precision(config.run.precision), explain_errors(backend, TOO_LARGE):
             # it measures what each layer takes
             where = arrange(model, group, layout, sample, config.run.dtype, backend)
         model = where.model
-    with agreed(group), explained(backend, TOO_LARGE):
+    with agreed(group), explain_errors(backend, TOO_LARGE):
         storage = FlatStorage if where is None else where.storage
         model.initialize(
             seed=config.run.seed, dtype=config.run.dtype, backend=backend, storage=storage
@@ -386,7 +386,7 @@ def trial_run(
     mesh = find_mesh(group, layout)
     replica = mesh.coordinates(group.rank).d, mesh.dp
     inputs = load_inputs(config, group, lambda _: None, replica, mesh.pp, samples)
-    model = build_whole(config, inputs.train, backend, group)
+    model = build_full_model(config, inputs.train, backend, group)
     trainer = build_trainer(config, model, group, inputs, backend, layout, verified)
     if not isinstance(trainer, Worker):
         raise UsageError("only ranks in step are measured and compared")
@@ -409,7 +409,7 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     with agreed(group):
         layout = build_layout(config.parallel, config.optimization, config.model)
     mesh = find_mesh(group, layout)
-    for name in given(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
+    for name in non_defaults(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
         # then it may be that of a run that had a pipeline
         fits = mesh.pp > 1 or config.run.resume is not None
         sentence = (

@@ -38,7 +38,7 @@ from nnmpi.train.config import (
     check,
     check_numbers,
     flatten,
-    made,
+    make_section,
     plain,
     shown,
 )
@@ -89,7 +89,7 @@ def launch(words: Sequence[str]) -> None:
     run_on_ranks(words, main, simulation, StopSignals)
 
 
-def ask(
+def parse_together(
     words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group
 ) -> tuple[Console, T]:
     """Return where a command prints, and what its words ask for. Collective.
@@ -320,7 +320,7 @@ class PlaceConfig:
         return open_run(folder, group, layout, backend, self.best, self.weights, self.trust)
 
 
-def launch_use(
+def launch_command(
     words: Sequence[str],
     parse: Callable[[Sequence[str]], tuple[Any, ...]],
     main: Callable[[Sequence[str], Group], None],
@@ -369,7 +369,7 @@ def read_command(
             f"give {names} first and then the options, not"
             f" {' '.join(words[:count]) or 'options alone'}"
         )
-    return *map(Path, words[:count]), *(made(section, given) for section in sections)
+    return *map(Path, words[:count]), *(make_section(section, given) for section in sections)
 
 
 def read_shared(
@@ -406,4 +406,4 @@ def read_shared(
     defaults = {
         other.name: other.default for other in others if "default" in different.get(other.name, {})
     }
-    return *(made(section, read) for section in own), assemble({**defaults, **given}), given
+    return *(make_section(section, read) for section in own), assemble({**defaults, **given}), given

@@ -202,7 +202,7 @@ def describe_device(backend: Backend, group: Group, verbose: bool = False) -> li
 
 
 @contextmanager
-def explained(
+def explain_errors(
     backend: Backend,
     words: str = "out of memory ({}); give a smaller --batch-size, or --microbatches 2 or more",
 ) -> Iterator[None]:

@@ -63,7 +63,7 @@ def check_numbers(
             require(fits, f"{flag_of(name)} is {value}; give a {bound}{limit}")
 
 
-def given(section: Any) -> dict[str, Any]:
+def non_defaults(section: Any) -> dict[str, Any]:
     """Return the options of a section that are not their defaults."""
     return {
         item.name: value
@@ -103,7 +103,11 @@ def check_idle(section: Any, option: str) -> None:
     """
     has = getattr(section, option)
     for name, values in ONLY_WITH[option].items():
-        fits = name not in given(section) or has in values or (name == "context" and is_custom(has))
+        fits = (
+            name not in non_defaults(section)
+            or has in values
+            or (name == "context" and is_custom(has))
+        )
         require(
             fits,
             f"{flag_of(name)} is for --{option} {' or '.join(values)}, not for {has}; leave it out",
@@ -298,7 +302,7 @@ class SyncConfig:
         """
         if not self.rule.asynchronous:
             return
-        for name, value in given(parallel).items():
+        for name, value in non_defaults(parallel).items():
             what = f"{flag_of(name)} does not go with --sync {self.sync}"
             fits = name in ("dp", "microbatches", "layout") or (
                 name in ("pp", "tp", "sp") and value == 1
@@ -678,7 +682,7 @@ class Config:
                 " goes on"
             )
             require(self.run.resume is None, new)
-            for name in given(self.parallel):
+            for name in non_defaults(self.parallel):
                 left = name in ("layout", "memory_limit", "offload")
                 require(
                     left,
@@ -756,7 +760,7 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value) or "unset"
 
 
-def made(section: type[T], values: Mapping[str, Any]) -> T:
+def make_section(section: type[T], values: Mapping[str, Any]) -> T:
     """Return a section with its options among the values, and defaults for the rest."""
     return section(
         **{item.name: values[item.name] for item in options_of(section) if item.name in values}
@@ -771,7 +775,7 @@ def assemble(flat: Mapping[str, Any]) -> Config:
     """
     values = check(flat, "options")
     return Config(
-        **{name: made(section, values) for name, section in get_type_hints(Config).items()}
+        **{name: make_section(section, values) for name, section in get_type_hints(Config).items()}
     )
 
 

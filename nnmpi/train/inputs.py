@@ -31,7 +31,7 @@ from nnmpi.train.config import (
     DataConfig,
     check_numbers,
     flatten,
-    given,
+    non_defaults,
     require,
 )
 from nnmpi.train.signature import ModelSignature, versions
@@ -331,14 +331,14 @@ def text_source(config: Config) -> TextSource | None:
             sentence = (
                 f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out"
             )
-            require(name not in given(data), sentence)
+            require(name not in non_defaults(data), sentence)
         return None
     for name in ("data_dir", "target"):
         sentence = (
             "a text names its file itself, and its tokens are the labels; leave"
             f" {flag_of(name)} out"
         )
-        require(name not in given(data), sentence)
+        require(name not in non_defaults(data), sentence)
     tokenizer = data.tokenizer or (
         CHARACTERS if model.pretrained is None else str(model.pretrained)
     )

@@ -52,7 +52,7 @@ from nnmpi.files import locked, read_json, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.train.build import dropout_of
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, RunState, Saver, find, restore, steps
-from nnmpi.train.computing import check_backend, explained, take_backend
+from nnmpi.train.computing import check_backend, explain_errors, take_backend
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
@@ -462,7 +462,7 @@ def begin(
         )
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first,
     # once per rank.
-    with explained(backend), np.errstate(all="ignore"), ExitStack() as stack:
+    with explain_errors(backend), np.errstate(all="ignore"), ExitStack() as stack:
 
         def take() -> None:
             stack.enter_context(locked(folder.path, PATIENCE_S))

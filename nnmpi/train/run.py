@@ -41,15 +41,15 @@ from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.build import (
     TOO_LARGE,
     build_extent,
+    build_full_model,
     build_model,
     build_schedule,
     build_trainer,
-    build_whole,
     choose_attention,
     find_layout,
 )
 from nnmpi.train.checkpoint import Checkpoint, Extent, find, source_of
-from nnmpi.train.computing import choose_computing, computing, explained
+from nnmpi.train.computing import choose_computing, computing, explain_errors
 from nnmpi.train.config import Config, ModelConfig, assemble, check_positions, flatten
 from nnmpi.train.folder import RunFolder, check_trust, read_run
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
@@ -224,7 +224,7 @@ def set_up(
     cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
     if cuts is not None and layout.split == AUTO:  # measured again, they might fall elsewhere
         layout = replace(layout, split=cuts)
-    model = build_whole(config, inputs.train, backend, group)
+    model = build_full_model(config, inputs.train, backend, group)
     config, kernels = choose_computing(config, model, inputs.train, backend, group)
     stack.enter_context(computing(config))
     trainer = build_trainer(config, model, group, inputs, backend, layout)
@@ -325,7 +325,7 @@ def open_run(
         )
     signature = _read_signature(folder, last, group)
     dtype, layout = config.run.dtype, choose_attention(layout, config.model)
-    with explained(backend, TOO_LARGE):
+    with explain_errors(backend, TOO_LARGE):
         with agreed(group):
             # dropout does nothing here, and what says how large it was may be gone
             model = (

@@ -71,7 +71,7 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
     inputs = load_inputs(Config(), group, lambda _: None, (0, 1))
 
     def options(config: Config) -> dict[str, Any]:
-        model = build.build_whole(config, inputs.train, numpy_backend(), group)
+        model = build.build_full_model(config, inputs.train, numpy_backend(), group)
         build.build_trainer(config, model, group, inputs, numpy_backend())
         return given
 

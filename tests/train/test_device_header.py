@@ -9,7 +9,7 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device import REMEDY
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError
-from nnmpi.train.computing import describe_device, explained
+from nnmpi.train.computing import describe_device, explain_errors
 
 pytestmark = [
     pytest.mark.mpi,
@@ -40,7 +40,7 @@ class _FullDevice:
 
 
 def test_a_full_device_names_the_options_that_help() -> None:
-    with pytest.raises(DeviceError) as caught, explained(cast("Backend", _FullDevice())):
+    with pytest.raises(DeviceError) as caught, explain_errors(cast("Backend", _FullDevice())):
         raise RuntimeError("out of memory")
     assert (
         str(caught.value)

@@ -15,7 +15,7 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.errors import counted
 from nnmpi.train import computing as host
-from nnmpi.train.build import build_whole
+from nnmpi.train.build import build_full_model
 from nnmpi.train.computing import choose_computing, multiplications
 from nnmpi.train.config import Config
 from nnmpi.train.inputs import load_samples
@@ -75,7 +75,7 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
         LayoutError: on all ranks, when nothing fits the memory.
     """
     samples = load_samples(config, group, say)
-    model = build_whole(config, samples[0], backend, group)
+    model = build_full_model(config, samples[0], backend, group)
     config, kernels = choose_computing(config, model, samples[0], backend, group)
     work = multiplications(config.optimization, model, samples[0])
     if group.size == 1 or (work < host.PAYS and config.parallel.memory_limit is None):

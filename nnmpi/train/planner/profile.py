@@ -48,7 +48,7 @@ from nnmpi.ops.collectives import CATEGORY
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import Timeline, recording
 from nnmpi.train.build import build_model, find_layout, trial_run
-from nnmpi.train.computing import explained
+from nnmpi.train.computing import explain_errors
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.planner.network import PlannedNetwork, Say
 from nnmpi.train.planner.price import ModelShapes, Pricer, Profile, Share, ShareCost, StepCost
@@ -178,7 +178,7 @@ def take_profile(
     if saved is not None:
         return rebuilt(Profile, saved), keep
     say("measuring the model's parts, which is done once and kept")
-    with explained(
+    with explain_errors(
         backend,
         "the model's parts are measured here, and do not fit ({}); give a smaller model or batch",
     ):
