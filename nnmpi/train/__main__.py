@@ -3,13 +3,13 @@
 import gc
 import sys
 
-gc.disable()  # an import leaves no cycles to collect
+gc.disable()  # imports leave no cycles to collect
 
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.train.cli import launch  # noqa: E402
 
 if __name__ == "__main__":
-    gc.freeze()  # what has been imported stays: no search for cycles need pass over it
+    gc.freeze()  # imported modules live to the end: keep the collector from scanning them
     gc.enable()
     keep_freed_memory()
     launch(sys.argv[1:])

@@ -1,6 +1,6 @@
-"""From a configuration to what a run works with: model, optimizer, schedule, layout and trainer.
+"""The parts of a run, made from its configuration: model, optimizer, schedule, layout, trainer.
 
-`train.run.set_up` calls these in the order in which things depend on one another.
+`train.run.set_up` calls these functions in the order of the parts' dependences.
 """
 
 from collections.abc import Iterator
@@ -54,12 +54,12 @@ from nnmpi.train.config import (
 from nnmpi.train.inputs import Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
-# Adam's where runs are compared, in place of 1e-8: it divides each gradient by its size, so that
-# what is 0 but for rounding would become an update as large as any, and two equal runs would
-# differ. Divided by this, rounding stays what it is.
+# Adam's eps in runs that are compared, in place of 1e-8. Adam divides each gradient by its size: a
+# gradient that is 0 up to rounding would become a full update, and two equal runs would differ.
+# With this eps such an update is as small as the rounding.
 VERIFIED_EPS = 1e-3
-# Options that a layout has, too, by the same names.
-SAME = (
+# Fields of both ParallelConfig and Layout.
+SHARED = (
     "virtual_stages split reduction memory_limit sp zero activation_memory offload offload_state"
     " expert_parallel"
 )
@@ -70,12 +70,12 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
     """Return the model, uninitialized.
 
     Args:
-        config: which model, with which layers.
+        config: of the model.
         sample_shape: of one sample, such as (28, 28, 1).
-        classes: how many outputs it has: one for each class, or quantity.
+        classes: the number of outputs: classes, tokens or quantities.
 
     Raises:
-        UsageError: when the model does not take such samples, or the user's own cannot be built.
+        UsageError: when the model does not take such samples, or a user's model cannot be built.
     """
     if is_custom(config.model):
         model = call_custom(
@@ -103,9 +103,6 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
 def _build_sequence_model(
     config: ModelConfig, sample_shape: tuple[int, ...], tokens: int
 ) -> Module:
-    """Return a language model, uninitialized. See `build_model`; the classes are the tokens of the
-    vocabulary.
-    """
     if len(sample_shape) != 1:
         raise UsageError(
             f"model {config.model} needs sequences of tokens, not samples of shape {sample_shape};"
@@ -119,10 +116,10 @@ def _build_sequence_model(
         return gpt(tokens, sample_shape[0], features, layers, heads, dropout_of(config), *mixture)
     size = read_size(config.pretrained)
     for name in ("layers", "features", "heads"):
-        given, has = getattr(config, name), getattr(size, name)
-        if given not in (None, has):
+        option, has = getattr(config, name), getattr(size, name)
+        if option not in (None, has):
             raise UsageError(
-                f"--{name} {given} is not what --pretrained {config.pretrained} has, {has}; leave"
+                f"--{name} {option} is not what --pretrained {config.pretrained} has, {has}; leave"
                 " it out"
             )
     if size.vocabulary < tokens or size.context < sample_shape[0]:
@@ -135,10 +132,10 @@ def _build_sequence_model(
 
 
 def dropout_of(config: ModelConfig) -> float:
-    """Return the model's dropout: as given, else what a pretrained one says, else 0.
+    """Return the model's dropout: the option, else the pretrained model's, else 0.
 
     Raises:
-        DataError: when that cannot be read.
+        DataError: for an unreadable pretrained model.
     """
     if config.dropout is None:
         return 0.0 if config.pretrained is None else read_dropout(config.pretrained)
@@ -146,10 +143,10 @@ def dropout_of(config: ModelConfig) -> float:
 
 
 def check_samples(model: str, samples: Samples) -> None:
-    """Refuse samples that do not fit the model: numbers for tokens, too large labels.
+    """Refuse samples that do not fit the model: quantities for tokens, or several labels each.
 
     Raises:
-        UsageError: naming both.
+        UsageError: with both names.
     """
     if is_custom(model):
         return
@@ -172,7 +169,7 @@ def check_samples(model: str, samples: Samples) -> None:
 
 
 def check_vocabulary(model: Module, samples: Samples) -> None:
-    """Refuse tokens that the model's largest embedding has no row for.
+    """Refuse tokens beyond the rows of the model's largest embedding.
 
     Raises:
         UsageError: with both numbers.
@@ -191,7 +188,7 @@ def check_vocabulary(model: Module, samples: Samples) -> None:
 
 
 def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
-    """Return how long the run is."""
+    """Return the run's length in epochs, steps and batches."""
     train_batches = inputs.train_loader.batches_per_epoch
     steps = config.epochs * train_batches
     if config.max_steps is not None:
@@ -211,8 +208,8 @@ def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
 def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
     """Return the learning rate as a function of the step.
 
-    What follows the warm-up has the rest of the run; a run that is shorter than its warm-up sees
-    nothing of it.
+    The schedule proper spans the steps after the warm-up. A run shorter than its warm-up never
+    reaches it.
     """
     lr = config.lr
     warmup = warmup_steps(config, extent)
@@ -239,13 +236,13 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer over a model's storage; eps replaces Adam's default."""
     if is_custom(config.optimizer):
-        made = call_custom(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
-        if not isinstance(made, Optimizer):
+        result = call_custom(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
+        if not isinstance(result, Optimizer):
             raise UsageError(
-                f"--optimizer {config.optimizer} gave a {type(made).__name__}; return an"
+                f"--optimizer {config.optimizer} gave a {type(result).__name__}; return an"
                 " optim.Optimizer"
             )
-        return made
+        return result
     return updates.build(
         config.optimizer,
         storage,
@@ -257,20 +254,20 @@ def build_optimizer(
 
 
 def build_layout(config: ParallelConfig, rule: OptimizationConfig, model: ModelConfig) -> Layout:
-    """Return the layout that the options ask for.
+    """Return the layout of the options.
 
     Raises:
-        UsageError: for values that do not go together.
+        UsageError: for values that exclude each other.
     """
     dp, pp, tp = (None if ranks == "auto" else ranks for ranks in (config.dp, config.pp, config.tp))
     schedule = load_custom(config.pipeline, "--pipeline", "(rank, ranks, microbatches)")
-    same: dict[str, Any] = {name: getattr(config, name) for name in SAME.split()}
-    layout = Layout(dp, pp, tp, schedule=schedule, state_arrays=rule.state_arrays, **same)
+    shared: dict[str, Any] = {name: getattr(config, name) for name in SHARED.split()}
+    layout = Layout(dp, pp, tp, schedule=schedule, state_arrays=rule.state_arrays, **shared)
     return choose_attention(layout, model)
 
 
 def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
-    """Return the layout, with ring attention if sequences have more ranks than heads."""
+    """Return the layout with ring attention if sequences have more ranks than heads, or Ulysses."""
     if layout.sp == 1 or model.model != "gpt":
         return layout
     heads = model.sizes[2] if model.pretrained is None else read_size(model.pretrained).heads
@@ -278,11 +275,11 @@ def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
 
 
 def build_full_model(config: Config, train: Samples, backend: Backend, group: Group) -> Module:
-    """Return the whole model for these samples, uninitialized. Collective.
+    """Return the full model for these samples, uninitialized. Collective.
 
     Raises:
-        UsageError: on all ranks, when the model does not take them.
-        DeviceError: on all ranks, when one has not enough memory for it.
+        UsageError: on all ranks, when the model does not take the samples.
+        DeviceError: on all ranks, when one rank runs out of memory.
     """
     with agreed(group), explain_errors(backend, TOO_LARGE):
         check_samples(config.model.model, train)
@@ -302,22 +299,22 @@ def build_trainer(
     layout: Layout | None = None,
     verified: bool = False,
 ) -> Trainer:
-    """Return the trainer: an initialized model and optimizer under the options. Collective.
+    """Return the trainer: layout, initialized model, optimizer and loss. Collective.
 
     Args:
-        config: every option.
-        model: of `build_full_model`; it is initialized here, or what this rank has of it.
+        config: of the run.
+        model: of `build_full_model`. This rank's shard of it is initialized here.
         group: all ranks of the run.
         inputs: the data.
-        backend: where this rank computes.
-        layout: how the model is spread over the ranks; None for all of it on each.
-        verified: whether it is to be compared with another run, in step: every step is checked,
-            gradients stay, messages leave when they are awaited, and Adam makes no updates of
-            rounding.
+        backend: of this rank.
+        layout: of the ranks; None to replicate the model, as asynchronous training does.
+        verified: whether the run will be compared with another one. Then every step is checked,
+            gradients stay after the update (which is not fused), sends are synchronous, and Adam
+            has VERIFIED_EPS.
 
     Raises:
-        UsageError: on all ranks, for what this number of ranks cannot do.
-        DeviceError: on all ranks, when one has not enough memory for it.
+        UsageError: on all ranks, when the layout does not fit the number of ranks.
+        DeviceError: on all ranks, when one rank runs out of memory.
     """
     options, sync = config.optimization, config.sync
     where = None
@@ -325,7 +322,7 @@ def build_trainer(
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
         sample = inputs.train.rows(np.arange(rows), config.run.dtype)
         with use_precision(config.run.precision), explain_errors(backend, TOO_LARGE):
-            # it measures what each layer takes
+            # `sample`: arrange measures each layer's time and memory with it
             where = arrange(model, group, layout, sample, config.run.dtype, backend)
         model = where.model
     with agreed(group), explain_errors(backend, TOO_LARGE):
@@ -372,16 +369,16 @@ def trial_run(
     backend: Backend,
     verified: bool = False,
 ) -> Iterator[tuple[Worker, Inputs, Iterator[Batch]]]:
-    """Yield a trainer for a layout with inputs and endless batches. Collective.
+    """Yield a trainer for a layout, its inputs, and endless batches. Collective.
 
-    What is trained is thrown away.
+    The trained model is released at the end.
 
     Args:
         config, layout, group, backend, verified: see `build_trainer`.
         samples: of training and test.
 
     Raises:
-        NnmpiError: on all ranks, where the layout cannot be.
+        NnmpiError: on all ranks, when the layout is impossible.
     """
     mesh = find_mesh(group, layout)
     replica = mesh.coordinates(group.rank).d, mesh.dp
@@ -400,17 +397,17 @@ def trial_run(
 
 
 def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
-    """Return the layout that was asked for and the mesh that it means here. Collective.
+    """Return the layout of the options, and its mesh of these ranks. Collective.
 
     Raises:
-        LayoutError, UsageError: on all ranks, when it does not fit the world, or options do not go
-            together.
+        LayoutError, UsageError: on all ranks, when the layout does not fit the number of ranks, or
+            options exclude each other.
     """
     with agreed(group):
         layout = build_layout(config.parallel, config.optimization, config.model)
     mesh = find_mesh(group, layout)
     for name in non_defaults(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
-        # then it may be that of a run that had a pipeline
+        # a resumed run may have had a pipeline before: its options are ignored then
         fits = mesh.pp > 1 or config.run.resume is not None
         sentence = (
             f"belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out"

@@ -1,11 +1,11 @@
-"""The command: from the words on the command line to a trained network. Every rank calls `main`.
+"""The command: from a command line to a trained network. Every rank calls `main`.
 
-Options come in layers, and the stronger one wins: defaults < resumed run < file < command line.
-Every check happens once, on the values that will be used.
+Options are merged in this order of precedence: defaults < resumed run < TOML file < command line.
+The merged values are checked once.
 
-Errors leave as exceptions. Those of this package carry one sentence and an exit status; the hook
-that `comm.mpi.start` installs prints what all ranks raise once, and lets all of them end with the
-same status.
+Errors leave as exceptions. Those of this package carry one sentence and an exit status. The hook
+that `comm.mpi.start` installs prints an error that all ranks raise once, and ends all ranks with
+its status.
 """
 
 import os
@@ -48,28 +48,29 @@ from nnmpi.train.run import Run, open_run
 
 T = TypeVar("T")
 
-EXIT_LIMIT_S = 60.0  # all ranks of a command end together: a rank that has left alone has failed
+EXIT_LIMIT_S = 60.0  # all ranks end together: a rank that exits this long before others has failed
 
 PROGRAM = "python -m nnmpi.train"
 DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train [options].
 
 Without options: a small convolutional network on the bundled digits."""
 
-# What --help prints: the options of the first week.
+# Options that --help prints without `all`: those a newcomer needs.
 FIRST = """
-model hidden layers features dataset data_dir epochs max_steps batch_size optimizer lr weight_decay lr_schedule clip
-dp pp tp pipeline microbatches zero allreduce sync slow network simulate seed out resume verbose
+model hidden layers features dataset data_dir epochs max_steps batch_size optimizer lr weight_decay
+lr_schedule clip dp pp tp pipeline microbatches zero allreduce sync slow network simulate seed out
+resume verbose
 """
-# What a run cannot change when it continues: its weights, its data and its order of samples depend
-# on these.
+# Options that cannot change on resume: weights, data and sample order depend on them.
 FIXED = """
-model hidden activation dropout layers features heads experts experts_top experts_capacity context dataset
-target tokenizer text_columns text_samples test_fraction normalize partition batch_size optimizer loss dtype seed
+model hidden activation dropout layers features heads experts experts_top experts_capacity context
+dataset target tokenizer text_columns text_samples test_fraction normalize partition batch_size
+optimizer loss dtype seed
 """
 
 
 def launch(words: Sequence[str]) -> None:
-    """Train on the ranks that MPI has started, or with --simulate on simulated ones.
+    """Train on MPI's ranks, or with --simulate on simulated ranks.
 
     Raises:
         NnmpiError: see `run_on_ranks` and `main`.
@@ -92,10 +93,10 @@ def launch(words: Sequence[str]) -> None:
 def parse_together(
     words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group
 ) -> tuple[Console, T]:
-    """Return where a command prints, and what its words ask for. Collective.
+    """Return rank 0's console and the parsed command line. Collective.
 
     Raises:
-        NnmpiError: on all ranks, as `parse` does.
+        NnmpiError: of `parse`, on all ranks.
     """
     with agreed(group):
         return Console(quiet=not group.is_root), parse(words)
@@ -107,42 +108,40 @@ def run_on_ranks(
     simulation: Callable[[], dict[str, Any]] = lambda: {"ranks": 0},
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
-    """Call the program on MPI's ranks, or with --simulate on simulated ones; return its result.
+    """Call program(words, group) on MPI's ranks, or with --simulate on simulated ranks.
 
-    Help that was asked for is printed, by one rank.
+    One rank prints requested help.
 
     Args:
         words: of the command line.
-        program: is given the words, and the group.
-        simulation: returns the arguments of `simulate`, as the words have them; 0 ranks for those
-            of MPI.
-        around: entered while ranks are simulated.
+        program: to run; its result is returned.
+        simulation: returns the arguments of `simulate`; with 0 ranks, MPI's are used.
+        around: a context around simulated ranks.
 
     Raises:
-        LaunchError, UsageError: as `comm.mpi.start.start` does, and for --simulate under a launcher
-            of processes.
-        NnmpiError: as the program.
+        LaunchError, UsageError: of `comm.mpi.start.start`, and for --simulate under mpirun.
+        NnmpiError: of the program.
     """
-    started = read_launch(os.environ)
-    quiet = started is not None and started.rank > 0
+    launch = read_launch(os.environ)
+    quiet = launch is not None and launch.rank > 0
     try:
         if any(word.partition("=")[0] == "--simulate" for word in words):
             watch_alone()
             options = simulation()
             if options["ranks"]:
-                if started is not None and started.size > 1:
+                if launch is not None and launch.size > 1:
                     raise UsageError(
-                        f"--simulate runs all ranks in one process, and {started.name} has started"
-                        f" {started.size}"
+                        f"--simulate runs all ranks in one process, and {launch.name} has started"
+                        f" {launch.size}"
                     )
-                # of no use to ranks of MPI
+                # imported here: MPI's ranks start without it
                 from nnmpi.comm.simulated.simulated_world import simulate
 
                 with around(), exit_refused():
                     return simulate(partial(program, words), **options)
         group = start(None if "NNMPI_EXIT_LIMIT_S" in os.environ else EXIT_LIMIT_S)
         quiet = not group.is_root
-        group.comm.world.watch(WARNING_S, LIMIT_S)  # none waits for ever from now on
+        group.comm.world.watch(WARNING_S, LIMIT_S)  # from here on, a deadlock ends the job
         with exit_refused():
             return program(words, group)
     except HelpAsked as asked:
@@ -150,7 +149,7 @@ def run_on_ranks(
 
 
 def main(words: Sequence[str], group: Group) -> None:
-    """Train as the words say. Collective.
+    """Train with the options of a command line. Collective.
 
     Args:
         words: of the command line.
@@ -158,9 +157,8 @@ def main(words: Sequence[str], group: Group) -> None:
 
     Raises:
         HelpAsked: on all ranks, for -h or --help.
-        UsageError: on all ranks, for wrong options, data that does not fit the model, or a folder
-            that is taken.
-        NnmpiError: for everything else that has a sentence; see `loop.begin` and `Loop.run`.
+        NnmpiError: on all ranks; UsageError for wrong options, data that do not fit the model, or a
+            folder with another run. See `loop.begin` and `Loop.run`.
     """
     console = Console(quiet=not group.is_root)
     config = read_options(words, group)
@@ -172,14 +170,16 @@ def main(words: Sequence[str], group: Group) -> None:
     finally:
         if group.is_root and config.run.out is not None:
             with suppress(OSError):
-                config.run.out.rmdir()  # what was refused has left it empty
+                config.run.out.rmdir()  # fails unless it is empty, as after a refused run
 
 
 def read_options(words: Sequence[str], group: Group) -> Config:
-    """Return what rank 0 reads from the words and files, on every rank. Collective.
+    """Return rank 0's options on every rank. Collective.
+
+    Rank 0 alone reads files: the folder's default name has a time, and other nodes may lack them.
 
     Args:
-        words: of the command line, without the program; only rank 0's count.
+        words: of the command line; only rank 0's count.
         group: all ranks of the run.
 
     Raises:
@@ -199,15 +199,11 @@ def read_options(words: Sequence[str], group: Group) -> Config:
 
 
 def parse(words: Sequence[str]) -> Config:
-    """Return the configuration for these command-line words.
-
-    With --resume the run's own config.json is the layer above the defaults and its `resume` is the
-    run's folder.
+    """Return the configuration of a command line, with the TOML file and the resumed run it names.
 
     Raises:
         HelpAsked: for -h or --help.
-        UsageError: for wrong names, values or combinations, a file that cannot be read, or a run
-            that is not there.
+        UsageError: for wrong names, values or combinations, an unreadable file, or a missing run.
     """
     given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION, FIRST.split())
     given = (read_file(Path(given["config"])) if given.get("config") else {}) | given
@@ -216,7 +212,8 @@ def parse(words: Sequence[str]) -> Config:
     )
     if resumed:
         check_trust(Path(given["resume"]), resumed, given, given.get("trust"))
-    outdated = ONLY_WITH["sync"].keys() if "sync" in given else ()  # they belong to the run's own
+    # a new --sync drops the options that belong to the run's old one
+    outdated = ONLY_WITH["sync"].keys() if "sync" in given else ()
     saved = {name: value for name, value in resumed.items() if name not in outdated}
     config = assemble(saved | given)
     _refuse_changes(config, resumed)
@@ -227,8 +224,7 @@ def read_file(file: Path) -> dict[str, Any]:
     """Return the options in a TOML file.
 
     Raises:
-        UsageError: when it cannot be read, or holds what is no option or belongs on the command
-            line.
+        UsageError: for an unreadable file, unknown options, and options for the command line only.
     """
     try:
         text = read_text(file)
@@ -237,7 +233,7 @@ def read_file(file: Path) -> dict[str, Any]:
     try:
         flat = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        # of TOML, of a number's digits, of lists within lists
+        # ValueError: bad TOML, or a number of too many digits; RecursionError: deeply nested lists
         raise UsageError(f"--config {file} is not TOML that can be read: {error}") from None
     for name in ("config", "resume", "trust", "simulate"):
         if name in flat:
@@ -246,18 +242,18 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
-    """Refuse options that a resumed run cannot change."""
+    """Refuse options that a resumed run cannot change; a data set's file may have moved."""
     given = flatten(config)
     for name in FIXED.split():
         before = resumed.get(name, given[name])
         before = list(before) if isinstance(before, tuple) else before
-        places = {str(before), str(given[name])}
-        moved = (
+        paths = {str(before), str(given[name])}
+        has_moved = (
             name == "dataset"
-            and len({Path(place).name for place in places}) == 1
-            and not places & {*NAMES}
+            and len({Path(path).name for path in paths}) == 1
+            and not paths & {*NAMES}
         )
-        if before != given[name] and not moved:
+        if before != given[name] and not has_moved:
             flag = all_options()[name].flag
             raise UsageError(
                 f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot"
@@ -276,7 +272,7 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
         )
 
 
-# ---- commands that use a run ----
+# ---- commands that open a run ----
 
 
 @dataclass(frozen=True)
@@ -305,12 +301,11 @@ class PlaceConfig:
     """Run this many ranks in one process, without MPI."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_numbers(self, "dp pp tp sp", 1)
         check_numbers(self, "simulate", 0)
 
     def open(self, folder: Path, group: Group) -> Run:
-        """Return the run, with its model on the ranks. Collective.
+        """Open the run, with its model distributed over the ranks. Collective.
 
         Raises:
             NnmpiError: on all ranks; see `open_run`.
@@ -325,12 +320,12 @@ def launch_command(
     parse: Callable[[Sequence[str]], tuple[Any, ...]],
     main: Callable[[Sequence[str], Group], None],
 ) -> None:
-    """Run a command that uses a run, on MPI's ranks or with --simulate on simulated ones.
+    """Run a command that opens a run, on MPI's ranks or with --simulate on simulated ranks.
 
     Args:
         words: of the command line.
-        parse: returns what they ask for; see `read_command`.
-        main: does it.
+        parse: see `read_command`.
+        main: the command, collective.
 
     Raises:
         NnmpiError: see `run_on_ranks` and `main`.
@@ -349,12 +344,12 @@ def launch_command(
 def read_command(
     names: str, program: str, description: str, sections: Sequence[type[Any]], words: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return the paths that a command was given, and after them its sections of options.
+    """Return a command's paths, followed by its sections of options.
 
     Args:
-        names: what the paths are, such as "RUN FILE".
+        names: of the paths, such as "RUN FILE".
         program, description: for --help.
-        sections: dataclasses of options, of which no two have one of a name.
+        sections: dataclasses of options, with distinct names.
         words: of the command line.
 
     Raises:
@@ -374,27 +369,26 @@ def read_command(
 
 def read_shared(
     words: Sequence[str],
-    own: Sequence[type[Any]],
+    sections: Sequence[type[Any]],
     shared: Mapping[type[Any], str],
     program: str,
     description: str,
     different: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[Any, ...]:
-    """Return a command's own sections, the options shared with training, and those given.
+    """Return a command's sections, its Config of shared options, and the shared options given.
 
     Args:
         words: of the command line.
-        own: dataclasses of options.
-        shared: sections of the train command's, with the names of those that mean something here;
-            "" for all.
+        sections: the command's own dataclasses of options.
+        shared: {section of the train command: names of the options that apply here, "" for all}.
         program, description: for --help.
-        different: default and help of shared options, where they are others here.
+        different: {option: its default and help here}, if other than for training.
 
     Raises:
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values.
     """
-    mine = [item for section in own for item in options_of(section)]
+    mine = [item for section in sections for item in options_of(section)]
     others = [
         replace(item, **different.get(item.name, {}))
         for section, names in shared.items()
@@ -406,4 +400,8 @@ def read_shared(
     defaults = {
         other.name: other.default for other in others if "default" in different.get(other.name, {})
     }
-    return *(make_section(section, read) for section in own), assemble({**defaults, **given}), given
+    return (
+        *(make_section(section, read) for section in sections),
+        assemble({**defaults, **given}),
+        given,
+    )

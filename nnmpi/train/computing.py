@@ -1,7 +1,8 @@
-"""A run's backend, shared by a device's ranks, its errors as sentences; BLAS and numba.
+"""A run's backend: devices shared by ranks, out-of-memory sentences, BLAS threads and numba.
 
-On the host each rank has one BLAS thread unless the environment says otherwise, and numba computes
-in long runs. Nothing is timed, so a repeated command has the same bits.
+On the host each rank has one BLAS thread unless the environment sets another number. numba's
+kernels are used in long runs. The choice depends on counted multiplications, not on timings: a
+timing would vary from run to run, and so would the bits of a repeated command.
 """
 
 import platform
@@ -24,15 +25,16 @@ from nnmpi.nn.module import Module
 from nnmpi.train.config import Config, OptimizationConfig, RunConfig
 from nnmpi.units import format_bytes
 
-# Multiplications of a whole run's ways forward from which on numba's kernels compute: training then
-# takes some seconds, beside which the 0.2 s that loading numba takes are little. A CNN on digits
-# gains as much at 4e10, on MNIST a third of its time at 9e11 (benchmarks/training: AMD EPYC, Zen 4).
+# numba's kernels are used from this number of multiplications on, counted over all forward passes
+# of a run. Training then takes some seconds, and loading numba 0.2 s. A CNN on digits regains the
+# loading time at 4e10; on MNIST, at 9e11, a CNN saves a third of its time (benchmarks/training: AMD
+# EPYC, Zen 4).
 PAYS = 3e11
 
 
 @contextmanager
 def computing(config: Config) -> Iterator[None]:
-    """Compute on the host as chosen, with one BLAS thread per rank by default."""
+    """Run the body with one BLAS thread per rank by default, and with numba's kernels if --jit."""
     with one_blas_thread(), jit() if config.run.jit == "on" else nullcontext():
         yield
 
@@ -40,10 +42,10 @@ def computing(config: Config) -> Iterator[None]:
 def choose_computing(
     config: Config, model: Module, train: Samples, backend: Backend, group: Group
 ) -> tuple[Config, str]:
-    """Return the configuration with --jit on or off, and the reason; equal on all ranks.
+    """Return the configuration with --jit on or off, and the reason. Collective.
 
-    The choice depends on the options and on the installed numba, so the same command on other ranks
-    has the same bits. A run that resumes finds "on" or "off" in its config.json.
+    The choice depends on the options and the installed numba alone, so that another number of
+    ranks gives the same bits. config.json holds the choice, so that a resumed run keeps it.
     """
     run = config.run
     if run.jit != "auto":
@@ -66,8 +68,8 @@ def choose_computing(
 
 
 def installed_numba() -> str:
-    """Return the version of numba, without loading it; empty where it is not installed."""
-    # it brings email and more, so not to every start
+    """Return the version of numba, without loading it; empty if it is not installed."""
+    # imported here: importlib.metadata imports email and more, which most starts do not need
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -77,9 +79,7 @@ def installed_numba() -> str:
 
 
 def _loads() -> bool:
-    """Return whether the compiled kernels can be had: a numba that is too old for this NumPy is
-    none.
-    """
+    """Return whether numba loads; one too old for this NumPy does not."""
     try:
         load()
     except UsageError:
@@ -88,27 +88,29 @@ def _loads() -> bool:
 
 
 def multiplications(options: OptimizationConfig, model: Module, train: Samples) -> float:
-    """Estimate a run's multiplications in forward passes: samples times weights they meet.
+    """Estimate the multiplications of a run's forward passes: samples times uses of weights.
 
-    A convolution's weights count for each pixel of a sample, as if nothing were pooled; of a
-    language model all weights count for each token.
+    A convolution's weights count once per pixel of a sample, ignoring pooling. A language model's
+    weights count once per token.
     """
     shape = train.sample_shape
-    places = shape[0] if train.is_tokens else 1
+    positions = shape[0] if train.is_tokens else 1
     pixels = prod(shape[:-1])
     weights = [
         parameter.declared for parameter in model.parameters() if len(parameter.declared) > 1
     ]
-    of_one = sum(prod(weight) * (pixels if len(weight) > 2 else places) for weight in weights)
+    per_sample = sum(
+        prod(weight) * (pixels if len(weight) > 2 else positions) for weight in weights
+    )
     samples = options.epochs * len(train)
     if options.max_steps is not None:
         samples = min(samples, options.max_steps * options.rows(len(train)))
-    return float(of_one * samples)
+    return float(per_sample * samples)
 
 
 # ---- the backend ----
 
-# The options that do what REMEDY says.
+# REMEDY in terms of the train command's options.
 REMEDY_OPTIONS = (
     "lower --batch-size, raise --microbatches, use --activation-memory least or --precision bf16,"
     " or spread the model over more ranks with --tp or --pp"
@@ -116,17 +118,17 @@ REMEDY_OPTIONS = (
 
 
 def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Backend:
-    """Return the backend of this name, with a fair part of its device's memory. Collective.
+    """Return this rank's backend, with an equal share of its device's memory. Collective.
 
-    Where "auto" finds a device on some nodes alone, all ranks take NumPy.
+    With "auto", all ranks take NumPy unless every rank has a device.
 
     Args:
         name: auto, numpy or cupy.
         group: all ranks of the run.
-        limit_bytes: what a rank's arrays may take of a device's memory, if less than that.
+        limit_bytes: of a rank's arrays on the device, if less than the share.
 
     Raises:
-        DeviceError: on all ranks, when one cannot use the device that it should.
+        DeviceError: on all ranks, when one rank cannot use its device.
     """
     local_rank = group.local_rank()
     with agreed(group):
@@ -148,11 +150,7 @@ def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Bac
 
 
 def check_backend(options: RunConfig, backend: Backend) -> None:
-    """Refuse CPU kernels on a device, and a device's precisions on the CPU.
-
-    Raises:
-        UsageError: saying so; also where there is no numba, and --jit on.
-    """
+    """Refuse --jit on a device or without numba, and a device's precisions on the CPU."""
     if options.jit == "on":
         load()
         if backend.is_device:
@@ -168,26 +166,27 @@ def check_backend(options: RunConfig, backend: Backend) -> None:
 
 
 def describe_device(backend: Backend, group: Group, verbose: bool = False) -> list[str]:
-    """Return lines on how ranks share devices and memory, and why this backend. Collective.
+    """Return the header's lines on devices: their sharing, memory, and choice. Collective.
 
-    That no rank has a device is said where one could be meant to be used.
+    The reason for NumPy is given only on a machine with CuPy or NVIDIA's driver, where the user
+    may have expected a device.
 
     Args:
-        backend: where this rank computes.
+        backend: of this rank.
         group: all ranks of the run.
-        verbose: say why this backend anyway.
+        verbose: give the reason on any machine.
     """
     result = group.gather(
         [platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()]
     )
-    places = [item[:2] for item in result]
+    cards_of_ranks = [item[:2] for item in result]
     lines = (
         [f"chosen: {backend.reason}"] if backend.reason and any(item[2] for item in result) else []
     )
     if not backend.is_device:
         return lines
-    cards = {tuple(place) for place in places}
-    most = max(places.count(list(card)) for card in cards)
+    cards = {tuple(card) for card in cards_of_ranks}
+    most = max(cards_of_ranks.count(list(card)) for card in cards)
     use = backend.memory()
     limit = "no limit of memory"
     if use.limit_bytes is not None:
@@ -206,14 +205,11 @@ def explain_errors(
     backend: Backend,
     words: str = "out of memory ({}); give a smaller --batch-size, or --microbatches 2 or more",
 ) -> Iterator[None]:
-    """Turn an error of the device, or of memory, into a sentence.
+    """Turn a device's error, or one of memory, into a DeviceError with a sentence.
 
     Args:
-        backend: knows its library's errors.
-        words: the sentence where the host's memory was too little.
-
-    Raises:
-        DeviceError: in the error's place.
+        backend: explains its library's errors.
+        words: the sentence when the host's memory is too small.
     """
     try:
         yield

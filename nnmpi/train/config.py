@@ -1,10 +1,9 @@
-"""What a run is: one frozen section per subject, each checked when it is made.
+"""The options of a run: one frozen dataclass per subject, checked when it is made.
 
-The fields are the options of the command line (see `nnmpi.command`), so a field's docstring is the
-option's help, and every name must be unique over all sections. `None` stands for "not given".
-Options by name, as files have them:
+A field is an option of the command line (see `nnmpi.command`) and its docstring is the option's
+help. Names are unique over all sections. `None` means "not given". Files hold options by name:
 
-    flatten(Config())        {"model": "cnn", "hidden": [128, 64], ..., "keep": 3}  JSON values only
+    flatten(Config())        {"model": "cnn", "hidden": [128, 64], ...}    JSON values only
     assemble({"epochs": 3})  Config with 3 epochs and defaults elsewhere
 """
 
@@ -29,7 +28,7 @@ from nnmpi.units import Bytes, Every
 
 T = TypeVar("T")
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
-# more epochs, MiB or milliseconds than anybody uses; what is computed from them stays finite
+# Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
 LONG = 1e9
 
 
@@ -42,16 +41,16 @@ def require(holds: bool, sentence: str) -> None:
 def check_numbers(
     section: Any, names: str, least: float, below: float = math.inf, above: bool = False
 ) -> None:
-    """Refuse options below `least`, or not below `below`; text and None pass.
+    """Refuse options below `least`, or not below `below`; text and None pass, NaN does not.
 
     Args:
-        section: has the options.
-        names: of them, with spaces between.
-        least, below: the bounds; NaN is within none.
-        above: whether `least` itself is too little.
+        section: of the options.
+        names: of the options, separated by spaces.
+        least, below: the bounds.
+        above: whether `least` itself is refused.
 
     Raises:
-        UsageError: naming the option, its value and what would work.
+        UsageError: with the option, its value and the bounds.
     """
     for name in names.split():
         value = getattr(section, name)
@@ -64,7 +63,7 @@ def check_numbers(
 
 
 def non_defaults(section: Any) -> dict[str, Any]:
-    """Return the options of a section that are not their defaults."""
+    """Return {name: value} of a section's options with other values than the defaults."""
     return {
         item.name: value
         for item in fields(section)
@@ -73,7 +72,7 @@ def non_defaults(section: Any) -> dict[str, Any]:
 
 
 SEQUENCE_MODELS = ("lstm", "gpt")
-# Options that mean something beside some values of another one alone, and these.
+# {option: {sub-option: the values of the option with which it has a meaning}}
 ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model": {
         "hidden": ("mlp", "cnn"),
@@ -96,11 +95,7 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def check_idle(section: Any, option: str) -> None:
-    """Refuse options that mean nothing beside the value of this one; see ONLY_WITH.
-
-    Raises:
-        UsageError: naming both.
-    """
+    """Refuse sub-options without a meaning beside this option's value; see ONLY_WITH."""
     has = getattr(section, option)
     for name, values in ONLY_WITH[option].items():
         fits = (
@@ -202,7 +197,6 @@ class ParallelConfig:
     """
 
     def __post_init__(self) -> None:
-        """Check the values; whether they fit the number of ranks is checked when that is known."""
         check_numbers(
             self, "dp pp tp sp virtual_stages microbatches memory_limit activation_memory", 1
         )
@@ -263,9 +257,8 @@ class SyncConfig:
     """
 
     def __post_init__(self) -> None:
-        """Check the values; whether they fit the number of ranks is checked when that is known."""
         check_idle(self, "sync")
-        _ = (self.rule, self.slowness(0), self.machine)  # each raises for words that it cannot read
+        _ = (self.rule, self.slowness(0), self.machine)  # each raises UsageError for bad words
         check_numbers(self, "simulate", 0, MOST_SIMULATED_RANKS)
         check_numbers(self, "outer_lr", 0, above=True)
         check_numbers(self, "outer_momentum", 0, 1)
@@ -276,7 +269,7 @@ class SyncConfig:
 
     @property
     def rule(self) -> Sync:
-        """The rule of synchronization that the options make together."""
+        """The synchronization rule of these options."""
         return Sync(
             self.sync,
             DEFAULT_STALENESS if self.staleness is None else self.staleness,
@@ -291,15 +284,11 @@ class SyncConfig:
         return parse_network(self.network, self.simulate) if self.network else None
 
     def slowness(self, seed: int) -> Slow:
-        """Return which ranks are slowed down, and by how much."""
+        """Return the slowdown of each rank; `seed` draws the random ones."""
         return Slow.parse(self.slow, seed)
 
     def check(self, parallel: ParallelConfig) -> None:
-        """Refuse options that need replicas in step where they are not.
-
-        Raises:
-            UsageError: naming the option.
-        """
+        """Refuse parallel options that need synchronous replicas, beside an asynchronous rule."""
         if not self.rule.asynchronous:
             return
         for name, value in non_defaults(parallel).items():
@@ -360,7 +349,6 @@ class ModelConfig:
     """
 
     def __post_init__(self) -> None:
-        """Check the values and that the model knows the options given."""
         known = (
             f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
         )
@@ -392,16 +380,16 @@ class ModelConfig:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Layers, features and heads, given or default; a pretrained model's are in its files."""
+        """Layers, features and heads of a new model; a pretrained one's are in its files."""
         return self.layers or 2, self.features or 128, self.heads or 4
 
 
-def check_positions(given: ModelConfig, sp: int) -> None:
+def check_positions(config: ModelConfig, sp: int) -> None:
     """Refuse --sp for models without positions, or with layers that mix them."""
-    model = given.model
-    mixes = sp > 1 and (given.experts or model in MODELS and model != "gpt")
+    model = config.model
+    mixes = sp > 1 and (config.experts or model in MODELS and model != "gpt")
     why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
-    why = "with --experts counts all of a sequence together" if given.experts else why
+    why = "with --experts counts all of a sequence together" if config.experts else why
     sentence = f"--sp {sp} shares out the positions of sequences, and --model {model} {why}"
     require(not mixes, f"{sentence}; leave --sp out, or use --model gpt without --experts")
 
@@ -449,7 +437,6 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
-        """Check the values; whether the data set exists is found out when it is loaded."""
         require(self.dataset != "", "--dataset is empty; give a name such as digits, or a path")
         check_numbers(self, "test_fraction", 0, 1, above=True)
         known = self.augment == "none" or {*self.augment.split("-")} <= AUGMENTATIONS.keys()
@@ -470,7 +457,7 @@ class DataConfig:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of a text."""
+        """The names in --text-columns."""
         return tuple(name.strip() for name in self.text_columns.split(",") if name.strip())
 
 
@@ -521,13 +508,12 @@ class OptimizationConfig:
     """Probability moved from the right class to all classes, in the training loss."""
 
     def __post_init__(self) -> None:
-        """Check the values and that no option is given that the others make idle."""
         check_numbers(self, "epochs max_steps stop_after batch_size", 1)
         check_numbers(self, "lr clip", 0, above=True)
         check_numbers(self, "momentum label_smoothing", 0, 1)
         check_numbers(self, "warmup_epochs", 0, LONG)
         check_numbers(self, "weight_decay", 0)
-        _ = self.drops
+        _ = self.drops  # raises UsageError for a bad --lr-schedule
         check_idle(self, "loss")
         check_idle(self, "optimizer")
         fixed = not is_custom(self.optimizer) or self.weight_decay is None
@@ -539,17 +525,17 @@ class OptimizationConfig:
 
     @property
     def state_arrays(self) -> int:
-        """How many arrays of each parameter's size the optimizer keeps."""
+        """The number of arrays of each parameter's size in the optimizer's state."""
         fixed = {"sgd": 0, "rmsprop": 1, "adagrad": 1}.get(self.optimizer, 2)
         return fixed + int(self.momentum > 0 and self.optimizer != "muon")
 
     def rows(self, samples: int) -> int:
-        """Return the rows of a batch of this many samples."""
+        """Return the rows of a batch from a training set of this size."""
         return samples if self.batch_size == "full" else min(self.batch_size, samples)
 
     @property
     def drops(self) -> tuple[float, float] | None:
-        """Of --lr-schedule step:EPOCHS,FACTOR: epochs between drops, and the factor."""
+        """Epochs between drops and the factor, of --lr-schedule step:EPOCHS,FACTOR; else None."""
         name, _, values = self.lr_schedule.partition(":")
         if name != "step":
             known = self.lr_schedule in ("constant", "cosine") or is_custom(self.lr_schedule)
@@ -626,7 +612,6 @@ class RunConfig:
     """
 
     def __post_init__(self) -> None:
-        """Check the values and combinations; the folders are looked at when the run starts."""
         check_numbers(self, "log_every", 1)
         check_numbers(self, "stall_limit seed", 0)
         in_order = not self.stall_limit or self.stall_limit >= WARNING_S
@@ -640,9 +625,9 @@ class RunConfig:
             f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of"
             " them out",
         )
-        there = self.precision == "float32" or self.backend != "numpy"
+        possible = self.precision == "float32" or self.backend != "numpy"
         require(
-            there,
+            possible,
             f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave"
             " it out",
         )
@@ -670,7 +655,6 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        """Check that the sections go together."""
         self.sync.check(self.parallel)
         if self.parallel.layout == "auto":
             require(
@@ -683,9 +667,9 @@ class Config:
             )
             require(self.run.resume is None, new)
             for name in non_defaults(self.parallel):
-                left = name in ("layout", "memory_limit", "offload")
+                allowed = name in ("layout", "memory_limit", "offload")
                 require(
-                    left,
+                    allowed,
                     f"--layout auto is in the place of your own {flag_of(name)}; leave one of"
                     " them out",
                 )
@@ -704,7 +688,7 @@ class Config:
         )
 
     def having(self, **values: Any) -> "Config":
-        """Return the options with other values of some, by their names."""
+        """Return a copy with these options replaced, by name."""
         sections = {
             name: replace(
                 section, **{item: values[item] for item in vars(section).keys() & values.keys()}
@@ -756,22 +740,22 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return an option's value as it is written on the command line."""
+    """Return an option's value in the spelling of the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value) or "unset"
 
 
 def make_section(section: type[T], values: Mapping[str, Any]) -> T:
-    """Return a section with its options among the values, and defaults for the rest."""
+    """Return a section with its options among the values, and defaults otherwise."""
     return section(
         **{item.name: values[item.name] for item in options_of(section) if item.name in values}
     )
 
 
 def assemble(flat: Mapping[str, Any]) -> Config:
-    """Return the configuration with these values, and defaults for the rest.
+    """Return the configuration with these values, and defaults otherwise.
 
     Raises:
-        UsageError: for a name that is no option, a value of the wrong type or out of range.
+        UsageError: for unknown options, and for values of a wrong type or out of range.
     """
     values = check(flat, "options")
     return Config(
@@ -780,15 +764,14 @@ def assemble(flat: Mapping[str, Any]) -> Config:
 
 
 def check(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Return the values with the types that the options have; names may be written with dashes.
+    """Return the values converted to the options' types; names may have dashes.
 
     Args:
-        flat: values by name, as JSON and TOML know them.
-        origin: where the values come from, for the message.
+        flat: {name: value of JSON or TOML}.
+        origin: of the values, for messages.
 
     Raises:
-        UsageError: for a name that is no option (with the nearest ones) or a value of the wrong
-            type.
+        UsageError: for unknown options (with the nearest names), and for values of a wrong type.
     """
     values: dict[str, Any] = {}
     for written, value in flat.items():
