@@ -1,44 +1,39 @@
 """Array libraries and devices: NumPy on the host, CuPy on a GPU, and compiled kernels.
 
-Read in this order:
+Reading order:
 
-    array, backend     an array of either library; `Backend`, what the rest of nnmpi may ask of a
-                       library and its device, with its streams and events
-    kernels            what is compiled for operations, and when; jit/ by numba for the host, cuda/
-                       for a device
-    recording          a step's calls as a list that can be made again, which `nnmpi.compile` is
-                       built on
-
-Products of matrices:
-
-    precision          what they are computed in: float32, tf32, bf16, fp16
-    gemm               the product that operations ask for
-    cublas             how matrices lie in memory and the fewest calls that multiply them on a
+    array, backend     arrays of either library; `Backend`, the interface to a library and its
                        device
-    blas               another BLAS than NumPy's own; whether NumPy's runs code for an older
-                       processor
+    kernels            the choice of compiled kernels; jit/ has numba's for the host, cuda/ has a
+                       device's
+    recording          a step's calls as a repeatable list, the basis of `nnmpi.compile`
 
-A device:
+Matrix products:
 
-    device             CuPy's backend: its memory pool and copies. Only it imports cupy. `select`:
-                       the choice by name
+    precision          their modes: float32, tf32, bf16, fp16
+    gemm               the product that operations call
+    cublas             memory layouts of matrices, and products on a device with few calls
+    blas               MKL beside NumPy's BLAS; a check for code of an older processor
 
-Beside them:
+Devices:
 
-    random             streams by seed and name, and bits by row and column: the same under every
-                       layout
-    windows            views of images: what convolution and pooling read
-    memory             how much memory is used, and keeping what is freed
+    device             CuPy's backend with its memory pool, and `select`, the choice by name. Only
+                       this module imports cupy
 
-To change where something happens:
+Others:
 
-    how an operation computes               its Function in ops/, and the kernels in jit/ and cuda/
-    which library computes products         gemm
-    what a product is computed in           precision, then what gemm and the kernels do with its
-                                            dtype
-    what a new kind of device can do        a class like device's, derived from `Backend`, and a
-                                            name in `select`
-    what a recorded step notes              recording; `perform` notes any function as one call
+    random             random streams by seed and name, random bits by row and column: equal in
+                       every layout
+    sums               sums over many rows that stay accurate, and blocks that fit the cache
+    windows            views of images for convolution and pooling
+    memory             memory use, and reuse of freed memory
+
+To change ...                              see
+    the arithmetic of an operation         its Function in ops/, and the kernels in jit/ and cuda/
+    the library that computes products     gemm
+    the dtype that a product reads         precision, then its uses in gemm and the kernels
+    the kinds of devices                   a subclass of `Backend`, as in device, and `select`
+    the calls that a recording has         recording; `perform` records any function as one call
 """
 
 from nnmpi.backend.array import Array, namespace

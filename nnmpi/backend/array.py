@@ -17,8 +17,8 @@ Integers: TypeAlias = NDArray[np.int64]
 Dtype: TypeAlias = np.dtype[Any]
 Shape: TypeAlias = tuple[int, ...]
 
-# What a kernel keeps for its gradient, arrays above all: known to the two of them, and handed on by
-# the operation.
+# The values that a kernel saves for its gradient's kernel, mostly arrays. The operation stores them
+# without interpreting them.
 Residuals: TypeAlias = tuple[Any, ...]
 
 
@@ -28,7 +28,7 @@ def namespace(array: Array) -> ModuleType:
         return np
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
-    # CuPy's arrays do not name their namespace
+    # CuPy's arrays have no `__array_namespace__`
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
@@ -47,9 +47,9 @@ def is_result(x: Any) -> bool:
 
 
 def mixed_error(values: Iterable[Any]) -> DeviceError | None:
-    """Return the error for arrays of the host among those of a device; None if there are none.
+    """Return the error for an operation that mixes host and device arrays; None for others.
 
-    The libraries refuse such arrays themselves, but do not say which it is and what to do about it.
+    The libraries refuse such arrays themselves, but without naming the inputs or a remedy.
     """
     arrays = [(i, x) for i, x in enumerate(values) if is_array(x)]
     host = [f"{i} (shape {x.shape}, {x.dtype})" for i, x in arrays if isinstance(x, np.ndarray)]
@@ -65,46 +65,46 @@ def mixed_error(values: Iterable[Any]) -> DeviceError | None:
     )
 
 
-KEPT = 64  # of each kind; a run has as many as it has batch sizes
+CACHED = 64  # constants of each kind; a run has as many as it has batch sizes
 
 
 def ones(xp: Any, count: int, dtype: Any) -> Array:
-    """Return ones, which nobody may write to.
+    """Return ones, (count,), read-only.
 
     Args:
         xp: the array library, or a recorder's stand-in for it.
-        count: how many.
-        dtype: of the result, (count,).
+        count: the number of ones.
+        dtype: of the result.
     """
-    return _kept("ones", count, dtype) if _is_numpy(xp) else xp.ones(count, dtype)
+    return _cached("ones", count, dtype) if _is_numpy(xp) else xp.ones(count, dtype)
 
 
 def steps(xp: Any, count: int, step: int) -> Array:
-    """Return 0, step, 2 step ... , (count,), int64, which nobody may write to.
+    """Return 0, step, 2 step ... , (count,), int64, read-only.
 
     Args:
         xp: the array library, or a recorder's stand-in for it.
-        count: how many.
-        step: from one number to the next, at least 1.
+        count: the number of elements.
+        step: the difference of two elements, at least 1.
     """
     numbers = 0, count * step, step, "int64"
-    return _kept("arange", *numbers) if _is_numpy(xp) else xp.arange(*numbers)
+    return _cached("arange", *numbers) if _is_numpy(xp) else xp.arange(*numbers)
 
 
 def zero(xp: Any, dtype: Any) -> Array | int:
-    """Return 0 for a universal function's operand; `xp` as above.
+    """Return 0 as an operand of a universal function; `xp` as above.
 
-    NumPy takes 0.4 us to make an array of a number of Python's, in each call.
+    A cached 0-d array, since NumPy takes 0.4 us per call to convert a Python number.
     """
-    return _kept("zeros", (), dtype) if _is_numpy(xp) else 0
+    return _cached("zeros", (), dtype) if _is_numpy(xp) else 0
 
 
 def _is_numpy(xp: Any) -> bool:
     return xp is np or xp.__name__ == "numpy"
 
 
-@lru_cache(3 * KEPT)
-def _kept(name: str, *args: Any) -> Array:
+@lru_cache(3 * CACHED)
+def _cached(name: str, *args: Any) -> Array:
     array: Array = getattr(np, name)(*args)
     array.flags.writeable = False
     return array

@@ -1,4 +1,4 @@
-"""What the rest of nnmpi may ask of an array library and its device."""
+"""The interface to an array library and its device, and its implementation for the host."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from nnmpi.errors import DeviceError
 
 @dataclass(frozen=True)
 class Backend:
-    """One array library on one device. This class is the host's; a device's is derived from it.
+    """An array library on a device. This class is the host's; `DeviceBackend` is derived from it.
 
     Attributes:
         name: "numpy" or "cupy".
         xp: the array module.
         device: the device as text, for headers and reports.
-        to_host: copies an array into host memory as a NumPy array (a NumPy array is returned as it
-            is).
-        synchronize: waits until the device has done all work given to it; needed before MPI sees a
+        to_host: copies an array into host memory as a NumPy array (a NumPy array is returned
+            itself).
+        synchronize: waits until the device has finished all queued work; needed before MPI reads a
             buffer.
-        reason: why this backend was taken, where it was chosen automatically; else empty.
+        reason: the reason for an automatic choice of this backend; else empty.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Backend:
 
     @property
     def is_device(self) -> bool:
-        """Whether arrays live elsewhere than in the host's memory."""
+        """Whether arrays are in a device's memory instead of the host's."""
         return self.xp is not np
 
     @property
     def card(self) -> str:
-        """The device's identity, equal for ranks that share it. Empty on the host."""
+        """The device's identity, by which ranks detect that they share one. Empty on the host."""
         return ""
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
-        """Return the values as an array on this device, without a copy where none is needed."""
+        """Return the values as an array on this device, without a copy if possible."""
         return self.xp.asarray(values, dtype=dtype)
 
     def zeros(self, shape: int | Shape, dtype: Any) -> Array:
@@ -55,22 +55,20 @@ class Backend:
         return self.xp.zeros(shape, dtype=dtype)
 
     def memory(self) -> MemoryUse:
-        """Return what is used of the memory, and what may be."""
+        """Return the memory in use and its limit."""
         return host_memory()
 
     def release_memory(self) -> None:
         """Give memory that no array uses back to the device."""
 
     def use(self) -> None:
-        """Make this device current in the calling thread, which need not have chosen the
-        backend.
-        """
+        """Make this device current in the calling thread; CUDA's current device is per thread."""
 
     def share(self, ranks: int) -> None:
-        """Leave room for the other ranks on this device: `ranks` have it, this one among them."""
+        """Leave room for the other ranks on this device; `ranks` includes this one."""
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Let arrays take so much of the device's memory at most; the host's is not limited."""
+        """Limit the arrays' share of a device's memory; the host's is not limited."""
 
     def explain(self, error: BaseException) -> DeviceError | None:
         """Return a sentence with a remedy for a device library's error; None for other errors."""

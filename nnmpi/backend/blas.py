@@ -1,15 +1,15 @@
-"""Which BLAS multiplies, with how many threads, and whether OPENBLAS_CORETYPE slows NumPy's down.
+"""The BLAS in use, its threads, MKL beside it, and OPENBLAS_CORETYPE, which may slow NumPy's down.
 
-OpenBLAS has code for many processors and chooses by itself, unless OPENBLAS_CORETYPE names one, as
-some machines do for all their users. Code for AVX2 leaves half of an AVX-512 processor idle: on a
-Zen 5 core a product of matrices ran at 123 GF/s instead of 215 to 245. On Zen 4, whose AVX-512 is
-no wider inside, it costs nothing.
+OpenBLAS has code for many processors and detects the right one, unless OPENBLAS_CORETYPE names
+another, as some machines do for all their users. Code for AVX2 leaves half of an AVX-512 processor
+idle: on a Zen 5 core a matrix product ran at 123 GF/s instead of 215 to 245. On Zen 4 it costs
+nothing, since the units of its AVX-512 are as wide as those of AVX2.
 
-On Intel's processors MKL, where it is installed (`pip install mkl`), multiplies large float32
-matrices 1.12 to 1.2 times as fast as the OpenBLAS inside NumPy (one core of a Xeon with AVX-512). A
-call by ctypes costs a microsecond more than NumPy's, so small products stay with NumPy, by their
-sizes alone: nothing is timed, and a repeated command has the same bits. Stacks of matrices, and
-arrays that lie neither in rows nor in columns, stay with NumPy too.
+On Intel's processors MKL, if installed (`pip install mkl`), multiplies large float32 matrices 1.12
+to 1.2 times as fast as NumPy's OpenBLAS (one core of a Xeon with AVX-512). A call through ctypes
+costs a microsecond more than NumPy's, so small products use NumPy. Sizes alone decide, not timings:
+a repeated command has the same bits. Stacks of matrices, and arrays that are neither row- nor
+column-major, use NumPy too.
 """
 
 import ctypes
@@ -33,11 +33,11 @@ VARIABLE = "OPENBLAS_CORETYPE"
 _CPU_INFO = Path("/proc/cpuinfo")
 AVX512 = frozenset(["avx512f", "avx512bw", "avx512dq", "avx512vl"])
 AVX512_CORES = frozenset(["skylakex", "cooperlake", "sapphirerapids"])
-# vendor and family with AVX-512 of half width (Zen 3 has none at all)
+# vendor and family with AVX-512 in units of half the width (Zen 3, of this family too, has none)
 ZEN4 = ("AuthenticAMD", "25")
 
-LEAST = 2**20  # multiplications: with 64 rows and columns NumPy is ahead, with 128 MKL
-ROWS, PLAIN = 101, 111  # cblas's codes; a matrix that lies in columns has the next one
+LEAST = 2**20  # multiplications: at 64 rows and columns NumPy is faster, at 128 MKL
+ROWS, PLAIN = 101, 111  # cblas's codes; PLAIN + 1 is that of a column-major matrix
 OPENMP, SEQUENTIAL = 0, 1  # MKL_Set_Threading_Layer's
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 _REAL = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
@@ -65,14 +65,14 @@ def has_small_products() -> bool:
 
 @cache
 def _avx512_pool() -> Any:
-    """Return what knows the threads of NumPy's OpenBLAS if it runs code for AVX-512, else None."""
+    """Return threadpoolctl's handle of NumPy's OpenBLAS if it runs code for AVX-512, else None."""
     pools = loaded_pools().select(internal_api="openblas").lib_controllers
     pool = next((pool for pool in pools if "numpy" in pool.filepath), None)
     return pool if pool and str(pool.architecture).lower() in AVX512_CORES else None
 
 
 def _core() -> str:
-    """Return OpenBLAS's name for the code that it runs; empty where there is no OpenBLAS."""
+    """Return OpenBLAS's name for the code that it runs; empty without OpenBLAS."""
     return next(
         (
             str(item["architecture"])
@@ -104,7 +104,7 @@ def blas_pool(pools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def name_blas(pool: Mapping[str, Any]) -> str:
-    """Return library, version and the kind of core that it computes for."""
+    """Return the library, its version and the processor that its code is for, as text."""
     if not pool:
         return "unknown BLAS"
     core = f" ({pool['architecture']})" if pool.get("architecture") else ""
@@ -125,7 +125,7 @@ def read_cpu(field: str, cpu: Path = _CPU_INFO) -> str:
 
 
 class Mkl:
-    """MKL's products, with a number of threads that is fixed for the process."""
+    """MKL's products, on a number of threads that is fixed for the process."""
 
     def __init__(self, library: ctypes.CDLL, threads: int, least: int = LEAST) -> None:
         library.MKL_Set_Threading_Layer(_INT(OPENMP if threads > 1 else SEQUENTIAL))
@@ -149,7 +149,7 @@ class Mkl:
 
     @property
     def version(self) -> str:
-        """MKL's own words, cut to the number."""
+        """The version number in MKL's text."""
         text = ctypes.create_string_buffer(200)
         self._library.MKL_Get_Version_String(text, _INT(len(text)))
         words = text.value.decode(errors="replace").split()
@@ -172,7 +172,7 @@ class Mkl:
         )
 
     def multiply(self, a: Array, b: Array, out: Array, add: bool) -> None:
-        """Write a @ b to `out`, or add it; only what `takes` allows."""
+        """Write a @ b to `out`, or add it; for arguments that `takes` accepts."""
         (a_form, a_lead), (b_form, b_lead), (_, out_lead) = (
             _form(x) or (0, 0) for x in (a, b, out)
         )
@@ -219,5 +219,5 @@ def load_mkl() -> Mkl | None:
     )
     try:
         return Mkl(ctypes.CDLL(str(files[-1])), threads)
-    except (OSError, AttributeError):  # for another processor, or older than these functions
+    except (OSError, AttributeError):  # built for another processor, or without these functions
         return None

@@ -1,25 +1,25 @@
 """Matrix products on a device: cuBLAS through CuPy's undocumented bindings.
 
-What is gained over cupy.matmul (14.2): float32 results of float16 and bfloat16, stacks of bfloat16
-(which it refuses), stacks of float16 without a detour through float32, transposed views without a
-copy, adding to what is there, TF32.
+Reasons not to use cupy.matmul (14.2): it has no float32 results of float16 and bfloat16, no
+accumulation into `out` and no TF32. It refuses stacks of bfloat16, converts stacks of float16 to
+float32, and copies transposed views.
 
-BLAS counts by columns, NumPy by rows: a matrix that lies in rows is, to BLAS, its transpose. So it
-is asked for
+BLAS expects column-major matrices, NumPy's are row-major: to BLAS, a row-major matrix is its
+transpose. So the call is for
 
     out^T (m, n)  =  b^T (m, k)  a^T (k, n)       instead of       out (n, m)  =  a (n, k)  b (k, m)
 
-and all three are read as they lie. An operand that lies in columns (a transposed view) is the other
-way round, for which BLAS has a flag; rows may be further apart than they are long (a slice of
-columns, a head of attention): `lead`.
+and all three are read in place. A column-major operand (a transposed view) is the other way round,
+for which BLAS has a flag. Rows may be further apart than they are long (a slice of columns, a head
+of attention): their distance is `lead`.
 
-    in rows        in columns       neither: copied
-    ..[# # # #]..  [#]. [#]. [#].   [#].[#].[#].     . between the elements of a row and of a column
-    ..[# # # #]..  [#]. [#]. [#].
+    row-major      column-major     neither: copied
+    ..[# # # #]..  [#]. [#]. [#].   [#].[#].[#].     gaps between the elements of both a row and
+    ..[# # # #]..  [#]. [#]. [#].                    a column
     lead: 8        lead: 3          [#].[#].[#].
 
-A stack is one call if its matrices are equally far apart in each of the three arrays (0 for one
-that serves all). What would take many calls is copied, too.
+A stack is a single call if its matrices are equally spaced in each of the three arrays (spacing 0
+for a broadcast one). Operands that would take many calls are copied too.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, mixed_error
 from nnmpi.errors import DtypeError, ShapeError
 
-KEPT_PRODUCTS = 4096  # a run has as many as it has products of different shapes
-FEW_CALLS = 8  # a copy costs about as much
-LIMIT = 2**31 - 1  # of numbers given to BLAS
+CACHED_PRODUCTS = 4096  # a run has as many as it has products of different shapes
+FEW_CALLS = 8  # these cost about as much as a copy
+LIMIT = 2**31 - 1  # of BLAS's integers
 
-# cuBLAS's codes: cudaDataType_t of the elements, cublasComputeType_t of how they are added up.
+# cuBLAS's codes: cudaDataType_t of the elements, cublasComputeType_t of the accumulation.
 REAL = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 COMPUTE_32F, COMPUTE_64F, COMPUTE_32F_FAST_TF32 = 68, 70, 77
 DEFAULT_ALGORITHM = -1
-# cublasMath_t: a long sum may be cut into parts, and these are not to be added up in the result's
-# 16 bits.
+# cublasMath_t, "disallow reduced precision reduction": cuBLAS may split a long sum into parts, and
+# must not add them in the result's 16 bits.
 WIDE_SUMS = 16
 
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
-Product = Callable[[Any, Any, Any, bool], None]  # of arrays a and b, written or added to a third
+Product = Callable[[Any, Any, Any, bool], None]  # (a, b, out, add)
 
 
 def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
-    """Return CuPy's cuBLAS bindings, and the handle of this thread's current device.
+    """Return CuPy's cuBLAS bindings, and a function for the handle of the thread's current device.
 
-    The bindings let the handle work on the current stream, at every call. They must be asked for as
-    an attribute: it is then that CuPy looks for the library in the wheels that may bring it;
-    importing the module finds it on the system's path alone.
+    The bindings set the handle's stream to the current one at every call. The module must be read
+    as an attribute: only then does CuPy search the wheels that may contain the library. A plain
+    import searches the system's path alone.
     """
     bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
     return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
@@ -72,7 +72,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, x: Array) -> Matrices:
-        """Return where an array's elements lie."""
+        """Return the layout of an array; a stride of -1 is no multiple of the element."""
         size = x.dtype.itemsize
         return cls(
             x.shape, tuple(stride // size if stride % size == 0 else -1 for stride in x.strides)
@@ -98,7 +98,7 @@ class Matrices(NamedTuple):
         return None
 
     def over(self, leading: Shape) -> Shape:
-        """Return the strides of the leading axes when the array is broadcast to these."""
+        """Return the strides of the leading axes after broadcasting them to `leading`."""
         local = [
             0 if length == 1 else stride
             for length, stride in zip(self.shape[:-2], self.strides[:-2], strict=True)
@@ -106,7 +106,7 @@ class Matrices(NamedTuple):
         return (0,) * (len(leading) - len(local)) + tuple(local)
 
     def is_spread(self, leading: Shape) -> bool:
-        """True if a copy, no larger than the array, would be one stack and the array is not."""
+        """True if the array is no single stack, and a copy of the same size would be one."""
         strides = self.over(leading)
         repeated = any(
             length > 1 and stride == 0 for length, stride in zip(leading, strides, strict=True)
@@ -115,7 +115,7 @@ class Matrices(NamedTuple):
 
 
 class Products:
-    """Products of CuPy's arrays.
+    """Products of CuPy's arrays, with a cache of prepared calls.
 
     Args:
         xp: cupy.
@@ -125,18 +125,18 @@ class Products:
         self._xp = xp
         self._bindings, self._handle = cublas_bindings()
         self._prepared: dict[Any, Product] = {}
-        # cuBLAS reads its two factors from the host's memory, in the type in which it adds up.
+        # 0 and 1 as alpha and beta, which cuBLAS reads from host memory in the type of the sums
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (_SINGLE, _DOUBLE)}
 
     def multiply(self, a: Array, b: Array, out: Array, add: bool, tf32: bool) -> None:
-        """Write, or add, a @ b to `out`; shapes and dtypes fit one another.
+        """Write, or add, a @ b to `out`; the caller has checked shapes and dtypes.
 
         Args:
             tf32: whether operands of float32 may be rounded to TF32.
 
         Raises:
-            DtypeError, ShapeError: for dtypes and sizes that cuBLAS has not.
-            DeviceError: when one of them is in the host's memory.
+            DtypeError, ShapeError: for dtypes and sizes that cuBLAS does not support.
+            DeviceError: when one of the arrays is in the host's memory.
         """
         key = (
             a.shape,
@@ -162,29 +162,27 @@ class Products:
                 if not add:
                     out.fill(0)
                 return
-            lies = [Matrices.of(x) for x in (a, b, out)]
-            copied = [x.form is None for x in lies]
+            layouts = [Matrices.of(x) for x in (a, b, out)]
+            copied = [x.form is None for x in layouts]
             if True not in copied:
-                product, calls = self._prepare(lies, a.dtype, out.dtype, tf32)
+                product, calls = self._prepare(layouts, a.dtype, out.dtype, tf32)
                 if calls > FEW_CALLS:
-                    copied = [x.is_spread(out.shape[:-2]) for x in lies]
+                    copied = [x.is_spread(out.shape[:-2]) for x in layouts]
             if True in copied or product is None:
                 self._multiply_copied(copied, a, b, out, add, tf32)
                 return
-            if len(self._prepared) >= KEPT_PRODUCTS:
+            if len(self._prepared) >= CACHED_PRODUCTS:
                 self._prepared.clear()
             self._prepared[key] = product
         product(a, b, out, add)
 
     def _prepare(
-        self, lies: list[Matrices], given: Dtype, wanted: Dtype, tf32: bool
+        self, layouts: list[Matrices], given: Dtype, result_dtype: Dtype, tf32: bool
     ) -> tuple[Product, int]:
-        """Return what multiplies arrays that BLAS can read as they lie, and how many calls it
-        makes.
-        """
-        a, b, out = lies
+        """Return a product of arrays in these layouts, none copied, and its number of calls."""
+        a, b, out = layouts
         swapped = out.form is not None and out.form[0] == 1
-        if swapped:  # out^T = b^T a^T lies in rows
+        if swapped:  # out^T = b^T a^T is row-major
             a, b, out = b.flipped, a.flipped, out.flipped
         three, leading = (b, a, out), out.shape[:-2]
         axes = _collapsed(leading, *(x.over(leading) for x in three))
@@ -201,7 +199,7 @@ class Products:
         bindings, wide, narrow = (
             self._bindings,
             given == _DOUBLE,
-            wanted.itemsize < _SINGLE.itemsize,
+            result_dtype.itemsize < _SINGLE.itemsize,
         )
         function = bindings.gemmStridedBatchedEx if stacked else bindings.gemmEx
         compute = (
@@ -213,9 +211,9 @@ class Products:
         )
         factors = self._factors[_DOUBLE if wide else _SINGLE]
         zero, item = factors.ctypes.data, factors.ctypes.data + factors.itemsize
-        dtypes = given, given, wanted
+        dtypes = given, given, result_dtype
         head = (forms[0][0], forms[1][0], m, n, k, item)
-        # what stands behind the address of each of the three
+        # the arguments after the address of each of the three
         first, second, result = (
             (REAL[dtype.name], lead, *((apart,) if stacked else ()))
             for dtype, (_, lead), apart in zip(dtypes, forms, batch[1:], strict=True)
@@ -238,7 +236,7 @@ class Products:
                 raise mixed_error((a, b)) or mixed_error((a, b, out)) or error from None
             handle, beta = self._handle(), item if add else zero
             if narrow:
-                bindings.setMathMode(handle, WIDE_SUMS)  # each time: others use this handle too
+                bindings.setMathMode(handle, WIDE_SUMS)  # each time: the handle is CuPy's, too
             for x, y, z in starts:
                 function(
                     handle, *head, at_b + x, *first, at_a + y, *second, beta, at_out + z, *tail
@@ -251,24 +249,25 @@ class Products:
     ) -> None:
         """Multiply contiguous copies of some of the arrays."""
         xp = self._xp
-        a, b, place = (
+        a, b, target = (
             xp.array(x, order="C") if copy else x
             for x, copy in zip((a, b, out), copies, strict=True)
         )
-        self.multiply(a, b, place, add, tf32)
-        if place is not out:
-            out[...] = place
+        self.multiply(a, b, target, add, tf32)
+        if target is not out:
+            out[...] = target
 
 
 @lru_cache(4)
 def products_of(xp: ModuleType) -> Products:
-    """Return the products of a library's arrays, with the calls that it has made."""
+    """Return the products of a library's arrays, cached with their prepared calls."""
     return Products(xp)
 
 
 def _collapsed(lengths: Shape, *strides: Shape) -> list[Shape]:
-    """Return as few axes that run over the same elements in the same order: each its length and its
-    strides.
+    """Merge axes that are contiguous in all arrays; return each axis as its length and strides.
+
+    The merged axes visit the same elements in the same order.
     """
     result: list[Shape] = []
     for length, *steps in zip(lengths, *strides, strict=True):

@@ -1,6 +1,7 @@
-"""The CuPy backend. The only file that imports cupy, and only when it is asked for.
+"""The CuPy backend, and the choice of a backend by name.
 
-What CUDA's and CuPy's errors mean for the person who runs the program, and what would help.
+Only this file imports cupy, and only on request. It also translates CUDA's and CuPy's errors into
+sentences with a remedy.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from nnmpi.backend.memory import MemoryUse
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.units import format_bytes
 
-# Of the memory that is free, what the pools of the ranks on a device share; the rest is for what
-# takes no memory from the pools: contexts of CUDA (some hundred MB each), workspaces of libraries.
+# The fraction of the free memory for the pools of the ranks on a device. The rest is for memory
+# outside the pools: CUDA's contexts (some hundred MB each) and workspaces of libraries.
 SHARED_FRACTION = 0.9
-UUID_BYTES = 16  # CuPy reads it as text, and may continue behind it to the next byte that is 0
+UUID_BYTES = 16  # CuPy reads the UUID as a C string, which may continue to the next zero byte
 
 
 def device_problem() -> str | None:
@@ -32,7 +33,7 @@ def device_problem() -> str | None:
     try:
         cupy = importlib.import_module("cupy")
     except Exception as error:
-        # besides ImportError, a NumPy that does not fit gives AttributeError and others
+        # not ImportError alone: a NumPy of another version causes AttributeError and others
         return explain_import(error)
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -46,7 +47,7 @@ def cupy_backend(local_rank: int) -> Backend:
 
     Raises:
         DeviceError: when cupy cannot be imported, sees no device, or cannot use it; the message
-            says what would help.
+            names a remedy.
     """
     problem = device_problem()
     if problem is not None:
@@ -56,9 +57,9 @@ def cupy_backend(local_rank: int) -> Backend:
     try:
         cupy.cuda.Device(number).use()
         model = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
-        # Makes the context, so that its memory is taken when ranks share the rest, and compiles a
-        # kernel (once; CuPy keeps it on disk), so that libraries that are missing are missed here
-        # and not in the middle of a run.
+        # Creates the context, so that `share` divides the memory that is left. Compiles a kernel
+        # (CuPy caches it on disk), so that missing libraries raise here, not in the middle of a
+        # run.
         cupy.ones(1, "float32").get()
     except Exception as error:
         problem = explain_start(error, *_versions(cupy))
@@ -76,9 +77,7 @@ def cupy_backend(local_rank: int) -> Backend:
 
 
 def _versions(cupy: ModuleType) -> tuple[int, int]:
-    """Return the CUDA versions of the driver (0 without one) and of cupy, as CUDA counts them:
-    13020 is 13.2.
-    """
+    """Return the CUDA versions of the driver (0 without one) and of cupy, as 13020 for 13.2."""
     try:
         return cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
     except Exception:
@@ -87,11 +86,11 @@ def _versions(cupy: ModuleType) -> tuple[int, int]:
 
 @dataclass
 class _Pool:
-    """What is noted of the memory pool.
+    """Notes on the memory pool.
 
     Attributes:
-        peak_bytes: the most it had when it was asked, or before it gave memory back.
-        note: where its limit comes from.
+        peak_bytes: the largest size seen by `memory` or before a release.
+        note: the origin of its limit, as text.
     """
 
     peak_bytes: int = 0
@@ -102,13 +101,12 @@ class _Pool:
 class DeviceBackend(Backend):
     """CuPy on a device.
 
-    Memory comes from CuPy's pool, which gives none back by itself: what it has taken from the
-    device is its peak. To follow every array instead would cost about 1 us for each, a tenth of
-    what it takes to start a kernel.
+    Memory comes from CuPy's pool, which returns none to the device by itself: its size is the peak.
+    Tracking every array instead would cost about 1 us each, a tenth of a kernel's launch.
 
     Attributes:
-        number: of the device, among those that this process sees.
-        pool: what is noted of the pool.
+        number: of the device, among those visible to this process.
+        pool: notes on the pool.
     """
 
     number: int = 0
@@ -116,16 +114,17 @@ class DeviceBackend(Backend):
 
     @property
     def card(self) -> str:
-        """A device's bus address and identity, for ranks that number their devices differently.
+        """The bus address and UUID, since ranks may number the same devices differently.
 
-        Parts of one card, which NVIDIA calls MIG, have the same address and memory of their own.
+        The UUID distinguishes the parts of a card (NVIDIA's MIG), which have one address and
+        separate memory.
         """
         runtime = self.xp.cuda.runtime
         identity = runtime.getDeviceProperties(self.number).get("uuid", b"")
         return f"{runtime.deviceGetPCIBusId(self.number)} {bytes(identity[:UUID_BYTES]).hex()}"
 
     def memory(self) -> MemoryUse:
-        """Return what this process's arrays use of the device's memory, and what they may."""
+        """Return the device memory in use by this process's arrays, and its limit."""
         pool = self.xp.get_default_memory_pool()
         taken, limit = pool.total_bytes(), pool.get_limit()
         self.pool.peak_bytes = max(self.pool.peak_bytes, taken)
@@ -135,19 +134,19 @@ class DeviceBackend(Backend):
         return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
 
     def release_memory(self) -> None:
-        """Give memory that no array uses back to the device and the host."""
-        self.memory()  # notes the peak
+        """Return unused memory to the device and the host."""
+        self.memory()  # records the peak
         self.xp.get_default_memory_pool().free_all_blocks()
         self.xp.get_default_pinned_memory_pool().free_all_blocks()
 
     def use(self) -> None:
-        """Let the calling thread's operations go to this device."""
+        """Make this the calling thread's device."""
         self.xp.cuda.Device(self.number).use()
 
     def share(self, ranks: int) -> None:
         """Limit the memory pool to a fair share among this device's ranks, unless a limit is set.
 
-        All of them should be on the device by then, and have no large arrays yet.
+        Call it once all of these ranks use the device, before any has large arrays.
         """
         pool = self.xp.get_default_memory_pool()
         if ranks < 2 or pool.get_limit():
@@ -179,15 +178,14 @@ NAMES = ("auto", "numpy", "cupy")
 def select(name: str = "auto", local_rank: int = 0) -> Backend:
     """Return the backend of this name; `auto` is CuPy if a device is usable, with the reason.
 
-    Ranks that share a device should then tell each other so, and call `share`: see `Backend.card`.
+    Ranks that share a device should then call `share`; they detect it by `Backend.card`.
 
     Args:
-        local_rank: the number of this rank on its node; ranks take the node's devices in turn.
+        local_rank: the number of this rank on its node; ranks use the node's devices in turn.
 
     Raises:
         UsageError: for an unknown name.
-        DeviceError: when "cupy" is asked for and cannot work here; the message says what is
-            missing.
+        DeviceError: when "cupy" is requested and does not work; the message names the missing part.
     """
     if name not in NAMES:
         raise UsageError(f"backend {name!r} is unknown; choose one of {', '.join(NAMES)}")
@@ -198,15 +196,14 @@ def select(name: str = "auto", local_rank: int = 0) -> Backend:
     try:
         backend = cupy_backend(local_rank)
     except DeviceError as error:
-        # advice is for who asked
+        # without the remedy, since nobody requested cupy
         why = str(error).removeprefix("backend cupy cannot be used: ").partition(";")[0]
         return replace(numpy_backend(), reason=f"auto chose numpy: {why}")
     return replace(backend, reason=f"auto chose cupy: {backend.device} can be used")
 
 
 _INSUFFICIENT_DRIVER, _NO_DEVICE, _OUT_OF_MEMORY = 35, 100, 2
-# Errors after which CUDA answers to nothing in this process: a kernel went wrong, earlier than the
-# call that says so.
+# Errors of a kernel, reported by a later call; CUDA then refuses all further calls in the process.
 _FATAL = range(700, 720)
 _COMPILER_ERRORS = ("CompileException", "NVRTCError", "JitifyException")
 REMEDY = (
@@ -218,8 +215,7 @@ REMEDY = (
 def installed_wheels(paths: Sequence[str] = sys.path) -> list[str]:
     """Return the installed packages that provide cupy; two of them conflict.
 
-    (Python's own importlib.metadata would tell too, but takes a tenth of the time that nnmpi takes
-    to start.)
+    Not by importlib.metadata, which takes a tenth of nnmpi's start-up time.
     """
     result = {folder.name for path in paths for folder in Path(path or ".").glob("cupy*.dist-info")}
     names = {name.partition("-")[0].lower().replace("_", "-") for name in result}
@@ -230,7 +226,7 @@ def installed_wheels(paths: Sequence[str] = sys.path) -> list[str]:
 
 def expects_device() -> bool:
     """True if a device may be expected: cupy is installed, or NVIDIA's driver shows a card."""
-    # the latter: WSL
+    # /dev/dxg is WSL's
     return bool(installed_wheels()) or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
@@ -256,7 +252,7 @@ def explain_start(error: Exception | None, driver: int, runtime: int) -> str:
     """Return why cupy sees no device, as text.
 
     Args:
-        error: of the question how many devices there are; None if the answer was 0.
+        error: from counting the devices; None if the count was 0.
         driver, runtime: the CUDA versions of the driver (0 without one) and of cupy, as 13020 for
             13.2.
     """
@@ -296,7 +292,7 @@ def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError |
     """Return a sentence with a remedy for a device library's error; None for other errors.
 
     Args:
-        backend: the device, which may answer no more when it is asked what its memory looks like.
+        backend: the device; after a fatal error even reading its memory use may fail.
     """
     name, module = type(error).__name__, type(error).__module__.partition(".")[0]
     status = getattr(error, "status", None)
@@ -321,7 +317,7 @@ def _out_of_memory(asked: int | None, error: BaseException, backend: DeviceBacke
     expected = "some memory" if asked is None else format_bytes(asked)
     try:
         use, (free, total) = backend.memory(), backend.xp.cuda.runtime.memGetInfo()
-    except Exception:  # CUDA may answer to nothing any more
+    except Exception:  # after a fatal error every call fails
         return DeviceError(
             f"the device has no room for {expected} more ({_short(error)}); {REMEDY}"
         )
@@ -340,7 +336,6 @@ def _out_of_memory(asked: int | None, error: BaseException, backend: DeviceBacke
 
 
 def _misses_library(error: BaseException) -> bool:
-    """Return whether CuPy does not find one of CUDA's libraries."""
     texts = [str(error)]
     while error.__cause__ is not None:
         error = error.__cause__
@@ -359,8 +354,6 @@ def _version(number: int) -> str:
 
 
 def _short(error: BaseException | None) -> str:
-    """Return the last line with words of the error's text: CuPy puts what happened there, below
-    much advice.
-    """
+    """Return the last line with words of an error: CuPy puts the cause there, after advice."""
     lines = [line.strip() for line in str(error).splitlines() if any(c.isalnum() for c in line)]
     return lines[-1] if lines else type(error).__name__

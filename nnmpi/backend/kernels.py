@@ -1,20 +1,20 @@
-"""The one place that decides which operations run compiled kernels, for which arrays.
+"""The choice of compiled kernels for operations: this module alone decides it.
 
-arrays                                          kernels                                   switched by
-NumPy's                                         none: the operation's own arithmetic
-NumPy's, float32, inside `with jit():`          `jit.kernels`, numba's                    jit(), jit(False)
-a device's, floating point                      `cuda.kernels`, CUDA C++                  always on, but for jit(False)
+    arrays                                     kernels                     switched by
+    NumPy's                                    none
+    NumPy's, float32, inside `with jit():`     numba's, `jit.kernels`      jit(), jit(False)
+    a device's, floating point                 CUDA C++, `cuda.kernels`    on, except in jit(False)
 
-An operation's arithmetic stands in its Function, through the array library's functions, which
-compute anywhere. Before it, the Function asks here for something faster:
+An operation's arithmetic is in its Function, written in the array library's functions, which run
+anywhere. The Function first looks for a faster kernel here:
 
-    kernels = kernels_for(x, "layer_norm")      what has a function of that name, or None
+    kernels = kernels_for(x, "layer_norm")      an object with a function of that name, or None
     if kernels is not None:
         y, residuals = kernels.layer_norm(...)
 
-To add a compiled kernel: a function in `jit/kernels.py` or `cuda/kernels.py`, with the kernel
-itself beside it, and these lines in the Function. Compiled functions go through
-`recording.perform`, which notes each as one call.
+To add a compiled kernel, write a function in `jit/kernels.py` or `cuda/kernels.py`, with the kernel
+itself beside it, and these lines in the Function. Compiled functions run through
+`recording.perform`, which records each as one call.
 """
 
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ from nnmpi.backend.precision import FLOAT32, to_float32
 from nnmpi.backend.sums import row_sum
 from nnmpi.errors import UsageError
 
-# Whether kernels are in use: None where nobody has said so, which is a device's alone.
+# Whether kernels are in use. The default None means: on devices alone.
 _enabled: ContextVar[bool | None] = ContextVar("nnmpi_kernels", default=None)
 
 
 def kernels_for(array: Array, name: str) -> Any:
-    """Return the compiled kernels with this function for such an array here, or None."""
+    """Return the compiled kernels for arrays like this, if they have this function; else None."""
     result: Any = None
     if type(array) is np.ndarray:
         if not _enabled.get() or array.dtype != FLOAT32:
@@ -52,22 +52,23 @@ def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
     """Write the sum over rows of a gradient (rows, n), in at least float32."""
     kernels = kernels_for(grad, "bias_grad")
     if kernels is not None:
-        kernels.bias_grad(xp, xp.ascontiguousarray(grad), to_bias)  # that of a sum has gaps
+        # a sum's gradient is broadcast, so not contiguous
+        kernels.bias_grad(xp, xp.ascontiguousarray(grad), to_bias)
     else:
         grad = to_float32(xp, grad)
         if grad.dtype == to_bias.dtype:
             row_sum(xp, grad, out=to_bias)
-        else:  # a device's, without its kernels
+        else:  # on a device, in jit(False): the sum is in float32, the bias may not be
             xp.copyto(to_bias, row_sum(xp, grad), casting="unsafe")
 
 
 def compiled_kernels() -> Any:
-    """Return numba's kernels, or None where they are switched off."""
+    """Return numba's kernels, or None outside of `with jit():`."""
     return load() if _enabled.get() else None
 
 
 def setting() -> bool | None:
-    """Return what `jit` has set in this context, by which a recorded step is told from another."""
+    """Return `jit`'s setting in this context; it is a part of the key of recorded steps."""
     return _enabled.get()
 
 
@@ -75,12 +76,12 @@ def setting() -> bool | None:
 def jit(enabled: bool = True) -> Iterator[None]:
     """Compute with compiled kernels inside the block; `jit(False)` without them.
 
-    Results differ from the plain ones in the last bits. float32 on the CPU is compiled, all else
-    there stays as it is. On a device kernels are in use anyway, and `jit(False)` does without them.
-    A kernel is compiled when it is first used, which takes up to some seconds, and then kept on
-    disk: beside the package, in the user's cache folder where that cannot be written to, or in
-    NUMBA_CACHE_DIR. Of several processes on a node one compiles, and the others wait and load what
-    it has made.
+    Results differ from NumPy's in the last bits. On the CPU there are kernels for float32 only. On
+    a device kernels are in use by default; `jit(False)` disables them.
+
+    A kernel is compiled at its first use, which takes up to some seconds, and cached on disk: in
+    NUMBA_CACHE_DIR, else beside the package, else (if that is not writable) in the user's cache
+    folder. Of several processes on a node one compiles; the others wait and load its result.
 
     Raises:
         UsageError: when numba is not installed or does not work.

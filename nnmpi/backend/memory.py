@@ -1,8 +1,8 @@
-"""Memory: what a backend uses and may use, and how the host process reuses freed memory.
+"""Memory use and limits of a backend, and reuse of freed memory in the host process.
 
-A training step frees arrays of megabytes and asks for them again a moment later. glibc by default
-maps each such array afresh, and the kernel then zeroes it page by page: a quarter of a
-convolutional network's step. `keep_freed_memory` changes that.
+A training step frees arrays of megabytes and allocates them again a moment later. By default glibc
+maps each such array anew, and the kernel zeroes its pages: a quarter of a convolutional network's
+step. `keep_freed_memory` avoids that.
 """
 
 import ctypes
@@ -24,12 +24,11 @@ class MemoryUse:
     """Memory in bytes: a device's use by this process's arrays, or the host process's.
 
     Attributes:
-        used_bytes: in arrays that are alive.
-        peak_bytes: the most that the pool (on the host: the process) has held at once.
-        limit_bytes: what the pool may take from the device; None without a limit.
-        pool_bytes: what the pool has taken from the device, in use or kept for later; 0 on the
-            host, which has none.
-        note: where the limit comes from, as text.
+        used_bytes: in live arrays.
+        peak_bytes: the largest size of the pool (on the host: of the process) so far.
+        limit_bytes: the largest size that the pool may have; None without a limit.
+        pool_bytes: the size of the pool, used and free; 0 on the host, which has none.
+        note: the origin of the limit, as text.
     """
 
     used_bytes: int
@@ -47,7 +46,7 @@ class MemoryUse:
 
 
 def host_memory() -> MemoryUse:
-    """Return what this process has of the host's memory; zeros where the system does not tell."""
+    """Return this process's use of the host's memory; zeros on systems without /proc."""
     used = _read("VmRSS")
     return MemoryUse(
         used, max(used, _read("VmHWM")), None, 0, "of the host's memory, the whole process"
@@ -55,9 +54,9 @@ def host_memory() -> MemoryUse:
 
 
 def keep_freed_memory() -> bool:
-    """Make malloc keep freed blocks of up to 32 MiB; True where it can (glibc).
+    """Make malloc keep freed blocks of up to 32 MiB; return True with glibc.
 
-    The process then holds on to the most memory that it ever used.
+    The process's memory then stays at its peak.
     """
     return _set_malloc(
         (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 * 2**20), (_MMAP_THRESHOLD, 32 * 2**20)
@@ -65,16 +64,16 @@ def keep_freed_memory() -> bool:
 
 
 def share_freed_memory() -> bool:
-    """Make all later threads share one malloc arena; True where it can (glibc).
+    """Make all later threads share one malloc arena; return True with glibc.
 
-    Else a thread keeps what it has freed for itself: some MiB for each, where only one of many
-    computes at a time.
+    For simulated ranks: many threads, of which one computes at a time. Otherwise each thread keeps
+    some MiB of freed memory that the others cannot use.
     """
     return _set_malloc((_ARENA_MAX, 1))
 
 
 def return_freed_memory() -> None:
-    """Give what malloc keeps, and nobody uses, back to the system now (glibc)."""
+    """Return malloc's free memory to the system now (glibc)."""
     trim = _find("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -1,15 +1,15 @@
 """The precision of products: a mode of the context, float32 by default.
 
-    mode       what a GEMM or a convolution reads     adds up in    what it gives     parameters, gradients, optimizer
-    float32    float32                                float32       float32           float32
-    tf32       float32, 10 bits of the fraction       float32       float32           float32
-    bf16       bfloat16: range of float32, 7 bits     float32       bfloat16          float32
-    fp16       float16: 6e-8 to 65504, 10 bits        float32       float16           float32
+    mode       a GEMM or a convolution reads          accumulates in    writes
+    float32    float32                                float32           float32
+    tf32       float32, 10 bits of the fraction       float32           float32
+    bf16       bfloat16: range of float32, 7 bits     float32           bfloat16
+    fp16       float16: 6e-8 to 65504, 10 bits        float32           float16
 
-Parameters stay float32 ("master weights", Micikevicius et al., "Mixed precision training", 2018)
-and are rounded where an operation reads them; what flows between the layers is of the lower
-precision, and a parameter's gradient is added up in float32 where it belongs, so that optimizers
-and exchanges never see the lower one.
+Parameters, their gradients and the optimizer's state are float32 in every mode ("master weights",
+Micikevicius et al., "Mixed precision training", 2018). Operations round parameters as they read
+them. Activations have the low precision. A parameter's gradient accumulates in float32 in the flat
+storage, so that optimizers and exchanges never meet the low precision.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def use_precision(mode: str) -> Iterator[None]:
     """Compute in this precision inside the block.
 
     Raises:
-        UsageError: for an unknown mode, or bf16 where the package ml_dtypes is missing.
+        UsageError: for an unknown mode, or bf16 without the package ml_dtypes.
 
     Example:
         >>> layer = nn.Linear(4, 2).initialize(seed=0)
@@ -58,7 +58,7 @@ def use_precision(mode: str) -> Iterator[None]:
 
 
 def low_dtype(mode: str) -> Dtype | None:
-    """Return the dtype of activations in this mode; None for the parameters' own.
+    """Return the low dtype of activations in this mode; None for float32 and tf32.
 
     Raises:
         UsageError: when bfloat16 is needed and ml_dtypes is not installed.
@@ -70,7 +70,7 @@ def low_dtype(mode: str) -> Dtype | None:
 
 @cache
 def bfloat16() -> Dtype:
-    """Return NumPy's dtype for bfloat16, which the package ml_dtypes has.
+    """Return NumPy's dtype for bfloat16, which the package ml_dtypes provides.
 
     Raises:
         UsageError: when it is not installed.
@@ -86,39 +86,39 @@ def bfloat16() -> Dtype:
 
 
 def is_floating(dtype: Dtype) -> bool:
-    """True for floating-point dtypes, including bfloat16, which NumPy does not know."""
+    """True for floating-point dtypes, including bfloat16, whose `kind` is not "f"."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def is_low(dtype: Dtype) -> bool:
-    """Return whether the dtype is float16 or bfloat16, in which nothing is added up."""
+    """True for float16 and bfloat16, in which nothing accumulates."""
     return dtype.itemsize == 2 and is_floating(dtype)
 
 
 def dtype_named(name: str) -> Dtype:
-    """Return the dtype of this name; NumPy knows "bfloat16" only with ml_dtypes.
+    """Return the dtype of this name; "bfloat16" needs ml_dtypes.
 
     Raises:
-        UsageError: when bfloat16 is meant and ml_dtypes is not installed.
+        UsageError: for bfloat16 without ml_dtypes.
     """
     return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
 def cast(xp: Any, x: Array, dtype: Dtype) -> Array:
-    """Return x in another dtype, rounded to the nearest; x itself where it has that dtype.
+    """Return x in another dtype, rounded to the nearest; x itself if it has that dtype.
 
     Args:
         xp: the array's module, or a recorder's stand-in for it.
         x: any shape and strides.
-        dtype: of the result, also bfloat16, which NumPy and CuPy know by name alone.
+        dtype: of the result; bfloat16 is allowed.
     """
     if x.dtype == dtype:
         return x
     result = xp.empty(x.shape, dtype)
-    xp.copyto(result, x, casting="unsafe")  # NumPy's rules of safety know nothing of bfloat16
+    xp.copyto(result, x, casting="unsafe")  # NumPy's casting rules do not cover bfloat16
     return result
 
 
 def to_float32(xp: Any, x: Array) -> Array:
-    """Return x in float32 where it is float16 or bfloat16, else x itself."""
+    """Return float16 and bfloat16 converted to float32, any other x itself."""
     return cast(xp, x, FLOAT32) if is_low(x.dtype) else x

@@ -1,13 +1,12 @@
-"""Random numbers by purpose alone: the same on every rank and under every layout.
+"""Random numbers keyed by their purpose: the same on every rank and in every layout.
 
-`stream` gives a generator, keyed by the seed and by names, never by how many times somebody drew
-before: `stream(seed, "init", "2.weight")` gives a layer its initial weights whichever rank builds
-it.
+`stream` returns a generator keyed by the seed and names. It does not depend on earlier draws:
+`stream(seed, "init", "2.weight")` draws a layer's initial weights whichever rank builds the layer.
 
-`random_bits` hashes (key, row of the global batch, column), on CPU and GPU alike. Dropout masks are
-made of these bits, so that every layout drops the same elements. The hash's 32-bit mix, and its
-constants, are those of "lowbias32", found by C. Wellons' search for mixes with little avalanche
-bias (https://nullprogram.com/blog/2018/07/31/).
+`random_bits` hashes (key, row of the global batch, column), equally on CPU and GPU. Dropout masks
+consist of these bits, so every layout drops the same elements. The hash's 32-bit mix and its
+constants are those of "lowbias32", from C. Wellons' search for mixes with little avalanche bias
+(https://nullprogram.com/blog/2018/07/31/).
 """
 
 import hashlib
@@ -26,9 +25,9 @@ ODD = 0x9E3779B9  # 2 ** 32 divided by the golden ratio
 def stream(seed: int, *names: str | int) -> np.random.Generator:
     """Return a generator whose numbers depend on the seed and the names alone.
 
-    The bit generator is Philox, which is counter-based (Salmon et al., "Parallel random numbers: as
-    easy as 1, 2, 3", 2011); its 128-bit key is a BLAKE2b hash of the arguments, so that
-    neighbouring seeds share nothing.
+    The bit generator is Philox, a counter-based one (Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3", 2011). Its 128-bit key is a BLAKE2b hash of the arguments, so the streams of
+    neighbouring seeds are unrelated.
     """
     text = "\x1f".join([str(int(seed)), *(f"{type(name).__name__}:{name}" for name in names)])
     key = _Key(hashlib.blake2b(text.encode(), digest_size=16).digest())
@@ -36,8 +35,10 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
 
 
 class _Key(ISeedSequence):
-    """A key, as it is. (Philox asks the system for entropy beside `key=`, which takes longer than
-    all the rest.)
+    """A key as a seed sequence.
+
+    Philox's argument `key` would be simpler. But with it Philox also reads the system's entropy,
+    which takes longer than everything else here.
     """
 
     def __init__(self, digest: bytes) -> None:
@@ -56,24 +57,26 @@ def key_pair(*parts: str | int) -> tuple[int, int]:
 
 
 def least_kept(rate: float) -> int:
-    """Return the smallest `random_bits` that keep an element dropped with this probability."""
+    """Return the threshold of dropout: elements with `random_bits` from here on are not dropped."""
     return min(round(rate * 2**32), 2**32 - 1)
 
 
 def random_bits(
     xp: ModuleType, first_row: int, rows: int, columns: int | Array, key: tuple[int, int]
 ) -> Array:
-    """Return 32 random bits for each place of a (rows, columns) array, as uint32.
+    """Return 32 random bits for each element of an array (rows, columns), as uint32.
 
-    bits[r, c] = mix(mix(c + key[0]) ^ mix(mix(first_row + r + key[1]) + ODD)), all modulo 2 ** 32.
-    Were rows and columns mixed alike, the places with c + key[0] = r + key[1] would all get mix(0).
+        bits[r, c] = mix(mix(c + key[0]) ^ mix(mix(first_row + r + key[1]) + ODD))    modulo 2 ** 32
+
+    Rows are mixed twice, with ODD in between. If rows and columns were mixed alike, all elements
+    with c + key[0] = r + key[1] would get mix(0).
 
     Args:
-        xp: the array module that computes.
-        first_row: number of the first row in the whole array.
-        rows: how many rows to return.
-        columns: how many columns; or, for a part of an array, the numbers of its columns in the
-            whole one (1-D, uint32).
+        xp: the array module.
+        first_row: the number of the first row in the full array.
+        rows: the number of rows to return.
+        columns: the number of columns; or, for a shard, the numbers of its columns in the full
+            array (1-D, uint32).
         key: two 32-bit numbers, of `key_pair`.
     """
     numbers = xp.arange(columns, dtype=xp.uint32) if isinstance(columns, int) else columns
@@ -84,8 +87,9 @@ def random_bits(
 
 
 def _mix(xp: ModuleType, x: Array) -> Array:
-    """Scramble uint32 numbers in place: a bijection in which every input bit changes every output
-    bit half the time.
+    """Scramble uint32 numbers in place.
+
+    A bijection; each input bit changes each output bit with a probability close to 1/2.
     """
     x ^= x >> xp.uint32(16)
     x *= xp.uint32(0x7FEB352D)

@@ -1,25 +1,24 @@
 """Recording: a training step's calls to its array library as a flat, repeatable list.
 
-    first time    y = xp.matmul(x, w)               computes, and notes  matmul(x, w, out=y)
-                  xp.add(y, b, out=y)               computes, and notes  add(y, b, out=y)
+    first time    y = xp.matmul(x, w)               computes, and records  matmul(x, w, out=y)
+                  xp.add(y, b, out=y)               computes, and records  add(y, b, out=y)
     later         for call in calls: call()         the same calls on the same arrays
 
-While a recorder is active, operations get `recorder.module(numpy)` in NumPy's place. A result
-becomes the place into which the noted call writes; views of it stay valid, so they need no call.
-Whatever is no arithmetic of the array library (an optimizer's step, an exchange between ranks) is
-noted whole, by `perform`.
+While a recorder is active, operations get `recorder.module(numpy)` instead of NumPy. The first
+result's array becomes the `out` of the recorded call. Views of it stay valid, so views need no
+call. Work outside the array library (an optimizer's step, an exchange between ranks) is recorded as
+one call by `perform`.
 
-Results have memory from a pool, which is taken back as soon as nobody uses a result any more.
+Results are allocated from a pool, and freed as in an eager step:
 
-    recorded      a = f(x)      b = g(a)      (nobody needs a any more)      c = h(b)
-    memory        [  a  ]       [  b  ]            back in the pool          [  c  ] where a was
+    recorded      a = f(x)      b = g(a)      a is freed              c = h(b)
+    memory        [  a  ]       [  b  ]       [  a  ] to the pool     [  c  ] in the memory of a
 
 Each result is an array over a block of the pool, and so is every view of it. When the last of them
-goes away, as in an ordinary step, the block is free for another result: a recorded step takes no
-more memory than one that is not recorded, and works in the same warm cache. The recorded calls must
-not keep blocks from being used again within the step. So they keep aliases, bare arrays over the
-same memory which do not count as its users. That is safe because a replay makes the same calls in
-the same order: whatever overwrites a result comes after its last use.
+is freed, the block serves another result. So a recorded step needs no more memory than an eager
+one, and reuses memory that is still in the cache. The recorded calls must not keep blocks in use.
+So they hold aliases, arrays over the same memory that do not own it. That is safe because a replay
+makes the same calls in the same order: a result is overwritten only after its last use.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ Call = Callable[[], object]
 
 _active: ContextVar[Recorder | None] = ContextVar("nnmpi_recorder", default=None)
 
-# What makes an array without computing anything, and what makes constants.
+# Functions that allocate arrays: uninitialized, filled (again in each replay), constant.
 _EMPTY = frozenset({"empty", "empty_like"})
 _FILLED = frozenset({"zeros", "zeros_like", "full", "full_like"})
 _CONSTANT = frozenset({"ones", "ones_like", "arange"})
 
-# Functions besides the universal ones that write to an array if they are given one, and which of
-# them CuPy's do not; functions that NumPy defines by the method of the same name, which is faster
-# to call; and universal functions that want `out` by name.
+# _WITH_OUT: functions with an argument `out`, besides universal functions; CuPy's versions of
+# _WITHOUT_ON_DEVICE lack it. _METHODS: functions that NumPy implements by a method of the same
+# name, which is faster to call. _NAMED_OUT: universal functions that need `out` by name.
 _WITH_OUT = frozenset(
     {"dot", "matmul", "take", "argmax", "argmin", "mean", "sum", "einsum", "concatenate", "clip"}
 )
@@ -60,12 +59,12 @@ _NAMED_OUT = frozenset({"maximum", "minimum"})
 
 
 def active() -> Recorder | None:
-    """Return the recorder that notes what is computed now, if there is one."""
+    """Return the active recorder, or None."""
     return _active.get()
 
 
 def perform(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function, and make a recording repeat the whole call; return its result now."""
+    """Call a function and return its result; a recording repeats it as one call."""
     recorder = _active.get()
     return function(*args) if recorder is None else recorder.perform(function, *args)
 
@@ -75,13 +74,13 @@ def feed(function: Callable[..., Array], *args: Any) -> Array:
     recorder = _active.get()
     if recorder is None:
         return function(*args)
-    place = recorder.copy(recorder.alone(function, *args))
-    recorder.note(_fill, place, partial(function, *args))
-    return place
+    buffer = recorder.copy(recorder.run_eagerly(function, *args))
+    recorder.record(_fill, buffer, partial(function, *args))
+    return buffer
 
 
-def _fill(place: Array, function: Callable[[], Any]) -> None:
-    place[...] = function()
+def _fill(buffer: Array, function: Callable[[], Any]) -> None:
+    buffer[...] = function()
 
 
 def refuse(what: str) -> None:
@@ -98,7 +97,7 @@ def refuse(what: str) -> None:
 
 
 def refuse_inside(what: str) -> None:
-    """Refuse what does steps of its own while a step is recorded: none of it would be noted.
+    """Refuse a function that runs steps of its own inside a recording, which would miss them.
 
     Raises:
         UsageError: when a step is being recorded.
@@ -111,20 +110,20 @@ def refuse_inside(what: str) -> None:
 
 
 class Recorder:
-    """Notes calls in their order.
+    """Records calls in their order.
 
     Args:
         pool: the memory of the results; recordings that are replayed one at a time may share it.
 
     Attributes:
-        calls: what was noted so far.
-        leaves: by id, the leaf tensors that the calls read, as they were at recording, for `holds`
-            to compare: the leaf, its data, its gradient's buffer, whether it needs a gradient, its
-            hook and guard, and its gradient (False where the step zeroes it first, so that any will
-            do).
+        calls: the recorded calls.
+        leaves: by id, the state of the leaf tensors that the calls read, which `is_valid` compares:
+            the leaf, its data, its gradient's buffer, whether it needs a gradient, its hook and
+            guard, and its gradient (False if the step clears it first: any gradient is then
+            valid).
         loose: leaves without flat storage, and the arrays in which calls compute their gradients.
-        made: the tensors that the step's operations have made.
-        cleared: the ids of leaves whose gradients the step itself zeroes.
+        made: the results of the step's operations.
+        cleared: the ids of leaves whose gradients the step itself clears.
         pool: as given.
     """
 
@@ -135,32 +134,33 @@ class Recorder:
         self.made: WeakSet[Any] = WeakSet()
         self.cleared: set[int] = set()
         self.pool = MemoryPool() if pool is None else pool
-        self._modules: dict[str, _Namespace] = {}
+        self._modules: dict[str, _RecordingModule] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note what is computed in this block."""
+        """Record the computations in this block."""
         token = _active.set(self)
         try:
             yield
         finally:
             _active.reset(token)
-            # they refer to this recorder: it goes, with its memory, when nobody holds it
+            # These reference this recorder: without the cycle its memory is freed with its last
+            # user.
             self._modules.clear()
             self.made.clear()
 
     def module(self, xp: ModuleType) -> Any:
-        """Return what stands in for an array library: its functions, which note their calls."""
+        """Return the stand-in for an array library, whose functions record their calls."""
         if xp.__name__ not in self._modules:
-            self._modules[xp.__name__] = _Namespace(self, xp)
+            self._modules[xp.__name__] = _RecordingModule(self, xp)
         return self._modules[xp.__name__]
 
-    def note(self, function: Callable[..., object], *args: Any) -> None:
+    def record(self, function: Callable[..., object], *args: Any) -> None:
         """Add a call to the list, without making it now."""
         self.calls.append(alias(partial(function, *args) if args else function))
 
-    def saw(self, leaf: Any) -> None:
-        """Remember a leaf of the graph as it is now, when it is first seen."""
+    def record_leaf(self, leaf: Any) -> None:
+        """Store the state of a leaf of the graph at its first use, see `leaves`."""
         if id(leaf) not in self.leaves:
             grad = False if id(leaf) in self.cleared else leaf.grad
             self.leaves[id(leaf)] = (
@@ -173,8 +173,8 @@ class Recorder:
                 grad,
             )
 
-    def holds(self) -> bool:
-        """Return whether all leaves are still as the calls expect them."""
+    def is_valid(self) -> bool:
+        """True if all leaves are in the state in which they were recorded."""
         for leaf, data, buffer, needed, hook, guard, grad in self.leaves.values():
             if (
                 leaf.data is not data
@@ -187,30 +187,34 @@ class Recorder:
                 return False
         return True
 
-    def hand_out(self) -> None:
-        """Give leaves without gradient buffers copies, which the next replay leaves alone."""
-        for leaf, place in self.loose:
-            if type(leaf.grad) is type(place) and namespace(place).may_share_memory(
-                leaf.grad, place
+    def copy_loose_grads(self) -> None:
+        """Replace the gradients of `loose` leaves by copies, which the next replay won't change."""
+        for leaf, buffer in self.loose:
+            if type(leaf.grad) is type(buffer) and namespace(buffer).may_share_memory(
+                leaf.grad, buffer
             ):
                 leaf.grad = leaf.grad.copy()
 
     def copy(self, array: Array) -> Array:
         """Return a copy, in the recording's memory if possible, with the same element order."""
-        place = self.place_like(array)
-        return array.copy(order="K") if place is array else place
+        pooled = self.pooled(array)
+        return array.copy(order="K") if pooled is array else pooled
 
-    def place_like(self, array: Array, copied: bool = True) -> Array:
-        """Return an array like this over the recording's memory; itself if it is not NumPy's."""
+    def pooled(self, array: Array, copied: bool = True) -> Array:
+        """Return a copy in the pool; the array itself if it is not NumPy's and C-contiguous.
+
+        Args:
+            copied: whether to copy the values too; otherwise they are undefined.
+        """
         if type(array) is not np.ndarray or not array.flags.c_contiguous:
             return array
-        place = self.pool.allocate(array.shape, array.dtype)
+        result = self.pool.allocate(array.shape, array.dtype)
         if copied:
-            np.copyto(place, array)
-        return place
+            np.copyto(result, array)
+        return result
 
-    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function as if nothing were recorded."""
+    def run_eagerly(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function without recording."""
         token = _active.set(None)
         try:
             return function(*args)
@@ -218,14 +222,14 @@ class Recorder:
             _active.reset(token)
 
     def perform(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function as if nothing were recorded, note it, and return its result."""
-        result = self.alone(function, *args)
-        self.note(function, *args)
+        """Call a function, record it as one call, and return its result."""
+        result = self.run_eagerly(function, *args)
+        self.record(function, *args)
         return result
 
 
-class _Namespace:
-    """An array library whose functions note their calls."""
+class _RecordingModule:
+    """An array library whose functions record their calls."""
 
     def __init__(self, recorder: Recorder, xp: ModuleType) -> None:
         self._recorder, self._xp = recorder, xp
@@ -233,15 +237,13 @@ class _Namespace:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._xp, name)
         if callable(value) and not isinstance(value, type):
-            value = _Noting(self._recorder, self._xp, name, value)
-        setattr(self, name, value)  # the next look finds it without coming here
+            value = _RecordingFunction(self._recorder, self._xp, name, value)
+        setattr(self, name, value)  # later look-ups bypass this method
         return value
 
 
-class _Noting:
-    """A function of an array library that notes its calls; so are its methods, such as
-    `add.reduce`.
-    """
+class _RecordingFunction:
+    """A function of an array library that records its calls and its methods' (`add.reduce`)."""
 
     def __init__(
         self, recorder: Recorder, xp: ModuleType, name: str, function: Callable[..., Any]
@@ -249,21 +251,21 @@ class _Noting:
         self._recorder, self._xp, self._name, self._function = recorder, xp, name, function
 
     def __getattr__(self, name: str) -> Any:
-        return _Noting(
+        return _RecordingFunction(
             self._recorder, self._xp, f"{self._name}.{name}", getattr(self._function, name)
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._function(*args, **kwargs)
-        note = self._recorder.note
+        record = self._recorder.record
         if self._name in _EMPTY:
-            return self._recorder.place_like(result, copied=False)
+            return self._recorder.pooled(result, copied=False)
         if self._name in _FILLED:
-            result = self._recorder.place_like(result)
+            result = self._recorder.pooled(result)
             if self._name.startswith("zeros"):
-                note(result.fill, 0)  # a device clears memory without a kernel
+                record(result.fill, 0)  # a device clears memory without a kernel
             else:
-                note(
+                record(
                     self._xp.copyto,
                     result,
                     kwargs["fill_value"] if "fill_value" in kwargs else args[1],
@@ -274,36 +276,35 @@ class _Noting:
                 result.flags.writeable = False  # CuPy's have no such flag
             return result
         if result is None or kwargs.get("out") is not None:
-            note(_bound(self._xp, self._name, self._function, args, kwargs))
+            record(_bound(self._xp, self._name, self._function, args, kwargs))
             return result
-        return self._keep(result, args, kwargs)
+        return self._record_result(result, args, kwargs)
 
-    def _keep(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Array:
-        """Note the call that writes a new result's place, unless it is a view; return the result,
-        always an array.
+    def _record_result(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Array:
+        """Record the call with the result's array as its `out`, unless the result is a view.
+
+        Return the result, always an array.
         """
         if isinstance(result, tuple | list):
             raise UsageError(
                 f"{self._name} gives several arrays, which a compiled step cannot keep; ask one"
                 " by one"
             )
-        place: Array = self._xp.asarray(result)
-        if any(is_array(arg) and self._xp.may_share_memory(arg, place) for arg in args):
-            return place
-        place = self._recorder.place_like(place)
+        out: Array = self._xp.asarray(result)
+        if any(is_array(arg) and self._xp.may_share_memory(arg, out) for arg in args):
+            return out
+        out = self._recorder.pooled(out)
         if _writes_out(self._xp, self._name, self._function):
-            self._recorder.note(
-                _bound(self._xp, self._name, self._function, args, {**kwargs, "out": place})
+            self._recorder.record(
+                _bound(self._xp, self._name, self._function, args, {**kwargs, "out": out})
             )
         else:
-            self._recorder.note(_fill, place, partial(self._function, *args, **kwargs))
-        return place
+            self._recorder.record(_fill, out, partial(self._function, *args, **kwargs))
+        return out
 
 
 def _writes_out(xp: ModuleType, name: str, function: Callable[..., Any]) -> bool:
-    """Return whether a function takes `out`: universal functions, their reductions, and some others
-    do.
-    """
+    """True if a function has `out`: universal functions, their reductions, some others."""
     owner = getattr(function, "__self__", None)
     return (
         _is_universal(function)
@@ -323,9 +324,7 @@ def _bound(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Call:
-    """Return a call with all its arguments, in the form that takes least time to make: names cost
-    0.1 us each.
-    """
+    """Return a call with all its arguments, in its fastest form: keywords cost 0.1 us each."""
     if xp is np and name in _METHODS and type(args[0]) is np.ndarray:
         function, args = getattr(args[0], name), args[1:]
     elif (
@@ -337,14 +336,14 @@ def _bound(
     return partial(function, *args, **kwargs)
 
 
-LEAST_BYTES = 1024  # smaller results have memory of their own
-LINE_BYTES = 64
-# small chunks at the beginning of pages would want the same lines of the cache
+LEAST_BYTES = 1024  # smaller results are allocated outside the pool
+LINE_BYTES = 64  # of the cache
+# mapped memory begins at a page; small chunks there would compete for the same cache lines
 LEAST_MAPPED_BYTES = 128 * 1024
 
 
 class ChunkPart(NamedTuple):
-    """Some bytes of a chunk of memory."""
+    """A range of bytes of a chunk of memory."""
 
     chunk: int
     start: int
@@ -352,18 +351,18 @@ class ChunkPart(NamedTuple):
 
 
 class PooledBlock:
-    """A block of memory that goes back to its pool when the last array over it goes away.
+    """A block of memory that returns to its pool when the last array over it is freed.
 
-    NumPy makes an array over it by `__array_interface__`, and the array and its views then keep
-    this object alive.
+    NumPy makes an array over it by `__array_interface__`; the array and its views hold a reference
+    to this object.
 
     Args:
-        pool: where the block comes from.
-        span: where it is.
+        pool: the block's pool.
+        span: the block's position in it.
         block: its bytes, at least as many as the array needs.
         shape: of the array, C-contiguous.
-        dtype: of the array; bfloat16 appears as 16-bit integers, since the interface has no word
-            for it.
+        dtype: of the array. bfloat16 is declared as 16-bit integers, since the interface has no
+            code for it.
     """
 
     def __init__(
@@ -373,7 +372,7 @@ class PooledBlock:
         self.__array_interface__ = {
             "version": 3,
             "shape": shape,
-            # bfloat16's own says nothing
+            # bfloat16's `str` is that of raw bytes
             "typestr": dtype.str if dtype.kind != "V" else f"<u{dtype.itemsize}",
             "data": (block.ctypes.data, False),
         }
@@ -383,27 +382,27 @@ class PooledBlock:
 
 
 class MemoryPool:
-    """Memory in chunks, of which parts are in use, and others free.
+    """A best-fit allocator over chunks of memory.
 
-    A result gets the tightest part that is free, and of these the one that was given back last,
-    whose lines may still be in the cache. What it does not need stays free, and parts that meet
-    become one again. So a pass of fewer rows finds room among what one of more rows has left. Where
-    no part is long enough, there is a new chunk.
+    A result gets the smallest free range that fits; of ties the one freed last, which may still be
+    in the cache. The rest of the range stays free, and adjacent free ranges merge. So a recording
+    with fewer rows fits the memory of one with more. If no range fits, a new chunk is allocated.
 
     Attributes:
-        returned: parts over which there is no array any more, since the last result.
+        returned: the ranges freed since the last allocation.
         size_bytes: of all chunks together.
     """
 
     def __init__(self) -> None:
-        # A collection of garbage may give back at any time: nothing is joined there.
+        # A list that `__del__` only appends to: the garbage collector may call it at any time, also
+        # during a merge.
         self.returned: list[ChunkPart] = []
         self.size_bytes = 0
         self._chunks: list[Array] = []
         self._free: list[ChunkPart] = []
 
     def allocate(self, shape: Shape, dtype: Dtype) -> Array:
-        """Return a C-contiguous array of any values, over memory of the pool unless it is short."""
+        """Return an uninitialized C-contiguous array, from the pool unless it is small."""
         bytes_needed = dtype.itemsize * prod(shape)
         if bytes_needed < LEAST_BYTES:
             return np.empty(shape, dtype)
@@ -413,9 +412,8 @@ class MemoryPool:
         return array if array.dtype == dtype else array.view(dtype)
 
     def _take(self, count_bytes: int) -> ChunkPart:
-        """Return this many bytes that are free."""
         while self.returned:
-            self._join(self.returned.pop(0))
+            self._merge(self.returned.pop(0))
         fitting = [span for span in self._free if span.stop - span.start >= count_bytes]
         if not fitting:
             self._chunks.append(_aligned(count_bytes))
@@ -429,8 +427,8 @@ class MemoryPool:
             self._free.append(ChunkPart(chunk, start + count_bytes, stop))
         return ChunkPart(chunk, start, start + count_bytes)
 
-    def _join(self, span: ChunkPart) -> None:
-        """Let a part be free, as one with those beside it."""
+    def _merge(self, span: ChunkPart) -> None:
+        """Add a range to the free ones, merged with its neighbours."""
         for other in [item for item in self._free if item.chunk == span.chunk]:
             if other.stop == span.start or other.start == span.stop:
                 self._free.remove(other)
@@ -441,10 +439,10 @@ class MemoryPool:
 
 
 def alias(x: Any) -> Any:
-    """Return the same call, array or value over bare memory, which the pool may then use again.
+    """Return the same array, or a call on the same arrays, without keeping pool blocks in use.
 
-    Understood are arrays, their methods, tuples of arrays, and partial calls of these; anything
-    else keeps what it holds.
+    Supports arrays, their methods, tuples of arrays, and partial calls of these; any other value is
+    returned unchanged.
     """
     if type(x) is np.ndarray:
         return _bare(x)
@@ -463,7 +461,7 @@ def _bare(array: Array) -> Array:
     """Return an array over the same elements that does not keep its block in use."""
     base: Any = array
     while base is not None and not isinstance(base, PooledBlock):
-        # windows have one between them and their array that is no array itself
+        # getattr: as_strided puts an object that is no array between a view and its base
         base = getattr(base, "base", None)
     if base is None:
         return array
@@ -474,10 +472,10 @@ def _bare(array: Array) -> Array:
 
 
 def _aligned(count_bytes: int) -> Array:
-    """Return bytes that begin where a line of the cache does.
+    """Return bytes that begin at a cache line.
 
-    Many are a mapping of their own: between what malloc gives and takes back while a step is
-    recorded they would leave holes, which nobody uses later.
+    Large chunks are mapped, not taken from malloc: a chunk outlives the other allocations of the
+    recording, and would leave holes among them that stay unused.
     """
     if count_bytes >= LEAST_MAPPED_BYTES:
         return np.frombuffer(

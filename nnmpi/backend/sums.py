@@ -1,18 +1,18 @@
-"""Sums over many rows that keep their digits.
+"""Sums over many rows that stay accurate, and blocks of rows that fit the cache.
 
-One long sum in float32 loses what is small beside it: the sum of 100,000 equal numbers is off by
-5e-4. So rows are added up in blocks, and the blocks' sums in float64.
+A long sum in float32 loses small summands: the sum of 100,000 equal numbers is off by 5e-4. So rows
+are summed in blocks, and the blocks' sums in float64.
 
     rows     | 512 | 512 | 512 | rest |
     float32    sum   sum   sum   sum
                 |_____|__+__|_____|
     float64              sum
 
-On a device, whose threads add up parts anyway, it is one call.
+On a device it is a single call: its threads sum in parts anyway.
 
-`row_blocks` cuts rows into blocks that stay in a cache while several passes run over them. A pass
-over megabytes costs what memory costs, a pass over a block that lies in the cache a quarter of
-that. On a device, where each call costs more than it computes, everything is one block.
+`row_blocks` divides rows into blocks that stay in the cache during several passes. A pass over a
+cached block takes a quarter of the time of a pass over memory. On a device all rows are one block,
+since each further call would cost more than it computes.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ import numpy as np
 from nnmpi.backend.array import Array, ones
 
 ROWS = 512  # in a block
-WIDE = 512  # elements of a row, from which on NumPy computes as fast as it can
+WIDE = 512  # elements of a row; NumPy is slower on shorter rows
 
 
 def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
@@ -33,14 +33,14 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
     Args:
         xp: the array library, or a recorder's stand-in for it.
         rows: (count, n), float32 or float64; on the host best C-contiguous.
-        out: (n,), where to write it; None for a new array.
+        out: (n,), receives the sum; None for a new array.
     """
     count, n = rows.shape
     if type(rows) is not np.ndarray:
         return xp.add.reduce(rows, axis=0, out=out)
     sums: Array = xp.empty((n,), rows.dtype) if out is None else out
     if count <= ROWS or not rows.flags.c_contiguous:
-        xp.dot(ones(xp, count, rows.dtype), rows, out=sums)  # twice as fast as adding up rows
+        xp.dot(ones(xp, count, rows.dtype), rows, out=sums)  # twice as fast as add.reduce
         return sums
     full = count // ROWS
     parts = xp.empty((full + 1, n), rows.dtype)
@@ -52,16 +52,16 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
 
 
 def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> Array:
-    """Return the sum over some axes, in x's dtype where that is a floating one.
+    """Return the sum over some axes, in x's dtype if that is floating point.
 
     Args:
-        xp: as above.
+        xp: as for `row_sum`.
         x: of any shape and dtype.
-        axes: which, from 0 up.
+        axes: counted from 0.
         keepdims: whether they stay, with length 1.
     """
     axes = tuple(axes)
-    leading, saved = len(axes), x.shape[len(axes) :]
+    leading, rest = len(axes), x.shape[len(axes) :]
     over_rows = axes == tuple(range(leading)) and 0 < leading < x.ndim and x.size > 0
     wide = (
         type(x) is np.ndarray
@@ -69,21 +69,21 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
         and x.dtype.itemsize >= np.dtype("float32").itemsize
     )
     if wide and over_rows and x.flags.c_contiguous:
-        # NumPy adds up rows one by one, what lies side by side pairwise
-        total = row_sum(xp, x.reshape(-1, prod(saved)))
-        return total.reshape((1,) * leading + saved if keepdims else saved)
+        # NumPy sums pairwise along the last axis only; over rows it adds one by one
+        total = row_sum(xp, x.reshape(-1, prod(rest)))
+        return total.reshape((1,) * leading + rest if keepdims else rest)
     return xp.add.reduce(
         x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims
     )
 
 
-# A block of that many float32, its results and its scratch fit into 1 MiB, the smallest L2 cache of
-# server processors.
+# A block of this many float32 elements, its results and its scratch arrays fit 1 MiB, the smallest
+# L2 cache of server processors.
 ELEMENTS = 2**16
 
 
 def row_blocks(rows: Array) -> list[slice]:
-    """Return slices that cover the first axis, at least one; those of an empty array are empty."""
+    """Return slices that cover the first axis; at least one, which is empty for an empty array."""
     count = len(rows)
     if type(rows) is not np.ndarray or rows.size <= ELEMENTS:
         return [slice(0, count)]

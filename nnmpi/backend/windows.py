@@ -7,8 +7,8 @@ d e:
     window 1     b c d        kernel_width, channels); copying it is im2col
     window 2       c d e
 
-`corners` of a 2x2 pooling over four rows of four pixels gives one plane per place in the pooling's
-windows:
+`corners` of a 2x2 pooling over four rows of four pixels returns one plane per position in the
+pooling's windows:
 
     a b | c d
     e f | g h          planes   a c   b d   e g   f h
@@ -28,20 +28,20 @@ Pair = tuple[int, int]  # rows, columns
 
 
 def pair(name: str, value: int | Pair, least: int) -> Pair:
-    """Return one number as a pair, and check both.
+    """Convert an integer or a pair of integers to a pair; check both.
 
     Args:
         name: of the option, for the error.
-        value: one whole number, or two.
-        least: the smallest that is allowed.
+        value: an integer, or two.
+        least: the smallest value allowed.
 
     Raises:
-        UsageError: when a value is below `least`, or there are not two.
+        UsageError: for a value below `least`, or another number of values.
     """
     given = tuple(value) if isinstance(value, tuple | list) else (value, value)
     try:
         first, second = (index(v) for v in given)
-    except (TypeError, ValueError):  # no whole numbers, or not two of them
+    except (TypeError, ValueError):  # no integers, or not two of them
         first = second = least - 1
     if min(first, second) < least:
         raise UsageError(f"{name} is one whole number of at least {least}, or two, not {value!r}")
@@ -54,8 +54,8 @@ def bordered(x: Array, padding: Pair, value: float = 0.0, xp: Any = None) -> Arr
     Args:
         x: (n, h, w, c).
         padding: rows above and below, columns on the left and on the right.
-        value: what the border is filled with.
-        xp: the library that makes it, when it is not x's own that is to be called.
+        value: of the border's elements.
+        xp: a recorder's stand-in for x's library; by default the library itself.
     """
     rows, columns = padding
     if rows == 0 and columns == 0:
@@ -68,7 +68,7 @@ def bordered(x: Array, padding: Pair, value: float = 0.0, xp: Any = None) -> Arr
 
 
 def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> int:
-    """Return how many windows fit along an axis; 0 or less when none does.
+    """Return the number of windows along an axis; 0 or less if none fits.
 
     Args:
         size: elements of the axis.
@@ -80,7 +80,7 @@ def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int = 
 def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:
     """Return a view (n, out_h, out_w, kernel_h, kernel_w, c) of all windows.
 
-    Do not write to it where windows overlap: they share pixels.
+    Overlapping windows share pixels: do not write to these.
 
     Args:
         x: (n, h, w, c), with its border.
@@ -105,10 +105,10 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
 def corners(x: Array, pool: Pair) -> Array:
     """Return x (n, h, w, ...) as (pool_h, pool_w, n, h // pool_h, w // pool_w, ...), a view.
 
-    Rows and columns that no window covers are left out.
+    Rows and columns beyond the last window are ignored.
     """
     (p, q), (n, h, w) = pool, x.shape[:3]
     rows, columns = h // p, w // q
-    # splits axes: a view
+    # reshape only splits axes, so it returns a view
     covered = x[:, : rows * p, : columns * q].reshape(n, rows, p, columns, q, *x.shape[3:])
     return covered.transpose(2, 4, 0, 1, 3, *range(5, covered.ndim))

@@ -89,7 +89,7 @@ class Replay(Compiled):
             self._begin_anew(key)
             return
         held = self._held.get(key)
-        if held is not None and held.recorder.holds():
+        if held is not None and held.recorder.is_valid():
             self.replays, self._reason = self.replays + 1, ""
             held.replay((), mode)
             return

@@ -110,7 +110,7 @@ class Compiled:
                     f"a compiled step got {kinds}; give arrays, Tensors, and values that can be"
                     " compared"
                 ) from None
-            if held is None or not held.recorder.holds():
+            if held is None or not held.recorder.is_valid():
                 return self._record(key, inputs, mode)
             self.calls = len(held.recorder.calls)
             return held.replay(inputs, mode)
@@ -133,7 +133,7 @@ class Compiled:
             held = self._run_recorded(recorder, inputs)
         finally:
             restore(mode)
-            recorder.hand_out()
+            recorder.copy_loose_grads()
             if not is_full:
                 return_freed_memory()  # held results until they were copied to the pool
         self._held[key] = held
@@ -164,7 +164,7 @@ class Recording:
             buffer[...] = x.data if isinstance(x, Tensor) else x
         make(self._calls, mode)
         if self.recorder.loose:
-            self.recorder.hand_out()
+            self.recorder.copy_loose_grads()
         return self.results()
 
     def results(self) -> Any:

@@ -146,7 +146,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     node.release()
                     if recorder is not None and not node.replayable:
                         # each replay's forward saves arrays anew, so each replay releases them
-                        recorder.note(node.release)
+                        recorder.record(node.release)
             if finals is not None:
                 # outside the `if` above: the hook is due even if no gradient reached this node
                 for leaf in finals.get(node, ()):

@@ -397,7 +397,7 @@ class Function:
         """Run forward and record it for replays."""
         for x in inputs:
             if isinstance(x, Variable) and x.node is None and x not in recorder.made:
-                recorder.saw(x)
+                recorder.record_leaf(x)
         if not self.replayable:
             return record_whole(recorder, self.forward, values)
         self.xp = recorder.module(self.xp)
@@ -499,7 +499,7 @@ def record_whole(
         inputs: its arguments.
         places: further arrays that a result may be a view of, such as gradient buffers.
     """
-    results = recorder.alone(compute, *inputs)
+    results = recorder.run_eagerly(compute, *inputs)
     is_single = is_result(results)
     matches = [results] if is_single else results
     if not isinstance(matches, tuple | list) or not all(
@@ -516,7 +516,7 @@ def record_whole(
             if target is not None and result is not None:
                 _put(target, result)
 
-    recorder.note(again)
+    recorder.record(again)
     return saved[0] if is_single else saved
 
 

@@ -1,13 +1,11 @@
-"""Kernels in CUDA C++ for devices, compiled when they are first used.
+"""Kernels in CUDA C++ for devices, compiled at their first use.
 
-    kernels        `DeviceKernels`: what operations ask for (see `backend.kernels`), one method for
-                   each
-    launch         the table of kernels, compiling for the dtypes at hand, what all calls check, and
-                   the sizes of grids
-    the rest       the sources: `common.cuh`, put before each `*.cu`
+    kernels        `DeviceKernels`, the kernels as methods for operations (see `backend.kernels`)
+    launch         the table of kernels, compilation for dtypes, checks, grid sizes
+    *.cu           the sources; `common.cuh` is prepended to each
 
-The sources include nothing, so CUDA's run-time compiler needs no path to headers, and they compile
-for the host too: the tests run them there. Each kernel takes arrays of any size. No result depends
-on which thread comes first: what is added up is so in an order that sizes decide, and whether
-addresses are multiples of 16 bytes.
+The sources include no headers, so CUDA's run-time compiler needs no include path. They also compile
+for the host, and the tests run them there. Each kernel accepts arrays of any size. Results are
+deterministic: the order of a sum depends on sizes and on whether addresses are multiples of 16
+bytes, never on the order of threads.
 """

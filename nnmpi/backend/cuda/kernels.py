@@ -1,4 +1,4 @@
-"""What a device computes for operations by functions in CUDA C++ (see `backend.kernels`)."""
+"""A device's kernels in CUDA C++, as methods for operations (see `backend.kernels`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nnmpi.backend.random import least_kept
 
 
 def works_on(dtype: Dtype) -> bool:
-    """Return whether there are kernels for activations of this dtype."""
+    """True if there are kernels for activations of this dtype."""
     return dtype.name in NAMES
 
 
 class DeviceKernels(KernelLauncher):
-    """CuPy's kernels, queued on the current stream, each compiled at its first use.
+    """Kernels on CuPy's arrays, queued on the current stream, each compiled at its first use.
 
-    They read and write arrays without gaps. `xp` is the library, or a recorder's stand-in for it.
+    They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
     """
 
     def _update(self, name: str, *args: Any) -> None:
@@ -32,7 +32,7 @@ class DeviceKernels(KernelLauncher):
         numbers = map(float, args[count:])
         self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, data.size)
 
-    # Optimizers' updates of whole blocks; nnmpi/optim explains the arguments.
+    # Optimizers' updates of a block; see nnmpi/optim for the arguments.
     sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
     # data, grad, momentum, lr, keep, decay, nesterov
     sgd_momentum = partialmethod(_update, "sgd_momentum")
@@ -42,7 +42,7 @@ class DeviceKernels(KernelLauncher):
     # ---- dense layers: rows are all axes but the last
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
-        """Add up the rows; with few columns this is several times as fast as CuPy's sum."""
+        """Sum the rows; with few columns this is several times as fast as CuPy's sum."""
         self.sums("column_sum", "column_total", (xp.ascontiguousarray(grad),), (to_bias,))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
@@ -55,17 +55,17 @@ class DeviceKernels(KernelLauncher):
         self.over_columns(name, y, y.shape[-1], _shift(xp, y, bias), slope)
 
     def _grad_bias(
-        self, name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | None
+        self, name: str, xp: Any, grad: Array, saved: Array, to_bias: Array | None
     ) -> Array:
         result: Array = xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
-            self.sums(name, "column_total", (grad, kept, result), (to_bias,))
+            self.sums(name, "column_total", (grad, saved, result), (to_bias,))
         else:
-            self.over_columns(name, grad, grad.shape[-1], kept, result, None, None)
+            self.over_columns(name, grad, grad.shape[-1], saved, result, None, None)
         return result
 
-    # Return grad where the ReLU's output is positive, else 0; or grad * slope. Write the sum over
-    # the rows.
+    # Return the gradient before the activation, and write its sum over the rows to `to_bias`: grad
+    # where the ReLU's output is positive, else 0; and grad * slope.
     relu_grad_bias = partialmethod(_grad_bias, "relu_grad_bias")
     slope_grad_bias = partialmethod(_grad_bias, "slope_grad_bias")
 
@@ -80,13 +80,13 @@ class DeviceKernels(KernelLauncher):
         keep: bool,
         drop: Any = None,
     ) -> Residuals:
-        """Attention of all heads at once: two products, and a softmax kernel in place between.
+        """Attention of all heads at once: two products, and a softmax kernel in place in between.
 
-        scores (batch, heads, queries, keys) = Q K^T    --softmax-->  P, which is kept in the dtype of the heads
-        dP = dY V^T  --softmax's gradient-->  dS      dQ = dS K      dK = dS^T Q      dV = P^T dY
+            S = Q K^T, (batch, heads, queries, keys)    P = softmax(S), saved in the heads' dtype
+            dP = dY V^T    dS = softmax's gradient of dP    dQ = dS K    dK = dS^T Q    dV = P^T dY
 
-        The scores of heads of half precision are float32: they may be too large for float16, and
-        powers of them would show all that bfloat16 rounds away.
+        The scores of half-precision heads are float32: they may exceed the range of float16, and
+        the exponential would magnify the rounding of bfloat16.
         """
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
@@ -103,13 +103,13 @@ class DeviceKernels(KernelLauncher):
         self,
         xp: Any,
         grad: Array,
-        kept: Residuals,
-        places: tuple[Array, ...],
+        residuals: Residuals,
+        targets: tuple[Array, ...],
         causal: bool,
         drop: Any = None,
     ) -> None:
-        """Write all three gradients; the mask is drawn again."""
-        (q, k, v, p), (to_q, to_k, to_v) = kept, places
+        """Write all three gradients; the dropout mask is drawn again, not saved."""
+        (q, k, v, p), (to_q, to_k, to_v) = residuals, targets
         d = xp.empty(p.shape, p.dtype)
         gemm(xp, grad, v.swapaxes(2, 3), out=d)
         gemm(xp, self._left(xp, p, drop).swapaxes(2, 3), grad, out=to_v)
@@ -119,19 +119,17 @@ class DeviceKernels(KernelLauncher):
         gemm(xp, d.swapaxes(2, 3), q, out=to_k)
 
     def _left(self, xp: Any, p: Array, drop: Any) -> Array:
-        """Return what dropout leaves of probabilities (batch, heads, queries, keys), or of their
-        gradient.
-        """
+        """Apply dropout to probabilities (batch, heads, queries, keys), or to their gradient."""
         return p if drop is None else self.dropout(xp, p, drop.rate, drop.key, drop.first_row, None)
 
     # ---- rows
 
     def _softmax(self, name: str, scale: float, causal: bool, *arrays: Array) -> None:
-        """Write softmax(scale * x) along the last axis, or its gradient, given the result's and the
-        result.
+        """Write softmax(scale * x) along the last axis, or its gradient.
 
+        The arrays are x and the result; or the result's gradient, the result, and x's gradient.
         Causal scores are (..., queries, keys), and query i sees the keys up to i + keys - queries.
-        What it does not see is not read, and 0 in the result.
+        The scores of hidden keys are not read; their results are 0.
         """
         shape = arrays[0].shape
         rows, queries = prod(shape[:-1]), shape[-2] if causal else 1
@@ -203,8 +201,8 @@ class DeviceKernels(KernelLauncher):
         to_scale: Array | None,
         to_shift: Array | None,
     ) -> None:
-        """Write those gradients that are asked for."""
-        x, inverse, mean, scale = residuals  # the scale here is one without gaps
+        """Write the gradients, each unless its target is None."""
+        x, inverse, mean, scale = residuals  # this scale is contiguous, unlike the argument maybe
         saved = (xp.ascontiguousarray(grad), x, inverse, mean)
         if to_x is not None:
             self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *x.shape)
@@ -214,7 +212,7 @@ class DeviceKernels(KernelLauncher):
     # ---- tables
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
-        """Copy and convert rows without a check of indices: one out of range gives NaN."""
+        """Copy and convert rows; indices are not checked, one out of range gives NaN."""
         rows: Array = xp.empty((*indices.shape, table.shape[1]), dtype)
         table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
         args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
@@ -257,12 +255,12 @@ class DeviceKernels(KernelLauncher):
         first_row: int,
         columns: Array | None,
     ) -> Array:
-        """Draw and apply the mask in one pass; the backward pass needs only the key.
+        """Draw and apply the mask in one pass; backward is the same call on the gradient.
 
-        y = x where the bits of `random_bits` say so, divided by 1 - rate, and 0 times x elsewhere.
+        y = x / (1 - rate) for elements with `random_bits` at or above the threshold, else 0 * x.
         """
         result: Array = xp.empty(x.shape, x.dtype)
-        # of a number it makes an array of one axis
+        # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
         x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
         numbers = (
             key[0],
@@ -280,7 +278,7 @@ class DeviceKernels(KernelLauncher):
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return each window's maximum and its position, the first of ties.
 
-        A NaN wins over numbers, and the border over nothing.
+        A NaN is the maximum of its window; the border never is.
         """
         x = xp.ascontiguousarray(x)
         y: Array = xp.empty((len(x), *over.out(*x.shape[1:3]), x.shape[3]), x.dtype)
@@ -291,7 +289,7 @@ class DeviceKernels(KernelLauncher):
         return y, winner
 
     def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
-        """Gather each pixel's gradient from the windows that it has won."""
+        """Gather each pixel's gradient from the windows of which it is the maximum."""
         to_x: Array = xp.empty(shape, grad.dtype)
         numbers = (
             winner.dtype.itemsize,
@@ -307,18 +305,19 @@ class DeviceKernels(KernelLauncher):
 
 
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
-    """Return a bias (n,) without gaps for y (rows, n): zeros for none."""
+    """Return a contiguous bias (n,) for y (rows, n); zeros for None."""
     return xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
 
 
 def _accumulated(x: Array) -> Dtype:
-    """Return the dtype in which kernels add up numbers of an array's dtype."""
+    """Return the dtype in which kernels accumulate elements of an array's dtype."""
     return np.dtype(np.float32) if is_low(x.dtype) else x.dtype
 
 
 def _integer_bytes(array: Array) -> int:
-    """Return how a kernel tells kinds of integers apart: their bytes, negative where they have no
-    sign.
+    """Return an integer dtype's code for kernels: its bytes, negative for unsigned ones.
+
+    64-bit unsigned integers are read as signed: too large ones become negative, so out of range.
     """
     return (
         array.dtype.itemsize
@@ -329,5 +328,5 @@ def _integer_bytes(array: Array) -> int:
 
 @cache
 def device_kernels(xp: ModuleType) -> DeviceKernels | None:
-    """Return the kernels of a device's library, or None for a library that compiles none."""
+    """Return the kernels of a device's library, or None if it cannot compile any."""
     return DeviceKernels(xp) if hasattr(xp, "RawModule") else None

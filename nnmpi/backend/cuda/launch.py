@@ -1,8 +1,8 @@
-"""The table of kernels, compiling them for the dtypes at hand, and choosing how many threads run.
+"""The table of kernels, their compilation for dtypes, and the sizes of grids.
 
-A call costs the host a few microseconds, as long as a small kernel runs: what depends on dtypes
-alone is looked up, and what is looked at in every call is what would otherwise read or write memory
-that is not the array's.
+A call costs the host a few microseconds, about the time of a small kernel. So results that depend
+on dtypes alone are cached, and each call checks only for errors that would read or write memory
+outside of an array.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,24 @@ from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, UsageError
 
-# By the dtype's name, which for bfloat16 is all that NumPy knows of it.
+# By the dtype's name: NumPy has no other identification of bfloat16.
 NAMES = {"float32": "float", "float64": "double", "float16": "float16", "bfloat16": "bfloat16"}
 LOW = frozenset({"float16", "bfloat16"})
 
-NOTHING = np.uint64(0)  # the address of nothing: CuPy takes None for something else
+NULL = np.uint64(0)  # a null pointer: CuPy does not convert None to one
 
-# Each kernel's source, and the roles of its first arguments, one letter for each:
+# Each kernel's source, and the roles of its first arguments, a letter each:
 #
-#     T    an activation's dtype, floating point        P    T's, or float32 where T has 16 bits
-#     A    float32, or float64 where T is                S    any floating point: where T and P are independent
-#     i    integers of any kind                          b    numbers of winners, unsigned
-#     u    uint32                                        .    a number
+#     T    an array in the activations' dtype, floating point
+#     P    an array in T's dtype, or in float32 if T has 16 bits
+#     A    an array in float32, or in float64 if T is
+#     S    an array in any floating-point dtype, in kernels without P
+#     i    integers of any kind
+#     b    numbers of winners, unsigned
+#     u    uint32
+#     .    a number
 #
-# Numbers follow. T comes first in a kernel of sums, for which nothing else tells it.
+# Further arguments are numbers. In kernels that sum columns T is first, since `sums` needs it.
 KERNELS = {
     "bias_relu": ("dense", "TP"),
     "relu_grad_bias": ("dense", "TTTPA"),
@@ -57,15 +61,15 @@ KERNELS = {
 }
 
 THREADS = 256
-# An H200 has 132 multiprocessors for 2048 threads each: 8 blocks. Grids have a few times that, so
-# that no multiprocessor waits long for the last; each block then continues through what is left.
+# An H200 has 132 multiprocessors of 2048 threads: 8 blocks each. Grids have at most 4 times as many
+# blocks, so that multiprocessors finish at about the same time; blocks loop over the rest.
 BLOCKS = 132 * 8 * 4
-# Column sums take a second pass over the blocks' sums, which must stay short beside the first.
+# Column sums need a second pass over the blocks' sums, which must be short relative to the first.
 SUM_BLOCKS = 132 * 4
-ROWS_EACH = 8  # of a thread, at least, before more blocks share the rows
-# Elements of a row that is a warp's, and of one that is an ordinary block's. Still longer rows are
-# read more often than once, and come from the cache then: the fewer are worked on at the same time
-# the better.
+ROWS_EACH = 8  # the minimum per thread; with fewer rows the grid has fewer blocks
+# The maximal elements of a row for a warp, and for a block of ordinary size. Longer rows are read
+# several times, and later reads should hit the cache: so they get larger blocks, of which fewer
+# run at the same time.
 ROW_OF_WARP, ROW_OF_BLOCK = 1024, 8192
 
 Sizes: TypeAlias = tuple[int, ...]
@@ -74,7 +78,7 @@ Launch: TypeAlias = Callable[[Sizes, Sizes, tuple[Any, ...]], None]
 
 @cache
 def source(family: str) -> str:
-    """Return the CUDA C++ of a family of kernels, with what all families share before it."""
+    """Return the CUDA C++ of a family of kernels, after the common part."""
     folder = Path(__file__).parent
     return (folder / "common.cuh").read_text() + (folder / f"{family}.cu").read_text()
 
@@ -95,7 +99,7 @@ class KernelLauncher:
     def __init__(self, xp: ModuleType) -> None:
         self.xp = xp
         self._modules: dict[tuple[str, str, str], Any] = {}
-        self._found: dict[Any, Launch] = {}
+        self._launches: dict[Any, Launch] = {}
 
     def flat(self, name: str, n: int, itemsize: int, *args: Any) -> None:
         """Launch a kernel over n elements, 16 bytes per thread; other arguments as for `run`."""
@@ -119,30 +123,29 @@ class KernelLauncher:
             self.run(name, (min(rows, 2**31 - 1),), block, *args, form="_blocks")
 
     def sums(
-        self, name: str, total: str, arrays: tuple[Any, ...], places: tuple[Array | None, ...]
+        self, name: str, total: str, arrays: tuple[Any, ...], targets: tuple[Array | None, ...]
     ) -> None:
         """Launch a kernel that sums columns, and a second one over its blocks if there are several.
 
         Args:
-            name, total: the two.
-            arrays: what the first reads and writes, without gaps; each row has as many elements as
-                a sum.
-            places: (n,) each, where sums go; those that nobody wants are None, and not all are.
+            name, total: the two kernels.
+            arrays: contiguous arrays (rows, n) that the first kernel reads and writes.
+            targets: (n,) each, receive the sums; some may be None, but not all.
         """
-        first, n = arrays[0], next(place.size for place in places if place is not None)
+        first, n = arrays[0], next(target.size for target in targets if target is not None)
         if n == 0:
             return
-        rows, columns = first.size // n, n * len(places)
+        rows, columns = first.size // n, n * len(targets)
         grid, block = _matrix_grid(rows, n, first.dtype.itemsize, SUM_BLOCKS, ROWS_EACH)
         partial = None
         if grid[1] > 1:
             partial = self.xp.empty(
                 (grid[1], columns), "float64" if first.dtype.name == "float64" else "float32"
             )
-        self.run(name, grid, block, *arrays, *places, partial, rows, n)
+        self.run(name, grid, block, *arrays, *targets, partial, rows, n)
         if partial is not None:
-            around = (1 + (columns - 1) // 32,), (32, 8)
-            self.run(total, *around, partial, *places, grid[1], n, like=first)
+            sizes = (1 + (columns - 1) // 32,), (32, 8)
+            self.run(total, *sizes, partial, *targets, grid[1], n, like=first)
 
     def run(
         self,
@@ -153,14 +156,14 @@ class KernelLauncher:
         form: str = "",
         like: Array | None = None,
     ) -> None:
-        """Launch a kernel, after a look at its arrays; a recorded step notes the launch.
+        """Check a kernel's arrays and launch it; a recording repeats the launch.
 
         Args:
             name: in the table.
             grid, block: numbers of blocks and threads.
-            args: arrays on the device, without gaps, None for one left out, and numbers.
-            form: of the kernel, behind its name.
-            like: has the dtype T where no argument has it.
+            args: contiguous arrays on the device, None for a missing one, and numbers.
+            form: the suffix of the kernel's name, of one of its variants.
+            like: an array of dtype T, if no argument has it.
 
         Raises:
             UsageError: when an array is in the host's memory, or not C-contiguous.
@@ -171,7 +174,7 @@ class KernelLauncher:
             (role, x) for role, x in zip(roles, args, strict=False) if role != "." and x is not None
         ]
         for _, array in arrays:
-            if type(array) is np.ndarray:  # CuPy would hand over its contents as a number
+            if type(array) is np.ndarray:  # CuPy would pass its contents as a number
                 raise UsageError(
                     f"the kernel {name} runs on a device, and got an array of shape {array.shape}"
                     " in the host's memory; copy it there with backend.asarray"
@@ -185,13 +188,13 @@ class KernelLauncher:
         if like is not None:
             arrays.append(("T", like))
         key = (name + form, tuple([(role, array.dtype) for role, array in arrays]))
-        launch = self._found.get(key)
+        launch = self._launches.get(key)
         if launch is None:
             t, p = _types(name, key[1])
-            launch = self._found[key] = self.module(KERNELS[name][0], t, p).get_function(
+            launch = self._launches[key] = self.module(KERNELS[name][0], t, p).get_function(
                 name + form
             )
-        perform(launch, grid, block, tuple([NOTHING if x is None else x for x in args]))
+        perform(launch, grid, block, tuple([NULL if x is None else x for x in args]))
 
     def module(self, family: str, t: str, p: str) -> Any:
         """Return a family's kernels, compiled for dtypes t (activations) and p (parameters)."""
@@ -202,9 +205,7 @@ class KernelLauncher:
 
 
 def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
-    """Return the names of T and P for dtypes by their roles, or refuse dtypes that do not go
-    together.
-    """
+    """Return the names of T and P, given the arguments' roles and dtypes; refuse others."""
     t = next(dtype.name for role, dtype in dtypes if role == "T")
     p = next((dtype.name for role, dtype in dtypes if role in "PS"), t)
     a = "float64" if t == "float64" else "float32"
@@ -221,20 +222,23 @@ def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     return t, p
 
 
-def _matrix_grid(rows: int, n: int, itemsize: int, blocks: int, each: int) -> tuple[Sizes, Sizes]:
-    """Return grid and block for a matrix: columns along x, up to 32 threads of 16 bytes each, rows
-    along y.
+def _matrix_grid(
+    rows: int, n: int, itemsize: int, blocks: int, least_rows: int
+) -> tuple[Sizes, Sizes]:
+    """Return grid and block for a matrix (rows, n).
+
+    Columns are along x, up to 32 threads of 16 bytes each, rows along y.
 
     Args:
         rows, n: of the matrix.
         itemsize: of an element in bytes: 2, 4 or 8.
-        blocks: the most there may be.
-        each: rows of a thread, at least, if there are as many.
+        blocks: the maximal number of blocks.
+        least_rows: the minimal rows per thread, if the matrix has as many.
     """
     pack = 16 // itemsize
     units = n // pack if n % pack == 0 else n
     width = 32 if units > 16 else 1 << max(0, units - 1).bit_length()
     height = THREADS // width
     across = min(1 + (units - 1) // width, BLOCKS)
-    down = min(max(1, blocks // across), 1 + (rows - 1) // (height * each), 65535)
+    down = min(max(1, blocks // across), 1 + (rows - 1) // (height * least_rows), 65535)
     return (across, max(1, down)), (width, height)
