@@ -141,10 +141,8 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
 
     def prepare(nbytes: int) -> list[Refilled]:
         n = max(1, nbytes // 4)
-        native, refill = (
-            NativeExecution(local[:n], group.comm),
-            partial(np.copyto, local[:n], fresh[:n]),
-        )
+        native = NativeExecution(local[:n], group.comm)
+        refill = partial(np.copyto, local[:n], fresh[:n])
 
         def start_and_wait() -> None:
             native.start()

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -280,8 +279,8 @@ class SharedMemory:
         page, offset = divmod(number, FLAGS_PER_PAGE)
         if page == len(self._pages):
             self._pages.append(self.node.share_pages(PAGE_BYTES))
-        parts: Sequence[Any] = self._pages[page].parts
-        views = [memoryview(part).cast("B").cast("q") for part in parts]
+        parts = self._pages[page].parts
+        views = [memoryview(part).cast("B").cast("q") for part in parts]  # type: ignore[arg-type]
         return [view[offset : offset + 1] for view in views]
 
     def wait_for(self, barrier: FlagBarrier) -> None:

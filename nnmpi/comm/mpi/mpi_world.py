@@ -151,17 +151,13 @@ class MpiComm:
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self.isend, self.issend, self.irecv = mpi.Isend, mpi.Issend, mpi.Irecv
         self.wait_all = named("messages", MPI.Request.Waitall)
-        self.barrier, self.allgather = (
-            named("a barrier", mpi.Barrier),
-            named("an all-gather", mpi.Allgather),
-        )
+        self.barrier = named("a barrier", mpi.Barrier)
+        self.allgather = named("an all-gather", mpi.Allgather)
         self.allreduce = named("an all-reduce", partial(mpi.Allreduce, MPI.IN_PLACE))
         self.iallreduce = partial(mpi.Iallreduce, MPI.IN_PLACE)
         self.broadcast, self.ibroadcast = named("a broadcast", mpi.Bcast), mpi.Ibcast
-        self.reduce_scatter, self.ireduce_scatter = (
-            named("a reduce-scatter", mpi.Reduce_scatter),
-            mpi.Ireduce_scatter,
-        )
+        self.reduce_scatter = named("a reduce-scatter", mpi.Reduce_scatter)
+        self.ireduce_scatter = mpi.Ireduce_scatter
         self.allgatherv = named("an all-gather", partial(_gather, mpi.Allgatherv))
         self.iallgatherv = partial(_gather, mpi.Iallgatherv)
         self.free = mpi.Free

@@ -70,10 +70,8 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
         LaunchError: when no MPI library is found, or for one of another vendor than the launcher.
         UsageError: for a start limit that is no number.
     """
-    launch, limit_s = (
-        read_launch(environ),
-        read_limit(START_LIMIT, environ.get(START_LIMIT, START_LIMIT_S)),
-    )
+    launch = read_launch(environ)
+    limit_s = read_limit(START_LIMIT, environ.get(START_LIMIT, START_LIMIT_S))
     mpi = import_mpi()
     if not mpi.Is_initialized():
         refuse_mismatch(mpi.get_vendor()[0], launch, environ)
