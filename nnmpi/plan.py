@@ -1,4 +1,4 @@
-"""`python -m nnmpi.plan`: which layout of a model on a machine takes the least time for a step."""
+"""`python -m nnmpi.plan`: find the layout of a model on a machine with the fastest step."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ WIDTH = 100
 TIMES = ("computing", "bubble", "messages", "update")
 # the ledger's kinds, as headings
 SHORT = ("weights", "gradients", "state", "activations", "exchange", "batches")
-REASONS = 8  # of those that most layouts fall out for
+REASONS = 8  # the most frequent reasons for rejected layouts that are printed
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class _Asked(NamedTuple):
     machine: PlanConfig
     samples: SampleConfig
     config: Config
-    given: dict[str, Any]  # of the train command's options, as they stood there
+    given: dict[str, Any]  # the train command's options on the command line, by name
 
 
 def parse(words: Sequence[str]) -> _Asked:
-    """Return what the words ask for.
+    """Parse the command line.
 
     Raises:
         HelpAsked: for -h or --help.
@@ -123,7 +123,7 @@ def main(words: Sequence[str], group: Group) -> None:
     """Print the best layouts. Collective.
 
     Raises:
-        NnmpiError: on all ranks, for everything that has a sentence.
+        NnmpiError: on all ranks, for every expected error.
     """
     console, asked = parse_together(words, parse, group)
     machine, config = asked.machine, asked.config
@@ -139,18 +139,18 @@ def main(words: Sequence[str], group: Group) -> None:
     model = build_full_model(config, samples, backend, group)
     config, _ = choose_computing(config, model, samples, backend, group)
     with computing(config):
-        # First the network: it may be none, and measuring the model takes longer.
+        # the network first: it may be invalid, and measuring the model takes longer
         network = take_network(group, console.say, ranks, machine.nodes, machine.network)
         workload = Workload(config, (samples, samples))
         profile, _ = take_profile(workload, group, ranks, backend, console.say)
 
-        def look() -> list[str]:
+        def search() -> list[str]:
             result = plan(workload.pricer(profile, network, backend), machine.memory, machine.kept)
             command = train_command(asked, ranks, result.best[0].options())
             step_s = profile.step(workload.batch_size, "seconds")
             return [*_header(asked, ranks, network, step_s), *describe(result), "", command]
 
-        console.say(*on_root(group, look))
+        console.say(*on_root(group, search))
     with agreed(group):
         console.check()
 
@@ -172,12 +172,12 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -
     ]
 
 
-def describe(found: LayoutSearch) -> Iterator[str]:
-    """Yield the lines that tell what a search found, at most 100 columns wide."""
-    yield counted(found.looked_at, "layout")
+def describe(search: LayoutSearch) -> Iterator[str]:
+    """Yield the lines of a search's result, at most 100 columns wide."""
+    yield counted(search.looked_at, "layout")
     yield ""
     yield f"{'':>3}{'step':>10}" + "".join(f"{name:>10}" for name in TIMES) + "  layout"
-    for number, element in enumerate(found.best, 1):
+    for number, element in enumerate(search.best, 1):
         times = "".join(
             f"{format_seconds(item, 3):>10}"
             for item in (element.price.seconds, *vars(element.price).values())
@@ -187,20 +187,20 @@ def describe(found: LayoutSearch) -> Iterator[str]:
         yield from (f"{'':>55}{line}" for line in rest)
     yield ""
     yield f"{'':>3}{'bytes':>12}" + "".join(f"{name:>13}" for name in SHORT)
-    for number, element in enumerate(found.best, 1):
+    for number, element in enumerate(search.best, 1):
         sizes = "".join(f"{format_bytes(element.memory.get(kind, 0)):>13}" for kind in KINDS)
         yield f"{number:>3}{format_bytes(element.bytes):>12}{sizes}"
-    if found.refused:
+    if search.refused:
         yield ""
         yield "fall out:"
-    for reason, count in found.refused.most_common(REASONS):
+    for reason, count in search.refused.most_common(REASONS):
         first, *rest = wrap(reason, WIDTH - 10)
         yield f"{count:>8}  {first}"
         yield from (f"{'':>10}{line}" for line in rest)
 
 
 def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
-    """Return the command that trains with a layout, as a shell reads it."""
+    """Return the shell command that trains with a layout."""
     words = [f"mpirun -n {ranks} python -m nnmpi.train"]
     for name, value in {**asked.given, **layout}.items():
         flag = flag_of(name)
@@ -220,5 +220,5 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # as the train command does, whose steps are predicted
+    keep_freed_memory()  # as in the train command: measured steps must be its steps
     run_on_ranks(sys.argv[1:], main)

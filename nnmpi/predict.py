@@ -33,13 +33,13 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
 
     Args:
         file: .npz, .csv, .csv.gz, or an image that Pillow reads.
-        signature: of the model that gets them.
+        signature: the model's.
         dtype: of the model.
-        invert: take an image's dark for light.
+        invert: invert an image's brightness.
 
     Raises:
-        UsageError: for a file that is not there, or of another kind.
-        DataError: for a damaged one, or samples that do not fit the model.
+        UsageError: for a missing file, or one of another kind.
+        DataError: for a damaged file, or samples that do not fit the model.
     """
     if not file.is_file():
         raise UsageError(f"there is no file {file}; give an .npz, a .csv or an image")
@@ -61,16 +61,15 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
 def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
     """Return an image as model input (1, height, width, channels), resized for the model.
 
-    It becomes gray for a model of one channel, and is resized; black is 0 and white 1, before the
-    normalization.
+    It becomes gray for a model of one channel. Black is 0 and white 1 before the normalization.
 
     Args:
-        file: anything that Pillow reads.
+        file: an image that Pillow reads.
         signature, dtype, invert: see `read_file`.
 
     Raises:
         UsageError: without Pillow, and for a model whose samples are no images of bytes.
-        DataError: when the file cannot be read.
+        DataError: for a file that cannot be read.
     """
     shape = signature.sample_shape
     if len(shape) != 3 or shape[2] not in (1, 3) or signature.stored != BYTES:
@@ -83,7 +82,8 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
 
 
 PROGRAM = "python -m nnmpi.predict"
-DESCRIPTION = """Predict classes or numbers with a run's model: python -m nnmpi.predict RUN FILE [options].
+DESCRIPTION = """\
+Predict classes or numbers with a run's model: python -m nnmpi.predict RUN FILE [options].
 
 FILE is an .npz with x, a .csv with the run's features (a label column is ignored), or an image such
 as digit.png. The run's scaling and normalization are applied. The output has a line per sample:
@@ -106,13 +106,13 @@ parse = partial(read_command, "RUN FILE", PROGRAM, DESCRIPTION, (PredictionConfi
 
 
 def main(words: Sequence[str], group: Group) -> None:
-    """Print or write what a run's model says of samples. Collective.
+    """Print or write the predictions of a run's model. Collective.
 
     Raises:
-        NnmpiError: on all ranks, for everything that has a sentence.
+        NnmpiError: on all ranks, for every expected error.
     """
-    console, (folder, file, options, place) = parse_together(words, parse, group)
-    run = place.open(folder, group)
+    console, (folder, file, options, device) = parse_together(words, parse, group)
+    run = device.open(folder, group)
     if run.config.model.model in SEQUENCE_MODELS:
         raise UsageError(
             f"a run of model {run.config.model.model} says what comes next: see python -m"
@@ -134,11 +134,11 @@ def main(words: Sequence[str], group: Group) -> None:
 
 
 def format_predictions(run: Run, answers: Array, kind: str) -> str:
-    """Return what a model says as text: classes and their probabilities, or quantities.
+    """Return predictions as text: classes and their probabilities, or quantities.
 
     Args:
-        run: whose answers they are.
-        answers: what `Run.predict` gives.
+        run: the model's run.
+        answers: of `Run.answers`.
         kind: "csv" or "json".
     """
     rows, names, best = answers.reshape(len(answers), -1), run.class_names, answers.argmax(axis=-1)

@@ -35,8 +35,12 @@ from nnmpi.errors import CommError, UsageError, counted, raised_as
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 
-class Place:
-    """One simulated rank's own state: modules, random numbers, output."""
+class RankGlobals:
+    """One simulated rank's global state: modules, random numbers, output.
+
+    Ranks are threads of one process, but a program written for MPI takes its modules' variables
+    and NumPy's random state for private.
+    """
 
     def __init__(self, rank: int) -> None:
         spec: Any = random.__spec__
@@ -49,79 +53,79 @@ class Place:
 
 
 class Interpreter(io.TextIOBase):
-    """Switches between ranks' own states, and passes their output on in whole lines.
+    """Switches between the ranks' global states, and prints their output in complete lines.
 
     Args:
         folder: of the program, whose modules each rank imports for itself.
-        ranks: how many.
-        stream: where lines are printed; None for nowhere.
+        ranks: number of ranks.
+        stream: the output; None for none.
     """
 
     def __init__(self, folder: str, ranks: int, stream: Any) -> None:
-        self.places = [Place(rank) for rank in range(ranks + 1)]  # the last one is the caller's
+        # the last one is the caller's
+        self.states = [RankGlobals(rank) for rank in range(ranks + 1)]
         self._folder, self._stream, self._count = folder, stream, 0
-        self._now = self.places[ranks]
+        self._current = self.states[ranks]
 
     def turn(self, number: int) -> None:
-        """Let a rank continue.
+        """Switch to a rank's state.
 
         Raises:
-            UsageError: when another one has stopped within an import, whose lock this one could
-                wait for.
+            UsageError: when the last rank stopped within an import: this one could wait for ever
+                for the import's lock.
         """
-        before, self._now = self._now, self.places[number]
+        before, self._current = self._current, self.states[number]
         before.bits = mtrand.get_bit_generator()
         names = (
             [*before.modules]
-            if len(sys.modules) == self._count
-            else [*filter(self._is_own, list(sys.modules))]  # other threads import, too
+            if len(sys.modules) == self._count  # nothing was imported: skip the search
+            else [*filter(self._is_private, list(sys.modules))]  # (a copy: threads import, too)
         )
         before.modules = {name: sys.modules.pop(name) for name in names}
-        sys.modules.update(self._now.modules)
+        sys.modules.update(self._current.modules)
         self._count = len(sys.modules)
-        mtrand.set_bit_generator(self._now.bits)
+        mtrand.set_bit_generator(self._current.bits)
         half = [
             name
             for name, module in before.modules.items()
             if getattr(module.__spec__, "_initializing", False)
         ]
-        if half and self._now is not self.places[-1]:
+        if half and self._current is not self.states[-1]:
             raise UsageError(
                 f"the module {half[-1]} communicates while it is imported; let a function of it"
                 " do so"
             )
 
-    def _is_own(self, name: str) -> bool:
+    def _is_private(self, name: str) -> bool:
         module = sys.modules[name]
         file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
         here = file.startswith(self._folder) and not file.startswith(sys.prefix)
         return here or name in ("__main__", "mpi4py", "mpi4py.MPI", "random")
 
     def write(self, text: str) -> int:
-        """Print the lines that are whole."""
-        lines, end, self._now.line = (self._now.line + text).rpartition("\n")
-        self._now.text += lines + end
+        """Print the complete lines, and keep the rest."""
+        lines, end, self._current.line = (self._current.line + text).rpartition("\n")
+        self._current.text += lines + end
         if self._stream is not None:
             self._stream.write(lines + end)
         return len(text)
 
     def finish(self) -> None:
-        """Print the lines that have no end."""
-        for place in self.places:
-            self._now = place
-            self.write("\n" * bool(place.line))
+        """Print the ranks' incomplete lines."""
+        for state in self.states:
+            self._current = state
+            self.write("\n" * bool(state.line))
 
 
 def run_program(
     given: argparse.Namespace, seed: int, stream: Any
 ) -> tuple[SimulatedRun[None], list[str]]:
-    """Run the program once; return what it took, and what each rank printed.
+    """Run the program once; return the run, and the output of each rank.
 
     Raises:
-        SystemExit: with the status of the first rank that ended with one that is not 0, or called
-            Abort.
+        SystemExit: with the first exit status of a rank that is not 0, or that of an Abort.
         CommError: for a mistake in the program's communication.
-        Exception: that a rank raised.
+        Exception: raised by a rank.
     """
     with raised_as(UsageError, f"{given.program} cannot be read"):
         code = compile(given.program.read_bytes(), given.program, "exec")
@@ -160,16 +164,16 @@ def run_program(
         interpreter.turn(given.n)
         sys.argv, sys.path = caller
         interpreter.finish()
-        if endings:  # what others waited for in vain is not said then
+        if endings:  # instead of the deadlock of the other ranks, its consequence
             raise endings[0]
-    return run, [place.text for place in interpreter.places]
+    return run, [state.text for state in interpreter.states]
 
 
 def main(words: Sequence[str]) -> str:
-    """Return what is to be said of the runs.
+    """Run the program with all seeds and return the summary.
 
     Raises:
-        NnmpiError: for the first seed with which the program makes a mistake.
+        NnmpiError: for the first seed with a mistake in the program.
     """
     given = _parser().parse_args(words)
     first: list[str] = []

@@ -1,11 +1,14 @@
 """`python -m nnmpi.speedup --ranks 1,2,4,8 -- TRAIN OPTIONS`: measure strong or weak scaling.
 
-samples/s                        measured: the median over the lines of metrics, without the first
-                                 of them
-  |              . * model       model: a step of the first number of ranks, shared out, and the sum that the
-  |         .*                   cost model predicts of those; where a fit or a --network says what messages cost
+samples/s                        measured (*): the median over the lines of metrics, without the
+                                 first one
+  |              . *             model (.): a step of the first number of ranks, divided, and the
+  |         .*                   cost model's sum of gradients, given a fit or a --network
   |    .*
   +---------------- ranks
+
+Each number of ranks is a training run of its own, started as a user would start it: so start-up,
+data and logging are those of real runs.
 """
 
 import argparse
@@ -47,7 +50,7 @@ python -m nnmpi.speedup --ranks 1,2,4 --weak -- --model mlp --batch-size 64
 The options after -- are the train command's. A run takes 60 steps by default. With --slow on
 simulated ranks a step takes the same time on any number of ranks: then use --weak."""
 STEPS = 60
-# Options with which a step is more than a sum of all gradients over all ranks, or may be.
+# Options with which a step may communicate more than one sum of all gradients over all ranks.
 OTHERWISE = {"layout", "pp", "tp", "sp", "zero", "reduction", "sync", "config"}
 
 
@@ -56,12 +59,13 @@ class Scaled:
     """A run on some ranks.
 
     Attributes:
-        step_s: of a step, the median.
-        sum_s: of the gradients' sum in it, as the cost model predicts; NaN where it knows nothing
-            of the machine.
-        speedup: over the first run, in samples per second; NaN in the making, as the others.
-        efficiency: that, divided by how many times more ranks there are.
-        predicted: the speed-up of the model.
+        ranks: their number.
+        samples_per_second: the median.
+        step_s: seconds of a step, the median.
+        sum_s: the cost model's seconds of the gradients' sum in it; NaN without a known network.
+        speedup: over the first run, in samples per second; NaN until compared, as the next two.
+        efficiency: `speedup` divided by the factor of the number of ranks.
+        predicted: the model's speed-up.
     """
 
     ranks: int
@@ -74,14 +78,14 @@ class Scaled:
 
 
 def main(words: Sequence[str]) -> str:
-    """Return the table.
+    """Run the trainings and return the table.
 
     Raises:
-        UsageError: for options that mean nothing, here or to the train command.
+        UsageError: for wrong options of this command or of the train command.
         LaunchError: when a run fails.
     """
-    place = [*words, "--"].index("--")
-    local, theirs = words[:place], words[place + 1 :]
+    cut = [*words, "--"].index("--")
+    local, theirs = words[:cut], words[cut + 1 :]
     parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
         "--ranks",
@@ -104,7 +108,7 @@ def main(words: Sequence[str]) -> str:
     theirs = [*theirs, *(["--network", options.network] if options.network else [])]
     figure = None if options.plot is None else new_figure(5, 4)  # before anything is measured
     given: dict[str, Any] = {}
-    with suppress(UsageError):  # what is wrong with them, the run says
+    with suppress(UsageError):  # the first run prints the error
         given = read_words(theirs, list(all_options().values()), PROGRAM, DESCRIPTION)
     if taken := given.keys() & {"out", "resume", "simulate"}:
         raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out behind --")
@@ -138,9 +142,7 @@ def _counts(text: str) -> list[int]:
 def _measure(
     ranks: int, words: Sequence[str], given: Mapping[str, Any], options: argparse.Namespace
 ) -> Scaled:
-    """Train on some ranks with these words, which mean what is given; return what the metrics
-    say.
-    """
+    """Train on some ranks with the options `words`, parsed in `given`, and read the metrics."""
     more = (
         []
         if {"max_steps", "epochs"} & given.keys()
@@ -155,8 +157,8 @@ def _measure(
         more += ["--batch-size", str(batch * ranks)]
     start = [] if options.simulate else find_launcher(ranks, ()).command(ranks, {})
     more += ["--simulate", str(ranks)] if options.simulate else []
-    with tempfile.TemporaryDirectory(prefix="nnmpi-speedup-") as place:
-        run = Path(place) / "run"
+    with tempfile.TemporaryDirectory(prefix="nnmpi-speedup-") as folder:
+        run = Path(folder) / "run"
         command = [
             *start,
             sys.executable,
@@ -194,27 +196,25 @@ def _measure(
 
 
 def _price(ranks: int, given: Mapping[str, Any], nbytes: int) -> float:
-    """Return the seconds of the gradients' sum on --network; NaN where that is no single, named
-    all-reduce.
-    """
+    """Return the seconds of the gradients' sum on --network; NaN unless it is one named sum."""
     name = given.get("allreduce", "")
     if "network" not in given or name not in ALGORITHMS or given.keys() & OTHERWISE:
         return nan
     return price(ALGORITHMS[name], ranks, nbytes, parse_network(given["network"], ranks))
 
 
-def _compared(found: Scaled, before: Sequence[Scaled], weak: bool) -> Scaled:
-    """Return a run with what the first one makes of it."""
-    first = before[0] if before else found
-    times = found.ranks / first.ranks
-    item = times if weak else 1  # samples of a step, in those of the first run's
-    predicted_s = first.step_s * item / times + (found.sum_s if before else 0)
-    speedup = item * first.step_s / found.step_s
+def _compared(run: Scaled, before: Sequence[Scaled], weak: bool) -> Scaled:
+    """Return a run with its speed-up over the first one."""
+    first = before[0] if before else run
+    times = run.ranks / first.ranks
+    samples = times if weak else 1  # of a step, relative to the first run's
+    predicted_s = first.step_s * samples / times + (run.sum_s if before else 0)
+    speedup = samples * first.step_s / run.step_s
     return replace(
-        found,
+        run,
         speedup=speedup,
         efficiency=speedup / times,
-        predicted=item * first.step_s / predicted_s,
+        predicted=samples * first.step_s / predicted_s,
     )
 
 
@@ -236,7 +236,7 @@ def _table(rows: Sequence[Scaled]) -> str:
 
 
 def _draw(figure: Any, rows: Sequence[Scaled], file: Path) -> None:
-    """Draw the speed-ups over the ranks, both in powers of two, beside the ideal line."""
+    """Draw the speed-ups over the ranks, on axes in powers of two, with the ideal line."""
     axes, ranks = figure.subplots(), [row.ranks for row in rows]
     axes.plot(ranks, [count / ranks[0] for count in ranks], color="0.7", label="ideal")
     if all(isfinite(row.predicted) for row in rows):
