@@ -1,8 +1,7 @@
-"""The time, and sleeping: by the computer's clock, or by a simulated rank's own.
+"""The time, and sleeping: by the computer's clock, or by a simulated rank's clock.
 
-Any rank that measures how long something takes, or waits for a while, does so by these two; then
-the same program reports the seconds of the world that it is in. Not meant: time limits for files
-and other programs, whose clock is the wall's.
+Code that measures durations or sleeps on a rank uses these functions; so the same program reports
+the seconds of its world. Time limits for files and other programs use the computer's clock instead.
 """
 
 import time
@@ -13,23 +12,23 @@ from typing import Protocol
 
 
 class TimeSource(Protocol):
-    """A clock of your own."""
+    """A replacement for the computer's clock."""
 
     def now(self) -> float:
-        """Return the time in seconds, from any beginning."""
+        """Return the time in seconds since an arbitrary start."""
 
     def sleep(self, seconds: float) -> None:
-        """Return when so much time has passed."""
+        """Return when this many seconds have passed."""
 
     def reproducible(self, seconds: float) -> float:
-        """Return the reproducible part of a measured time; see `reproducible` below."""
+        """Return a measured time if it is reproducible, else 0.0; see `reproducible` below."""
 
 
 _clock: ContextVar[TimeSource | None] = ContextVar("nnmpi_clock", default=None)
 
 
 def now() -> float:
-    """Return the time in seconds, from any beginning; it never goes backwards."""
+    """Return the time in seconds since an arbitrary start; it never decreases."""
     clock = _clock.get()
     return time.perf_counter() if clock is None else clock.now()
 
@@ -52,8 +51,7 @@ def sleep(seconds: float) -> None:
 def reproducible(seconds: float) -> float:
     """Return `seconds`, or 0.0 in reproducible mode: no decision may depend on timing there.
 
-    A simulated run can be repeated by its seed, so there nothing may be decided by a time that is
-    measured for real.
+    A simulated run can be repeated from its seed; a decision by measured seconds would break that.
     """
     clock = _clock.get()
     return seconds if clock is None else clock.reproducible(seconds)
@@ -61,7 +59,7 @@ def reproducible(seconds: float) -> float:
 
 @contextmanager
 def using(clock: TimeSource) -> Iterator[None]:
-    """Let the body go by another clock."""
+    """Use another clock in the body."""
     token = _clock.set(clock)
     try:
         yield

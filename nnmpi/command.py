@@ -50,7 +50,7 @@ from typing import (
 from unicodedata import category
 
 from nnmpi.custom import Custom
-from nnmpi.errors import HelpAsked, NnmpiError, UsageError, shortened, told
+from nnmpi.errors import HelpAsked, NnmpiError, UsageError, shortened, translated
 from nnmpi.files import appending
 from nnmpi.launcher import read_launch
 from nnmpi.units import Bytes, Every, format_duration
@@ -389,7 +389,7 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
             console.say(*filter(None, [text]))
         console.check()
     except (NnmpiError, OSError) as caught:
-        if not isinstance(error := told(caught), NnmpiError):
+        if not isinstance(error := translated(caught), NnmpiError):
             raise
         if speaks:
             print(f"nnmpi: {printable(str(error))}", file=sys.stderr)

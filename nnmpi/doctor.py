@@ -1,14 +1,14 @@
-"""`python -m nnmpi.doctor [RUN]`: what has become of a run, or what is slow or wrong on a machine.
+"""`python -m nnmpi.doctor [RUN]`: diagnose a run, or a machine and its MPI.
 
-A run is judged by what it left in its folder, without MPI:
+A run is diagnosed from the files in its folder, without MPI:
 
-finished.json            it came to its end
+finished.json            it has ended
 a lock on the folder     it still runs
-flight/rank-N.txt        it stood still, and where each rank was
-metrics.jsonl            how far it came; whether its loss was a number
-faults.jsonl             what its supervisor saw, and when
-starts.jsonl             when it was started last: what is older is of an earlier start
-checkpoints/             what it can go on from
+flight/rank-N.txt        it stalled; the status of each rank then
+metrics.jsonl            its last step; whether its loss was finite
+faults.jsonl             the supervisor's reports, with times
+starts.jsonl             the last start: older files belong to earlier starts
+checkpoints/             the states to resume from
 """
 
 import argparse
@@ -41,11 +41,11 @@ from nnmpi.train.log import describe_measures
 from nnmpi.train.signature import versions
 from nnmpi.units import format_bytes
 
-DESCRIPTION = """With RUN: diagnose a run and say what to do. Without: describe this machine and its MPI, and what is
-slow or wrong with them: mpirun -n 4 python -m nnmpi.doctor. (python -m nnmpi.verify checks whether
-ranks compute what one rank does.)"""
+DESCRIPTION = """With RUN: diagnose a run and say what to do. Without: describe this machine and its
+MPI, and what is slow or wrong with them: mpirun -n 4 python -m nnmpi.doctor. (python -m
+nnmpi.verify checks whether ranks compute what one rank does.)"""
 WARNING_S, LIMIT_S = 10.0, 60.0  # of a wait for other ranks
-SHM = Path("/dev/shm")  # where MPI libraries have the memory that ranks share
+SHM = Path("/dev/shm")  # MPI libraries' folder of shared memory
 LITTLE_SHM_BYTES = 64 << 20  # Docker's default; a model of 16 million float32 fills it
 
 
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> str:
     """Return the diagnosis of a run, or of the machine.
 
     Raises:
-        UsageError: when there is no run in the folder.
+        UsageError: for a folder without a run.
         LaunchError: when MPI cannot be started.
     """
     parser = Parser("python -m nnmpi.doctor", description=DESCRIPTION, allow_abbrev=False)
@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> str:
         return str(diagnose(options.run))
     group = start()
     group.comm.world.watch(WARNING_S, LIMIT_S)
-    everyones = look(group)
+    everyones = inspect_machine(group)
     faults = find_faults(everyones)
     end = f"{counted(len(faults), 'thing')} to mend" if faults else "nothing is slow or wrong"
     tried = (
@@ -80,12 +80,12 @@ def main(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is to be said of a run.
+    """The diagnosis of a run.
 
     Attributes:
-        happened: in a sentence.
-        advice: what to do, in another.
-        facts: lines with what that rests on.
+        happened: a sentence about its end.
+        advice: the user's next command or action.
+        facts: lines with the evidence.
     """
 
     happened: str
@@ -93,17 +93,17 @@ class Diagnosis:
     facts: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return it as it is printed."""
+        """Return the printed form."""
         return "\n".join(
             [self.happened, f"what to do: {self.advice}", "", *(f"  {fact}" for fact in self.facts)]
         )
 
 
 def diagnose(path: Path) -> Diagnosis:
-    """Return what has become of the run in a folder.
+    """Diagnose the run in a folder.
 
     Raises:
-        UsageError: when there is no run.
+        UsageError: for a folder without a run.
     """
     read_run(path, str(path))
     folder = RunFolder(path)
@@ -135,8 +135,9 @@ def diagnose(path: Path) -> Diagnosis:
     )
 
     def judge() -> tuple[str, str]:
-        """Return what happened, and what to do."""
-        # the command is there to be copied, and the folder may be anybody's
+        """Return what happened, and the advice."""
+        # The user will paste this command, and the folder may come from someone else: so its values
+        # are checked and quoted.
         ranks = last.get("ranks")
         command = (
             f"python -m nnmpi.run -n {ranks if isinstance(ranks, int) else 1} -- --resume"
@@ -193,7 +194,7 @@ def diagnose(path: Path) -> Diagnosis:
 
 
 def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, str]:
-    """Judge a run that says that it is finished."""
+    """Diagnose a run with `finished.json`."""
     resume = f"python -m nnmpi.train --resume {quote(str(folder.path))}"
     try:
         end = read_json(folder.finished)
@@ -203,7 +204,7 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         files = read_json(checkpoint.folder / STATE_FILE)["files"] if checkpoint is not None else {}
         if files[MODEL_FILE]["sha256"] == expected:
-            # neither after a text
+            # (a language model has neither)
             names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")
             known = {name: nan if end[name] is None else end[name] for name in names if name in end}
             result = f", test {describe_measures(known)}" if known else ""
@@ -224,12 +225,10 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
 
 
 def _flight(folder: RunFolder) -> tuple[str, Path] | None:
-    """Return what the watchdog said at the end of the last start, and the record of the rank that
-    it was about.
-    """
-    place = folder.path / "flight"
+    """Return the watchdog's sentence about the last start, and the file of the rank it blames."""
+    flight = folder.path / "flight"
     records = sorted(
-        place.glob("rank-*.txt"), key=lambda file: int(re.sub(r"[^0-9]", "", file.stem) or 0)
+        flight.glob("rank-*.txt"), key=lambda file: int(re.sub(r"[^0-9]", "", file.stem) or 0)
     )
     fresh = [file for file in records if _written(file) >= _written(folder.starts)]
     for file in fresh:
@@ -238,9 +237,9 @@ def _flight(folder: RunFolder) -> tuple[str, Path] | None:
             first = read_text(file).partition("\n")[0]
         if first and not first.startswith("{"):
             guilty = re.search(r"s: rank (\d+) ", first)
-            blamed = place / f"rank-{guilty[1]}.txt" if guilty else file
-            words = first.removeprefix("the job is ended: ")
-            return f"{words}.", blamed if blamed in fresh else file
+            blamed = flight / f"rank-{guilty[1]}.txt" if guilty else file
+            sentence = first.removeprefix("the job is ended: ")
+            return f"{sentence}.", blamed if blamed in fresh else file
     return None
 
 
@@ -249,7 +248,7 @@ def _written(file: Path) -> float:
 
 
 def _lines(file: Path) -> list[Any]:
-    """Return the JSON objects of a file with one in each line, as far as they can be read."""
+    """Return the readable JSON objects of a file with one in each line."""
     result = []
     with suppress(OSError, ValueError):
         for line in read_text(file).splitlines():
@@ -261,11 +260,11 @@ def _lines(file: Path) -> list[Any]:
 # ---- machines ----
 
 Facts = Mapping[str, Any]
-"""What a rank says of its place, as JSON values; see `look`."""
+"""A rank's description of its processor, BLAS and MPI as JSON values; see `inspect_machine`."""
 
 
-def look(group: Group) -> list[Facts]:
-    """Return what each rank says of its place, by rank. Collective."""
+def inspect_machine(group: Group) -> list[Facts]:
+    """Return each rank's facts about its machine, by rank. Collective."""
     pool = blas_pool(threadpoolctl.threadpool_info())
     local, node = usable_cores()
     launch = read_launch(os.environ)
@@ -287,21 +286,21 @@ def look(group: Group) -> list[Facts]:
 
 
 def describe(everyones: Sequence[Facts]) -> list[str]:
-    """Return what there is, in lines: once for all ranks, then node by node."""
+    """Return lines about the machine: once for all ranks, then node by node."""
     first = everyones[0]
     lines = [
         f"{counted(len(everyones), 'rank')}, started by {first['launcher']}; MPI: {first['mpi']}",
         first["versions"],
     ]
     for host, ranks in _by_host(everyones).items():
-        there = everyones[ranks[0]]
-        shm = "none" if there["shm"] is None else f"{format_bytes(there['shm'])} free"
+        node = everyones[ranks[0]]
+        shm = "none" if node["shm"] is None else f"{format_bytes(node['shm'])} free"
         lines += [
             (
-                f"{host}: {name_ranks(ranks)}; {there['processor']}, {there['cores'][1]} cores,"
-                f" load {there['load']:.1f}"
+                f"{host}: {name_ranks(ranks)}; {node['processor']}, {node['cores'][1]} cores,"
+                f" load {node['load']:.1f}"
             ),
-            f"  BLAS: {there['blas']}, {counted(there['threads'], 'thread')} per rank",
+            f"  BLAS: {node['blas']}, {counted(node['threads'], 'thread')} per rank",
             (
                 "  cores of each rank:"
                 f" {', '.join(dict.fromkeys(_spans(everyones[rank]['bound']) for rank in ranks))}"
@@ -312,7 +311,7 @@ def describe(everyones: Sequence[Facts]) -> list[str]:
 
 
 def find_faults(everyones: Sequence[Facts]) -> list[str]:
-    """Return what is slow or wrong, a sentence each, with what helps."""
+    """Return a sentence for each problem of the machines, with its remedy."""
     result = []
     for key, what in (("versions", "versions"), ("mpi", "MPI libraries")):
         if len({facts[key] for facts in everyones}) > 1:
@@ -325,7 +324,7 @@ def find_faults(everyones: Sequence[Facts]) -> list[str]:
 
 
 def _faults_of(node: Sequence[Facts]) -> list[str]:
-    """Return what is slow or wrong on one node."""
+    """Return the problems of one node."""
     first, ranks, cores, result = node[0], len(node), node[0]["cores"][1], []
     if ranks > cores:
         result.append(
@@ -367,7 +366,7 @@ def _by_host(everyones: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def _spans(cores: Sequence[int]) -> str:
-    """Return numbers of cores as text: "0-3, 8"."""
+    """Return core numbers as text: "0-3, 8"."""
     return name_ranks(cores).partition(" ")[2] if cores else "any"
 
 

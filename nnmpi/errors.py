@@ -1,7 +1,7 @@
 """nnmpi's errors: each message is one sentence, with the values and a remedy.
 
-`exit_status` is what the command line ends with: 2 for wrong use (the user changes the command), 1
-for a failure, 65 (EX_DATAERR) for one that the same command meets again.
+`exit_status` is the command line's: 2 for wrong use (the user changes the command), 1 for a
+failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from errno import EACCES, ELOOP, ENAMETOOLONG
 from operator import index
 
-# 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
+# 65; `python -m nnmpi.run` restarts a job that ends with it once, and then gives up
 from os import EX_DATAERR
 
 
@@ -25,7 +25,7 @@ def counted(n: int, singular: str, plural: str = "") -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks as text, neighbours joined: "rank 3", "ranks 0-2, 5"."""
+    """Return the ranks as text, consecutive ones as a range: "rank 3", "ranks 0-2, 5"."""
     ordered = sorted(set(ranks))
     spans: list[tuple[int, int]] = []
     for rank in ordered:
@@ -38,12 +38,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Return a text without its middle if nobody would read it to its end."""
+    """Return a text without its middle if it is longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 class NnmpiError(Exception):
-    """Any error whose text is written for the person who runs the program.
+    """Any error with a text for the user of the program.
 
     Example:
         >>> try:
@@ -63,16 +63,16 @@ class HelpAsked(NnmpiError):
 
 
 class UsageError(NnmpiError, ValueError):
-    """A wrong option, value or combination of them, found before any work is done."""
+    """A wrong option, value or combination of them, detected before any work."""
 
     exit_status = 2
 
 
 def whole(name: str, value: object, least: int = 1) -> int:
-    """Return a whole number that is not below `least`; an error calls it `name`.
+    """Return the value if it is an integer of at least `least`; an error calls it `name`.
 
     Raises:
-        UsageError: for a smaller number, one with a fraction, and what is no number.
+        UsageError: for a smaller number, a fraction, or another type.
     """
     try:
         number = index(value)  # type: ignore[arg-type]
@@ -85,18 +85,18 @@ def whole(name: str, value: object, least: int = 1) -> int:
 
 @contextmanager
 def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[None]:
-    """Turn the system's refusal in the body into an error: "WHAT (its reason); ADVICE"."""
+    """Turn an OSError of the body into another error: "WHAT (the system's reason); ADVICE"."""
     try:
         yield
     except OSError as error:
         raise kind(f"{what} ({error.strerror or error}){advice and f'; {advice}'}") from None
 
 
-def told(error: BaseException) -> BaseException:
-    """Return an error; for the system's errors about paths, one with a sentence.
+def translated(error: BaseException) -> BaseException:
+    """Return the error; for the system's errors about paths, a UsageError with a sentence.
 
-    Any rank that asks whether a file is there meets it where a folder may not be entered or a name
-    is too long. It comes from what the user has written, wherever it is raised.
+    A test for a file raises them on any rank, for a folder without permission or a name that is too
+    long. Their cause is the user's path, whichever code raises them.
     """
     if (
         isinstance(error, OSError)
@@ -110,11 +110,11 @@ def told(error: BaseException) -> BaseException:
 
 
 class LayoutError(UsageError):
-    """A parallel layout that does not fit the number of ranks."""
+    """A parallel layout that does not fit the number of ranks or the model."""
 
 
 class LaunchError(UsageError):
-    """MPI was started in a way that cannot work (wrong mpirun, no MPI library)."""
+    """A start of MPI that cannot work (wrong mpirun, no MPI library)."""
 
 
 class ShapeError(NnmpiError, ValueError):
@@ -122,31 +122,29 @@ class ShapeError(NnmpiError, ValueError):
 
 
 class DtypeError(NnmpiError, TypeError):
-    """Arrays whose dtypes do not fit the operation: nnmpi never converts silently."""
+    """Arrays whose dtypes do not fit the operation; nnmpi never converts silently."""
 
 
 class GraphError(NnmpiError, RuntimeError):
-    """A backward pass that cannot be done: nothing was recorded, or it was used up."""
+    """An impossible backward pass: its graph was not recorded, or is used up."""
 
 
 class UninitializedError(GraphError, AttributeError):
-    """Values requested of an uninitialized model; an AttributeError, for `hasattr` and
-    `deepcopy`.
-    """
+    """Access to an uninitialized model's values; an AttributeError for `hasattr` and `deepcopy`."""
 
 
 class DataError(NnmpiError):
-    """A data file that is missing, damaged or of the wrong kind; the message names it."""
+    """A missing or damaged data file, or one of the wrong kind; the message names it."""
 
     exit_status = EX_DATAERR
 
 
 class CheckpointError(NnmpiError):
-    """A checkpoint that is missing, damaged or belongs to another model."""
+    """A checkpoint that is missing, damaged, or of another model."""
 
 
 class DivergenceError(NnmpiError):
-    """A loss or gradient that is not finite; the message names rank, step and layer."""
+    """A loss or gradient with NaN or infinity; the message names rank, step and layer."""
 
     exit_status = EX_DATAERR
 
@@ -156,8 +154,8 @@ class CommError(NnmpiError):
 
 
 class ScheduleError(NnmpiError):
-    """A collective or schedule whose steps are wrong, found by proof before any message is sent."""
+    """A collective or schedule with wrong steps, found by proof before any message is sent."""
 
 
 class DeviceError(NnmpiError):
-    """A device that is asked for and not there, or out of memory."""
+    """A missing device, or device or shared memory that is used up."""

@@ -2,9 +2,9 @@
 
 It is arithmetic, without messages.
 
-The axes are dp (data parallel), pp (pipeline), tp (tensor) and sp (sequence). tp is innermost:
-neighbours in rank, mostly on one node, share the layers themselves, and so talk the most; then come
-those that share sequences: rank = ((d * pp + p) * sp + s) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
+The axes are dp (data parallel), pp (pipeline), tp (tensor) and sp (sequence). tp is innermost: its
+ranks communicate most, several times per layer, and neighbours in rank are mostly on one node. Then
+comes sp: rank = ((d * pp + p) * sp + s) * tp + t. `Mesh(dp=2, pp=2, tp=2)`:
 
     8 ranks: dp 2 x pp 2 x tp 2
 
@@ -12,26 +12,25 @@ those that share sequences: rank = ((d * pp + p) * sp + s) * tp + t. `Mesh(dp=2,
     d0    0 1  2 3
     d1    4 5  6 7
 
-    groups of tp: 0 1 | 2 3 | 4 5 | 6 7      a cell: they hold parts of the same layers
-    groups of pp: 0 2 | 1 3 | 4 6 | 5 7      along a line: they hold the layers one after the other
-    groups of dp: 0 4 | 1 5 | 2 6 | 3 7      down a column: they hold the same
-    replicas:     0 1 2 3 | 4 5 6 7          a line: one whole model
+    groups of tp: 0 1 | 2 3 | 4 5 | 6 7      a cell: shards of the same layers
+    groups of pp: 0 2 | 1 3 | 4 6 | 5 7      along a row: consecutive layers
+    groups of dp: 0 4 | 1 5 | 2 6 | 3 7      down a column: the same parameters
+    replicas:     0 1 2 3 | 4 5 6 7          a row: one complete model
 
-Ranks that share sequences have whole models, too, so each part s of a line is a replica of its own:
-with sp, those that hold the same are dp x sp ranks. `Mesh(dp=1, pp=2, tp=2, sp=2)`:
+Each part s of the sequences has a complete model, too, so it counts as a replica: with sp, the
+ranks with the same parameters are dp x sp ranks. `Mesh(dp=1, pp=2, tp=2, sp=2)`:
 
     8 ranks: dp 1 x pp 2 x tp 2 x sp 2
 
                p0       p1
     d0    0 1 2 3  4 5 6 7
 
-    groups of sp: 0 2 | 1 3 | 4 6 | 5 7      within a cell: they hold the same, and work on other
-                                             positions
+    groups of sp: 0 2 | 1 3 | 4 6 | 5 7      within a cell: the same parameters, other positions
     replicas:     0 1 4 5 | 2 3 6 7
 
-Where the nodes are known, the ranks of one node stand together, so that tensor groups and replicas
-lie on one node each where they fit; the order of the ranks gives way to that. Here ranks were dealt
-to two nodes in turn, `Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
+With known nodes, the ranks are ordered by node first, so that tensor groups and replicas lie on one
+node each if they fit. Here a launcher placed the ranks on two nodes alternately,
+`Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
 
     8 ranks on 2 nodes: dp 2 x pp 2 x tp 2
 
@@ -61,12 +60,12 @@ SUGGESTIONS = 5
 
 
 class Coordinates(NamedTuple):
-    """Where a rank is in the mesh.
+    """A rank's coordinates in the mesh.
 
     Attributes:
         d: the replica of the model.
-        p: the place in the pipeline; which of the stages it has, the schedule says.
-        t: the shard of each of its layers.
+        p: the position in the pipeline; the schedule maps it to one or more stages.
+        t: the shard of each layer.
         s: the part of each sequence.
     """
 
@@ -87,9 +86,9 @@ class Mesh:
     Attributes:
         dp: replicas of the model, each with other samples.
         pp: ranks of a pipeline.
-        tp: ranks that share a layer.
-        nodes: the number of each rank's node, any numbers; None for an order by rank alone.
-        sp: ranks that share a sequence.
+        tp: ranks that shard a layer.
+        nodes: the node number of each rank; None for an order by rank alone.
+        sp: ranks that shard a sequence.
 
     Raises:
         LayoutError: for an axis below 1, or nodes of another number of ranks.
@@ -125,7 +124,7 @@ class Mesh:
             of(8) -> 8 x 1 x 1      of(8, pp=2) -> 4 x 2 x 1      of(8, dp=2, tp=2) -> 2 x 2 x 2
 
         Raises:
-            LayoutError: when the axes do not make up the world; it names those that would.
+            LayoutError: when the product of the axes is not `world`; it names meshes that fit.
         """
         asked = {DP: dp, PP: pp, TP: tp, SP: sp}
         _check_axes(asked | {"world": world})
@@ -156,10 +155,10 @@ class Mesh:
         return prod(self.shape)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where this rank is.
+        """Return a rank's coordinates.
 
         Raises:
-            LayoutError: when there is no such rank.
+            LayoutError: for a rank outside the mesh.
         """
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is not one of {self} = {self.size} ranks")
@@ -172,12 +171,12 @@ class Mesh:
 
         Args:
             d: the replica.
-            p: the place in the pipeline.
+            p: the position in the pipeline.
             t: the tensor shard.
             s: the part of the sequences.
 
         Raises:
-            LayoutError: when there are no such coordinates.
+            LayoutError: for coordinates outside the mesh.
         """
         if not (0 <= d < self.dp and 0 <= p < self.pp and 0 <= t < self.tp and 0 <= s < self.sp):
             raise LayoutError(
@@ -188,43 +187,43 @@ class Mesh:
     def bind(self, group: Group) -> BoundMesh:
         """Return the mesh with this rank's group of each axis. Collective.
 
-        An axis of all ranks, in their order, is the group itself; axes of one rank have one group
-        together.
+        Communicators are scarce, so an axis of all ranks in order is the group itself, and all axes
+        of size 1 share one group.
 
         Raises:
-            LayoutError: on all ranks, when the group has not as many ranks as the mesh.
+            LayoutError: on all ranks, for a group of another size than the mesh.
         """
         if group.size != self.size:
             raise LayoutError(_misfit(group.size, dict(zip(AXES, self.shape, strict=True)), {}))
-        d, p, t, s = place = self.coordinates(group.rank)
-        # which part of the model, and which replica of it
+        d, p, t, s = coordinates = self.coordinates(group.rank)
+        # this rank's part of the model, and the number of its replica
         part, replica = p * self.tp + t, d * self.sp + s
-        local = [] if self.size == 1 else [group.split(group.rank)]
+        made = [] if self.size == 1 else [group.split(group.rank)]
 
         def along(size: int, color: int, key: int) -> Group:
             if size == self.size and self._ranks == tuple(range(size)):
                 return group
             if size > 1:
-                local.append(group.split(color, key))
-            return local[0 if size == 1 else -1]
+                made.append(group.split(color, key))
+            return made[0 if size == 1 else -1]
 
         dp = along(self.dp, part * self.sp + s, d)
         return BoundMesh(
             self,
             group,
-            place,
+            coordinates,
             dp=dp,
             pp=along(self.pp, replica * self.tp + t, p),
             tp=along(self.tp, replica * self.pp + p, t),
             sp=along(self.sp, part * self.dp + d, s),
             model=along(self.pp * self.tp, replica, part),
             replicas=dp if self.sp == 1 else along(self.dp * self.sp, part, replica),
-            own=local,
+            made=made,
         )
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
-        """The rank at each place; places are numbered with t fastest and d slowest."""
+        """The rank at each position; positions are numbered with t fastest and d slowest."""
         if self.nodes is None:
             return tuple(range(self.size))
         firsts = [self.nodes.index(node) for node in self.nodes]
@@ -237,42 +236,42 @@ class BoundMesh:
 
     Attributes:
         mesh: the arithmetic.
-        world: the group of all ranks, the one that was bound.
-        place: this rank's coordinates.
-        dp: the ranks that hold the same parts of the model, and of each sequence.
-        pp: the ranks of this pipeline, in the order of its stages.
-        tp: the ranks that share this rank's layers.
-        sp: the ranks that share this rank's sequences.
+        world: the group of all ranks, as given to `bind`.
+        coordinates: this rank's.
+        dp: the ranks with the same part of the model and of each sequence.
+        pp: the ranks of this pipeline, in order.
+        tp: the ranks that shard this rank's layers.
+        sp: the ranks that shard this rank's sequences.
         model: all ranks of this replica of the model; rank p * tp + t.
-        replicas: all ranks that hold the same parts of the model, dp x sp; rank d * sp + s.
-        own: those of them that `bind` has made.
+        replicas: all ranks with the same part of the model, dp x sp; rank d * sp + s.
+        made: the groups made by `bind`, to be freed.
     """
 
     mesh: Mesh
     world: Group
-    place: Coordinates
+    coordinates: Coordinates
     dp: Group
     pp: Group
     tp: Group
     sp: Group
     model: Group
     replicas: Group
-    own: list[Group]
+    made: list[Group]
 
     def free(self) -> None:
         """Free the groups, except the world. Collective; repeated calls do nothing."""
-        while self.own:
-            self.own.pop().free()
+        while self.made:
+            self.made.pop().free()
 
 
 # ---- layouts that fit ----
 
 
 def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
-    """Return the layouts of this many ranks, the nearest to what is asked for first.
+    """Return the layouts of this many ranks, the nearest to the requested one first.
 
-    Near is where few axes differ from those asked for; axes that are None do not count. sp is what
-    is asked for, or the largest below it that divides the world.
+    The distance is the number of axes that differ; axes that are None do not count. sp is the
+    requested one, or the largest number below it that divides the world.
     """
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     sp = max(n for n in divisors if n <= (asked.get(SP) or 1))
@@ -292,9 +291,7 @@ def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
 
 
 def _misfit(world: int, axes: dict[str, int | None], asked: dict[str, int | None]) -> str:
-    """Return the sentence on axes that do not make up the world; those that are still None could
-    not be derived.
-    """
+    """Return the sentence about axes that do not make up the world."""
     known = {
         axis: size for axis, size in axes.items() if size is not None and (axis != SP or size > 1)
     }

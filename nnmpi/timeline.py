@@ -1,16 +1,15 @@
 """A rank's timeline: cheap events, and Chrome's trace format, which Perfetto opens.
 
-Who computes, sends or waits records into the current timeline; if there is none, nearly nothing
-happens:
+Code that computes, sends or waits records into the current timeline. Without one, a record costs
+one look at a context variable:
 
     with timeline.recording(timeline.Timeline()) as mine:
         with timeline.span("2F0", "forward"):                   # stage 2, forward, microbatch 0
             ...
     write_chrome(path, to_chrome({0: mine.events}))
 
-In the picture that Perfetto draws, each rank is a process and each track a thread. Events of one
-track that overlap without one lying within the other are put on tracks of their own; a message is
-an arrow from its send to its receive:
+Perfetto draws each rank as a process and each track as a thread. Events of one track may only nest;
+partly overlapping ones get tracks of their own. A message is an arrow from its send to its receive:
 
     rank 0   compute     |  0F0  |  0F1  |            rank 1   compute            |  1F0  |
              send                | m0 |--------------.          receive     | m0     |
@@ -35,25 +34,24 @@ from nnmpi.files import write_atomically
 
 COMPUTE, SEND, RECEIVE, REDUCE, WAITING = "compute", "send", "receive", "reduce", "waiting"
 TRACKS = (COMPUTE, SEND, RECEIVE, REDUCE, WAITING)
-BUCKETS = "buckets"  # the track of sums that are under way, whatever the rank does meanwhile
+BUCKETS = "buckets"  # the track of sums in flight, which overlap with the rank's other tracks
 
 Args = Mapping[str, Any]
 
 
 class TraceEvent(NamedTuple):
-    """Something that took time on one rank.
+    """An interval of one rank.
 
     Attributes:
-        name: what the picture shows, such as "2F0".
-        category: its kind, by which a picture is coloured or searched: "forward", "backward" ...
-        track: the row in which it stands: one of TRACKS, or a new one.
-        begin_s, end_s: when, in seconds of the rank's clock.
-        args: JSON values that are shown when the event is clicked; None for none.
-        sends: the name of the message that leaves in this event; "" for none. Unique in the whole
-            trace.
-        takes: the name of the message that arrives in it.
-        meeting: of a collective: its name, the same on all ranks that take part, and no others'.
-        came_s: when this rank joined it, which may be before it began to stand there.
+        name: the text in the picture, such as "2F0".
+        category: its kind, for colours and searches: "forward", "backward" ...
+        track: its row: one of TRACKS, or a new one.
+        begin_s, end_s: in seconds of the rank's clock.
+        args: JSON values, shown when the event is clicked; None for none.
+        sends: the name of the message sent in this event, unique in the trace; "" for none.
+        receives: the name of the message received in it; "" for none.
+        meeting: the name of a collective, the same on all its ranks and different from others'.
+        arrived_s: this rank's start of the collective, which may precede its wait (`begin_s`).
     """
 
     name: str
@@ -63,13 +61,13 @@ class TraceEvent(NamedTuple):
     end_s: float
     args: Args | None = None
     sends: str = ""
-    takes: str = ""
+    receives: str = ""
     meeting: str = ""
-    came_s: float = 0.0
+    arrived_s: float = 0.0
 
 
 class Timeline:
-    """One rank's events in order; adding one takes some hundred nanoseconds.
+    """One rank's events in order; adding one receives some hundred nanoseconds.
 
     Args:
         clock: returns seconds; it must not go backwards.
@@ -109,7 +107,7 @@ def recording(timeline: Timeline) -> Iterator[Timeline]:
 def span(
     name: str, category: str, track: str = COMPUTE, args: Args | None = None
 ) -> AbstractContextManager[None]:
-    """Return a context whose time becomes an event of the current timeline, if there is one.
+    """Return a context whose duration becomes an event of the current timeline, if there is one.
 
     Args:
         name, category, track, args: see `TraceEvent`.
@@ -129,72 +127,76 @@ def _timed(
         timeline.add(name, category, track, begin_s, timeline.clock(), args)
 
 
-# ---- who waits for whom ----
+# ---- waits for other ranks ----
 
-_NOTICED_S = 1e-9  # shorter waits are roundings
+_NOTICED_S = 1e-9  # shorter waits are rounding errors
 
 
-def part_waits(
+def split_waits(
     everyones: Sequence[Sequence[TraceEvent]], ahead_s: Sequence[float]
 ) -> dict[int, list[TraceEvent]]:
-    """Return the ranks' events with bars that do not count a moment twice, by a common clock.
+    """Split waits from exchanges and computation, on a common clock: no time counts twice.
 
         rank 0   compute | B0 |xxxxxxx sum |              rank 0   compute | B0 |
         rank 1   compute | B0         | sum |        ->            waiting      | ... |
                                                                    reduce             | sum |
 
-    In a collective a rank waits until the last one has come, and for a message until it was sent;
-    what is computed stops meanwhile. So of any moment of a rank one of computing, exchanging and
-    waiting is true.
+    A rank in a collective waits until the last rank arrives; a receiver waits until its message is
+    sent. Computation pauses meanwhile. So at any time a rank either computes, exchanges or waits.
 
     Args:
         everyones: the events of each rank.
-        ahead_s: by how much each rank's clock is ahead of the common one.
+        ahead_s: the seconds by which each rank's clock is ahead of the common one.
     """
     processes = [[*_moved(events, ahead)] for events, ahead in zip(everyones, ahead_s, strict=True)]
     since = {event.sends: event.begin_s for events in processes for event in events if event.sends}
     for event in chain.from_iterable(processes):
         if event.meeting:
-            since[event.meeting] = max(event.came_s, since.get(event.meeting, event.came_s))
-    return {rank: [*_parted(events, since)] for rank, events in enumerate(processes)}
+            since[event.meeting] = max(event.arrived_s, since.get(event.meeting, event.arrived_s))
+    return {rank: [*_split(events, since)] for rank, events in enumerate(processes)}
 
 
 def _moved(events: Iterable[TraceEvent], ahead_s: float) -> Iterator[TraceEvent]:
-    """Yield events by a clock that the rank's is ahead of; what meets more than once under a name
-    is numbered.
-    """
+    """Yield a rank's events on the common clock; number collectives that have the same name."""
     met = Counter[str]()
     for event in events:
-        begin_s, end_s, came_s = (at - ahead_s for at in (event.begin_s, event.end_s, event.came_s))
+        begin_s, end_s, arrived_s = (
+            at - ahead_s for at in (event.begin_s, event.end_s, event.arrived_s)
+        )
         met[event.meeting] += 1
         meeting = event.meeting and f"{event.meeting} {met[event.meeting]}"
-        yield event._replace(begin_s=begin_s, end_s=end_s, came_s=came_s, meeting=meeting)
+        yield event._replace(begin_s=begin_s, end_s=end_s, arrived_s=arrived_s, meeting=meeting)
 
 
-def _parted(events: Sequence[TraceEvent], since: Mapping[str, float]) -> Iterator[TraceEvent]:
-    """Yield a rank's events: waits first, and what is computed in pieces."""
-    stands: list[tuple[float, float]] = []
+def _split(events: Sequence[TraceEvent], since: Mapping[str, float]) -> Iterator[TraceEvent]:
+    """Yield a rank's events: each wait apart from its exchange, computation cut by both.
+
+    Args:
+        events: of the rank.
+        since: the end of the wait for each collective (its last arrival) and message (its send).
+    """
+    pauses: list[tuple[float, float]] = []
     for event in events:
-        since_s = since.get(event.meeting or event.takes, event.begin_s)
+        since_s = since.get(event.meeting or event.receives, event.begin_s)
         since_s = min(max(since_s, event.begin_s), event.end_s)
         if event.track in TRACKS[1:] and event.begin_s < event.end_s:
-            stands.append((event.begin_s, event.end_s))
+            pauses.append((event.begin_s, event.end_s))
         if since_s - event.begin_s > _NOTICED_S:
             yield TraceEvent(event.name, "waiting", WAITING, event.begin_s, since_s)
         if event.track != COMPUTE and (
-            since_s < event.end_s or since_s == event.begin_s or event.takes
+            since_s < event.end_s or since_s == event.begin_s or event.receives
         ):
             yield event._replace(begin_s=since_s)
-    stands.sort()
+    pauses.sort()
     for event in events:
         if event.track == COMPUTE:
             begin_s = event.begin_s
-            for stop_s, on_s in stands[
-                bisect_left(stands, (begin_s,)) : bisect_left(stands, (event.end_s,))
+            for pause_s, resume_s in pauses[
+                bisect_left(pauses, (begin_s,)) : bisect_left(pauses, (event.end_s,))
             ]:
-                if begin_s < stop_s:
-                    yield event._replace(begin_s=begin_s, end_s=stop_s)
-                begin_s = max(begin_s, on_s)
+                if begin_s < pause_s:
+                    yield event._replace(begin_s=begin_s, end_s=pause_s)
+                begin_s = max(begin_s, resume_s)
             if begin_s < event.end_s or begin_s == event.begin_s:
                 yield event._replace(begin_s=begin_s)
 
@@ -202,8 +204,8 @@ def _parted(events: Sequence[TraceEvent], since: Mapping[str, float]) -> Iterato
 # ---- Chrome's format ----
 
 
-_ENDS = attrgetter("sends"), attrgetter("takes")
-COUNTER = "counter"  # the category of events that say how much of something there is, in their args
+_ENDS = attrgetter("sends"), attrgetter("receives")
+COUNTER = "counter"  # the category of events with amounts in their args
 
 
 def to_chrome(
@@ -212,19 +214,18 @@ def to_chrome(
 ) -> dict[str, Any]:
     """Return the events in Chrome's trace format: {"traceEvents": [...], "displayTimeUnit": "ms"}.
 
-    Times are in microseconds from the first event, to the nanosecond. Messages of which one end is
-    missing get no arrow.
+    Times are in microseconds from the first event, to the nanosecond. A message without one of its
+    ends gets no arrow.
 
     Args:
         processes: rank -> its events, in any order.
-        names: rank -> name of its process; "rank 3" where it is missing.
+        names: rank -> name of its process; "rank 3" by default.
     """
     first_s = min((event.begin_s for events in processes.values() for event in events), default=0.0)
     sent, taken = (
         {name for process in processes.values() for event in process if (name := end(event))}
         for end in _ENDS
     )
-    # the others get no arrow
     messages = {name: number for number, name in enumerate(sorted(sent & taken), 1)}
     rows: list[dict[str, Any]] = []
     for rank in sorted(processes):
@@ -233,9 +234,9 @@ def to_chrome(
             _about("process_name", rank, 0, name=name),
             _about("process_sort_index", rank, 0, sort_index=rank),
         ]
-        places = [_place(event, first_s) for event in processes[rank]]
-        rows += [_amounts(place, rank) for place in places if place.event.category == COUNTER]
-        spans = [place for place in places if place.event.category != COUNTER]
+        intervals = [_on_trace_clock(event, first_s) for event in processes[rank]]
+        rows += [_amounts(item, rank) for item in intervals if item.event.category == COUNTER]
+        spans = [item for item in intervals if item.event.category != COUNTER]
         for thread, (track, lane) in enumerate(_lanes(spans)):
             rows += [_about("thread_name", rank, thread, name=track)]
             rows += [_about("thread_sort_index", rank, thread, sort_index=thread)]
@@ -244,40 +245,35 @@ def to_chrome(
 
 
 def write_chrome(path: Path, trace: Mapping[str, Any]) -> None:
-    """Write a trace as JSON, compressed when the name ends in .gz; the file appears whole.
+    """Write a trace as JSON atomically, compressed when the name ends in .gz.
 
     Raises:
-        OSError: when it cannot be written; nothing is left then.
+        OSError: when it cannot be written; then there is no file.
     """
     text = json.dumps(trace, separators=(",", ":"), allow_nan=False).encode()
     write_atomically(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
-class _Placed(NamedTuple):
-    """An event with its times in whole nanoseconds of the trace, in which it can be compared
-    exactly.
-    """
+class _Interval(NamedTuple):
+    """An event with its times in integer nanoseconds of the trace, for exact comparisons."""
 
     begin_ns: int
     end_ns: int
     event: TraceEvent
 
 
-def _place(event: TraceEvent, zero_s: float) -> _Placed:
-    """Return the event on the trace's clock; `zero_s` is the trace's beginning."""
-    return _Placed(
+def _on_trace_clock(event: TraceEvent, zero_s: float) -> _Interval:
+    return _Interval(
         round((event.begin_s - zero_s) * 1e9), round((event.end_s - zero_s) * 1e9), event
     )
 
 
-def _lanes(spans: Sequence[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
-    """Yield the rows of a rank with their names; in each, any two events are apart or one lies
-    within the other.
-    """
+def _lanes(spans: Sequence[_Interval]) -> Iterator[tuple[str, list[_Interval]]]:
+    """Yield the named rows of a rank; in each, any two events are disjoint or nested."""
     tracks = dict.fromkeys(TRACKS) | dict.fromkeys(item.event.track for item in spans)
     for track in tracks:
-        # the ends of the events in which the next one would lie
-        lanes: list[tuple[list[int], list[_Placed]]] = []
+        # per lane: the ends of the events that enclose the next one, and all its events
+        lanes: list[tuple[list[int], list[_Interval]]] = []
         local = (item for item in spans if item.event.track == track)
         for entry in sorted(local, key=lambda entry: (entry.begin_ns, -entry.end_ns)):
             for lane in lanes:
@@ -296,10 +292,10 @@ def _lanes(spans: Sequence[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
 
 
 def _rows(
-    placed: _Placed, rank: int, thread: int, messages: Mapping[str, int]
+    interval: _Interval, rank: int, thread: int, messages: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
     """Yield the event, and the ends of arrows in it."""
-    begin_ns, end_ns, event = placed
+    begin_ns, end_ns, event = interval
     where = {"pid": rank, "tid": thread}
     row = {"ph": "X", "name": event.name, "cat": event.category, **where}
     row |= {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000}
@@ -317,8 +313,7 @@ def _rows(
             **where,
         }
     if taken is not None:
-        # An arrow ends in the event around its time, and one that ended at that very moment is
-        # around no more.
+        # Perfetto attaches an arrow to the event that encloses its time, excluding the event's end.
         inside_ns = max(begin_ns, end_ns - 1)
         yield {
             "ph": "f",
@@ -331,10 +326,10 @@ def _rows(
         }
 
 
-def _amounts(placed: _Placed, rank: int) -> dict[str, Any]:
-    """Return how much of something there is from a moment on: a viewer draws these as a curve."""
-    at = {"pid": rank, "ts": placed.begin_ns / 1000}
-    return {"ph": "C", "name": placed.event.name, "args": dict(placed.event.args or {}), **at}
+def _amounts(interval: _Interval, rank: int) -> dict[str, Any]:
+    """Return a counter's row: the amounts from this time on, which viewers draw as a curve."""
+    at = {"pid": rank, "ts": interval.begin_ns / 1000}
+    return {"ph": "C", "name": interval.event.name, "args": dict(interval.event.args or {}), **at}
 
 
 def _about(what: str, rank: int, thread: int, **args: str | int) -> dict[str, Any]:
@@ -342,5 +337,5 @@ def _about(what: str, rank: int, thread: int, **args: str | int) -> dict[str, An
 
 
 def _finite(value: Any) -> Any:
-    """Return the value; as text where JSON has no number for it."""
+    """Return the value, but NaN and infinities as text: JSON has no numbers for them."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,6 @@
 """Bytes as text: "64k", "1MB", "1.5 MiB", in powers of 1024; and times.
 
-`Bytes` and `Every` are types of options: made of a word, or a ValueError says that it is none.
+`Bytes` and `Every` are types of options: made of a text, with a ValueError for a wrong one.
 """
 
 import re
@@ -9,17 +9,17 @@ from decimal import Decimal
 from nnmpi.errors import UsageError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_DIGITS = 20  # of a number of bytes: nobody has more memory than they tell
+_DIGITS = 20  # of a number of bytes, at most; no machine has more memory
 _WORD = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
     """Return the bytes of a text such as "4", "64k", "1MB", "1.5 GiB"; k, KB, KiB are 1024.
 
-    What a unit's decimals leave of a byte is dropped: "13.3MiB" is 13946060 bytes.
+    A fraction of a byte is dropped: "13.3MiB" is 13946060 bytes.
 
     Raises:
-        UsageError: for a text that names no number of bytes, or a part of one byte.
+        UsageError: for other text, and for a fraction without a unit.
     """
     result = _WORD.fullmatch(text.strip())
     if result is None or ("." in result[1] and not result[2] and float(result[1]) % 1):
@@ -34,25 +34,25 @@ def parse_bytes(text: str) -> int:
 
 
 class Bytes(int):
-    """A number of bytes, of a text that `parse_bytes` reads."""
+    """A number of bytes, made of a text for `parse_bytes`."""
 
     def __new__(cls, text: str) -> "Bytes":
-        """Read the text."""
+        """Parse the text."""
         return super().__new__(cls, parse_bytes(text))
 
 
 class Every(str):
-    """How often something is done: 100steps, 2epochs, or a number of epochs; 0 for never.
+    """An interval: 100steps, 2epochs, or a number of epochs; 0 for never.
 
     Attributes:
-        steps, epochs: so many lie between two times; 0 for the one that is not meant.
+        steps, epochs: the interval in one of the units; 0 in the other.
     """
 
     steps: int
     epochs: int
 
     def __new__(cls, text: str) -> "Every":
-        """Read the text."""
+        """Parse the text."""
         result = re.fullmatch(r"(\d{1,9}) ?(?:(steps?)|epochs?)?", text)
         if result is None:
             raise ValueError(text)
@@ -62,7 +62,7 @@ class Every(str):
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return the number of bytes in the largest unit that it fills, as `parse_bytes` reads it.
+    """Return bytes as text in the largest unit with a number of at least 1, for `parse_bytes`.
 
     format_bytes(65536) -> "64 KB"   format_bytes(1000) -> "1000 B"   format_bytes(1536) -> "1.5 KB"
     """
@@ -79,14 +79,18 @@ def parse_settings(text: str) -> dict[str, float]:
         values = {name.strip(): float(number) for name, number in pairs}
     except ValueError:
         return {}
-    return values if len(values) == len(pairs) else {}  # a name that stands twice
+    return values if len(values) == len(pairs) else {}  # a repeated name is malformed
 
 
 def parse_seconds(text: str, unit: str = "seconds", example: str = "2e-6") -> float:
-    """Return the seconds, or so many of another unit, that a text names: "0.5", "2e-6".
+    """Return the number of a text such as "0.5" or "2e-6", in seconds or another unit.
+
+    Args:
+        text: the number.
+        unit, example: for the error.
 
     Raises:
-        UsageError: for a text that names no finite number of them, 0 or more; it gives an example.
+        UsageError: for anything but a finite number of at least 0.
     """
     try:
         seconds = float(text)
@@ -98,7 +102,7 @@ def parse_seconds(text: str, unit: str = "seconds", example: str = "2e-6") -> fl
 
 
 def format_seconds(seconds: float, digits: int = 4) -> str:
-    """Return a time in the unit in which it is not small: format_seconds(2.5e-6) -> "2.5 us"."""
+    """Return a time in s, ms or us, whichever suits: format_seconds(2.5e-6) -> "2.5 us"."""
     unit, factor = next(
         ((u, f) for u, f in (("s", 1.0), ("ms", 1e-3)) if seconds >= f), ("us", 1e-6)
     )
@@ -106,7 +110,7 @@ def format_seconds(seconds: float, digits: int = 4) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time for people: 0.4 s, 12.3 s, 4 min 05 s, 2 h 03 min."""
+    """Return a long time as text: 0.4 s, 12.3 s, 4 min 05 s, 2 h 03 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,9 +1,9 @@
 """`python -m nnmpi.verify`: train under a layout and on rank 0, compare, print a table.
 
-Sums in another order differ by their rounding, which grows with the square root of their length and
-from step to step. Errors are relative to the largest value of the array, or to a hundredth of the
-largest of all arrays of its kind: what is 0 but for rounding (a bias before a batch norm, say) has
-no relative error of its own.
+Sums in another order differ by rounding, which grows with the square root of their length and from
+step to step. Errors are relative to the largest value of the array, or to a hundredth of the
+largest of all arrays of its kind. Without the second bound, an array of rounding errors alone (the
+gradient of a bias before a batch norm, say) would have a relative error near 1.
 """
 
 import sys
@@ -54,21 +54,21 @@ Trains a few steps under the layout, and again on rank 0 alone (lstm and gpt on 
 Compares losses, gradients, weights, statistics and an evaluation: bit for bit with --reduction
 fixed, else within the rounding of sums in another order. The exit status is 1 if anything differs.
 Sends are synchronous, so that no deadlock hides in MPI's buffers."""
-CONTEXT = 13  # tokens of each sample of lstm and gpt: they need not divide by anything
-MICROBATCHES = 4  # they do not divide the batch, and are fewer than some pipelines have stages
-# The train command's options that mean something here; the others change nothing that is compared.
+# Odd sizes on purpose: a batch, sequence or number of microbatches that divides by the ranks would
+# hide faults in uneven shards.
+CONTEXT = 13  # tokens of each sample of lstm and gpt
+MICROBATCHES = 4  # does not divide the batch; fewer than the stages of some pipelines
+# The train command's options that change a compared result.
 SHARED: Mapping[type[Any], str] = {
     ModelConfig: "model hidden dropout layers features heads context tied",
     DataConfig: "dataset",
     OptimizationConfig: "batch_size optimizer lr weight_decay clip",
-    ParallelConfig: (
-        """dp pp tp sp pipeline virtual_stages microbatches split reduction memory_limit activation_memory
-    offload offload_state allreduce zero"""
-    ),
+    ParallelConfig: """dp pp tp sp pipeline virtual_stages microbatches split reduction
+    memory_limit activation_memory offload offload_state allreduce zero""",
     RunConfig: "dtype seed backend",
 }
-# What is different here: a batch that divides by nothing, and an optimizer that does not blow up
-# rounding errors.
+# Defaults that differ from the train command's: a prime batch, and an optimizer that does not
+# amplify rounding errors (Adam divides by gradients' sizes).
 DIFFERENT: Mapping[str, Mapping[str, Any]] = {
     "dataset": {"help": "iris, digits, or the path of a data set."},
     "batch_size": {
@@ -82,14 +82,15 @@ DIFFERENT: Mapping[str, Mapping[str, Any]] = {
     "dtype": {"default": "float64"},
     "backend": {"default": "numpy", "help": "Where both runs are; ranks share devices."},
 }
-# whose rounding adds up; with 30 a resnet by Adam differed by 1.2 times as much, of random layouts
+# The tolerance assumes rounding of this many layers. With 30, a resnet with Adam exceeded it by a
+# factor of 1.2 in a search over random layouts.
 LAYERS = 60
-# of rounding, by each step: gradients divide by batch statistics, Adam's updates by sizes
-# (VERIFIED_EPS)
+# The growth of rounding errors per step: gradients are divided by batch statistics, Adam's updates
+# by the gradients' sizes (VERIFIED_EPS).
 GROWTH = 2.0
 LEAST_SCALE = 1e-2
 EVALUATION = "evaluation"  # loss and accuracy over all samples
-MOST = 2e-3  # of a tolerance: what rounding may make of more steps, faults make, too
+MOST = 2e-3  # the largest tolerance: above it, rounding could not be told from faults
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ Asked = tuple[TrialConfig, SampleConfig, Config]
 
 
 def parse(words: Sequence[str]) -> Asked:
-    """Return what the words ask for: how long, on which random samples if on any, and what.
+    """Parse the command line.
 
     Raises:
         HelpAsked: for -h or --help.
@@ -144,11 +145,11 @@ def parse(words: Sequence[str]) -> Asked:
 
 
 def main(words: Sequence[str], group: Group) -> bool:
-    """Verify what the words say, and print what was found; return whether all is equal. Collective.
+    """Compare both runs and print the table; return whether all is equal. Collective.
 
     Raises:
         UsageError: on all ranks, for wrong options, and a model or layout that does not fit.
-        NnmpiError: for everything else that has a sentence.
+        NnmpiError: for every other expected error.
     """
     console, asked = parse_together(words, parse, group)
     trial, _, config = asked
@@ -164,8 +165,8 @@ def main(words: Sequence[str], group: Group) -> bool:
     backend = take_backend(config.run.backend, group)
     with explain_errors(backend):
         ours, header = run(config, trial.steps, dataset, group, layout, backend)
-        place = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
-        console.say(*header, *place, "")
+        device = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
+        console.say(*header, *device, "")
         alone = group.split(group.rank)
         findings = []
         if group.is_root:
@@ -177,7 +178,7 @@ def main(words: Sequence[str], group: Group) -> bool:
 
 
 def _check_steps(steps: int, dtype: str, batch: int) -> None:
-    """Refuse a comparison in which a fault would pass for rounding."""
+    """Refuse a comparison whose tolerance would hide a fault."""
     allowed = tolerance(dtype, batch, steps)
     if allowed > MOST:
         fewer = max((n for n in range(steps) if tolerance(dtype, batch, n) <= MOST), default=0)
@@ -205,22 +206,29 @@ def _samples(asked: Asked, group: Group) -> Dataset:
 
 
 def _serial(layout: Layout) -> Layout:
-    """Return the layout of one rank that adds up gradients as the other does."""
-    # first: it wants the stage
-    near = replace(layout, activation_memory=None, offload=None, offload_state=None)
-    plain = replace(
-        near, schedule="1f1b", virtual_stages=1, split="auto", memory_limit=None, zero=0
+    """Return the layout of one rank, with the sums of gradients of the given layout."""
+    return replace(
+        layout,
+        dp=1,
+        pp=1,
+        tp=1,
+        sp=1,
+        zero=0,
+        schedule="1f1b",
+        virtual_stages=1,
+        split="auto",
+        memory_limit=None,
+        activation_memory=None,
+        offload=None,
+        offload_state=None,
     )
-    return replace(plain, dp=1, pp=1, tp=1, sp=1)
 
 
 # ---- a short training run as values ----
 
 
 Trial = Mapping[str, Mapping[str, Array]]
-"""What a run did, by what is printed of it: losses, gradients, weights ... of the whole model, on
-rank 0.
-"""
+"""A run's results on rank 0, by the table's names: losses, gradients, weights of the full model."""
 
 
 def run(
@@ -230,11 +238,11 @@ def run(
 
     Args:
         config: the model and its optimizer.
-        steps: how many.
+        steps: number of steps.
         dataset: the samples.
         group: the ranks that train; rank 0 alone for the serial run.
-        layout: how the model lies on them.
-        backend: where this rank computes.
+        layout: of the model on these ranks.
+        backend: this rank's.
 
     Raises:
         LayoutError, UsageError: on all ranks, when the layout does not fit.
@@ -296,19 +304,19 @@ def _header(config: Config, dataset: Dataset, layout: Layout, where: Arrangement
     ]
 
 
-# ---- what differs, and by how much it may ----
+# ---- the comparison ----
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was compared.
+    """One line of the comparison.
 
     Attributes:
-        what: as text.
-        error: the largest, relative; NaN where a value is no number.
-        tolerance: how large it may be; 0 where all bits must be equal.
-        bitwise: whether all bits are.
-        where: the array with the largest error, where there are several.
+        what: its name.
+        error: the largest relative error; NaN if a value is NaN.
+        tolerance: the largest permitted error; 0 if all bits must be equal.
+        bitwise: whether all bits are equal.
+        where: the array with the largest error, of several.
     """
 
     what: str
@@ -319,17 +327,17 @@ class Finding:
 
     @property
     def holds(self) -> bool:
-        """Whether it is as it must be."""
+        """Whether the error is permitted."""
         return self.bitwise or self.error <= self.tolerance
 
 
 def tolerance(dtype: str, samples: int, steps: int) -> float:
-    """Return the relative error that is allowed.
+    """Return the permitted relative error.
 
     Args:
         dtype: of the arithmetic.
-        samples: of a batch: so long are the sums, whose rounding grows with the root of it.
-        steps: updates before; rounding grows from step to step.
+        samples: of a batch: the length of the sums, whose rounding grows with its square root.
+        steps: number of updates before; rounding grows from step to step.
     """
     return float(LAYERS * sqrt(samples) * np.finfo(dtype).eps * GROWTH**steps)
 
@@ -337,7 +345,7 @@ def tolerance(dtype: str, samples: int, steps: int) -> float:
 def compare(
     ours: Trial, serial: Trial, steps: int, dtype: str, samples: int, exact: bool
 ) -> list[Finding]:
-    """Return what was compared.
+    """Return the comparison's findings.
 
     Args:
         ours: the run under the layout.
@@ -345,8 +353,8 @@ def compare(
         steps: of both.
         dtype: of both.
         samples: of a batch.
-        exact: whether the bits must be equal. The evaluation's sums have no fixed order, and are
-            excepted.
+        exact: whether the bits must be equal, except for the evaluation, whose sums have no fixed
+            order.
     """
     result = []
     for what, theirs in serial.items():
@@ -376,7 +384,7 @@ def _size(array: Array) -> float:
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
-    """Return the findings as a table, a line each."""
+    """Return the findings as a table, one line each."""
     rows = [("compared with one rank", "largest error", "tolerance", "")]
     for finding in findings:
         result = "bitwise" if finding.bitwise else "equal" if finding.holds else "DIFFERS"
@@ -398,7 +406,7 @@ def table(findings: Sequence[Finding]) -> list[str]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return what it comes to."""
+    """Return the result as a line."""
     wrong = [finding for finding in findings if not finding.holds]
     if not wrong:
         exact = all(finding.bitwise for finding in findings[:-1])

@@ -14,7 +14,7 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.doctor import describe, diagnose, find_faults, look
+from nnmpi.doctor import describe, diagnose, find_faults, inspect_machine
 from nnmpi.errors import UsageError
 from nnmpi.files import locked
 from nnmpi.train.cli import main
@@ -235,7 +235,7 @@ def test_what_is_slow_or_wrong_is_said(ranks: list[dict[str, Any]], text: str) -
 
 @pytest.mark.simulated(max_size=3)
 def test_each_rank_says_what_its_place_is(group: Group) -> None:
-    everyones = look(group)
+    everyones = inspect_machine(group)
     assert len(everyones) == group.size and describe(everyones)[0].startswith(f"{group.size} rank")
 
 

@@ -190,7 +190,9 @@ def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
             bound = mesh.bind(group)
             place = mesh.coordinates(group.rank)
             wrong = (
-                [] if bound.place == place and isinstance(bound.place, Coordinates) else ["place"]
+                []
+                if bound.coordinates == place and isinstance(bound.coordinates, Coordinates)
+                else ["coordinates"]
             )
             groups = (bound.dp, bound.pp, bound.tp, bound.sp)
             if bound.replicas.rank != place.d * sp + place.s:

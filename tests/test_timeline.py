@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi import timeline
-from nnmpi.timeline import Timeline, TraceEvent, part_waits, recording, to_chrome, write_chrome
+from nnmpi.timeline import Timeline, TraceEvent, recording, split_waits, to_chrome, write_chrome
 from tests.chrome import arrows, breaches, names, spans
 
 
@@ -80,8 +80,8 @@ def test_another_thread_begins_without_a_timeline() -> None:
 def test_an_example() -> None:
     """Two ranks whose clocks differ by 100 s, with a message."""
     sender = [event("0F0", 5.0, 6.0), event("out", 6.0, 6.5, "send", sends="m")]
-    receiver = [event("in", 104.5, 106.75, "receive", takes="m"), event("1F0", 106.75, 108.0)]
-    trace = to_chrome(part_waits([sender, receiver], [0.0, 100.0]), {0: "rank 0 (d0 p0 t0)"})
+    receiver = [event("in", 104.5, 106.75, "receive", receives="m"), event("1F0", 106.75, 108.0)]
+    trace = to_chrome(split_waits([sender, receiver], [0.0, 100.0]), {0: "rank 0 (d0 p0 t0)"})
     assert breaches(trace) == []
     assert spans(trace) == [
         (0, "compute", "0F0", 0.5e6, 1.5e6),
@@ -100,16 +100,16 @@ def test_a_rank_waits_for_the_last_one_and_computes_no_more() -> None:
     since then.
     """
 
-    def met(came_s: float, begin_s: float, end_s: float) -> TraceEvent:
+    def met(arrived_s: float, begin_s: float, end_s: float) -> TraceEvent:
         return TraceEvent(
-            "sum", "collective", "reduce", begin_s, end_s, None, "", "", "sum of 0, 1", came_s
+            "sum", "collective", "reduce", begin_s, end_s, None, "", "", "sum of 0, 1", arrived_s
         )
 
     early = [event("B0", 0.0, 9.0), met(1.0, 1.0, 4.0), met(5.0, 5.0, 7.0)]
     late = [event("B0", 0.0, 9.0), met(3.0, 3.0, 4.0), met(2.0, 6.5, 7.0)]
     result = {
         rank: [(item.track, item.begin_s, item.end_s) for item in events]
-        for rank, events in part_waits([early, late], [0.0, 0.0]).items()
+        for rank, events in split_waits([early, late], [0.0, 0.0]).items()
     }
     full = [("compute", 0.0, 1.0), ("compute", 4.0, 5.0), ("compute", 7.0, 9.0)]
     assert result[0] == [("waiting", 1.0, 3.0), ("reduce", 3.0, 4.0), ("reduce", 5.0, 7.0), *full]
@@ -147,10 +147,10 @@ def test_the_ends_of_arrows_lie_within_their_events() -> None:
     """Also where the next event begins at once, and where one lies in another."""
     a = [event("a", 0, 1, sends="1"), event("b", 1, 3), event("c", 1, 2, sends="2")]
     b = [
-        event("d", 0, 1, takes="1"),
+        event("d", 0, 1, receives="1"),
         event("e", 1, 2),
         event("f", 2, 4),
-        event("g", 3, 4, takes="2"),
+        event("g", 3, 4, receives="2"),
     ]
     trace = to_chrome({0: a, 1: b})
     assert breaches(trace) == []
@@ -172,7 +172,7 @@ def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> No
     """And every event is there, with its times, on a track of its kind."""
     processes: dict[int, list[TraceEvent]] = {0: [], 1: [], 2: []}
     for number, (rank, track, begin, length) in enumerate(drawn):
-        ends = {"sends": f"m{number // 2}"} if number % 2 == 0 else {"takes": f"m{number // 2}"}
+        ends = {"sends": f"m{number // 2}"} if number % 2 == 0 else {"receives": f"m{number // 2}"}
         processes[rank].append(event(str(number), begin / 7, (begin + length) / 7, track, **ends))
     trace = to_chrome(processes)
     assert breaches(trace) == []

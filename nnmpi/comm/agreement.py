@@ -299,7 +299,7 @@ class CollectivePhase:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """Return an error as a JSON value: nnmpi's nearest base class, text, traceback if foreign."""
-    if isinstance(error := errors.told(error), NnmpiError):
+    if isinstance(error := errors.translated(error), NnmpiError):
         kinds = [
             kind.__name__
             for kind in type(error).__mro__

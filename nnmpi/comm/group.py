@@ -248,7 +248,7 @@ class Group(Communicator):
     def meeting(
         self,
         name: str,
-        came_s: float | None = None,
+        arrived_s: float | None = None,
         category: str = "collective",
         args: timeline.Args | None = None,
     ) -> Iterator[None]:
@@ -256,18 +256,21 @@ class Group(Communicator):
 
         Args:
             name: of the collective; all ranks run collectives with one name in the same order.
-            came_s: when this rank began it, if not now.
+            arrived_s: when this rank began it, if not now.
             category, args: see `timeline.TraceEvent`.
         """
         world, trace, begin = self.comm.world, timeline.current(), clock.now()
-        before_s = world.met_s
+        before_s = world.collective_s
         try:
             yield
         finally:
             end = clock.now()
-            world.met_s = before_s + end - begin  # a nested collective counts once
+            world.collective_s = before_s + end - begin  # a nested collective counts once
             if trace is not None:
-                meeting = f"{name} of {self.comm.members}", begin if came_s is None else came_s
+                meeting = (
+                    f"{name} of {self.comm.members}",
+                    begin if arrived_s is None else arrived_s,
+                )
                 trace.add(name, category, timeline.REDUCE, begin, end, args, "", "", *meeting)
 
     def _run(self, array: Buffer, algorithm: AlgorithmLike, operation: str, check: bool) -> None:

@@ -75,7 +75,7 @@ class World(Protocol):
         keeps_order: whether other ranks see this rank's writes to shared memory in program order,
             so that a counter there may guard the data written before it.
         step: this rank's current step of training, for reports of stalls; the trainer sets it.
-        met_s: this rank's seconds in collectives so far.
+        collective_s: this rank's seconds in collectives so far.
         machine: the costs of messages in a simulation, else None.
         waiter: the object that waits for other ranks now, whose `waits_for()` describes the wait;
             it sets and clears this attribute itself.
@@ -86,7 +86,7 @@ class World(Protocol):
     simulated: bool
     keeps_order: bool
     step: int | None
-    met_s: float
+    collective_s: float
     machine: Machine | None
     waiter: object
 

@@ -149,7 +149,7 @@ class Arrangement:
     @property
     def data_rank(self) -> int:
         """Which part of each batch this rank takes, for `data.Loader`."""
-        return self.mesh.place.d
+        return self.mesh.coordinates.d
 
     @cached_property
     def sequence(self) -> SequenceGroup | None:
@@ -170,7 +170,7 @@ class Arrangement:
         counts it.
         """
         first = all(tie.group.rank == 0 for tie in self.ties if tie.name == name)
-        return first and (entry.region is not None or self.mesh.place.t == 0)
+        return first and (entry.region is not None or self.mesh.coordinates.t == 0)
 
     def writes(self, name: str, entry: Parameter | Buffer) -> bool:
         """True if this rank writes an array (or shard) that several ranks hold to checkpoints."""

@@ -190,7 +190,7 @@ class Executor:
                 )
             }
         else:
-            group, place = where.mesh.pp, where.mesh.place
+            group, place = where.mesh.pp, where.mesh.coordinates
             self.rank, self.ranks, self.count = group.rank, group.size, len(where.cuts)
             self._schedule = where.layout.schedule
             self.stages = {number: self._make_stage(where, number) for number in where.stages}
@@ -350,12 +350,17 @@ class Executor:
         self._caller.progress()
 
     def _begin(self, kind: Kind) -> None:
-        self._began, self._paused_s, self._met_s = clock.now(), 0.0, self._world.met_s
+        self._began, self._paused_s, self._collective_s = clock.now(), 0.0, self._world.collective_s
         self._share = _WEIGHTS.get(kind, 0.0) / (self._now.weight or 1.0)
 
     def pace(self, part: float = 1.0) -> None:
         """Let the instruction that is computed have lasted as long as so much of it is to."""
-        computed_s = clock.now() - self._began - self._paused_s - (self._world.met_s - self._met_s)
+        computed_s = (
+            clock.now()
+            - self._began
+            - self._paused_s
+            - (self._world.collective_s - self._collective_s)
+        )
         self._paused_s += self._caller.pace(computed_s, self._share * part, self._paused_s)
 
     def _end(self, one: Instruction, live: int, waiting_bytes: int) -> None:
@@ -367,7 +372,7 @@ class Executor:
             report.peak_live = max(report.peak_live, live)
             report.peak_waiting = max(report.peak_waiting, waiting_bytes)
         elif kind in SENDS:
-            self._world.met_s += end - begin
+            self._world.collective_s += end - begin
         if self._timeline is not None and kind not in RECEIVES:
             self._show(one, begin, end)
 
@@ -429,7 +434,7 @@ class Executor:
         end = clock.now()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
-        self._world.met_s += end - waited
+        self._world.collective_s += end - waited
 
     def _send(self, kind: Kind, stage: int, microbatch: int) -> None:
         if kind is Kind.SEND_ACT:

@@ -216,7 +216,9 @@ class Passes(Caller):
         self._now: Running
         self.executor = Executor(self, where, backend, self.replay, synchronous_sends)
         self.is_cut = self.executor.count > 1
-        self.counts = self.executor.count - 1 in self.executor.stages and where.mesh.place.t == 0
+        self.counts = (
+            self.executor.count - 1 in self.executor.stages and where.mesh.coordinates.t == 0
+        )
         self._numbers = _numbers(where)
         # by parameter: stages of this rank whose part of its gradient is not there yet
         self._left = Counter[int]()

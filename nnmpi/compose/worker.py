@@ -216,7 +216,7 @@ class Worker(Trainer):
             batch = replace(batch, x=copy.x, y=copy.y, host_y=copy.labels)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
-        world, met_s = self.group.comm.world, self.group.comm.world.met_s
+        world, collective_s = self.group.comm.world, self.group.comm.world.collective_s
         world.step = step
         nbytes = batch.x.nbytes + batch.y.nbytes
         is_traced = current() is not None
@@ -247,7 +247,13 @@ class Worker(Trainer):
             if self.slow:
                 # The ranks meet next, so a straggler holds up the others within the same step.
                 paused_s = self.passes.paused_s
-                computed_s = clock.now() - begin - (world.met_s - met_s) - report.wait_s - paused_s
+                computed_s = (
+                    clock.now()
+                    - begin
+                    - (world.collective_s - collective_s)
+                    - report.wait_s
+                    - paused_s
+                )
                 self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
             (report.loss_sum, report.score_sum, targets), norm, met = self.exchange.meet(numbers)
         report.count(met)
@@ -288,7 +294,7 @@ class Worker(Trainer):
         else:
             report.predicted_s = 0.0
         report.loss_scale, report.wall_s = factor, clock.now() - begin
-        report.sync_s = world.met_s - met_s
+        report.sync_s = world.collective_s - collective_s
         report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
 

@@ -14,7 +14,7 @@ import nnmpi.clock as clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, NnmpiError, raised_as
-from nnmpi.timeline import Timeline, TraceEvent, part_waits, recording, to_chrome, write_chrome
+from nnmpi.timeline import Timeline, TraceEvent, recording, split_waits, to_chrome, write_chrome
 from nnmpi.train.run import TrainingRun
 
 
@@ -58,7 +58,7 @@ def write_trace(
     everyones = group.gather(timeline.events)
 
     def write() -> None:
-        processes = part_waits([[TraceEvent(*row) for row in rows] for rows in everyones], ahead_s)
+        processes = split_waits([[TraceEvent(*row) for row in rows] for rows in everyones], ahead_s)
         titles = {rank: f"rank {rank}: {name}" for rank, name in enumerate(names or ())}
         trace = to_chrome(processes, titles)
         advice = "give a file in a folder with room that you may write to"

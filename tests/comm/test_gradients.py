@@ -179,7 +179,7 @@ def test_traffic_is_counted_per_step(group: Group) -> None:
         exchange.ready(3)
         exchange.finish()
         traffic = exchange.traffic
-        seen.append([traffic.bytes, traffic.calls, 0 <= group.comm.world.met_s < 60])
+        seen.append([traffic.bytes, traffic.calls, 0 <= group.comm.world.collective_s < 60])
     exchange.free()
     item = [8 * sum(LENGTHS), len(exchange.buckets), True] if group.size > 1 else [0, 0, True]
     assert group.gather(seen) == [[item, item]] * group.size

@@ -40,7 +40,7 @@ def around_a_ring(group: Group, ahead_s: float) -> Timeline:
     left = (group.rank - 1) % group.size
     timeline.add("work", "forward", "compute", begin_s, begin_s + 1, {"rank": group.rank})
     timeline.add("out", "send", "send", begin_s + 1, begin_s + 1.5, sends=f"from {group.rank}")
-    timeline.add("in", "receive", "receive", begin_s + 1, begin_s + 2, takes=f"from {left}")
+    timeline.add("in", "receive", "receive", begin_s + 1, begin_s + 2, receives=f"from {left}")
     return timeline
 
 

@@ -211,7 +211,7 @@ class MpiWorld:
     def __init__(self) -> None:
         self.step: int | None = None
         self.waiter: object = None
-        self.met_s = 0.0
+        self.collective_s = 0.0
         self.waiting: tuple[float, str] | None = None
         self.operations: deque[tuple[float, str]] = deque(maxlen=OPERATIONS)
         self.watchdog: Watchdog | None = None

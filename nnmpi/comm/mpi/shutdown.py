@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import nnmpi.clock as clock
 from nnmpi.command import printable
-from nnmpi.errors import NnmpiError, name_ranks, told
+from nnmpi.errors import NnmpiError, name_ranks, translated
 
 GRACE_S = 1.0
 # The launcher forwards printed text only while the job lives: text was lost on a busy machine.
@@ -195,7 +195,7 @@ def describe_uncaught(
     The text is the sentence of nnmpi's errors, nothing for Ctrl-C, and the traceback of any other
     exception.
     """
-    if isinstance(error := told(error), NnmpiError):
+    if isinstance(error := translated(error), NnmpiError):
         return error.exit_status, str(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""

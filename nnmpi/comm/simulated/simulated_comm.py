@@ -291,7 +291,7 @@ class MessageBoard:
         costs = self.machine.message(across, [both_ways], [nbytes])
         return self._links.carry(source, target, ready_s, *costs)
 
-    def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
+    def price_collective(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
         """Return the seconds of a library collective after its last rank's arrival, by formula.
 
         Also count the bytes that each rank sends and receives.
@@ -653,7 +653,7 @@ class SimulatedComm:
         if len(call.arguments) == self.size:
             del board.calls[self._number, number]
             name = signature[0].removeprefix("i").removesuffix("v").lower()
-            end_s = call.last_s + board.collective_s(name, self.members, call.nbytes)
+            end_s = call.last_s + board.price_collective(name, self.members, call.nbytes)
             scheduler.plan(end_s, partial(self._finish, call, combine, end_s))
         scheduler.end_call(local)
         return request

@@ -54,7 +54,7 @@ class SimulatedWorld:
         self.machine: Machine | None = board.machine
         self.comm = comm_type(board, self, local, range(len(board.scheduler.ranks)), 0)
         self.waiter: object = None
-        self.met_s = 0.0
+        self.collective_s = 0.0
         self.step: int | None = None
         local.world = self
 
