@@ -1,5 +1,5 @@
-// Dropout. The bits are those of nnmpi/backend/random.py, a function of key, row and column: nothing is kept for
-// backward, which is the same kernel on the gradient.
+// Dropout. The bits are those of nnmpi/backend/random.py, a function of key, row and column. So
+// backward needs no saved mask: it is the same kernel on the gradient.
 
 __device__ __forceinline__ unsigned mix(unsigned x) {
     x ^= x >> 16;
@@ -10,8 +10,9 @@ __device__ __forceinline__ unsigned mix(unsigned x) {
 }
 
 template <int N>
-__device__ __forceinline__ void drop(const T* x, T* y, const unsigned* columns, unsigned across, unsigned down, unsigned threshold, A factor,
-                                     long long rows, long long n) {
+__device__ __forceinline__ void drop(const T* x, T* y, const unsigned* columns, unsigned across,
+                                     unsigned down, unsigned threshold, A factor, long long rows,
+                                     long long n) {
     long long lanes = n / N, units = rows * lanes;
     for (long long u = first_of_grid(); u < units; u += size_of_grid()) {
         long long r = u / lanes, c = (u - r * lanes) * N;
@@ -20,16 +21,20 @@ __device__ __forceinline__ void drop(const T* x, T* y, const unsigned* columns, 
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             unsigned column = columns ? columns[c + k] : (unsigned)(c + k);
-            bool kept = mix(mix(column + across) ^ row) >= threshold;
-            set(values.at[k], wide(values.at[k]) * (kept ? factor : (A)0));
+            bool stays = mix(mix(column + across) ^ row) >= threshold;
+            set(values.at[k], wide(values.at[k]) * (stays ? factor : (A)0));
         }
         store<N>(y + r * n + c, values);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) dropout(const T* x, T* y, const unsigned* columns, long long across, long long down,
-                                                          long long threshold, double factor, long long rows, long long n) {
+extern "C" __global__ void __launch_bounds__(256)
+    dropout(const T* x, T* y, const unsigned* columns, long long across, long long down,
+            long long threshold, double factor, long long rows, long long n) {
     if (aligned(x, y) && n % PACK == 0)
-        drop<PACK>(x, y, columns, (unsigned)across, (unsigned)down, (unsigned)threshold, (A)factor, rows, n);
-    else drop<1>(x, y, columns, (unsigned)across, (unsigned)down, (unsigned)threshold, (A)factor, rows, n);
+        drop<PACK>(x, y, columns, (unsigned)across, (unsigned)down, (unsigned)threshold, (A)factor,
+                   rows, n);
+    else
+        drop<1>(x, y, columns, (unsigned)across, (unsigned)down, (unsigned)threshold, (A)factor,
+                rows, n);
 }

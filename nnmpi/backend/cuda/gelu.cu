@@ -1,4 +1,4 @@
-// GELU, x times a distribution's cumulative function, in the form of GPT-2 and in the exact one.
+// GELU, x times the normal distribution's cumulative function, exact and in GPT-2's tanh form.
 
 struct Gelu {
     A value, slope;
@@ -11,7 +11,7 @@ struct ByTanh {
         A square = x * x;
         A s = 1 / (1 + exponential(minus_two_c * (x + cubic * x * square)));
         A value = x * s;
-        // where e^-2u is infinite, the slope is 0: the product would be NaN where the square is infinite too
+        // s == 0 if e^-2u is infinite: then 0, since 0 times an infinite square would be NaN
         A steep = s == 0 ? (A)0 : s - value * (1 - s) * minus_two_c * (1 + 3 * cubic * square);
         return {value, s == 1 ? (A)1 : steep};
     }
@@ -25,7 +25,9 @@ struct Exact {
     }
 };
 
-template <int N, class F> __device__ __forceinline__ void with_bias(T* x, const P* bias, T* slope, long long rows, long long n, F f) {
+template <int N, class F>
+__device__ __forceinline__ void with_bias(T* x, const P* bias, T* slope, long long rows,
+                                          long long n, F f) {
     over_columns<N>(rows, n, [&](long long c) {
         Pack<P, N> added = load<N>(bias + c);
         return [=](long long i) {
@@ -42,11 +44,14 @@ template <int N, class F> __device__ __forceinline__ void with_bias(T* x, const 
     });
 }
 
-extern "C" __global__ void __launch_bounds__(256) bias_gelu_tanh_slope(T* x, const P* bias, T* slope, long long rows, long long n) {
-    if (aligned(x, bias, slope) && n % PACK == 0) with_bias<PACK>(x, bias, slope, rows, n, ByTanh());
+extern "C" __global__ void __launch_bounds__(256)
+    bias_gelu_tanh_slope(T* x, const P* bias, T* slope, long long rows, long long n) {
+    if (aligned(x, bias, slope) && n % PACK == 0)
+        with_bias<PACK>(x, bias, slope, rows, n, ByTanh());
     else with_bias<1>(x, bias, slope, rows, n, ByTanh());
 }
-extern "C" __global__ void __launch_bounds__(256) bias_gelu_slope(T* x, const P* bias, T* slope, long long rows, long long n) {
+extern "C" __global__ void __launch_bounds__(256)
+    bias_gelu_slope(T* x, const P* bias, T* slope, long long rows, long long n) {
     if (aligned(x, bias, slope) && n % PACK == 0) with_bias<PACK>(x, bias, slope, rows, n, Exact());
     else with_bias<1>(x, bias, slope, rows, n, Exact());
 }

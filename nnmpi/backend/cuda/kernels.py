@@ -34,7 +34,7 @@ class DeviceKernels(KernelLauncher):
 
     # Optimizers' updates of a block; see nnmpi/optim for the arguments.
     sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
-    # data, grad, momentum, lr, keep, decay, nesterov
+    # data, grad, momentum, lr, beta, decay, nesterov
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")

@@ -1,13 +1,16 @@
-// Layer normalization, row by row. What backward needs of the input is either kept as `normal`, or computed again from
-// the input and the rows' means: no array more to write.
+// Layer normalization, row by row. Forward saves no normalized rows: backward computes them again
+// from the input and the rows' means, which saves writing an array.
 
 template <bool BLOCK>
-__device__ __forceinline__ void normalize(const T* x, const P* scale, const P* shift, A eps, T* y, A* inverse, A* mean, long long rows, long long n,
+__device__ __forceinline__ void normalize(const T* x, const P* scale, const P* shift, A eps, T* y,
+                                          A* inverse, A* mean, long long rows, long long n,
                                           A* shared) {
     int skew = aligned(x, scale, shift, y) && n % PACK == 0 ? 0 : -1;
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
         const T* from = x + r * n;
-        A base = wide(from[0]);  // differences from it: a constant row gives exactly 0, and large numbers do not cancel
+        // Sums of differences from the first element: a constant row gives exactly 0, and a large
+        // mean cancels no digits.
+        A base = wide(from[0]);
         A sum = 0, squares = 0;
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
@@ -26,7 +29,7 @@ __device__ __forceinline__ void normalize(const T* x, const P* scale, const P* s
             }
         });
         A variance = combine<BLOCK>(squares, Add(), shared) / (A)n + eps;
-        A factor = root(variance) / variance;  // NaN of infinity, where 1 / root would be 0
+        A factor = root(variance) / variance;  // NaN for infinity; 1 / root would hide it as 0
         if (threadIdx.x == 0) {
             inverse[r] = factor;
             mean[r] = base + middle;
@@ -45,28 +48,31 @@ __device__ __forceinline__ void normalize(const T* x, const P* scale, const P* s
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) layer_norm_warps(const T* x, const P* scale, const P* shift, double eps, T* y,
-                                                                    A* inverse, A* mean, long long rows, long long n) {
+extern "C" __global__ void __launch_bounds__(256)
+    layer_norm_warps(const T* x, const P* scale, const P* shift, double eps, T* y, A* inverse,
+                     A* mean, long long rows, long long n) {
     normalize<false>(x, scale, shift, (A)eps, y, inverse, mean, rows, n, nullptr);
 }
-extern "C" __global__ void __launch_bounds__(1024, 1) layer_norm_blocks(const T* x, const P* scale, const P* shift, double eps, T* y,
-                                                                     A* inverse, A* mean, long long rows, long long n) {
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    layer_norm_blocks(const T* x, const P* scale, const P* shift, double eps, T* y, A* inverse,
+                      A* mean, long long rows, long long n) {
     __shared__ A shared[32];
     normalize<true>(x, scale, shift, (A)eps, y, inverse, mean, rows, n, shared);
 }
 
-// kept: normal where mean is none, else x.
+// saved: the normalized rows if mean is null, else x.
 template <bool BLOCK>
-__device__ __forceinline__ void input_gradient(const T* grad, const T* kept, const A* inverse, const A* mean, const P* scale, T* to_x,
+__device__ __forceinline__ void input_gradient(const T* grad, const T* saved, const A* inverse,
+                                               const A* mean, const P* scale, T* to_x,
                                                long long rows, long long n, A* shared) {
-    int skew = aligned(grad, kept, scale, to_x) && n % PACK == 0 ? 0 : -1;
+    int skew = aligned(grad, saved, scale, to_x) && n % PACK == 0 ? 0 : -1;
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
         long long row = r * n;
         A factor = inverse[r], less = mean ? mean[r] : (A)0, times = mean ? factor : (A)1;
         A total = 0, inner = 0;
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
-            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(kept + row + c);
+            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(saved + row + c);
             Pack<P, N> weights = load<N>(scale + c);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
@@ -79,49 +85,58 @@ __device__ __forceinline__ void input_gradient(const T* grad, const T* kept, con
         inner = combine<BLOCK>(inner, Add(), shared) / (A)n;
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
-            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(kept + row + c);
+            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(saved + row + c);
             Pack<P, N> weights = load<N>(scale + c);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 A normal = (wide(values.at[k]) - less) * times;
-                set(above.at[k], (wide(above.at[k]) * (A)widen(weights.at[k]) - total - normal * inner) * factor);
+                set(above.at[k],
+                    (wide(above.at[k]) * (A)widen(weights.at[k]) - total - normal * inner) *
+                        factor);
             }
             store<N>(to_x + row + c, above);
         });
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) layer_norm_grad_warps(const T* grad, const T* kept, const A* inverse, const A* mean,
-                                                                         const P* scale, T* to_x, long long rows, long long n) {
-    input_gradient<false>(grad, kept, inverse, mean, scale, to_x, rows, n, nullptr);
+extern "C" __global__ void __launch_bounds__(256)
+    layer_norm_grad_warps(const T* grad, const T* saved, const A* inverse, const A* mean,
+                          const P* scale, T* to_x, long long rows, long long n) {
+    input_gradient<false>(grad, saved, inverse, mean, scale, to_x, rows, n, nullptr);
 }
-extern "C" __global__ void __launch_bounds__(1024, 1) layer_norm_grad_blocks(const T* grad, const T* kept, const A* inverse, const A* mean,
-                                                                          const P* scale, T* to_x, long long rows, long long n) {
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    layer_norm_grad_blocks(const T* grad, const T* saved, const A* inverse, const A* mean,
+                           const P* scale, T* to_x, long long rows, long long n) {
     __shared__ A shared[32];
-    input_gradient<true>(grad, kept, inverse, mean, scale, to_x, rows, n, shared);
+    input_gradient<true>(grad, saved, inverse, mean, scale, to_x, rows, n, shared);
 }
 
 template <int N>
-__device__ __forceinline__ void parameter_sums(const T* grad, const T* kept, const A* inverse, const A* mean, P* to_scale, P* to_shift, A* partial,
+__device__ __forceinline__ void parameter_sums(const T* grad, const T* saved, const A* inverse,
+                                               const A* mean, P* to_scale, P* to_shift, A* partial,
                                                A* shared, long long rows, long long n) {
     P* const result[2] = {to_scale, to_shift};
-    sum_columns<N, 2>(rows, n, result, partial, false, shared, [&](long long i, long long r, A(&sums)[2][N]) {
-        Pack<T, N> above = load<N>(grad + i), values = load<N>(kept + i);
-        A less = mean ? mean[r] : (A)0, times = mean ? inverse[r] : (A)1;
+    sum_columns<N, 2>(
+        rows, n, result, partial, false, shared, [&](long long i, long long r, A(&sums)[2][N]) {
+            Pack<T, N> above = load<N>(grad + i), values = load<N>(saved + i);
+            A less = mean ? mean[r] : (A)0, times = mean ? inverse[r] : (A)1;
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            sums[0][k] += wide(above.at[k]) * ((wide(values.at[k]) - less) * times);
-            sums[1][k] += wide(above.at[k]);
-        }
-    });
+            for (int k = 0; k < N; ++k) {
+                sums[0][k] += wide(above.at[k]) * ((wide(values.at[k]) - less) * times);
+                sums[1][k] += wide(above.at[k]);
+            }
+        });
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    layer_norm_sums(const T* grad, const T* kept, const A* inverse, const A* mean, P* to_scale, P* to_shift, A* partial, long long rows, long long n) {
+    layer_norm_sums(const T* grad, const T* saved, const A* inverse, const A* mean, P* to_scale,
+                    P* to_shift, A* partial, long long rows, long long n) {
     __shared__ A shared[256 * PACK];
-    if (aligned(grad, kept) && n % PACK == 0)
-        parameter_sums<PACK>(grad, kept, inverse, mean, to_scale, to_shift, partial, shared, rows, n);
-    else parameter_sums<1>(grad, kept, inverse, mean, to_scale, to_shift, partial, shared, rows, n);
+    if (aligned(grad, saved) && n % PACK == 0)
+        parameter_sums<PACK>(grad, saved, inverse, mean, to_scale, to_shift, partial, shared, rows,
+                             n);
+    else
+        parameter_sums<1>(grad, saved, inverse, mean, to_scale, to_shift, partial, shared, rows, n);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

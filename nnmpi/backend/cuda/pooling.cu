@@ -1,12 +1,15 @@
-// Pooling of channels-last images, for windows of any size, stride and border. Backward gathers: each pixel asks the
-// windows that it lies in, so nothing is added up by several threads at once.
+// Max-pooling of channels-last images, for windows of any size, stride and border. Backward
+// gathers: the thread of a pixel sums the gradients of the windows that contain it. So no two
+// threads write to the same element.
 
 struct Frame {
     long long h, w, c, out_h, out_w, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
 };
 
-// The numbers of winners have 1, 2 or 4 bytes.
-template <int N> __device__ __forceinline__ void keep_winners(void* winner, int bytes, long long i, const unsigned (&places)[N]) {
+// A winner is the position of the maximum in its window, an integer of 1, 2 or 4 bytes.
+template <int N>
+__device__ __forceinline__ void keep_winners(void* winner, int bytes, long long i,
+                                             const unsigned (&places)[N]) {
     if (bytes == 1) {
         Pack<unsigned char, N> numbers;
 #pragma unroll
@@ -26,14 +29,17 @@ __device__ __forceinline__ unsigned winner_at(const void* winner, int bytes, lon
     return ((const unsigned*)winner)[i];
 }
 
-// The largest of each window, the first of equal ones; a NaN wins.
+// The maximum of each window, the first one of ties; a NaN is the maximum.
 template <class I, int N>
-__device__ __forceinline__ void largest(const T* x, T* y, void* winner, int bytes, I units, const Frame& f) {
-    I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, out_h = (I)f.out_h, out_w = (I)f.out_w;
+__device__ __forceinline__ void largest(const T* x, T* y, void* winner, int bytes, I units,
+                                        const Frame& f) {
+    I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, out_h = (I)f.out_h,
+      out_w = (I)f.out_w;
     int h = (int)f.h, w = (int)f.w, kernel_h = (int)f.kernel_h, kernel_w = (int)f.kernel_w;
     for (I u = start; u < units; u += step) {
         I pixel = u / lanes, lane = u - pixel * lanes, line = pixel / out_w, image = line / out_h;
-        int top = (int)(line - image * out_h) * (int)f.stride_h - (int)f.pad_h, left = (int)(pixel - line * out_w) * (int)f.stride_w - (int)f.pad_w;
+        int top = (int)(line - image * out_h) * (int)f.stride_h - (int)f.pad_h,
+            left = (int)(pixel - line * out_w) * (int)f.stride_w - (int)f.pad_w;
         const T* from = x + (long long)image * h * w * f.c + (long long)lane * N;
         A best[N];
         unsigned place[N] = {};
@@ -59,55 +65,71 @@ __device__ __forceinline__ void largest(const T* x, T* y, void* winner, int byte
     }
 }
 
-#define FRAME_OF_ARGUMENTS const Frame f = {h, w, c, out_h, out_w, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w}
+#define FRAME_OF_ARGUMENTS \
+    const Frame f = {h, w, c, out_h, out_w, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w}
 
-// Runs a function by packs where they suit, and by 32-bit numbers where these do.
-#define BY_UNITS(function, packed, elements, ...)                                                     \
-    do {                                                                                              \
-        long long units = (packed) ? (elements) / PACK : (elements);                                  \
-        bool small = units + size_of_grid() < NNMPI_SMALL;                                           \
-        if ((packed) && small) function<unsigned, PACK>(__VA_ARGS__, (unsigned)units, f);             \
-        else if (packed) function<unsigned long long, PACK>(__VA_ARGS__, (unsigned long long)units, f); \
-        else if (small) function<unsigned, 1>(__VA_ARGS__, (unsigned)units, f);                       \
-        else function<unsigned long long, 1>(__VA_ARGS__, (unsigned long long)units, f);              \
+// Runs a function on packs if the arrays are aligned, with 32-bit indices if they suffice.
+#define BY_UNITS(function, packed, elements, ...)                                          \
+    do {                                                                                   \
+        long long units = (packed) ? (elements) / PACK : (elements);                       \
+        bool small = units + size_of_grid() < NNMPI_SMALL;                                 \
+        if ((packed) && small) function<unsigned, PACK>(__VA_ARGS__, (unsigned)units, f);  \
+        else if (packed)                                                                   \
+            function<unsigned long long, PACK>(__VA_ARGS__, (unsigned long long)units, f); \
+        else if (small) function<unsigned, 1>(__VA_ARGS__, (unsigned)units, f);            \
+        else function<unsigned long long, 1>(__VA_ARGS__, (unsigned long long)units, f);   \
     } while (0)
 
-extern "C" __global__ void __launch_bounds__(256) max_pool(const T* x, T* y, void* winner, long long bytes, long long n,
-    long long h, long long w, long long c, long long out_h, long long out_w, long long kernel_h, long long kernel_w, long long stride_h,
-    long long stride_w, long long pad_h, long long pad_w) {
+extern "C" __global__ void __launch_bounds__(256)
+    max_pool(const T* x, T* y, void* winner, long long bytes, long long n, long long h, long long w,
+             long long c, long long out_h, long long out_w, long long kernel_h, long long kernel_w,
+             long long stride_h, long long stride_w, long long pad_h, long long pad_w) {
     FRAME_OF_ARGUMENTS;
-    BY_UNITS(largest, c % PACK == 0 && aligned(x, y, winner), n * out_h * out_w * c, x, y, winner, (int)bytes);
+    BY_UNITS(largest, c % PACK == 0 && aligned(x, y, winner), n * out_h * out_w * c, x, y, winner,
+             (int)bytes);
 }
 
-// The first and the last window that a pixel lies in, along one axis.
-__device__ __forceinline__ int first_window(int pixel, int kernel, int stride) { return pixel < kernel ? 0 : (pixel - kernel) / stride + 1; }
+// The first and the last window that contain a pixel, along one axis.
+__device__ __forceinline__ int first_window(int pixel, int kernel, int stride) {
+    return pixel < kernel ? 0 : (pixel - kernel) / stride + 1;
+}
 __device__ __forceinline__ int last_window(int pixel, int stride, int count) {
     int last = pixel / stride;
     return last < count ? last : count - 1;
 }
 
-// The gradient of each window goes to its winner.
+// Adds the gradient of each window to the pixel of its maximum.
 template <class I, int N>
-__device__ __forceinline__ void to_winners(const T* grad, const void* winner, int bytes, T* result, I units, const Frame& f) {
-    I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, h = (I)f.h, w = (I)f.w;
-    int kernel_h = (int)f.kernel_h, kernel_w = (int)f.kernel_w, out_h = (int)f.out_h, out_w = (int)f.out_w;
+__device__ __forceinline__ void to_winners(const T* grad, const void* winner, int bytes, T* result,
+                                           I units, const Frame& f) {
+    I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, h = (I)f.h,
+      w = (I)f.w;
+    int kernel_h = (int)f.kernel_h, kernel_w = (int)f.kernel_w, out_h = (int)f.out_h,
+        out_w = (int)f.out_w;
     for (I u = start; u < units; u += step) {
         I pixel = u / lanes, lane = u - pixel * lanes, line = pixel / w, image = line / h;
-        int row = (int)(line - image * h) + (int)f.pad_h, column = (int)(pixel - line * w) + (int)f.pad_w;
+        int row = (int)(line - image * h) + (int)f.pad_h,
+            column = (int)(pixel - line * w) + (int)f.pad_w;
         A sums[N] = {};
-        int last_i = last_window(row, (int)f.stride_h, out_h), last_j = last_window(column, (int)f.stride_w, out_w);
+        int last_i = last_window(row, (int)f.stride_h, out_h),
+            last_j = last_window(column, (int)f.stride_w, out_w);
         for (int i = first_window(row, kernel_h, (int)f.stride_h); i <= last_i; ++i)
             for (int j = first_window(column, kernel_w, (int)f.stride_w); j <= last_j; ++j) {
-                long long from = (((long long)image * out_h + i) * out_w + j) * f.c + (long long)lane * N;
-                unsigned mine = (unsigned)((row - i * (int)f.stride_h) * kernel_w + column - j * (int)f.stride_w);
+                long long from =
+                    (((long long)image * out_h + i) * out_w + j) * f.c + (long long)lane * N;
+                unsigned mine = (unsigned)((row - i * (int)f.stride_h) * kernel_w + column -
+                                           j * (int)f.stride_w);
                 Pack<T, N> above = load<N>(grad + from);
                 if (bytes == 1) {
                     Pack<unsigned char, N> places = load<N>((const unsigned char*)winner + from);
 #pragma unroll
-                    for (int k = 0; k < N; ++k) sums[k] += places.at[k] == mine ? wide(above.at[k]) : (A)0;
+                    for (int k = 0; k < N; ++k)
+                        sums[k] += places.at[k] == mine ? wide(above.at[k]) : (A)0;
                 } else {
 #pragma unroll
-                    for (int k = 0; k < N; ++k) sums[k] += winner_at(winner, bytes, from + k) == mine ? wide(above.at[k]) : (A)0;
+                    for (int k = 0; k < N; ++k)
+                        sums[k] +=
+                            winner_at(winner, bytes, from + k) == mine ? wide(above.at[k]) : (A)0;
                 }
             }
         Pack<T, N> values;
@@ -116,9 +138,12 @@ __device__ __forceinline__ void to_winners(const T* grad, const void* winner, in
         store<N>(result + (long long)u * N, values);
     }
 }
-extern "C" __global__ void __launch_bounds__(256) max_pool_grad(const T* grad, const void* winner, T* out, long long bytes, long long n,
-    long long h, long long w, long long c, long long out_h, long long out_w, long long kernel_h, long long kernel_w, long long stride_h,
-    long long stride_w, long long pad_h, long long pad_w) {
+extern "C" __global__ void __launch_bounds__(256)
+    max_pool_grad(const T* grad, const void* winner, T* out, long long bytes, long long n,
+                  long long h, long long w, long long c, long long out_h, long long out_w,
+                  long long kernel_h, long long kernel_w, long long stride_h, long long stride_w,
+                  long long pad_h, long long pad_w) {
     FRAME_OF_ARGUMENTS;
-    BY_UNITS(to_winners, c % PACK == 0 && aligned(grad, out, winner), n * h * w * c, grad, winner, (int)bytes, out);
+    BY_UNITS(to_winners, c % PACK == 0 && aligned(grad, out, winner), n * h * w * c, grad, winner,
+             (int)bytes, out);
 }

@@ -1,7 +1,8 @@
-// Softmax along rows, alone (of attention's scores) and with the cross-entropy. One pass finds the largest element and
-// the sum together: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+// Softmax along rows, alone (of attention's scores) and with the cross-entropy. One pass computes
+// both the maximum and the sum: Milakov and Gimelshein, "Online normalizer calculation for
+// softmax", 2018.
 
-// The largest of some elements, and the sum of e^(element - largest). A NaN makes the sum NaN.
+// The maximum of elements, and the sum of e^(element - maximum). A NaN makes the sum NaN.
 struct Powers {
     A top, sum;
 
@@ -25,7 +26,8 @@ struct Powers {
 };
 
 template <bool BLOCK>
-__device__ __forceinline__ void softmax_rows(const T* x, T* y, A scale, long long rows, long long n, long long queries, bool causal, A* shared) {
+__device__ __forceinline__ void softmax_rows(const T* x, T* y, A scale, long long rows, long long n,
+                                             long long queries, bool causal, A* shared) {
     bool packed = aligned(x, y);
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
         long long seen = causal ? r % queries + 1 + n - queries : n;
@@ -48,7 +50,8 @@ __device__ __forceinline__ void softmax_rows(const T* x, T* y, A scale, long lon
             constexpr int N = decltype(count)::value;
             Pack<T, N> values = load<N>(from + c);
 #pragma unroll
-            for (int k = 0; k < N; ++k) set(values.at[k], exponential(wide(values.at[k]) * scale - powers.top) * share);
+            for (int k = 0; k < N; ++k)
+                set(values.at[k], exponential(wide(values.at[k]) * scale - powers.top) * share);
             store<N>(to + c, values);
         });
         for (long long c = seen + threadIdx.x; c < n; c += blockDim.x) set(to[c], (A)0);
@@ -56,17 +59,20 @@ __device__ __forceinline__ void softmax_rows(const T* x, T* y, A scale, long lon
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    softmax_warps(const T* x, T* y, double scale, long long rows, long long n, long long queries, long long causal) {
+    softmax_warps(const T* x, T* y, double scale, long long rows, long long n, long long queries,
+                  long long causal) {
     softmax_rows<false>(x, y, (A)scale, rows, n, queries, causal != 0, nullptr);
 }
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    softmax_blocks(const T* x, T* y, double scale, long long rows, long long n, long long queries, long long causal) {
+    softmax_blocks(const T* x, T* y, double scale, long long rows, long long n, long long queries,
+                   long long causal) {
     __shared__ A shared[32];
     softmax_rows<true>(x, y, (A)scale, rows, n, queries, causal != 0, shared);
 }
 
 template <bool BLOCK>
-__device__ __forceinline__ void softmax_grad_rows(const T* grad, const T* y, T* out, A scale, long long rows, long long n, long long queries,
+__device__ __forceinline__ void softmax_grad_rows(const T* grad, const T* y, T* out, A scale,
+                                                  long long rows, long long n, long long queries,
                                                   bool causal, A* shared) {
     bool packed = aligned(grad, y, out);
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
@@ -85,27 +91,32 @@ __device__ __forceinline__ void softmax_grad_rows(const T* grad, const T* y, T* 
             constexpr int N = decltype(count)::value;
             Pack<T, N> above = load<N>(grad + row + c), share = load<N>(y + row + c);
 #pragma unroll
-            for (int k = 0; k < N; ++k) set(above.at[k], scale * wide(share.at[k]) * (wide(above.at[k]) - sum));
+            for (int k = 0; k < N; ++k)
+                set(above.at[k], scale * wide(share.at[k]) * (wide(above.at[k]) - sum));
             store<N>(out + row + c, above);
         });
         for (long long c = seen + threadIdx.x; c < n; c += blockDim.x) set(out[row + c], (A)0);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) softmax_grad_warps(const T* grad, const T* y, T* out, double scale, long long rows,
-                                                                      long long n, long long queries, long long causal) {
+extern "C" __global__ void __launch_bounds__(256)
+    softmax_grad_warps(const T* grad, const T* y, T* out, double scale, long long rows, long long n,
+                       long long queries, long long causal) {
     softmax_grad_rows<false>(grad, y, out, (A)scale, rows, n, queries, causal != 0, nullptr);
 }
-extern "C" __global__ void __launch_bounds__(1024, 1) softmax_grad_blocks(const T* grad, const T* y, T* out, double scale, long long rows,
-                                                                       long long n, long long queries, long long causal) {
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    softmax_grad_blocks(const T* grad, const T* y, T* out, double scale, long long rows,
+                        long long n, long long queries, long long causal) {
     __shared__ A shared[32];
     softmax_grad_rows<true>(grad, y, out, (A)scale, rows, n, queries, causal != 0, shared);
 }
 
-// The gradient may take the logits' place: a thread reads an element before it writes it, and the label's is read first.
+// The gradient may overwrite the logits: a thread reads an element before it writes it, and the
+// label's logit is read first.
 template <bool BLOCK>
-__device__ __forceinline__ void loss_rows(const T* logits, const void* labels, int bytes, A* losses, P* gradient, long long rows, long long n,
-                                          bool ignores, long long ignored, A smoothing, A* shared) {
+__device__ __forceinline__ void loss_rows(const T* logits, const void* labels, int bytes, A* losses,
+                                          P* gradient, long long rows, long long n, bool ignores,
+                                          long long ignored, A smoothing, A* shared) {
     bool packed = aligned(logits, gradient);
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
         int skew = packed ? (int)(r * n % PACK) : -1;
@@ -133,7 +144,7 @@ __device__ __forceinline__ void loss_rows(const T* logits, const void* labels, i
             target = (1 - smoothing) * target + smoothing * (sum / (A)n - powers.top);
         }
         A loss = logarithm(powers.sum) - target, share = 1 / powers.sum, spread = smoothing / (A)n;
-        if (chosen != chosen) share = chosen;  // no label, no gradient
+        if (chosen != chosen) share = chosen;  // NaN for a label out of range
         if (threadIdx.x == 0) losses[r] = skipped ? (A)0 : loss;
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
@@ -151,13 +162,17 @@ __device__ __forceinline__ void loss_rows(const T* logits, const void* labels, i
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    softmax_loss_warps(const T* logits, const void* labels, long long bytes, A* losses, P* gradient, long long rows, long long n,
-                       long long ignores, long long ignored, double smoothing) {
-    loss_rows<false>(logits, labels, (int)bytes, losses, gradient, rows, n, ignores != 0, ignored, (A)smoothing, nullptr);
+    softmax_loss_warps(const T* logits, const void* labels, long long bytes, A* losses, P* gradient,
+                       long long rows, long long n, long long ignores, long long ignored,
+                       double smoothing) {
+    loss_rows<false>(logits, labels, (int)bytes, losses, gradient, rows, n, ignores != 0, ignored,
+                     (A)smoothing, nullptr);
 }
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    softmax_loss_blocks(const T* logits, const void* labels, long long bytes, A* losses, P* gradient, long long rows, long long n,
-                        long long ignores, long long ignored, double smoothing) {
+    softmax_loss_blocks(const T* logits, const void* labels, long long bytes, A* losses,
+                        P* gradient, long long rows, long long n, long long ignores,
+                        long long ignored, double smoothing) {
     __shared__ A shared[32];
-    loss_rows<true>(logits, labels, (int)bytes, losses, gradient, rows, n, ignores != 0, ignored, (A)smoothing, shared);
+    loss_rows<true>(logits, labels, (int)bytes, losses, gradient, rows, n, ignores != 0, ignored,
+                    (A)smoothing, shared);
 }

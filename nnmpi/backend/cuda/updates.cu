@@ -1,33 +1,39 @@
-// Optimizers' updates, each in one pass over the parameters: the formulas of nnmpi/optim, where the letters are
-// explained.
+// Optimizers' updates, each in one pass over the parameters; see nnmpi/optim for the formulas.
 
-extern "C" __global__ void __launch_bounds__(256) sgd(T* data, const T* grad, double lr, double decay, long long n) {
+extern "C" __global__ void __launch_bounds__(256)
+    sgd(T* data, const T* grad, double lr, double decay, long long n) {
     A rate = (A)lr, shrink = (A)decay;
-    each(n, [=](T& at, T& above) { set(at, wide(at) - rate * (wide(above) + shrink * wide(at))); }, both(data), in(grad));
+    for_each(
+        n, [=](T& at, T& above) { set(at, wide(at) - rate * (wide(above) + shrink * wide(at))); },
+        both(data), in(grad));
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    sgd_momentum(T* data, const T* grad, T* momentum, double lr, double keep, double decay, double nesterov, long long n) {
-    A rate = (A)lr, kept = (A)keep, shrink = (A)decay;
+    sgd_momentum(T* data, const T* grad, T* momentum, double lr, double beta, double decay,
+                 double nesterov, long long n) {
+    A rate = (A)lr, fraction = (A)beta, shrink = (A)decay;
     bool ahead = nesterov != 0;
-    each(
+    for_each(
         n,
         [=](T& at, T& above, T& speed) {
-            A g = wide(above) + shrink * wide(at), b = kept * wide(speed) + g;
+            A g = wide(above) + shrink * wide(at), b = fraction * wide(speed) + g;
             set(speed, b);
-            set(at, wide(at) - rate * (ahead ? g + kept * b : b));
+            set(at, wide(at) - rate * (ahead ? g + fraction * b : b));
         },
         both(data), in(grad), both(momentum));
 }
 
-extern "C" __global__ void __launch_bounds__(256) adam(T* data, const T* grad, T* m, T* v, double rate, double eps, double beta1, double beta2,
-                                                       double decay, double factor, long long n) {
-    A step = (A)rate, small = (A)eps, to_g = (A)(1 - beta1), kept = (A)beta2, to_square = (A)(1 - beta2), shrink = (A)decay, scale = (A)factor;
-    each(
+extern "C" __global__ void __launch_bounds__(256)
+    adam(T* data, const T* grad, T* m, T* v, double rate, double eps, double beta1, double beta2,
+         double decay, double factor, long long n) {
+    A step = (A)rate, small = (A)eps, to_g = (A)(1 - beta1), fraction = (A)beta2,
+      to_square = (A)(1 - beta2), shrink = (A)decay, scale = (A)factor;
+    for_each(
         n,
         [=](T& at, T& above, T& mean, T& square) {
             A g = wide(above) + shrink * wide(at);
-            A first = wide(mean) + (g - wide(mean)) * to_g, second = kept * wide(square) + to_square * g * g;
+            A first = wide(mean) + (g - wide(mean)) * to_g,
+              second = fraction * wide(square) + to_square * g * g;
             set(mean, first);
             set(square, second);
             set(at, scale * wide(at) - step * first / (root(second) + small));
