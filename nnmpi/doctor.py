@@ -63,15 +63,15 @@ def main(words: Sequence[str]) -> str:
         return str(diagnose(options.run))
     group = start()
     group.comm.world.watch(WARNING_S, LIMIT_S)
-    everyones = inspect_machine(group)
-    faults = find_faults(everyones)
+    by_rank = inspect_machine(group)
+    faults = find_faults(by_rank)
     end = f"{counted(len(faults), 'thing')} to mend" if faults else "nothing is slow or wrong"
     tried = (
         f"whether it computes what one rank does: mpirun -n {max(2, group.size)} python -m"
         " nnmpi.verify"
     )
     return "\n".join(
-        [*describe(everyones), *(f"slow or wrong: {fault}" for fault in faults), f"{end}; {tried}"]
+        [*describe(by_rank), *(f"slow or wrong: {fault}" for fault in faults), f"{end}; {tried}"]
     )
 
 
@@ -285,15 +285,15 @@ def inspect_machine(group: Group) -> list[Facts]:
     return group.gather(facts)
 
 
-def describe(everyones: Sequence[Facts]) -> list[str]:
+def describe(by_rank: Sequence[Facts]) -> list[str]:
     """Return lines about the machine: once for all ranks, then node by node."""
-    first = everyones[0]
+    first = by_rank[0]
     lines = [
-        f"{counted(len(everyones), 'rank')}, started by {first['launcher']}; MPI: {first['mpi']}",
+        f"{counted(len(by_rank), 'rank')}, started by {first['launcher']}; MPI: {first['mpi']}",
         first["versions"],
     ]
-    for host, ranks in _by_host(everyones).items():
-        node = everyones[ranks[0]]
+    for host, ranks in _by_host(by_rank).items():
+        node = by_rank[ranks[0]]
         shm = "none" if node["shm"] is None else f"{format_bytes(node['shm'])} free"
         lines += [
             (
@@ -303,22 +303,22 @@ def describe(everyones: Sequence[Facts]) -> list[str]:
             f"  BLAS: {node['blas']}, {counted(node['threads'], 'thread')} per rank",
             (
                 "  cores of each rank:"
-                f" {', '.join(dict.fromkeys(_spans(everyones[rank]['bound']) for rank in ranks))}"
+                f" {', '.join(dict.fromkeys(_spans(by_rank[rank]['bound']) for rank in ranks))}"
             ),
             f"  shared memory: {shm}",
         ]
     return lines
 
 
-def find_faults(everyones: Sequence[Facts]) -> list[str]:
+def find_faults(by_rank: Sequence[Facts]) -> list[str]:
     """Return a sentence for each problem of the machines, with its remedy."""
     result = []
     for key, what in (("versions", "versions"), ("mpi", "MPI libraries")):
-        if len({facts[key] for facts in everyones}) > 1:
+        if len({facts[key] for facts in by_rank}) > 1:
             result.append(f"ranks have different {what}; install the same on all nodes")
-    for host, ranks in _by_host(everyones).items():
+    for host, ranks in _by_host(by_rank).items():
         result += [
-            f"{host}: {sentence}" for sentence in _faults_of([everyones[rank] for rank in ranks])
+            f"{host}: {sentence}" for sentence in _faults_of([by_rank[rank] for rank in ranks])
         ]
     return result
 
@@ -358,9 +358,9 @@ def _faults_of(node: Sequence[Facts]) -> list[str]:
     return result
 
 
-def _by_host(everyones: Sequence[Facts]) -> dict[str, list[int]]:
+def _by_host(by_rank: Sequence[Facts]) -> dict[str, list[int]]:
     result: dict[str, list[int]] = {}
-    for rank, facts in enumerate(everyones):
+    for rank, facts in enumerate(by_rank):
         result.setdefault(facts["host"], []).append(rank)
     return result
 

@@ -73,7 +73,7 @@ class Timeline:
         clock: returns seconds; it must not go backwards.
 
     Attributes:
-        events: what was added; only to be read.
+        events: the recorded events; read-only.
     """
 
     def __init__(self, clock: Callable[[], float] = clock.now) -> None:
@@ -133,7 +133,7 @@ _NOTICED_S = 1e-9  # shorter waits are rounding errors
 
 
 def split_waits(
-    everyones: Sequence[Sequence[TraceEvent]], ahead_s: Sequence[float]
+    by_rank: Sequence[Sequence[TraceEvent]], ahead_s: Sequence[float]
 ) -> dict[int, list[TraceEvent]]:
     """Split waits from exchanges and computation, on a common clock: no time counts twice.
 
@@ -145,10 +145,10 @@ def split_waits(
     sent. Computation pauses meanwhile. So at any time a rank either computes, exchanges or waits.
 
     Args:
-        everyones: the events of each rank.
+        by_rank: the events of each rank.
         ahead_s: the seconds by which each rank's clock is ahead of the common one.
     """
-    processes = [[*_moved(events, ahead)] for events, ahead in zip(everyones, ahead_s, strict=True)]
+    processes = [[*_moved(events, ahead)] for events, ahead in zip(by_rank, ahead_s, strict=True)]
     since = {event.sends: event.begin_s for events in processes for event in events if event.sends}
     for event in chain.from_iterable(processes):
         if event.meeting:

@@ -147,13 +147,13 @@ class Communicator:
 
     def _gather_floats(self, values: Sequence[float], asleep: bool = False) -> NDArray[np.float64]:
         local = np.array(values, np.float64)
-        everyones = np.empty((self.size, local.size))
+        by_rank = np.empty((self.size, local.size))
         if asleep:
-            requests = [self.comm.iallgatherv(local, everyones, [local.size] * self.size)]
+            requests = [self.comm.iallgatherv(local, by_rank, [local.size] * self.size)]
             self.comm.world.wait_until(lambda: self.comm.test_all(requests))
         else:
-            self.comm.allgather(local, everyones)
-        return everyones
+            self.comm.allgather(local, by_rank)
+        return by_rank
 
 
 def encode_json(value: Any) -> bytes:
@@ -227,12 +227,10 @@ def agree(group: Communicator, error: Exception | None, speaker: int | None = No
         NnmpiError: the error that all ranks raise; on a rank that failed, caused by its own
             exception.
     """
-    everyones: list[dict[str, Any] | None] = group.gather(
-        None if error is None else _describe(error)
-    )
-    failed = {rank: result for rank, result in enumerate(everyones) if result is not None}
+    by_rank: list[dict[str, Any] | None] = group.gather(None if error is None else _describe(error))
+    failed = {rank: result for rank, result in enumerate(by_rank) if result is not None}
     if failed:
-        raise _rebuild(failed, len(everyones), speaker) from error
+        raise _rebuild(failed, len(by_rank), speaker) from error
 
 
 def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
@@ -357,7 +355,7 @@ def require_equal(
 
 
 def refuse_different(
-    everyones: Sequence[Sequence[Any]],
+    by_rank: Sequence[Sequence[Any]],
     problem: str | Callable[[int], str],
     remedy: str = "",
     kind: type[NnmpiError] = CommError,
@@ -369,7 +367,7 @@ def refuse_different(
     differs.
 
     Args:
-        everyones: the items of each rank, in rank order.
+        by_rank: the items of each rank, in rank order.
         problem: the text of the problem, without ranks; or a function from the number of the first
             differing item to that text.
         remedy: the user's way out, as text; nothing by default.
@@ -381,7 +379,7 @@ def refuse_different(
         NnmpiError: of class `kind`.
     """
     missing = object()
-    for number, of_ranks in enumerate(zip_longest(*everyones, fillvalue=missing)):
+    for number, of_ranks in enumerate(zip_longest(*by_rank, fillvalue=missing)):
         if any(item != of_ranks[0] for item in of_ranks):
             if show is None:
                 others = [rank for rank, item in enumerate(of_ranks) if item != of_ranks[0]]

@@ -225,7 +225,7 @@ def part(rank: int, times: int = 1) -> int:
     return times << DIGIT_BITS * rank
 
 
-def everyone(size: int) -> int:
+def all_parts(size: int) -> int:
     """Return the parts with one contribution of each rank."""
     return sum(part(rank) for rank in range(size))
 
@@ -237,18 +237,20 @@ def count(parts: int, rank: int) -> int:
 
 def _neighbours(rank: int, size: int) -> int:
     if size <= 2:  # both neighbours are the other rank: a plain average
-        return everyone(size)
+        return all_parts(size)
     return part((rank - 1) % size) + part(rank, 2) + part((rank + 1) % size)
 
 
-def own_part(rank: int, chunk: int, size: int) -> int:
+def local_part(rank: int, chunk: int, size: int) -> int:
     """Return the rank's own contribution, the start of every chunk of a reduction."""
     return part(rank)
 
 
-ALL_REDUCE = Contract("all-reduce", own_part, lambda rank, chunk, size: everyone(size))
+ALL_REDUCE = Contract("all-reduce", local_part, lambda rank, chunk, size: all_parts(size))
 REDUCE_SCATTER = Contract(
-    "reduce-scatter", own_part, lambda rank, chunk, size: everyone(size) if chunk == rank else None
+    "reduce-scatter",
+    local_part,
+    lambda rank, chunk, size: all_parts(size) if chunk == rank else None,
 )
 ALL_GATHER = Contract(
     "all-gather",
@@ -267,5 +269,5 @@ ALL_TO_ALL = Contract(
     chunks=lambda size: size * size,
 )
 NEIGHBOUR_AVERAGE = Contract(
-    "neighbour-average", own_part, lambda rank, chunk, size: _neighbours(rank, size), most=2
+    "neighbour-average", local_part, lambda rank, chunk, size: _neighbours(rank, size), most=2
 )

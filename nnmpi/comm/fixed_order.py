@@ -120,15 +120,15 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
     """
     check_buffer(out)
     mine = tree.blocks
-    everyones = _compare(group, tree, mine, out)
-    most = max(len(blocks) for blocks in everyones)
+    by_rank = _compare(group, tree, mine, out)
+    most = max(len(blocks) for blocks in by_rank)
     length = max(ROUND_BYTES // (most * out.itemsize), group.size)
     for start in range(0, out.size, length):
         full = slice(start, min(start + length, out.size))
         _sum_round(
             group,
             {block: array[full] for block, array in mine.items()},
-            everyones,
+            by_rank,
             tree.leaves,
             out[full],
         )
@@ -137,14 +137,14 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
 def _sum_round(
     group: Group,
     mine: Mapping[TreeBlock, Buffer],
-    everyones: list[list[TreeBlock]],
+    by_rank: list[list[TreeBlock]],
     leaves: int,
     out: Buffer,
 ) -> None:
     """Sum one piece of the arrays, short enough for one message."""
     chunks = split(out.size, group.size)
     local = chunks[group.rank]
-    received = [np.empty((len(blocks), len(local)), out.dtype) for blocks in everyones]
+    received = [np.empty((len(blocks), len(local)), out.dtype) for blocks in by_rank]
     for array, row in zip(mine.values(), received[group.rank], strict=True):
         row[...] = array[local.start : local.stop]
     others = [(rank, chunk) for rank, chunk in enumerate(chunks) if rank != group.rank]
@@ -159,7 +159,7 @@ def _sum_round(
         [(r, received[r]) for r, _ in others if received[r].size],
     )
     sums: dict[TreeBlock, Buffer] = {}
-    for block, array in zip(chain(*everyones), chain(*received), strict=True):
+    for block, array in zip(chain(*by_rank), chain(*received), strict=True):
         _insert(sums, leaves, block, array, owned=True)
     (total,) = sums.values()
     group.comm.allgatherv(total, out, [len(chunk) for chunk in chunks])
@@ -201,13 +201,13 @@ def _compare(
         " ranks"
     )
     refuse_different([[text] for text, _ in gathered], "the ranks' sums differ", remedy)
-    everyones = [[(level, index) for level, index in blocks] for _, blocks in gathered]
+    by_rank = [[(level, index) for level, index in blocks] for _, blocks in gathered]
     leaves = [
-        {leaf for block in blocks for leaf in covered(block, tree.leaves)} for blocks in everyones
+        {leaf for block in blocks for leaf in covered(block, tree.leaves)} for blocks in by_rank
     ]
     for leaf in range(tree.leaves):
         ranks = [rank for rank, theirs in enumerate(leaves) if leaf in theirs]
         if len(ranks) != 1:
             where = f"was pushed on {name_ranks(ranks)}" if ranks else "was pushed on no rank"
             raise CommError(f"leaf {leaf} of {tree.leaves} {where}; push each leaf on one rank")
-    return everyones
+    return by_rank

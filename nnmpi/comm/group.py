@@ -327,9 +327,9 @@ class Group(Communicator):
         except (ShapeError, DtypeError) as error:
             wrong = str(error)
         local = np.array([-1, -1] if wrong else [array.size, array.dtype.num], np.int64)
-        everyones = np.empty((self.size, 2), np.int64)
-        self.comm.allgather(local, everyones)  # 16 bytes per rank; the texts below only on failure
-        if (everyones == everyones[0]).all() and everyones[0, 0] >= 0:
+        by_rank = np.empty((self.size, 2), np.int64)
+        self.comm.allgather(local, by_rank)  # 16 bytes per rank; the texts below only on failure
+        if (by_rank == by_rank[0]).all() and by_rank[0, 0] >= 0:
             return
         problem = "a collective needs the same array on every rank, but these differ"
         require_equal(
@@ -400,16 +400,16 @@ class Group(Communicator):
         sends = [
             (step.to, xp.ascontiguousarray(parts[step.to])) for step in steps if step.to is not None
         ]
-        came = [
+        received = [
             parts[r] if r == self.rank else xp.empty(shape, parts[0].dtype)
             for r, shape in enumerate(shapes)
         ]
-        receives = [(step.from_, came[step.from_]) for step in steps if step.from_ is not None]
+        receives = [(step.from_, received[step.from_]) for step in steps if step.from_ is not None]
         with self.meeting(name, None, category, {"bytes": sum(item.nbytes for _, item in sends)}):
             send_and_receive(
                 self, *([(r, item) for r, item in some if item.size] for some in (sends, receives))
             )
-        return came
+        return received
 
     def all_reduce_max(self, array: Buffer) -> None:
         """Replace the array by its elementwise maximum over the ranks. Collective.
@@ -422,9 +422,9 @@ class Group(Communicator):
             DtypeError: for 16-bit floats.
         """
         host = to_host(check_buffer(array))
-        everyones = np.empty((self.size, host.size), host.dtype)
-        self.comm.allgather(host, everyones)
-        put(everyones.max(axis=0, out=host), array)
+        by_rank = np.empty((self.size, host.size), host.dtype)
+        self.comm.allgather(host, by_rank)
+        put(by_rank.max(axis=0, out=host), array)
 
     def _check_length(self, array: Buffer, length: int) -> None:
         if check_buffer(array, low=True).size != length:

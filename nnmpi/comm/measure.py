@@ -282,9 +282,9 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
     slowest_s = group.max_floats([round_s])[0]
     rounds = int(np.clip(budget_s / max(slowest_s, 1e-7), LEAST_ROUNDS, MOST_ROUNDS))
     local = _time_rounds(group, calls, rounds)
-    everyones = np.empty((group.size, *local.shape))
-    group.comm.allgather(local, everyones)
-    begin, end = everyones[..., 0], everyones[..., 1]
+    by_rank = np.empty((group.size, *local.shape))
+    group.comm.allgather(local, by_rank)
+    begin, end = by_rank[..., 0], by_rank[..., 1]
     if len(set(group.nodes())) == 1:
         return end.max(axis=0) - begin.max(axis=0)
     return (end - begin).max(axis=0)

@@ -172,8 +172,8 @@ class SharedMemory:
             if hasattr(os, "sched_getaffinity")
             else range(os.cpu_count() or 1)
         )
-        everyones = group.gather(sorted(usable))  # the cores that each rank may run on
-        cores = {core for rank in self.members for core in everyones[rank]}
+        by_rank = group.gather(sorted(usable))  # the cores that each rank may run on
+        cores = {core for rank in self.members for core in by_rank[rank]}
         self.polls = CROWDED_POLLS if self.size > len(cores) else PATIENT_POLLS
         self._pages: list[SharedPages] = []  # of the barriers' flags
         self._barriers: dict[int, FlagBarrier | CollectiveBarrier] = {}

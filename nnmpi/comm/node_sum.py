@@ -79,10 +79,10 @@ class NodeSum:
             if owns is None
             else list(owns)
         )
-        everyones = [memory.parts(array) if size > 1 else [array] for array in arrays]
+        by_array = [memory.parts(array) if size > 1 else [array] for array in arrays]
         columns = [
             [array[owned] for array in ranks]
-            for ranks, owned in zip(everyones, self.owns, strict=True)
+            for ranks, owned in zip(by_array, self.owns, strict=True)
         ]
         self.totals = [parts[0] for parts in columns] if totals is None else list(totals)
         limit = max(CACHED_BYTES // size, LEAST_BLOCK_BYTES) if block_bytes is None else block_bytes
@@ -185,17 +185,17 @@ def _is_to_add(array: Buffer, memory: SharedMemory) -> bool:
     """Return whether there is anything to add; refuse arrays that differ in length or offset."""
     location = memory.locate(array)
     where = location and list(location)
-    everyones = memory.group.gather([array.size, array.dtype.name, where])
-    described = [[f"{size} elements of {dtype}"] for size, dtype, _ in everyones]
+    by_rank = memory.group.gather([array.size, array.dtype.name, where])
+    described = [[f"{size} elements of {dtype}"] for size, dtype, _ in by_rank]
     refuse_different(
         described, "the ranks would sum different arrays", "give all the same length and dtype"
     )
-    if array.size == 0 or len(everyones) == 1:
+    if array.size == 0 or len(by_rank) == 1:
         return False
-    if len(set(memory.node_of)) == len(everyones):
+    if len(set(memory.node_of)) == len(by_rank):
         # a rank on each node: none reads another's array
         return True
-    if any(other != where or other is None for _, _, other in everyones):
+    if any(other != where or other is None for _, _, other in by_rank):
         raise DeviceError(
             "an array to be summed through shared memory does not lie there, at one place on all"
             " ranks; make it with group.memory().allocate(), or sum it with native"

@@ -390,13 +390,13 @@ def _check_finished(states: Sequence[RankState]) -> None:
     stuck = [rank for rank, state in enumerate(states) if not state.is_over]
     for rank in stuck:
         state = states[rank]
-        for partner, asks in ((state.sending, "from_"), (state.receiving, "to")):
+        for partner, end in ((state.sending, "from_"), (state.receiving, "to")):
             later = [] if partner is None else states[partner].steps[states[partner].at :]
-            if partner is not None and all(getattr(step, asks) != rank for step in later):
-                none = "receives from" if asks == "from_" else "sends to"
-                words = _wait(rank, state, asks == "from_")
+            if partner is not None and all(getattr(step, end) != rank for step in later):
+                verb = "receives from" if end == "from_" else "sends to"
+                wait = _wait(rank, state, end == "from_")
                 raise ScheduleError(
-                    f"unmatched message: {words}, which has no step left that {none} rank {rank}"
+                    f"unmatched message: {wait}, which has no step left that {verb} rank {rank}"
                 )
     if stuck:
         path, rank = [], stuck[0]

@@ -33,7 +33,7 @@ from nnmpi.comm.collective import (
     Step,
     as_collective,
     everyone,
-    own_part,
+    local_part,
 )
 from nnmpi.comm.duration import price
 from nnmpi.comm.prove import prove_steps
@@ -69,7 +69,7 @@ def _line(rank: int, size: int) -> tuple[Step, ...]:
 
 
 _REDUCE = Contract(
-    "reduce", own_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None
+    "reduce", local_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None
 )
 _REDUCES = (Collective("line", _REDUCE, (_line,)), Collective("tree", _REDUCE, (tree_reduce,)))
 REFERENCES = {**COLLECTIVES, **{("reduce", item.name): item for item in _REDUCES}}

@@ -128,14 +128,12 @@ class Shutdown:
         local = hashlib.blake2b(
             f"{status} {text}".encode(errors="backslashreplace"), digest_size=16
         ).digest()
-        everyones = bytearray(len(local) * self._comm.Get_size())
+        gathered = bytearray(len(local) * self._comm.Get_size())
         # Non-blocking: a rank whose partners never end must time out and abort.
-        request = self._comm.Iallgather([local, self._mpi.BYTE], [everyones, self._mpi.BYTE])
+        request = self._comm.Iallgather([local, self._mpi.BYTE], [gathered, self._mpi.BYTE])
         if not self._world.wait_until(request.Test, clock.now() + limit_s):
             return None
-        digests = [
-            bytes(everyones[i : i + len(local)]) for i in range(0, len(everyones), len(local))
-        ]
+        digests = [bytes(gathered[i : i + len(local)]) for i in range(0, len(gathered), len(local))]
         return [rank for rank, digest in enumerate(digests) if digest == local]
 
     def _print(self, text: str, ranks: list[int]) -> None:

@@ -351,7 +351,7 @@ class Intracomm:
         )
         nbytes = sum(item.nbytes for item in mine) * (1 if words or dealt or gives else self.size)
         rooted = [f"root {root}"] if gives or takes else []
-        everyones = self._wire._exchange(
+        by_rank = self._wire._exchange(
             name,
             (mine, find_lines()),
             lambda all_: [all_] * self.size,
@@ -359,7 +359,7 @@ class Intracomm:
             *words,
             nbytes=nbytes,
         )
-        result = [(parts[self.rank * dealt], lines) for parts, lines in everyones if parts]
+        result = [(parts[self.rank * dealt], lines) for parts, lines in by_rank if parts]
         if name.lower() == "scan":
             return result[: self.rank + 1]
         return result if is_root or not takes else []

@@ -174,19 +174,19 @@ class Scheduler:
 
     # ---- the agenda ----
 
-    def plan(self, at_s: float, what: SimulatedRank | Callable[[], None]) -> None:
+    def plan(self, at_s: float, event: SimulatedRank | Callable[[], None]) -> None:
         """Enter a rank's turn or an event into the agenda, for a time or a drawn position."""
         self._planned += 1
         draw = self.random.random()
         if self._faults is not None:
             delay = self._faults.delay(
-                what.number if isinstance(what, SimulatedRank) else None, self.random
+                event.number if isinstance(event, SimulatedRank) else None, self.random
             )
             at_s, draw = at_s + delay * LATE_S, draw + delay
         key = (
             (at_s, draw) if self.by_time else (self._planned + draw * SPREAD * len(self.ranks), 0.0)
         )
-        heapq.heappush(self._agenda, (*key, self._planned, what))
+        heapq.heappush(self._agenda, (*key, self._planned, event))
 
     def begin_call(self, rank: SimulatedRank) -> None:
         """Begin a call: charge the computation since the last one to the rank's clock.
@@ -371,17 +371,17 @@ class Scheduler:
             if self.turns >= self._last_turn:
                 self.failure = (-1, self._deadlock())
                 break
-            what = heapq.heappop(self._agenda)[-1]
-            if not isinstance(what, SimulatedRank):
+            event = heapq.heappop(self._agenda)[-1]
+            if not isinstance(event, SimulatedRank):
                 try:
-                    what()
+                    event()
                 except Exception as error:  # a program's mistake, found by the last rank to arrive
                     self.failure = (local.number if local is not None else -1, error)
                 continue
-            if what is local:
+            if event is local:
                 return True
             self.turns += 1
-            what._gate.release()
+            event._gate.release()
             return False
         left = [rank for rank in self.ranks if not rank.ended]
         if not left:

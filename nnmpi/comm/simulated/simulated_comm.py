@@ -534,7 +534,7 @@ class SimulatedComm:
 
     def barrier(self) -> None:
         """Return when all ranks have entered the barrier."""
-        self.wait_all([self._join(("barrier",), None, 0, lambda everyones: None)])
+        self.wait_all([self._join(("barrier",), None, 0, lambda by_rank: None)])
 
     def _reduce(self, name: str, array: Buffer) -> SimulatedRequest:
         """Sum over the ranks, in their order."""
@@ -554,10 +554,10 @@ class SimulatedComm:
     def _broadcast(self, name: str, data: Buffer, root: int) -> SimulatedRequest:
         memory = as_bytes(data)
 
-        def combine(everyones: list[Bytes]) -> None:
-            for rank, everyone in enumerate(everyones):
+        def combine(by_rank: list[Bytes]) -> None:
+            for rank, target in enumerate(by_rank):
                 if rank != root:
-                    everyone[...] = everyones[root]
+                    target[...] = by_rank[root]
 
         return self._join(
             (name, memory.nbytes, f"root {root}"), memory, memory.nbytes, combine, writes=memory
@@ -590,11 +590,11 @@ class SimulatedComm:
     def _reduce_scatter(
         self, name: str, array: Buffer, local: Buffer, counts: Sequence[int]
     ) -> SimulatedRequest:
-        def combine(everyones: list[tuple[Buffer, Buffer]]) -> None:
+        def combine(by_rank: list[tuple[Buffer, Buffer]]) -> None:
             begin = 0
-            for length, (_, part) in zip(counts, everyones, strict=True):
+            for length, (_, part) in zip(counts, by_rank, strict=True):
                 part[...] = _total(
-                    [full.reshape(-1)[begin : begin + length] for full, _ in everyones]
+                    [full.reshape(-1)[begin : begin + length] for full, _ in by_rank]
                 )
                 begin += length
 
@@ -689,14 +689,14 @@ class SimulatedComm:
         return self._regroup("split_by_node", self._board.nodes[self._local.number], key)
 
     def _regroup(self, name: str, color: int, key: int) -> Self:
-        def make(everyones: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+        def make(by_rank: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
             # number and ranks of each communicator, by color
             made: dict[int, tuple[int, list[int]]] = {}
-            for color, _, rank in sorted((*given, rank) for rank, given in enumerate(everyones)):
+            for color, _, rank in sorted((*given, rank) for rank, given in enumerate(by_rank)):
                 made.setdefault(color, (next(self._board.numbers), []))[1].append(
                     self.members[rank]
                 )
-            return [made[color] for color, _ in everyones]
+            return [made[color] for color, _ in by_rank]
 
         number, ranks = self._exchange(name, (color, key), make)
         return type(self)(self._board, self.world, self._local, ranks, number)
@@ -748,7 +748,7 @@ def _total(arrays: Sequence[Buffer]) -> Buffer:
     return total
 
 
-def _gather(everyones: list[tuple[Buffer, Buffer]]) -> None:
-    full = np.concatenate([as_bytes(local) for local, _ in everyones])
-    for _, into in everyones:
+def _gather(by_rank: list[tuple[Buffer, Buffer]]) -> None:
+    full = np.concatenate([as_bytes(local) for local, _ in by_rank])
+    for _, into in by_rank:
         as_bytes(into)[...] = full
