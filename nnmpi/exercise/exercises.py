@@ -31,8 +31,8 @@ from nnmpi.comm.collective import (
     Collective,
     Contract,
     Step,
+    all_parts,
     as_collective,
-    everyone,
     local_part,
 )
 from nnmpi.comm.duration import price
@@ -69,7 +69,7 @@ def _line(rank: int, size: int) -> tuple[Step, ...]:
 
 
 _REDUCE = Contract(
-    "reduce", local_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None
+    "reduce", local_part, lambda rank, chunk, size: all_parts(size) if rank == ROOT else None
 )
 _REDUCES = (Collective("line", _REDUCE, (_line,)), Collective("tree", _REDUCE, (tree_reduce,)))
 REFERENCES = {**COLLECTIVES, **{("reduce", item.name): item for item in _REDUCES}}
