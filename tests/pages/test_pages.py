@@ -90,7 +90,7 @@ def test_a_ring_is_stepped_through_with_keys(
         told.push(texts(".figures"), count("svg rect.part"));
         return { told };
     """
-    before, parts, second, message, over, all_parts = look(ring, script, tmp_path, width, dark)[
+    before, parts, second, message, over, total_parts = look(ring, script, tmp_path, width, dark)[
         "told"
     ]
     ring_s, tree_s = (
@@ -105,7 +105,7 @@ def test_a_ring_is_stepped_through_with_keys(
         message
         == "0 adds to 1: chunk 2; 1 adds to 2: chunk 3; 2 adds to 3: chunk 0; 3 adds to 0: chunk 1"
     )
-    assert parts == 2 * 4 * 4 and all_parts == 2 * 4 * all_parts(4).bit_count() * 4
+    assert parts == 2 * 4 * 4 and total_parts == 2 * 4 * all_parts(4).bit_count() * 4
     for text, seconds in zip(over, (ring_s, tree_s), strict=True):
         shown = re.search(r"clock ([\d.]+) ms of ([\d.]+) ms", text)
         assert shown and shown[1] == shown[2] == f"{1e3 * seconds:.3g}"
