@@ -1,24 +1,25 @@
-"""A run's state and its checkpoints: folders of safetensors and JSON, whole or absent.
+"""A run's state and its checkpoints: folders of safetensors and JSON, written atomically.
 
     checkpoints/
       step-00000120/  model.safetensors  optimizer.safetensors  state.json
       step-00000180/  ...
-      latest          the name of the newest one, written last
-      best            the name of the one with the best evaluation, which stays; with --keep-best
+      latest          the name of the newest checkpoint, written last
+      best            the name of the checkpoint with the best evaluation, with --keep-best
 
-    Saver       the trainer's arrays and state.json into a new checkpoint, beside training
-    find        the last good checkpoint of a run's folder, verified
-    restore     the trainer's arrays and the loop's state from what was found
-    save, resume    the same for a loop of one's own
+    Saver           saves the trainer's arrays and state.json in the background of training
+    find            returns the last intact checkpoint of a run's folder
+    restore         restores the trainer and the loop's state from a checkpoint
+    save, resume    the same for a user's loop
 
-Rank 0 reads and writes, so no shared file system is needed. Arrays go between its file and the
-ranks' parts of them one at a time (see `parallel.model_state`): a checkpoint fits a layout that no
-single rank's memory would hold, and any layout reads what any other has written.
+Rank 0 reads and writes, so that no shared file system is needed. It gathers or scatters one array
+at a time (see `parallel.model_state`): a model may be larger than one rank's memory, and any layout
+reads any other layout's checkpoint. One file per rank would be written in parallel, but would need
+a shared file system or the same nodes, and a conversion for every other layout.
 
-A checkpoint is written under a temporary name (see `CheckpointWriter`), every file is brought to
-disk, and then the folder is renamed: a kill at any moment leaves the older ones as they were.
-state.json holds the size and SHA-256 of the other two files, and the SHA-256 of its own values, so
-that damage is found before a weight is used. No pickle anywhere.
+A checkpoint is written under a temporary name (see `CheckpointWriter`) and synced to disk; then its
+folder is renamed. A kill at any moment leaves the older checkpoints intact. state.json holds size
+and SHA-256 of the other two files, and the SHA-256 of its own values: damage is found before a
+weight is used. There is no pickle, which could execute code.
 """
 
 from __future__ import annotations
@@ -73,25 +74,24 @@ STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 BEST_FILE = "best"
 PREFIX = "step-"
-Arrays: TypeAlias = tuple[ModelState, ModelState]  # of the model, and of the optimizer
+Arrays: TypeAlias = tuple[ModelState, ModelState]  # the model's, and the optimizer's
 Loop: TypeAlias = Trainer | tuple[Module, Optimizer, Group]
-FORMAT = 1  # of state.json; a change that older programs would misread raises it
-KEEP = 3  # checkpoints that stay on disk
+FORMAT = 1  # of state.json; increased by a change that older programs would misread
+KEEP = 3  # newest checkpoints on disk
 
 
-# ---- where a run stands ----
+# ---- the state of a run ----
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How long a run is.
+    """The length of a run.
 
     Attributes:
-        epochs, steps: passes over the training data, and updates; the run ends with whichever comes
-            first.
-        train_batches, test_batches: batches of one pass over the training data, and over the test
-            data.
-        stop: after how many updates it ends this time.
+        epochs, steps: passes over the training data, and updates; the run ends with the earlier
+            one.
+        train_batches, test_batches: batches in one pass over the training data and the test data.
+        stop: updates after which this start ends (--stop-after).
     """
 
     epochs: int
@@ -101,24 +101,24 @@ class Extent:
     stop: int
 
     def passes(self, state: RunState) -> float:
-        """Return the passes over the training data so far, with the fraction of the present one."""
+        """Return the passes over the training data so far, with a fraction for the current one."""
         return state.epoch + state.batch / self.train_batches
 
 
 @dataclass
 class RunState:
-    """A run's state between two steps. Never changed; not frozen, since that is slower to make.
+    """A run's state between two steps. Immutable by convention: a frozen dataclass is slower.
 
     Attributes:
         step: updates done.
-        epoch, batch: the next batch: its epoch (from 0), and its number in the epoch.
+        epoch, batch: of the next batch: its epoch (from 0), and its number in the epoch.
         window: sums since the last line of training metrics.
         in_epoch: sums since the epoch began.
-        best, best_step: the accuracy of the best evaluation so far, of tokens and quantities its
-            loss, and after how many steps it was; 0 for none.
-        elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
-        samples: rows of the training set, which `batch` counts in.
-        data: what tells the data from others, see `Inputs.identity`.
+        best, best_step: the best evaluation so far: its accuracy, or its loss for tokens and
+            quantities, and its step; 0 for none.
+        elapsed_s: seconds of training, evaluation and saving, over all starts of the run.
+        samples: rows of the training set, on which `batch` depends.
+        data: a hash of the data, see `Inputs.identity`.
     """
 
     step: int = 0
@@ -133,7 +133,7 @@ class RunState:
     data: str = ""
 
     def after(self, totals: Totals, window: Totals) -> RunState:
-        """Return the state after steps with these sums, including those since the last record."""
+        """Return the state after steps with these sums; `window`: those since the last record."""
         step, batch = self.step + totals.steps, self.batch + totals.steps
         return replace(
             self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals), window=window
@@ -144,17 +144,17 @@ class RunState:
         return replace(self, epoch=self.epoch + 1, batch=0, in_epoch=Totals())
 
     def after_evaluation(self, report: Totals, by_loss: bool) -> RunState:
-        """Return the state with this evaluation of its weights as the best, if it is better."""
+        """Return the state with this evaluation of its weights as the best if it is better."""
         value, sign = (report.loss, -1) if by_loss else (report.accuracy, 1)
         better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)
         return replace(self, best=value, best_step=self.step) if better else self
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunState:
-        """Return the state of which the fields are among these JSON values.
+        """Return the state with these JSON values, which may have more keys.
 
         Raises:
-            KeyError, TypeError, AttributeError: when a value is missing, or of another kind.
+            KeyError, TypeError, AttributeError: for a missing value, or one of another type.
         """
         return rebuilt(cls, {name: values[name] for name in cls.__dataclass_fields__})
 
@@ -164,16 +164,16 @@ class RunState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that a run needs to continue, found and verified once.
+    """A verified checkpoint.
 
     Attributes:
-        values: JSON values of state.json: step, epoch, batch, seed, the optimizer's scalars and
-            what the loop adds.
-        folder: where it lies, on rank 0's node.
-        notices: lines to print about it.
-        model: parameters and buffers of the whole model by full name, whatever the layout of the
-            run was; read when they are asked for. On rank 0 alone, as the optimizer.
-        optimizer: state arrays by "slot/full.parameter.name".
+        values: of state.json: step, epoch, batch, seed, the optimizer's scalars and the loop's
+            values.
+        folder: on rank 0's node.
+        notices: lines to print.
+        model: on rank 0, parameters and buffers of the full model by name, independent of the
+            layout; each is read from the file on demand.
+        optimizer: on rank 0, state arrays by "slot/full.parameter.name".
     """
 
     values: Mapping[str, Any]
@@ -188,31 +188,30 @@ class Checkpoint:
         return rebuilt(Mesh, self.values["layout"])
 
     def cuts(self, mesh: Mesh, virtual_stages: int) -> list[int] | None:
-        """Return each stage's number of layers; None for another number of stages."""
+        """Return each stage's number of layers; None if the mesh has another number of stages."""
         cuts: list[int] = self.values["cuts"]
         return cuts if len(cuts) == mesh.pp * virtual_stages and mesh.pp > 1 else None
 
 
 class Saver(AbstractContextManager["Saver"]):
-    """Writes the checkpoints of a run beside its training, one at a time.
+    """Write the checkpoints of a run in the background of training, one at a time.
 
-        training    step |write| step | step | step | step |write| step |end|   "write" waits for the checkpoint before
-        beside it        '-----sum, sync, name, remove-----'     '----------'
+        training      step |write| step | step | step | step |write| step |end|
+        background         '---hash, sync, rename, remove---'     '----------'
 
-    The values are copied where they must go anyway: into the files, which the system keeps in
-    memory until it has brought them to the disk. So nothing that is as long as the model stays in
-    the program, whatever the layout is. All that waits for the disk or looks at every byte is done
-    beside training.
+    "write" first waits for the previous checkpoint. It copies the arrays into the files, that is
+    into the system's page cache, so that the program needs no second copy of the model. Hashing and
+    syncing, which look at every byte or wait for the disk, run in the background.
 
     Args:
         folder: of the run.
-        recorder: its records are brought to the disk first: a checkpoint must not be newer than
-            they are.
+        recorder: of the metrics, which are synced before the checkpoint: a checkpoint must not be
+            newer than its metrics.
         group: all ranks of the run.
 
     Attributes:
-        spent_s, last_s: what all of them, and the last one, have taken, beside training too; on
-            rank 0.
+        spent_s, last_s: seconds of all checkpoints and of the last one, background work included;
+            on rank 0.
     """
 
     def __init__(self, folder: RunFolder, recorder: MetricsRecorder, group: Group) -> None:
@@ -227,36 +226,36 @@ class Saver(AbstractContextManager["Saver"]):
         metadata: Mapping[str, str] | None = None,
         best: bool = False,
     ) -> None:
-        """Write a checkpoint of this state, but for what is done beside what follows. Collective.
+        """Write a checkpoint; its background part may still run on return. Collective.
 
         Args:
-            trainer: whose arrays are written.
-            state: where the run stands.
-            metadata: what the file of the weights says of its model (see `train.signature`).
-            best: whether these are the best weights so far, which stay too.
+            trainer: to save.
+            state: of the run.
+            metadata: of the weights' file (see `train.signature`).
+            best: whether these are the best weights so far, which `best` will name.
 
         Raises:
-            CheckpointError: on all ranks, when it cannot be written, or the one before could not;
-                older ones are intact.
+            CheckpointError: on all ranks, when this checkpoint or the previous one cannot be
+                written; older ones are intact.
         """
         began, group, folder = clock.now(), self._group, self._folder.checkpoints
-        # used on rank 0 alone
+        # rank 0 alone uses the writer
         writer, values = CheckpointWriter(folder, state.step), _values(trainer, state)
         what = f"no checkpoint of step {state.step} can be written into {folder}"
-        explained = raised_as(CheckpointError, what, "older ones are intact")
+        as_error = raised_as(CheckpointError, what, "older ones are intact")
 
-        @explained
+        @as_error
         def begin() -> None:
             self._end_last()
             self._recorder.flush()
             writer.begin()
 
-        @explained
+        @as_error
         def finish() -> None:
             self._recorder.sync()
             writer.finish(values, KEEP, best)
 
-        def beside(before_s: float) -> float:
+        def in_background(before_s: float) -> float:
             began = clock.now()
             try:
                 finish()
@@ -266,24 +265,26 @@ class Saver(AbstractContextManager["Saver"]):
 
         try:
             on_root(group, begin)
-            _write(writer, trainer.state(), group, explained, metadata)
+            _write(writer, trainer.state(), group, as_error, metadata)
         except BaseException:
             if group.is_root:
                 writer.discard()
             raise
         if group.is_root:
-            self._work = group.comm.world.beside(partial(beside, clock.now() - began))
+            self._work = group.comm.world.beside(partial(in_background, clock.now() - began))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Collective.
 
         Raises:
-            CheckpointError: on all ranks, when it cannot be; older ones are intact.
+            CheckpointError: on all ranks, when it cannot be written; older ones are intact.
         """
         on_root(self._group, self._end_last)
 
     def is_affordable(self, limit_s: float) -> bool:
-        """True if one more checkpoint keeps their total within these seconds; on rank 0.
+        """Return whether another checkpoint keeps `spent_s` within the limit; on rank 0.
+
+        The next checkpoint is assumed to take as long as the last one.
 
         Raises:
             CheckpointError: when the last one could not be written.
@@ -308,17 +309,17 @@ class Saver(AbstractContextManager["Saver"]):
 def find(
     folder: RunFolder, group: Group, writes: bool = True, best: bool = False
 ) -> Checkpoint | None:
-    """Return the run's last good checkpoint; None where there is none yet. Collective.
+    """Return the run's last intact checkpoint; None if there is none yet. Collective.
 
     Args:
         folder: of the run.
         group: all ranks.
-        writes: whether the run will continue there, and write more.
-        best: take the one with the best evaluation.
+        writes: whether the run will write more checkpoints there.
+        best: return the checkpoint with the best evaluation.
 
     Raises:
-        CheckpointError: on all ranks, when none is whole, it holds what no run writes, or the
-            folder cannot be used.
+        CheckpointError: on all ranks, when all are damaged, the values are not a run's, or the
+            folder is inaccessible.
     """
     result: list[Checkpoint] = []  # on rank 0
 
@@ -328,7 +329,7 @@ def find(
         if loaded is None:
             return None
         with foreign(loaded.folder / STATE_FILE, CheckpointError, "not what a run writes"):
-            # before any work is done
+            # raises for bad values here, before the data are loaded
             _ = RunState.from_json(loaded.values), loaded.cuts(loaded.mesh, 1)
         result.append(loaded)
         return [
@@ -340,24 +341,25 @@ def find(
     answer: list[Any] | None = on_root(group, read)
     if answer is None:
         return None
-    values, place, notices = answer
-    return replace(result[0] if result else Checkpoint(values, Path(place)), notices=tuple(notices))
+    values, path, notices = answer
+    return replace(result[0] if result else Checkpoint(values, Path(path)), notices=tuple(notices))
 
 
 def restore(
     trainer: Trainer, last: Checkpoint | None, folder: RunFolder, first: RunState
 ) -> tuple[RunState, list[str]]:
-    """Give the trainer what `find` found; return the state, and lines to print. Collective.
+    """Restore a trainer from a checkpoint; return the state, and lines to print. Collective.
 
     Args:
-        trainer: which gets the arrays; without a checkpoint it stays as it is.
-        last: what was found; None stands for a run that has no checkpoint yet, and begins.
+        trainer: to restore.
+        last: the result of `find`. None restores nothing and returns `first`.
         folder: of the run, for the message.
-        first: the state of a run that begins, which says what its data are.
+        first: the state of a new run on the current data.
 
     Raises:
-        CheckpointError: on all ranks, when it does not fit the model; nothing is changed then.
-        DataError: on all ranks, for other data than it was begun with.
+        CheckpointError: on all ranks, when the checkpoint does not fit the model; nothing is
+            changed then.
+        DataError: on all ranks, when the run began with other data.
     """
     if last is None:
         return first, [f"{folder.path} has no checkpoint yet: starting at the beginning"]
@@ -386,31 +388,31 @@ def _write(
     writer: CheckpointWriter,
     arrays: Arrays,
     group: Group,
-    explained: Any,
+    as_error: Any,
     about: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the model's arrays and the optimizer's; errors come through `explained`. Collective."""
+    """Write the model's and the optimizer's arrays; `as_error` converts OSErrors. Collective."""
     for file, array in zip((MODEL_FILE, OPTIMIZER_FILE), arrays, strict=True):
         on_root(
             group,
             partial(
-                explained(writer.open), file, array.specs(), about if file == MODEL_FILE else None
+                as_error(writer.open), file, array.specs(), about if file == MODEL_FILE else None
             ),
         )
-        array.gather(explained(writer.write))
+        array.gather(as_error(writer.write))
 
 
 def _read(last: Checkpoint, arrays: Arrays) -> None:
-    """Give the model and the optimizer what a checkpoint holds, or change nothing. Collective."""
+    """Restore model and optimizer from a checkpoint, or change nothing. Collective."""
     sources = [source_of(last.model), source_of(last.optimizer)]
     for array, (_, specs, file) in zip(arrays, sources, strict=True):
-        # both, before either is written
+        # both are checked before either is changed
         array.check(specs, file)
     for array, source in zip(arrays, sources, strict=True):
         array.scatter(*source)
 
 
-# ---- of a loop of your own ----
+# ---- for a user's loop ----
 
 
 def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None:
@@ -418,17 +420,16 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
 
         nnmpi.save("checkpoints", worker, epoch=epoch + 1)
 
-    It is whole or absent, whenever the program is killed, and any layout reads it.
+    The write is atomic: a kill leaves older checkpoints intact. Any layout reads the checkpoint.
 
     Args:
-        folder: of its checkpoints, which may be made; each is named after the optimizer's steps.
-        loop: a `Worker`; or model, optimizer and group, where the ranks of the group have the same
-            of both.
-        keep: how many of the newest ones stay.
+        folder: of the checkpoints, created if missing; each is named after the optimizer's steps.
+        loop: a `Worker`; or (model, optimizer, group), with both replicated on the group's ranks.
+        keep: the number of newest checkpoints to keep.
         place: numbers and texts, which `resume` returns.
 
     Raises:
-        UsageError: on all ranks, for a place that JSON does not have.
+        UsageError: on all ranks, for values that JSON cannot hold.
         CheckpointError: on all ranks, when it cannot be written; older ones are intact.
 
     Example:
@@ -445,36 +446,36 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
         raise UsageError(
             f"the place is numbers and texts of Python's, such as int(epoch): {error}"
         ) from None
-    explained = raised_as(
+    as_error = raised_as(
         CheckpointError, f"no checkpoint can be written into {folder}", "older ones are intact"
     )
     with _training(loop) as training:
         writer, group = CheckpointWriter(Path(folder), training.optimizer.steps), training.group
         values = {"optimizer": training.scalars(), "place": place}
         try:
-            on_root(group, explained(writer.begin))
-            _write(writer, training.state(), group, explained)
-            on_root(group, partial(explained(writer.finish), values, keep))
+            on_root(group, as_error(writer.begin))
+            _write(writer, training.state(), group, as_error)
+            on_root(group, partial(as_error(writer.finish), values, keep))
         finally:
             if group.is_root:
                 writer.discard()
 
 
 def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
-    """Restore the last good checkpoint of `save`, and return its place; {} if none. Collective.
+    """Restore the last intact checkpoint of `save`, and return its place; {} if none. Collective.
 
-    The loop then continues to the bits of one without a break: dropout depends on the optimizer's
-    steps, and the order of the data on seed and epoch.
+    The loop then gives the bits of one without a break: dropout depends on the optimizer's steps,
+    and the order of the data on seed and epoch.
 
         place = nnmpi.resume("checkpoints", worker)
         for epoch in range(place.get("epoch", 0), 20): ...
 
     Args:
-        folder, loop: as of `save`.
+        folder, loop: see `save`.
 
     Raises:
-        CheckpointError: on all ranks, when none is whole, it does not fit the model, or it is of
-            another program; nothing is changed then.
+        CheckpointError: on all ranks, when all are damaged, the checkpoint does not fit the model,
+            or the train command wrote it; nothing is changed then.
 
     Example:
         >>> model = models.mlp((4,), 3).initialize(seed=0)
@@ -522,14 +523,14 @@ def _training(loop: Loop) -> Iterator[Training]:
 def source_of(
     file: TensorFile | None,
 ) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
-    """Return the source for `ModelState.scatter`: on rank 0 a reader, contents and name."""
+    """Return the arguments of `ModelState.scatter`: on rank 0 a reader, specs and name."""
     if file is None:
         return dict[str, Array]().__getitem__, None, None
     return file.__getitem__, file.specs, file.file
 
 
 def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
-    """Return what state.json holds. Collective."""
+    """Return the values of state.json. Collective."""
     return {
         **asdict(state),
         "seed": trainer.seed,
@@ -542,34 +543,32 @@ def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
 
 
 def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
-    """Return a line where a run continues with another layout: which, and whether its results stay
-    equal to the bit.
-    """
+    """Return a line on a changed layout, and whether the results stay equal to the bit."""
     before, now = last.mesh, trainer.arrangement.mesh.mesh
     if before.shape == now.shape:
         return []
     plain = before.dp == before.size and now.dp == now.size
-    words = (counted(before.size, "rank"), f"{now.size}") if plain else (str(before), str(now))
+    had, has = (counted(before.size, "rank"), f"{now.size}") if plain else (str(before), str(now))
     fixed = last.values.get("fixed", False) and trainer.arrangement.layout.fixed
     equal = f": equal {'bit for bit' if fixed else 'up to rounding'}" if trainer.in_step else ""
-    return [f"the run had {words[0]} and goes on with {words[1]}{equal}"]
+    return [f"the run had {had} and goes on with {has}{equal}"]
 
 
 # ---- a checkpoint's folder, by one process ----
 
 
 def check_folder(folder: Path, writes: bool = True) -> None:
-    """Check that a run can resume here and save more, before any work that could be lost.
+    """Check that checkpoints can be read and written here, before any work that could be lost.
 
-    A folder that is not there yet is fine.
+    A missing folder is fine.
 
     Raises:
-        CheckpointError: when it is no folder, or may not be read or written.
+        CheckpointError: for a path that is no folder, or without permissions.
     """
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        # a file, or a link that leads nowhere: there is no checkpoint, and none can be written
+        # a file or a dangling link: no checkpoint can be written
         raise CheckpointError(
             f"{folder} is not a folder; put the run's checkpoints there, or move it away"
         )
@@ -581,16 +580,16 @@ def check_folder(folder: Path, writes: bool = True) -> None:
 
 
 def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
-    """Return the checkpoint that `latest` names; None where there is none yet.
+    """Return the checkpoint that `latest` names; None if there is none yet.
 
-    Where that one is damaged the newest good one is taken, and a notice says so.
+    If it is damaged, return the newest intact one, with a notice.
 
     Args:
         folder: of the checkpoints.
-        best: take the one that `best` names, and no other.
+        best: return the one that `best` names, and no other.
 
     Raises:
-        CheckpointError: when there are checkpoints and none of them is whole.
+        CheckpointError: when all checkpoints are damaged.
     """
     if best:
         result = _named(folder, BEST_FILE)
@@ -611,11 +610,11 @@ def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in this folder.
+    """Return the checkpoint in this folder, verified.
 
     Raises:
-        CheckpointError: when a file is missing, unreadable, cut, changed, or of a newer format; the
-            message names it.
+        CheckpointError: for a missing, unreadable, truncated or changed file, and for a newer
+            format; the message names the file.
     """
     file = folder / STATE_FILE
     with foreign(file, CheckpointError, "damaged or missing"):
@@ -639,12 +638,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def digest(state: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of JSON values, however they are laid out in a file."""
+    """Return the SHA-256 of JSON values; the layout of the file does not matter."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check sizes first (cheap, finds a cut file), then the sums."""
+    """Check sizes first, which is cheap and finds truncated files, then the hashes."""
     for name in (MODEL_FILE, OPTIMIZER_FILE):
         file, expected = folder / name, files.get(name)
         if expected is None:
@@ -665,13 +664,13 @@ def steps(folder: Path) -> list[Path]:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the folders to try: what `latest` names first, then from the newest on."""
+    """Return the folders to try: the one `latest` names, then the others from the newest on."""
     result, named = steps(folder), _named(folder, LATEST_FILE)
     return result if named is None else [named, *(item for item in result if item != named)]
 
 
 def _named(folder: Path, file: str) -> Path | None:
-    """Return the checkpoint that a file names; None where it names none."""
+    """Return the checkpoint named in a file, or None."""
     try:
         named = folder / read_text(folder / file).strip()
     except (OSError, UnicodeDecodeError):
@@ -680,25 +679,24 @@ def _named(folder: Path, file: str) -> Path | None:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint under a temporary name, which `finish` renames once it is whole.
+    """Write a checkpoint under a temporary name; `finish` renames it when it is complete.
 
         writer = CheckpointWriter(folder, step=120)
         try:
             writer.begin()
-            writer.open(MODEL_FILE, outlines)
-            writer.write("0.weight", array)     # one array at a time, in the order of the outlines
+            writer.open(MODEL_FILE, specs)
+            writer.write("0.weight", array)     # one array at a time, in the order of `specs`
             ...
-            writer.finish(state, keep=3)        # all that waits for the disk, or looks at every
-                                                byte, is done here
+            writer.finish(state, keep=3)        # hashes every byte and waits for the disk
         finally:
-            writer.discard()                    # what is not finished is removed
+            writer.discard()                    # removes an unfinished checkpoint
 
-    All methods but `discard` raise OSError when the disk is full or not writable. Older checkpoints
-    are then as before.
+    All methods except `discard` raise OSError when the disk is full or not writable. Older
+    checkpoints stay intact.
 
     Args:
-        folder: of the run's checkpoints; it is made if needed.
-        step: the updates done, which give the checkpoint its name.
+        folder: of the run's checkpoints, created if missing.
+        step: the updates done, for the checkpoint's name.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -708,41 +706,41 @@ class CheckpointWriter:
         self._writers: dict[str, TensorWriter] = {}
 
     def begin(self) -> None:
-        """Make the folder."""
+        """Create the temporary folder; remove those that killed runs have left."""
         if not self._folder.is_dir():
-            self._folder.mkdir()  # not the run's folder: somebody may have removed it
+            self._folder.mkdir()  # not its parents: a run's folder that was removed stays so
             sync_folder(self._folder.parent)
-        for left in self._folder.glob(f".{PREFIX}*.tmp"):  # by a kill
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in self._folder.glob(f".{PREFIX}*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
         self._temporary.mkdir()
 
     def open(
         self, name: str, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Begin a file of arrays."""
+        """Open the next file of arrays."""
         self._writers[name] = TensorWriter(self._temporary / name, specs, metadata)
 
     def write(self, name: str, array: Array) -> None:
-        """Write the next array of the file that was opened last."""
+        """Write the next array of the file opened last."""
         self._writers[next(reversed(self._writers))].write(name, array)
 
     def finish(self, state: Mapping[str, Any], keep: int, best: bool = False) -> str:
-        """Write state.json, sync to disk, and rename the checkpoint; return its folder.
+        """Write state.json, sync to disk, and rename the checkpoint; return its name.
 
-        Keeps the `keep` newest ones, and the best. Checkpoints of later steps are removed too: they
-        belong to a future that a resumed run has left.
+        Older checkpoints are removed, except the `keep` newest and the best. Checkpoints of later
+        steps are removed, too: they are left from before the run was resumed at an older step.
 
         Args:
             state: JSON values.
-            keep: how many of the newest ones stay.
-            best: whether this is the best one so far, which stays too.
+            keep: the number of newest checkpoints to keep.
+            best: whether this is the best one so far.
         """
         files = {name: writer.close() for name, writer in self._writers.items()}
         values = {"format": FORMAT, **state, "files": files}
         text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
         write_synced(self._temporary / STATE_FILE, text.encode() + b"\n")
         sync_folder(self._temporary)
-        if self._final.exists():  # the same step again, after an older one was resumed
+        if self._final.exists():  # the run was resumed at an older step and is here again
             shutil.rmtree(self._final)
         self._temporary.rename(self._final)
         sync_folder(self._folder)
@@ -752,7 +750,7 @@ class CheckpointWriter:
         return self._final.name
 
     def discard(self) -> None:
-        """Remove what is not finished; after `finish` this does nothing."""
+        """Remove an unfinished checkpoint; after `finish` this does nothing."""
         for writer in self._writers.values():
             writer.abandon()
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -768,16 +766,16 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 
 # ---- one file of arrays ----
 #
-# The library writes all arrays at once, so that all of them would have to be there; here they come
-# one at a time:
+# The library safetensors writes all arrays at once, so that all would have to be in rank 0's
+# memory. This writer takes them one at a time.
 #
 #     8 bytes      N, the length of the header, little-endian
-#     N bytes      the header, JSON: {"0.weight": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
-#     the rest     the arrays' elements, little-endian, in C order, one array right after the other
+#     N bytes      JSON: {name: {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
+#     the rest     the arrays' elements, little-endian, in C order, without gaps
 #
 # Source of the format: https://github.com/huggingface/safetensors
 
-HEADER_STEP_BYTES = 8  # the header is filled up with spaces, so that the elements are aligned
+HEADER_STEP_BYTES = 8  # the header is padded with spaces to align the elements
 NAMES = {
     **{
         f"{kind}{bits}": f"{short}{bits}"
@@ -792,16 +790,15 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class TensorWriter:
-    """Writes one file.
+    """Write one safetensors file, array by array.
 
     Args:
-        file: a new file; it is seen half-written, so it belongs into a folder that nobody reads
-            yet.
-        specs: shape and dtype of each array, in the order in which they will come.
-        metadata: texts by name, which the file holds too.
+        file: a new file, in a temporary folder: it is incomplete until `close`.
+        specs: shape and dtype of each array, in the order of the calls of `write`.
+        metadata: {name: text}, stored in the header.
 
     Raises:
-        CheckpointError: for a dtype that the format has not.
+        CheckpointError: for a dtype that the format lacks.
         OSError: when the disk is full or not writable; so do the methods.
     """
 
@@ -818,15 +815,15 @@ class TensorWriter:
             raise
 
     def write(self, name: str, array: Array) -> None:
-        """Write the next array, as announced; any strides."""
-        # order="C" copies what has gaps and, unlike ascontiguousarray, leaves a 0-d array 0-d
+        """Write the next array of `specs`; its strides may be any."""
+        # order="C" copies non-contiguous arrays; unlike ascontiguousarray, it keeps 0-d arrays 0-d
         self._put(as_bytes(np.asarray(array, array.dtype.newbyteorder("<"), order="C")))
 
     def close(self) -> dict[str, str | int]:
-        """Wait until the disk has the file, and return its "bytes" and "sha256".
+        """Sync the file to disk, and return its "bytes" and "sha256".
 
-        The sum is taken here, of what the file holds, so that whoever waits for `write` does not
-        wait for it.
+        The hash is computed here, not in `write`: `close` runs in the background, while the ranks
+        wait for `write`.
         """
         self._stream.flush()
         result: dict[str, str | int] = {"bytes": self._stream.tell(), "sha256": sha256(self._file)}
@@ -835,8 +832,10 @@ class TensorWriter:
         return result
 
     def abandon(self) -> None:
-        """Close the file as it is; after `close` this does nothing."""
-        with suppress(OSError):  # what is buffered may find no room: the file is of no use anyway
+        """Close the incomplete file; after `close` this does nothing."""
+        with suppress(
+            OSError
+        ):  # flushing the buffer may fail on a full disk, which does not matter
             self._stream.close()
 
     def _put(self, content: Array) -> None:
@@ -844,17 +843,15 @@ class TensorWriter:
 
 
 class TensorFile:
-    """The arrays of a file by name, each read when it is asked for.
-
-    Args:
-        file: any safetensors file.
+    """The arrays of a safetensors file by name, each read on demand.
 
     Attributes:
-        specs: shape and dtype of each array, in the order in which they stand there.
-        metadata: texts by name; empty where there are none.
+        file: its path.
+        specs: shape and dtype of each array, in the file's order.
+        metadata: {name: text}; may be empty.
 
     Raises:
-        CheckpointError: when it is missing or damaged.
+        CheckpointError: for a missing or damaged file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -873,16 +870,15 @@ class TensorFile:
         """Read one array.
 
         Raises:
-            CheckpointError: when it cannot be read, or there is none of this name.
+            CheckpointError: for an unreadable file, and for an unknown name.
         """
+        # The file is opened for each array: an open one would stay on the disk when removed.
         with open_arrays(self.file, CheckpointError) as opened:
-            # kept open, it would keep a removed file on the disk
             array: Array = opened.get_tensor(name)
         return array
 
 
 def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the header as bytes: which array is where."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, spec in specs.items():

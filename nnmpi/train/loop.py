@@ -1,17 +1,18 @@
-"""The training loop: epochs, evaluations, checkpoints, and stopping at a signal.
+"""The training loop: epochs, evaluations, checkpoints, and stopping on a signal.
 
-How batches are trained on is left to the trainer, which trains up to the next point where something
-is due: a segment.
+The loop cuts training into segments, which end at steps with an evaluation, a checkpoint or the end
+of an epoch. The trainer trains a segment without returning to the loop: asynchronous workers meet
+only at its end. With 235 batches in an epoch and --save-every 100steps:
 
-step    0 ------------------ 100 ------------------ 200 ------ 235      235 batches in an epoch, --save-every 100steps
-        |      segment        |       segment        | segment  |
-                           checkpoint             checkpoint   evaluation, checkpoint
+    step    0 ------------ 100 ------------ 200 ------- 235
+            |   segment     |    segment     |  segment  |
+                        checkpoint       checkpoint   evaluation, checkpoint
 
-What is due at a step is done in this order, so that a checkpoint holds all that was recorded up to
-it: metrics, evaluation, checkpoint, stop.
+At the end of a segment come metrics, evaluation, checkpoint, stop. In this order a checkpoint
+includes all records up to its step.
 
-What is around the loop: the folder is taken, a checkpoint restored, the header printed; the end
-proved and told.
+`begin` surrounds the loop: it locks the folder, restores a checkpoint and prints the header, and at
+the end writes finished.json and the summary.
 """
 
 from __future__ import annotations
@@ -73,16 +74,16 @@ SAVING = 0.01  # default share of the time spent on checkpoints
 
 
 class StopSignals:
-    """Catches SIGTERM, SIGINT and SIGHUP while it is entered, and SIGCONT.
+    """A context that records SIGTERM, SIGINT, SIGHUP and SIGCONT.
 
-    Open MPI's mpirun that is to end sends its ranks SIGCONT at once, SIGTERM after a quarter of a
-    second, and SIGKILL after another one. So a rank that is woken up asks for a checkpoint, and the
-    run continues.
+    When Open MPI's mpirun is stopped, it sends its ranks SIGCONT at once, SIGTERM after a quarter
+    of a second, and SIGKILL after another quarter. The time after SIGTERM is too short for a
+    checkpoint, so SIGCONT already triggers one. The run then continues: SIGCONT may also mean that
+    a suspended job resumes.
 
-    A signal may reach one rank or all of them, at different steps; so the ranks must ask one
-    another what they `noted`. A second SIGINT raises KeyboardInterrupt at once, for a step that
-    does not end. Python gives signals to the main thread alone: simulated ranks, which are other
-    threads, see those that it catches.
+    A signal may reach one rank or all, at different steps: the ranks must agree on what they
+    `noted`. A second SIGINT raises KeyboardInterrupt at once, in case the step hangs. Python calls
+    handlers in the main thread only. Simulated ranks are other threads and share its record.
     """
 
     _main: ClassVar[StopSignals | None] = None
@@ -90,15 +91,14 @@ class StopSignals:
     def __init__(self) -> None:
         self._noted: int = 0
         self._before: Handlers = {}
-        self._caught_by: StopSignals = self
+        self._recorder: StopSignals = self
 
     def __enter__(self) -> Self:
-        """Catch the signals from now on."""
         if threading.current_thread() is threading.main_thread():
             self._before = install_handlers(self._note, signal.SIGCONT)
             StopSignals._main = self
         else:
-            self._caught_by = StopSignals._main or self
+            self._recorder = StopSignals._main or self
         return self
 
     def __exit__(
@@ -107,19 +107,18 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the signals back to those who had them."""
         restore_handlers(self._before)
         if StopSignals._main is self:
             StopSignals._main = None
 
     def noted(self) -> int:
-        """Return this rank's signal, 0 for none, `WOKEN` for SIGCONT (not collective)."""
-        return self._caught_by._noted
+        """Return this rank's last signal, 0 for none, `WOKEN` for SIGCONT. Not collective."""
+        return self._recorder._noted
 
     def forget_waking(self) -> None:
-        """Look out for the next SIGCONT."""
-        if self._caught_by._noted == WOKEN:
-            self._caught_by._noted = 0
+        """Clear a recorded SIGCONT."""
+        if self._recorder._noted == WOKEN:
+            self._recorder._noted = 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._noted == signal.SIGINT:
@@ -146,7 +145,7 @@ def restore_handlers(before: Handlers) -> None:
 
 
 class Stopped(NnmpiError):
-    """A run that a signal ended early; its status is 128 plus the signal's number."""
+    """A signal has stopped a run; the exit status is 128 plus the signal's number."""
 
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
@@ -154,17 +153,17 @@ class Stopped(NnmpiError):
 
 
 class Loop:
-    """Trains from a state to the end.
+    """Train a run from a state to the end.
 
     Args:
-        run: what trains.
-        state: where it begins.
+        run: to train.
+        state: to begin with.
         reporter: prints and records.
-        recorder: the files with the records; a checkpoint is published after they are on the disk.
+        recorder: of the metrics, which are synced to disk before a checkpoint.
 
     Attributes:
-        state: where the run stands, at the last point where the ranks met.
-        report: the evaluation of the final weights, once they are there.
+        state: of the run, at the end of the last segment.
+        report: the evaluation of the final weights, after `run`.
     """
 
     def __init__(
@@ -178,23 +177,21 @@ class Loop:
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
         self._saver = Saver(run.folder, recorder, run.group)
-        self._test: list[Batch] | None = None  # what is kept of the test data
-        self._evaluated: tuple[int, Totals] | None = None
+        self._test: list[Batch] | None = None  # batches of a small test set, made once
+        self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
         self._tracer = Tracer(run, reporter.say)
         self._window = copy(state.window)  # sums since the last line of metrics
-        self._told = 0  # how many times, in this segment
-        self._last = Progress(0, 0, StepReport(), 0.0, 0.0)  # what was told
+        self._reports = 0  # progress reports in this segment: steps, or workers' gradients
+        self._last = Progress(0, 0, StepReport(), 0.0, 0.0)  # the last report
 
     def run(self) -> None:
-        """Train until the last step, save, and evaluate the final weights on the test data.
-
-        Each turn trains up to where something is due, reports that, and does what is due.
+        """Train to the last step, save, and evaluate the final weights on the test data.
 
         Raises:
             DivergenceError: for a loss or gradient that is not finite; older checkpoints are
                 intact.
             CheckpointError: when a checkpoint cannot be written.
-            Stopped: after a signal, with a checkpoint of the last whole step.
+            Stopped: after a signal, with a checkpoint of the last complete step.
         """
         trainer, run = self._trainer, self._run
         with self._signals, self._saver:
@@ -215,20 +212,20 @@ class Loop:
                     if not trainer.in_step or before.step + report.batches == run.extent.stop:
                         self._log()
                     self.state = before.after(report.totals, copy(self._window))
-                    self._told = 0
+                    self._reports = 0
                     if report.batches and not trainer.in_step:
                         self.reporter.segment(self.state, report)
-                    self._do_what_is_due(report.signal)
+                    self._end_segment(report.signal)
                 self._tracer.finish()
                 self.reporter.say([*trainer.summary(), *trainer.memory()])
                 self.report = self._evaluate()
                 if run.config.run.keep_best:
                     before, self.state = self.state, self._with_best(self.report)
-                    # it is not known as the best
+                    # a new best: save again, so that `best` names the checkpoint
                     self._saved_step = self._saved_step if self.state == before else -1
                 self._save()
                 self._saver.wait()
-            except KeyboardInterrupt:  # the second one: this rank does not wait for the others
+            except KeyboardInterrupt:  # a second SIGINT: end without waiting for the other ranks
                 raise Stopped(
                     f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT
                 ) from None
@@ -242,10 +239,10 @@ class Loop:
 
     @property
     def _step(self) -> int:
-        return self.state.step + self._told // self._trainer.reporters
+        return self.state.step + self._reports // self._trainer.reporters
 
     def _stop_at(self) -> int:
-        """Return the batch of this epoch up to which nothing is due."""
+        """Return the batch of this epoch at which the next segment ends."""
         options, extent, state = self._run.config.run, self._run.extent, self.state
         steps = [extent.train_batches - state.batch, extent.stop - state.step]
         due = [
@@ -258,21 +255,23 @@ class Loop:
             steps.append(self._tracer.left)
         return state.batch + min(steps)
 
-    def _note(self, one: Progress) -> None:
-        """Count a step, or one of the gradients that make it up; report the steps so far when it is
-        due.
+    def _note(self, progress: Progress) -> None:
+        """Count a progress report, and log the steps if it is due.
+
+        Synchronous trainers report each step. Asynchronous ones report each worker's gradient, of
+        which a step has one per worker.
         """
-        self._told, self._last = self._told + 1, one
+        self._reports, self._last = self._reports + 1, progress
         if not self._run.group.is_root:
             return
         workers = self._trainer.reporters
-        is_whole = self._told % workers == 0
-        self._window.add(one.totals.mean_over(workers, int(is_whole)))
-        if is_whole and is_due(self._step, self._run.config.run.log_every):
+        is_step = self._reports % workers == 0
+        self._window.add(progress.totals.mean_over(workers, int(is_step)))
+        if is_step and is_due(self._step, self._run.config.run.log_every):
             self._log()
 
     def _log(self) -> None:
-        """Report the steps, or parts of one, since the last report, if there are any."""
+        """Write a line of metrics on the steps since the last line, if there are any."""
         last, step = self._last, self._step
         if self._window.samples:
             window = replace(self._window, steps=max(self._window.steps, 1))
@@ -286,16 +285,18 @@ class Loop:
             if self._run.backend.is_device:
                 more["device_peak_bytes"] = self._run.backend.memory().peak_bytes
             if not self._trainer.in_step:
-                more |= {"comm_bytes": None, "comm_calls": None}  # they are in the segment's record
+                more |= {"comm_bytes": None, "comm_calls": None}  # the segment's record has them
             self.reporter.steps(state, last.norm, self._run.schedule(max(step - 1, 0)), more)
         self._window = Totals()
 
-    def _do_what_is_due(self, number: int) -> None:
-        """Evaluate, end the epoch and save if it is time, and stop for a signal of this number, or
-        0. Collective.
+    def _end_segment(self, number: int) -> None:
+        """Evaluate, end the epoch and save if due; stop for a signal. Collective.
+
+        Args:
+            number: of the signal; 0 for none.
 
         Raises:
-            Stopped: with a checkpoint of the last whole step.
+            Stopped: with a checkpoint of the last complete step.
         """
         options, ended = self._run.config.run, self.state.batch == self._run.extent.train_batches
         report = None
@@ -325,21 +326,19 @@ class Loop:
             )
 
     def _end_epoch(self, report: Totals | None) -> None:
-        """Report the epoch, with the evaluation after it if there was one; after a whole one
-        continue. Collective.
-        """
-        totals, of = self._over_ranks(self.state.in_epoch)
+        """Report the epoch, with its evaluation if there was one. Collective."""
+        totals, suffix = self._over_ranks(self.state.in_epoch)
         number = self.state.epoch + 1
-        if self.state.batch == self._run.extent.train_batches:
+        if self.state.batch == self._run.extent.train_batches:  # else the run ends within an epoch
             self.state = self.state.after_epoch()
-        self.reporter.epoch(number, totals, report, self._trainer.summary(), of)
+        self.reporter.epoch(number, totals, report, self._trainer.summary(), suffix)
 
     def _over_ranks(self, totals: Totals) -> tuple[Totals, str]:
-        """Return the totals with the ranks' mean in place of each time, and words that say so.
-        Collective.
+        """Return the totals with times averaged over the ranks, and words on that. Collective.
 
-        Stages that are done with a step meet the first one, which is the last to come, in the sum
-        of the losses. What they stand there for longer than it does is the pipeline's bubble.
+        The stages of a pipeline meet in the sum of the losses at the end of a step. The first stage
+        arrives last. A stage's waiting time there beyond the first one's is the drain of the
+        pipeline: it counts as bubble (wait), not as synchronization.
         """
         group, pp = self._run.group, self._run.arrangement.mesh.pp
         if group.size == 1:
@@ -349,10 +348,10 @@ class Loop:
             totals = replace(
                 totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s
             )
-        names = (*PARTS, "wall_s", "hidden_s")  # computing first
-        of = np.array(group.gather([getattr(totals, name) for name in names]))
-        means: dict[str, Any] = dict(zip(names, of.mean(0).tolist(), strict=True))
-        slowest, most_ms = of[:, 0].argmax(), 1e3 * totals.per_step(of[:, 0].max())
+        names = (*PARTS, "wall_s", "hidden_s")  # column 0 is computing
+        times = np.array(group.gather([getattr(totals, name) for name in names]))
+        means: dict[str, Any] = dict(zip(names, times.mean(0).tolist(), strict=True))
+        slowest, most_ms = times[:, 0].argmax(), 1e3 * totals.per_step(times[:, 0].max())
         words = (
             f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
             if self._trainer.in_step
@@ -361,34 +360,34 @@ class Loop:
         return replace(totals, **means), f"; mean over {group.size} ranks{words}"
 
     def _with_best(self, report: Totals) -> RunState:
-        """Return the state with this evaluation as the best, if it is better."""
         return self.state.after_evaluation(report, self._run.inputs.best_by_loss)
 
     def _evaluate(self) -> Totals:
-        """Return the evaluation of the weights as they are on the test data, without doing it
-        twice. Collective.
-        """
+        """Return the evaluation of the current weights; once per step. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
             with self._test_batches() as batches:
                 self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
 
     def _test_batches(self) -> AbstractContextManager[Iterable[Batch]]:
-        """Return the test data's batches, of a small set the same each time."""
+        """Return the test batches; those of a small test set are made once."""
         inputs, backend = self._run.inputs, self._run.backend
         if self._test is not None:
             return nullcontext(self._test)
-        made = inputs.test_loader.epoch(0, backend=backend)
-        is_small = inputs.test_loader.dataset is not inputs.test  # and was made input once
-        if backend.is_device or not is_small:  # a device's batches lie where the next ones will
-            return made
-        with made as batches:
+        prefetch = inputs.test_loader.epoch(0, backend=backend)
+        # the loader's data set is a converted copy if the test set is small
+        is_small = inputs.test_loader.dataset is not inputs.test
+        if backend.is_device or not is_small:  # batches on a device reuse memory
+            return prefetch
+        with prefetch as batches:
             self._test = list(batches)
         return nullcontext(self._test)
 
     def _is_saving_due(self, ended: bool) -> bool:
-        """Return whether it is time for a checkpoint after this epoch, if one has ended.
-        Collective.
+        """Return whether a checkpoint is due. Collective.
+
+        By default one is due at the end of an epoch if checkpoints so far, with this one, take at
+        most the share SAVING of the time.
         """
         every = self._run.config.run.save_every
         if every is not None:
@@ -401,9 +400,7 @@ class Loop:
         return bool(on_root(self._run.group, lambda: self._saver.is_affordable(SAVING * elapsed_s)))
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this step has one; what waits for the disk is done beside
-        training. Collective.
-        """
+        """Write a checkpoint unless this step has one; see `Saver.save`. Collective."""
         if self._saved_step == self.state.step:
             return
         run, self.state = self._run, self._on_time()
@@ -420,11 +417,11 @@ class Loop:
 
 
 def is_due(count: int, every: int) -> bool:
-    """True if something done every `every` counts is due at this count; 0 means never."""
+    """Return whether this count is a multiple of `every`; 0 means never."""
     return every > 0 and count % every == 0
 
 
-PATIENCE_S = 5.0  # for a job in the same folder that is just being killed
+PATIENCE_S = 5.0  # wait for the folder's lock: a killed job may still hold it for a moment
 
 
 @contextmanager
@@ -437,16 +434,16 @@ def begin(
             loop.run()
 
     Args:
-        config: every option, the same on every rank.
+        config: of the run, equal on all ranks.
         group: all ranks of the run.
         console: prints on rank 0.
-        words: of the command line, to be written down.
+        words: of the command line, for starts.jsonl.
 
     Raises:
-        UsageError: for a folder that is taken or cannot be written, and options that do not fit
-            data or world.
-        DataError: for files that cannot be had or are damaged.
-        DeviceError: for a backend that is not there, or too little memory.
+        UsageError: for a folder in use or not writable, and options that do not fit the data or the
+            number of ranks.
+        DataError: for missing or damaged data.
+        DeviceError: for a missing device, or too little memory.
         CheckpointError: for checkpoints that are damaged or cannot be written.
     """
     assert config.run.out is not None
@@ -460,8 +457,7 @@ def begin(
             if config.run.callback
             else None
         )
-    # A loss that overflows is found and explained by the worker; NumPy's warnings would come first,
-    # once per rank.
+    # The worker raises an error for a loss that overflows. NumPy would warn before, on each rank.
     with explain_errors(backend), np.errstate(all="ignore"), ExitStack() as stack:
 
         def take() -> None:
@@ -471,7 +467,7 @@ def begin(
         last = find(folder, group) if resuming else None
         chosen = None
         if config.parallel.layout == "auto":
-            # the planner, which other starts do without
+            # imported here: other starts do not need the planner
             from nnmpi.train.planner.auto_layout import choose
 
             chosen = choose(config, group, backend, console.say)
@@ -490,13 +486,13 @@ def begin(
                 f" {shortened(str(state.batch))}"
             )
         if state.step >= run.extent.stop:
-            notices = [*notices, f"the run is finished, {_how_to_go_on(run)}"]
+            notices = [*notices, f"the run is finished, {_how_to_continue(run)}"]
 
         def take_folder() -> None:
             if not resuming:
                 folder.make()
                 take()
-                folder.check_free()  # once more: another job may have come first
+                folder.check_free()  # again, under the lock: another job may have been faster
             folder.keep_tokenizer(run.tokenizer)
             folder.create(settled)
             folder.note_start(words, group.size, group.comm.world.library, facts)
@@ -523,8 +519,8 @@ def begin(
             console.say(f"curves: python -m nnmpi.report {quote(str(folder.path))}")
 
 
-def _how_to_go_on(run: TrainingRun) -> str:
-    """Return what is done, and what would do more."""
+def _how_to_continue(run: TrainingRun) -> str:
+    """Return the option that has ended training, and how to train longer."""
     options, extent = run.config.optimization, run.extent
     if extent.stop < extent.steps:
         return (
@@ -539,14 +535,13 @@ def _how_to_go_on(run: TrainingRun) -> str:
 def _finish(
     run: TrainingRun, state: RunState, report: Totals, console: Console, reporter: Reporter
 ) -> None:
-    """Leave a GPT's weights, prove that the run is finished when each rank has said so, and tell.
-    Collective.
+    """Write a GPT's weights and finished.json, and print the summary. Collective.
 
-    A launcher may tell of success where a rank has left early: MPICH's does, if that rank's own
-    status was 0.
+    finished.json proves that all ranks have reached the end. The launcher's status does not:
+    MPICH's mpirun reports success if a rank exits early with status 0.
     """
     folder, options, tokenizer, group = run.folder, run.config.model, run.tokenizer, run.group
-    gpt = options.model == "gpt" and options.experts is None  # those files know no experts
+    gpt = options.model == "gpt" and options.experts is None  # GPT-2's files have no experts
     weights = run.trainer.state()[0].to_dict() if gpt else {}
     last_steps, measures = group.gather(state.step), reporter.measures(report)
     loss, quality = describe_result(report, measures, run.inputs.train.is_tokens)
@@ -556,7 +551,7 @@ def _finish(
         with raised_as(
             CheckpointError, f"the end of the run cannot be written into {folder.path}", saved
         ):
-            if gpt:  # as Hugging Face's transformers reads it
+            if gpt:  # in the format of Hugging Face's transformers
                 heads = (
                     options.sizes[2]
                     if options.pretrained is None
@@ -577,7 +572,7 @@ def _finish(
             write_atomically(folder.finished, json.dumps(proof, indent=1).encode() + b"\n")
 
     on_root(group, write)
-    run.trainer.release()  # requests and communicators go back before the program ends
+    run.trainer.release()  # free MPI's requests and communicators before MPI ends
     console.say(
         f"test {quality} ({loss}) with the final weights{reporter.best(state, report)}",
         f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}; "
