@@ -1,4 +1,4 @@
-"""The lines above a run: what runs, on what, and what was chosen."""
+"""The lines printed before training: ranks, layout, machine, data, model, and choices."""
 
 import platform
 
@@ -24,7 +24,7 @@ from nnmpi.train.run import TrainingRun
 
 
 def header(run: TrainingRun) -> list[tuple[str, str]]:
-    """Return facts of the run, each a name and words, as starts.jsonl keeps them. Collective."""
+    """Return the header's lines as (name, text); starts.jsonl holds them, too. Collective."""
     config, group, backend, trainer = run.config, run.group, run.backend, run.trainer
     inputs, extent, sync, where = run.inputs, run.extent, config.sync, trainer.arrangement
     nodes = sorted(set(group.gather(platform.node())))
@@ -70,7 +70,6 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
 
 
 def _samples(samples: Samples) -> str:
-    """Return what the samples of a data set are."""
     if isinstance(samples, Text):
         kind = "sentences of at most" if samples.sentences else "blocks of"
         return (
@@ -91,17 +90,17 @@ def blas() -> str:
 
 
 def _layout(where: Arrangement) -> str:
-    """Return how the model is spread over the ranks."""
     mesh = where.mesh.mesh
     shape = f"dp {mesh.dp}" if mesh.size == mesh.dp else str(mesh)
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
     zero = f", ZeRO {where.layout.zero}" if where.layout.zero else ""
     experts = ", experts shared out" if where.layout.expert_parallel else ""
-    return f"{shape}{attention}{zero}{experts}{', sums in a fixed order' if where.layout.fixed else ''}"
+    fixed = ", sums in a fixed order" if where.layout.fixed else ""
+    return f"{shape}{attention}{zero}{experts}{fixed}"
 
 
 def _world(run: TrainingRun, slow: Slow) -> str:
-    """Return what takes time on simulated ranks."""
+    """Return the sources of time on simulated ranks."""
     network = run.config.sync.network
     return (
         f"{counted(run.group.size, 'rank')} in this process, seed {run.config.run.seed}; computing"
@@ -111,7 +110,7 @@ def _world(run: TrainingRun, slow: Slow) -> str:
 
 
 def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
-    """Return over what batch normalization averages, where that is not the batch. Collective."""
+    """Return a line if batch normalization averages over microbatches, else "". Collective."""
     parts = inputs.train_loader.microbatches
     norms = any(isinstance(module, BatchNorm) for _, module in trainer.model.named_modules())
     if parts == 1 or not any(group.gather(norms)):
@@ -124,7 +123,6 @@ def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
 
 
 def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
-    """Return the schedule and what each stage has."""
     microbatches = inputs.train_loader.microbatches
     recompute = ", computing activations again" if where.layout.recomputes else ""
     samples = -(-inputs.batch_size // microbatches)
@@ -145,7 +143,6 @@ def _parameters(trainer: Trainer) -> str:
 
 
 def _optimizer(options: OptimizationConfig, extent: Extent) -> str:
-    """Return the optimizer and what changes its learning rate, as text."""
     words = [f"{options.optimizer}, learning rate {options.lr:g}"]
     if options.lr_schedule != "constant":
         words.append(options.lr_schedule)
@@ -155,7 +152,7 @@ def _optimizer(options: OptimizationConfig, extent: Extent) -> str:
 
 
 def _fit(group: Group) -> str:
-    """Return what predictions are made by."""
+    """Return the source of the cost model."""
     if group.size == 1:
         return "none, one rank sends nothing"
     if group.fit is None:

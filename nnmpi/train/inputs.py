@@ -1,4 +1,4 @@
-"""The data of a run: prepared once per node, loaded by every rank, and cut into batches."""
+"""The data of a run: prepared once per node, loaded by every rank, and split into batches."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -37,9 +37,8 @@ from nnmpi.train.config import (
 from nnmpi.train.signature import ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4
-FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits
-# a set that is not larger is scaled and normalized once, and not batch by batch
-SMALL_BYTES = 2**20
+FIXED_MICROBATCHES = 16  # for every layout, since the bits depend on the number of microbatches
+SMALL_BYTES = 2**20  # up to this size a set is scaled and normalized once, not batch by batch
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,11 @@ class Inputs:
     """Data sets and loaders of one rank.
 
     Attributes:
-        train, test: the whole sets.
+        train, test: the full sets.
         batch_size: rows of a global batch, at most those of the training set.
-        train_loader, test_loader: this rank's part of every batch; the test's keeps the order and
-            is not augmented.
-        signature: what a model of these samples takes and gives.
+        train_loader, test_loader: of this rank's part of every batch. The test loader neither
+            shuffles nor augments.
+        signature: of a model of these samples.
     """
 
     train: Samples
@@ -63,35 +62,33 @@ class Inputs:
 
     @property
     def best_by_loss(self) -> bool:
-        """True if the best evaluation has the lowest loss, not the highest accuracy."""
+        """Whether the best evaluation is that of the lowest loss, not of the highest accuracy."""
         return self.train.is_tokens or self.signature.predicts == "quantities"
 
     @property
     def identity(self) -> str:
-        """What tells these samples and labels from others: a hash of each set."""
+        """A hash of each set's samples and labels."""
         return f"{self.train.identity} {self.test.identity}"
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What made the tokens of a text; else None."""
+        """The tokenizer of a text; None for other data."""
         return self.train.tokenizer if isinstance(self.train, Text) else None
 
 
 def load_samples(
     config: Config, group: Group, say: Callable[[str], None]
 ) -> tuple[Samples, Samples]:
-    """Return training and test set; the first rank of each node downloads what is missing.
-
-    Collective.
+    """Return training and test set; the first rank of each node downloads them. Collective.
 
     Args:
-        config: every option.
+        config: of the run.
         group: all ranks of the run.
         say: called with a sentence when a transfer begins.
 
     Raises:
         UsageError: for an unknown data set, or options that do not fit it.
-        DataError: for files that cannot be had or are damaged.
+        DataError: for missing or damaged files.
         CommError: for ranks with different data or programs.
     """
     data = config.data
@@ -104,7 +101,8 @@ def load_samples(
         source = text_source(config)
         downloads = source is not None or (data.dataset in DOWNLOADED and data.data_dir is None)
         if is_first or not downloads:
-            # what makes nothing checks the options, with the same error on all ranks
+            # Without downloads all ranks call this: it checks the options, so that all ranks raise
+            # the same error.
             if source is not None:
                 prepare_tokens(source)
             elif not is_custom(data.dataset):
@@ -132,17 +130,15 @@ def load_inputs(
     """Return the inputs of this rank. Collective; see `load_samples`.
 
     Args:
-        config: every option.
+        config: of the run.
         group: all ranks of the run.
         say: called with a sentence when a transfer begins.
-        replica: which of how many replicas of the model this rank belongs to.
-        stages: ranks of a pipeline, which batches go through in microbatches.
-        samples: what `load_samples` has returned; None to call it.
+        replica: this rank's replica, and the number of replicas.
+        stages: ranks of the pipeline; more make more microbatches.
+        samples: the result of `load_samples`; None to call it.
 
     Raises:
-        UsageError: for an unknown data set, or options that do not fit it.
-        DataError: for files that cannot be had or are damaged.
-        CommError: for ranks with different data or programs.
+        UsageError, DataError, CommError: see `load_samples`.
     """
     data, run, once = config.data, config.run, group.comm.world.once
     train, test = samples or load_samples(config, group, say)
@@ -165,7 +161,7 @@ def load_inputs(
         def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:
             if is_small(dataset, run.dtype) and transforms == after:
                 dataset = once(
-                    ("input", training, repr(config)), partial(made_input, dataset, normalize)
+                    ("input", training, repr(config)), partial(as_input, dataset, normalize)
                 )
                 transforms = []
             return Loader(
@@ -188,17 +184,17 @@ def load_inputs(
 
 
 def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:
-    """True if samples fit in memory as model inputs: few, and of the data set's own dtype."""
+    """Return whether the samples as model input take at most SMALL_BYTES, in float32."""
     if not isinstance(samples, Dataset) or samples.is_tokens or dtype != "float32":
         return False
     return samples.x.size * np.dtype(dtype).itemsize <= SMALL_BYTES
 
 
-def made_input(dataset: Dataset, normalize: Normalize | None) -> Dataset:
-    """Return a data set scaled and normalized, with the bits that its batches would have."""
-    everything = np.arange(len(dataset))
-    x = dataset.rows(everything)
-    return replace(dataset, x=x if normalize is None else normalize(x, everything, 0, 0), scale=1.0)
+def as_input(dataset: Dataset, normalize: Normalize | None) -> Dataset:
+    """Return the data set scaled and normalized, with the same bits as batch by batch."""
+    indices = np.arange(len(dataset))
+    x = dataset.rows(indices)
+    return replace(dataset, x=x if normalize is None else normalize(x, indices, 0, 0), scale=1.0)
 
 
 @dataclass(frozen=True)
@@ -213,7 +209,6 @@ class SampleConfig:
     """Classes of random samples, or tokens of the vocabulary (default: 10)."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_numbers(self, "classes", 1)
         if self.shape is not None:
             fits = min(self.shape, default=0) > 0
@@ -223,24 +218,24 @@ class SampleConfig:
             )
 
     def draw(self, count: int, config: Config) -> Dataset:
-        """Return so many samples, of tokens of several lengths.
+        """Return `count` random samples; sequences of tokens have random lengths.
 
         Raises:
-            UsageError: for samples that do not fit this memory.
+            UsageError: when memory does not suffice.
         """
         shape, classes = self.shape or (), self.classes or 10
         draws = stream(config.run.seed, "random samples")
         try:
             if config.model.model in SEQUENCE_MODELS:
                 tokens = draws.integers(0, classes, (count, shape[0] + 1))
-                # what is behind them does not count
+                # positions behind a sequence's end do not count
                 ends = draws.integers(1, shape[0] + 1, (count, 1))
                 labels = np.where(np.arange(shape[0]) < ends, tokens[:, 1:], IGNORED)
                 return Dataset("random tokens", tokens[:, :-1], labels, classes)
             x = draws.standard_normal((count, *shape), dtype=np.float32)
             return Dataset("random samples", x, draws.integers(0, classes, count), classes)
         except (MemoryError, ValueError):
-            # NumPy raises the second where no address could tell the bytes apart
+            # ValueError: the size exceeds the address space
             sentence = (
                 f"{count} samples of shape {shape} do not fit this memory; give a smaller --shape"
             )
@@ -248,10 +243,10 @@ class SampleConfig:
 
 
 def match_loss(loss: str, samples: Samples) -> Samples:
-    """Return the samples as a loss takes them.
+    """Return the samples with labels for a loss: yes-or-no labels become probabilities.
 
     Raises:
-        UsageError: for classes where numbers are predicted, and numbers where classes are.
+        UsageError: for classes with a loss of numbers, and numbers with a loss of classes.
     """
     predicts = samples.predicts if isinstance(samples, Dataset) else "classes"
     if loss == YES_OR_NO and isinstance(samples, Dataset):
@@ -271,16 +266,16 @@ def match_loss(loss: str, samples: Samples) -> Samples:
 def check_same_start(
     config: Config, group: Group, train: Samples, test: Samples, where: str
 ) -> None:
-    """Refuse ranks with different data or programs, which nothing else would show. Collective.
+    """Refuse ranks with different data or programs, which train without an error. Collective.
 
     Args:
-        config: every option, which rank 0 has told the others.
+        config: of the run, equal on all ranks.
         group: all ranks of the run.
-        train, test: what this rank has loaded.
-        where: the options that name the data.
+        train, test: this rank's data.
+        where: the options that name the data, for messages.
 
     Raises:
-        CommError: on all ranks; names those that differ from rank 0.
+        CommError: on all ranks; names the ranks that differ from rank 0.
     """
     if group.size == 1:
         return
@@ -294,16 +289,13 @@ def check_same_start(
 
 
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
-    """Return the versions, a hash of the program's files, the data's sizes, and a hash of the
-    data.
-    """
+    """Return versions, a hash of nnmpi's and the user's files, the data's sizes, and their hash."""
     program, folder = hashlib.sha256(), Path(__file__).parents[1]
-    local = (
+    package = (
         file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz")
     )
-    # by the user
-    written = {file for value in flatten(config).values() if (file := custom_file(value))}
-    for file in [*sorted(local), *sorted(written)]:
+    custom = {file for value in flatten(config).values() if (file := custom_file(value))}
+    for file in [*sorted(package), *sorted(custom)]:
         program.update(file.read_bytes())
     sizes = f"{len(train)} training and {len(test)} test samples"
     return [
@@ -315,10 +307,10 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
 
 
 def text_source(config: Config) -> TextSource | None:
-    """Return the text that the options ask for, None for another data set.
+    """Return the text of the options; None for another data set.
 
     Raises:
-        UsageError: for a text that is not there, and options for texts without one.
+        UsageError: for a missing text, and for options of texts without a text.
     """
     data, model = config.data, config.model
     path = None if is_custom(data.dataset) else find_text(data.dataset, data.columns)
@@ -346,18 +338,14 @@ def text_source(config: Config) -> TextSource | None:
 
 
 def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Refuse another tokenizer than that of the weights to begin with.
-
-    Raises:
-        UsageError: naming both.
-    """
-    folder, given = config.model.pretrained, config.data.tokenizer
-    if folder is None or given in (None, str(folder)) or find_tokenizer(folder) is None:
+    """Refuse another tokenizer than the pretrained model's."""
+    folder, option = config.model.pretrained, config.data.tokenizer
+    if folder is None or option in (None, str(folder)) or find_tokenizer(folder) is None:
         return
     if load_tokenizer(folder).identity != tokenizer.identity:
         raise UsageError(
-            f"--tokenizer {given} is not the tokenizer in --pretrained {folder}, whose weights know"
-            " nothing of its tokens; leave --tokenizer out"
+            f"--tokenizer {option} is not the tokenizer in --pretrained {folder}, whose weights"
+            " know nothing of its tokens; leave --tokenizer out"
         )
 
 
@@ -397,27 +385,28 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
 
 @contextmanager
 def _prefixed(options: str) -> Iterator[None]:
-    """Begin the sentence of a UsageError with the options that it is about: data/ does not know
-    their names.
+    """Prefix a UsageError's sentence with the options that caused it.
+
+    The package data has no command line: its sentences cannot name options.
     """
     try:
         yield
     except UsageError as error:
         if str(error).startswith(options):
-            raise  # of a function of the user's: it knows
+            raise  # the error of a user's function names the option already
         raise UsageError(f"{options}: {error}") from None
 
 
 def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
-    """Return in how many microbatches a batch is worked on.
+    """Return the number of microbatches per batch.
 
     Args:
-        config: every option.
+        config: of the run.
         stages: ranks of the pipeline; 1 without one.
         batch_size: rows of a global batch.
 
     Raises:
-        UsageError: when they are more than the batch's samples.
+        UsageError: for more microbatches than samples.
     """
     parts = config.parallel.microbatches
     if parts is not None:
@@ -433,10 +422,10 @@ def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
 
 
 def augmentations(data: DataConfig, train: Samples) -> list[Transform]:
-    """Return the random changes of training images that the options ask for.
+    """Return the transforms of --augment.
 
     Raises:
-        UsageError: when the samples are not images, or are shifted out of themselves.
+        UsageError: for samples other than images, and for a shift of images of one pixel.
     """
     if data.augment == "none":
         return []

@@ -1,10 +1,11 @@
-"""What a run reports, in lines for people and in records for programs; both on rank 0 only.
+"""Reports of a run: lines for people and records for programs, both on rank 0.
 
-Lines are plain, without colour or moving parts, the same on a terminal and in a log file: under MPI
-no rank can know whether its output is a terminal (Open MPI gives every rank one).
+Lines are plain, without colours or progress bars: they are the same on a terminal and in a log
+file. Under MPI a rank cannot find out whether its output is a terminal, since Open MPI gives every
+rank a pseudoterminal.
 
-To log one more number per step: add it to `compose.stats.Totals` if it is a sum over steps, or to
-`Trainer.details`, write it in `Reporter.steps` and explain it in metrics.py.
+To log another number per step: add it to `compose.stats.Totals` if it is a sum over steps, else to
+`Trainer.details`; write it in `Reporter.steps`; explain it in metrics.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,39 +22,39 @@ from nnmpi.train.run import TrainingRun
 from nnmpi.units import format_seconds
 
 TRAFFIC = ("comm_bytes", "comm_calls")
-PRINT_EVERY_S = 5.0  # between two printed lines of progress inside an epoch
+PRINT_EVERY_S = 5.0  # between two lines of progress within an epoch
 
 
 def percent(share: float) -> str:
-    """Return a share as per cent with two digits: 0.98056 -> 98.06 %."""
+    """Return a fraction as a percentage with two decimals: 0.98056 -> 98.06 %."""
     return f"{100 * share:.2f} %"
 
 
 def describe_measures(measures: Mapping[str, float]) -> str:
-    """Return how good outputs are as text: "accuracy 98.06 %", or "RMSE 0.42, R2 0.9312"."""
+    """Return measures as text: "accuracy 98.06 %", or "RMSE 0.42, R2 0.9312"."""
     if "accuracy" in measures:
         return f"accuracy {percent(measures['accuracy'])}"
     return f"RMSE {measures['rmse']:.4g}, R2 {measures['r2']:.4f}"
 
 
-def measures_of(found: Totals, variance: float | None) -> dict[str, float]:
-    """Return the quality of outputs besides the loss: accuracy, or RMSE and R2 of numbers."""
+def measures_of(totals: Totals, variance: float | None) -> dict[str, float]:
+    """Return the quality measures besides the loss: accuracy, or RMSE and R2 of quantities."""
     if variance is None:
-        return {"accuracy": found.accuracy}
-    return {"rmse": found.rmse, "r2": r2(found.score, variance)}
+        return {"accuracy": totals.accuracy}
+    return {"rmse": totals.rmse, "r2": r2(totals.score, variance)}
 
 
-def describe_result(found: Totals, measures: Mapping[str, float], tokens: bool) -> tuple[str, str]:
-    """Return the loss as text, of tokens the perplexity, too; and the measures."""
-    unsure = f", perplexity {found.perplexity:.4g}" if tokens else ""
-    return f"loss {found.loss:.4f}{unsure}", describe_measures(measures)
+def describe_result(totals: Totals, measures: Mapping[str, float], tokens: bool) -> tuple[str, str]:
+    """Return two texts: the loss (for tokens with the perplexity), and the measures."""
+    extra = f", perplexity {totals.perplexity:.4g}" if tokens else ""
+    return f"loss {totals.loss:.4f}{extra}", describe_measures(measures)
 
 
 def compare_hosts(window: Totals, hosts: int) -> str:
-    """Return the gain of several hosts over one, by the cost model, else as measured.
+    """Return a line on the gain of several hosts over one, by the cost model or as measured.
 
-    One host would have the rows of all, and sum gradients in its memory, for which nothing is
-    counted.
+    One host would compute the rows of all hosts. Its sums of gradients go through shared memory and
+    count as free.
     """
     compute_s, exposed_s, hidden_s = map(
         window.per_step, (window.compute_s, window.sync_s, window.hidden_s)
@@ -75,12 +76,12 @@ def compare_hosts(window: Totals, hosts: int) -> str:
 
 
 class Reporter:
-    """Prints lines and writes records.
+    """Print lines and write records.
 
     Args:
-        run: what trains.
-        console: prints the lines.
-        recorder: writes the records.
+        run: to report on.
+        console: of the lines.
+        recorder: of the records.
     """
 
     def __init__(
@@ -90,11 +91,10 @@ class Reporter:
         recorder: MetricsRecorder,
     ) -> None:
         self._extent, self._console, self._recorder = run.extent, console, recorder
-        # then perplexities and tokens per second are told as well
-        self._tokens = run.inputs.train.is_tokens
+        self._tokens = run.inputs.train.is_tokens  # adds perplexity and tokens per second
         self._inputs, self._verbose = run.inputs, run.config.run.verbose
-        self._due_s = clock.now() + PRINT_EVERY_S  # when the next line of progress may come
-        self._below: Sequence[str] = ()
+        self._due_s = clock.now() + PRINT_EVERY_S  # earliest time of the next line of progress
+        self._below: Sequence[str] = ()  # the last lines below an epoch
         replicas = run.trainer.arrangement.mesh.model.size == 1 and run.trainer.in_step
         self._hosts = len(set(run.group.nodes())) if replicas else 1
         self._windows = 0
@@ -104,14 +104,13 @@ class Reporter:
 
         Args:
             state: after the last of the steps.
-            norm: the length of the last gradient; NaN if there is none.
+            norm: of the last gradient; NaN for none.
             lr: the learning rate of the last step.
-            more: what else stands in the record, or stands there in place of a mean over the
-                window.
+            more: further values of the record; they override means over the window.
         """
         window = state.window
         self._windows += 1
-        if self._windows == 2 and self._hosts > 1:  # the first one has the first steps' slowness
+        if self._windows == 2 and self._hosts > 1:  # the first window includes slow first steps
             self._console.say(f"  {compare_hosts(window, self._hosts)}")
         self._write(
             "train",
@@ -134,23 +133,22 @@ class Reporter:
             },
         )
         if clock.now() >= self._due_s:
-            self._progress(f"{self._place(state)}: {self.result(window)}, {self._rate(window)}")
+            self._progress(f"{self._at(state)}: {self.result(window)}, {self._rate(window)}")
 
     def _progress(self, *lines: str) -> None:
         self._console.say(*lines)
         self._due_s = clock.now() + PRINT_EVERY_S
 
-    def result(self, found: Totals, prefix: str = "") -> str:
-        """Return the loss and how good outputs are as text, see `describe_result`."""
-        return ", ".join(
-            f"{prefix}{item}" for item in describe_result(found, self.measures(found), self._tokens)
-        )
+    def result(self, totals: Totals, prefix: str = "") -> str:
+        """Return loss and measures as text, see `describe_result`."""
+        result = describe_result(totals, self.measures(totals), self._tokens)
+        return ", ".join(f"{prefix}{item}" for item in result)
 
-    def measures(self, found: Totals) -> dict[str, float]:
-        """Return the quality of outputs besides the loss: accuracy, or RMSE and R2 of numbers."""
-        # an evaluation does no step
-        samples = self._inputs.train if found.steps else self._inputs.test
-        return measures_of(found, samples.variance)
+    def measures(self, totals: Totals) -> dict[str, float]:
+        """Return the quality measures besides the loss: accuracy, or RMSE and R2 of quantities."""
+        # totals of an evaluation have no steps
+        samples = self._inputs.train if totals.steps else self._inputs.test
+        return measures_of(totals, samples.variance)
 
     def _rate(self, totals: Totals) -> str:
         if self._tokens:
@@ -166,19 +164,19 @@ class Reporter:
         totals: Totals,
         report: Totals | None,
         more: Sequence[str] = (),
-        of: str = "",
+        suffix: str = "",
     ) -> None:
-        """Print an epoch, or part of the last one, in a line of at most 100 columns.
+        """Print an epoch, or the last one's part, in a line of at most 100 columns.
 
         Args:
             number: of the epoch, from 1.
-            totals: sums over it; its times are means over the ranks.
+            totals: sums over the epoch; times are means over the ranks.
             report: the evaluation after it, if there was one.
-            of: says so.
             more: lines below, see `say`.
+            suffix: of the line of times, on their averaging.
         """
         trained = self.result(totals)
-        if report is not None and self._inputs.best_by_loss:  # there is more to say of the test
+        if report is not None and self._inputs.best_by_loss:  # the test's measures need the room
             trained = f"loss {totals.loss:.4f}, test {self.result(report)}"
         elif report is not None:
             trained += f", {self.result(report, 'test ')}"
@@ -188,7 +186,7 @@ class Reporter:
             f"epoch {number}/{self._extent.epochs}{part}: {trained}, {self._rate(totals)}"
         )
         if self._verbose:
-            self._console.say(f"  {totals.breakdown(of)}")
+            self._console.say(f"  {totals.breakdown(suffix)}")
             self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
         self.say(more)
         self._progress()
@@ -196,11 +194,11 @@ class Reporter:
     def between(self, state: RunState, report: Totals) -> None:
         """Print an evaluation within an epoch."""
         self._progress(
-            f"{self._place(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s"
+            f"{self._at(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s"
         )
 
     def best(self, state: RunState, report: Totals) -> str:
-        """Return the best evaluation and the last one as text; "" if there was only one."""
+        """Return the best evaluation as text; "" if the last one is the only one."""
         if not state.best_step:
             return ""
         state = state.after_evaluation(report, self._inputs.best_by_loss)
@@ -212,36 +210,36 @@ class Reporter:
             f"perplexity {perplexity(state.best):.4g}" if self._tokens else percent(state.best)
         )
 
-    def _place(self, state: RunState) -> str:
+    def _at(self, state: RunState) -> str:
         return f"  step {state.step}/{self._extent.steps}, epoch {self._extent.passes(state):.2f}"
 
     def say(self, lines: Sequence[str]) -> None:
-        """Print lines below an epoch's, but for those that were the same the last time."""
+        """Print lines below an epoch's, without those that have not changed since the last call."""
         self._console.say(*(f"  {line}" for line in lines if line not in self._below))
         self._below = lines
 
     def segment(self, state: RunState, report: SegmentReport) -> None:
-        """Record how stale the gradients of a segment were, and what was sent."""
+        """Record the staleness of a segment's gradients, and its messages."""
         batches = max(report.batches, 1)
         stale = report.staleness
-        counted = {"mean": None, "max": None, "workers": []} if stale is None else stale.to_json()
+        counts = {"mean": None, "max": None, "workers": []} if stale is None else stale.to_json()
         self._write(
             "staleness",
             state,
             {
-                "mean": counted["mean"],
-                "max": counted["max"],
+                "mean": counts["mean"],
+                "max": counts["max"],
                 "lead": report.lead,
                 "updates": report.updates,
                 "disagreement": report.disagreement,
                 "messages": report.messages / batches,
                 "bytes": report.bytes / batches,
-                "workers": counted["workers"],
+                "workers": counts["workers"],
             },
         )
 
     def whole_run(self, state: RunState) -> None:
-        """Record and print the staleness of the whole run, including parts before a resume."""
+        """Record and print the staleness of the full run, including starts before a resume."""
         total = sum_staleness(self._recorder.read())
         if total.count():
             self._write(RUN_STALENESS, state, total.to_json())
@@ -253,8 +251,8 @@ class Reporter:
 
         Args:
             kind: "eval" during the run, "test" at its end.
-            state: whose weights were evaluated.
-            report: loss, accuracy and time over the test data.
+            state: of the evaluated weights.
+            report: loss, score and time over the test data.
         """
         seconds = max(report.wall_s, 1e-9)
         self._write(
@@ -272,5 +270,5 @@ class Reporter:
         )
 
     def _write(self, kind: str, state: RunState, values: Mapping[str, Any]) -> None:
-        place = {"kind": kind, "global_step": state.step, "epoch": self._extent.passes(state)}
-        self._recorder.write({**place, **values})
+        head = {"kind": kind, "global_step": state.step, "epoch": self._extent.passes(state)}
+        self._recorder.write({**head, **values})

@@ -1,63 +1,61 @@
-"""metrics.jsonl: a JSON object per line, flushed at once, so a killed run has whole lines.
+"""metrics.jsonl: a JSON object per line, each flushed at once: a kill loses at most the last one.
 
-    {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
-     "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "step_s": ..., "compute_s": ..., "wait_s": ...,
-     "sync_s": ..., "input_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...,
-     "memory_parameters": ..., "memory_gradients": ..., "memory_optimizer": ..., "memory_activations": ...,
+    {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ...,
+     "learning_rate": ..., "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ...,
+     "step_s": ..., "compute_s": ..., "wait_s": ..., "sync_s": ..., "input_s": ..., "hidden_s": ...,
+     "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ..., "memory_parameters": ...,
+     "memory_gradients": ..., "memory_optimizer": ..., "memory_activations": ...,
      "memory_communication": ..., "memory_batches": ..., "memory_peak": ...}
-    {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "elapsed_s": ...,
-     "runtime": ..., "samples_per_second": ..., "steps_per_second": ...}
+    {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ...,
+     "elapsed_s": ..., "runtime": ..., "samples_per_second": ..., "steps_per_second": ...}
         after the epochs, or steps, of --eval-every
     {"kind": "test", ...}     as eval, once, at the end
-    {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ..., "updates": ...,
-     "disagreement": ..., "messages": ..., "bytes": ...,
-     "workers": [{"worker": 0, "steps": 22, "mean": ..., "max": ..., "histogram": [[staleness, count], ...]}, ...]}
-    {"kind": "staleness_run", ...}     mean, max, histogram and workers over all of these, once, at
-                                       the end
+    {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ...,
+     "updates": ..., "disagreement": ..., "messages": ..., "bytes": ...,
+     "workers": [{"worker": 0, "steps": 22, "mean": ..., "max": ...,
+                  "histogram": [[staleness, count], ...]}, ...]}
+    {"kind": "staleness_run", ...}     mean, max, histogram and workers over the run, at the end
 
-Times are rank 0's, in seconds and per step; `step_s` lasts from the end of the step before to its
-own. `comm_bytes` and `comm_calls` are per step as well: what was summed over the ranks. While
-messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model
-gives them `predicted_sync_s` (null without a fit). `wait_s` is the pipeline's bubble: waiting for
-other stages. `epoch` counts passes over the data, with its fraction.
+Times are rank 0's, in seconds per step. `step_s` lasts from the end of the previous step to the end
+of this one. `wait_s` is the pipeline's bubble: waiting for other stages. While messages were in
+flight, the rank computed for `hidden_s` and waited for `sync_s`; the fitted cost model predicts
+`predicted_sync_s` for them (null without a fit). `comm_bytes` and `comm_calls`, per step, count the
+sums over the ranks. `epoch` counts passes over the data, with a fraction.
 
-The bytes that rank 0 has had at most for each purpose, and for all together, begin with "memory"
-(see `memory.ledger`); activations are 0 before they are measured, in the second step, and again
-with each larger batch.
+Keys that begin with "memory_" are rank 0's peak bytes per purpose, and in total (see
+`memory.ledger`). Activations are measured in the second step, and again with each larger batch;
+before that they are 0.
 
-A record of kind staleness is there for each segment in which the ranks were not in step, at its
-end. A gradient's staleness is the number of updates that its weights have seen between being read
-and being updated with it; with local SGD, the number of the worker's own steps since the weights
-were the same everywhere; with gossip there is none ("mean" and "max" are null, "workers" is empty).
-In such segments the train records are made of the gradients as rank 0 gets them, or of rank 0's
-own, and have no `comm_bytes` and `comm_calls`.
+Asynchronous training writes a staleness record at the end of each segment. A gradient's staleness
+is the number of updates to its weights between their read and the gradient's update. With local SGD
+it is the number of the worker's own steps since all ranks had equal weights. With gossip it is
+undefined ("mean" and "max" are null, "workers" is empty). In such segments the train records
+describe the gradients that rank 0 receives, or rank 0's own, and lack `comm_bytes` and
+`comm_calls`.
 
-`lead` is the largest number of steps by which a worker was ahead of the slowest, `updates` how
-often the weights were updated. `disagreement` is how far the ranks' weights were from their mean
-before they became that, relative to its length. `messages` and `bytes` are per step, over all
-ranks.
+`lead` is the largest number of steps by which a worker was ahead of the slowest. `updates` counts
+updates of the weights. `disagreement` is the distance of the ranks' weights from their mean before
+averaging, relative to the mean's norm. `messages` and `bytes` are per step, over all ranks.
 
-With --precision fp16, train records have "loss_scale", what the gradients of the last step were
-multiplied by on their way, and "skipped_steps": how many updates of the run were left out, as a
-gradient was beyond the range of float16.
+With --precision fp16, train records have "loss_scale", the factor on the loss in the last step, and
+"skipped_steps", the run's number of updates that were skipped because a gradient exceeded the range
+of float16.
 
 With --pipeline pipedream, train records have "staleness": by how many updates the weights of a
-microbatch's forward were older than those that its gradient changed, as a mean over the last step.
+microbatch's forward were older than the weights that its gradient updated; a mean over the last
+step.
 
-Where quantities are predicted, train, eval and test records have "rmse" and "r2" in place of
-"accuracy": the root of the mean squared error, and the share of the variance of all training (or
-test) targets that is explained.
+For quantities, train, eval and test records have "rmse" and "r2" in place of "accuracy": the root
+mean squared error, and the explained share of the variance of all training (or test) targets.
 
-Where tokens are predicted, loss and accuracy are means over them, and train, eval and test records
-have "perplexity", e to the loss, and "tokens_per_second"; padding is no token.
+For tokens, loss and accuracy are means over tokens without padding, and train, eval and test
+records have "perplexity", exp(loss), and "tokens_per_second".
 
-On a device, train records have "device_peak_bytes": the most that rank 0 has had of its memory at
-once.
+On a device, train records have "device_peak_bytes": the peak of rank 0's memory there.
 
-Every record ends with "time", when it was written, in seconds since the beginning of 1970.
-
-`elapsed_s` are the seconds of the run so far, without those between its parts if it was resumed. On
-simulated ranks all times are simulated ones.
+Every record ends with "time", the time of writing in seconds since 1970. `elapsed_s` are the
+seconds of the run so far, without the pauses between its starts. On simulated ranks all times are
+simulated.
 """
 
 import json
@@ -76,20 +74,20 @@ from nnmpi.files import appending, foreign, parse_json, read_text, write_atomica
 from nnmpi.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
-to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` makes an encoder for each call
+to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an encoder per call
 RUN_STALENESS = "staleness_run"
 AT_THE_END = ("test", RUN_STALENESS)
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the records of the file, without a last line that a kill has cut.
+    """Return the records of the file, without a last line that a kill has truncated.
 
     Raises:
         ValueError: when a line before the last is no JSON object.
-        OSError: when the file cannot be read.
+        OSError: for an unreadable file.
     """
     lines = read_text(file).split("\n")
-    full, rest = lines[:-1], lines[-1]  # what follows the last newline was not finished
+    full, rest = lines[:-1], lines[-1]  # text behind the last newline is a truncated line
     records = [parse_json(line) for line in full]
     if rest:
         try:
@@ -100,14 +98,12 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def cut_metrics(file: Path, step: int) -> int:
-    """Remove the records after this step, so that a run that continues from it writes each step
-    once.
+    """Remove the records after this step, and those of the run's end; return their number.
 
-    What is reported at the end of a run goes too, since it will be reported again. Returns the
-    number of lines removed.
+    A run resumed at this step writes them again.
 
     Raises:
-        CheckpointError: when the file is damaged or cannot be written.
+        CheckpointError: for a file that is damaged or cannot be written.
     """
     if not file.exists():
         return 0
@@ -125,43 +121,39 @@ def cut_metrics(file: Path, step: int) -> int:
 
 
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
-    """Writes records on the rank that has a folder; whole lines or nothing.
+    """Write records on the rank with a folder; each line completely or not at all.
 
-    What a full disk does not take waits in memory for the next record: a run ends at a checkpoint
-    that cannot be written, and not before.
+    If the disk is full, records stay in memory until the next one: the run ends only at a
+    checkpoint that cannot be written.
 
     Args:
-        folder: of the run; None on the ranks that record nothing.
-        callback: called with each record, as it stands in the file.
+        folder: of the run; None on ranks that record nothing.
+        callback: called with each record, as in the file.
 
     Raises:
-        NnmpiError: when a file cannot be written.
+        NnmpiError: when the file cannot be opened.
     """
 
     def __init__(
         self, folder: RunFolder | None, callback: Callable[[dict[str, Any]], object] | None = None
     ) -> None:
-        self._folder, self._waiting, self._callback = folder, b"", callback
+        self._folder, self._pending, self._callback = folder, b"", callback
         self._stream: FileIO | None = None
         if folder is not None:
-            with self._explained():
-                self._place = os.stat(folder.path)
+            with self._explain_errors():
+                self._identity = os.stat(folder.path)
                 self._stream = appending(folder.metrics, "ab", buffering=0)
                 self._length = self._stream.tell()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record; the docstring above explains its keys.
-
-        It is there when this returns, if the disk takes it. Numbers that JSON has not (nan, inf)
-        become null.
-        """
+        """Write and flush one record; the module explains its keys. nan and inf become null."""
         if self._stream is not None:
             timed = {**record, "time": clock.calendar()}
             finite = {
                 k: None if isinstance(value, float) and not isfinite(value) else value
                 for k, value in timed.items()
             }
-            self._waiting += to_line(finite).encode() + b"\n"
+            self._pending += to_line(finite).encode() + b"\n"
             with suppress(OSError):
                 self._write_out()
             if self._callback is not None:
@@ -181,31 +173,31 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             raise NnmpiError(f"{self._folder.metrics} cannot be read again: {error}") from None
 
     def sync(self) -> None:
-        """Wait until flushed records are on disk: no checkpoint may be newer than its metrics.
+        """Sync flushed records to disk: no checkpoint may be newer than its metrics.
 
-        A thread may do so while lines are written.
+        A background thread may call this while lines are written.
 
         Raises:
-            OSError: when it cannot.
+            OSError: when the disk fails.
         """
         if self._stream is not None:
             os.fsync(self._stream.fileno())
 
     def flush(self) -> None:
-        """Bring to the file what waits in memory.
+        """Write pending records to the file.
 
         Raises:
-            OSError: when the disk has no room for it.
-            CheckpointError: when the folder is not the one in which the run began: half of it would
-                be made again.
+            OSError: when the disk is full.
+            CheckpointError: when the run's folder was removed or replaced. Otherwise the checkpoint
+                would create a folder without the run's other files.
         """
         if self._folder is None:
             return
         try:
-            there = os.path.samestat(os.stat(self._folder.path), self._place)
+            is_same = os.path.samestat(os.stat(self._folder.path), self._identity)
         except FileNotFoundError:
-            there = False
-        if not there:
+            is_same = False
+        if not is_same:
             raise CheckpointError(
                 f"the run's folder {self._folder.path} was removed or moved while the run went on;"
                 " nothing more is written there, and where it was moved to, its last checkpoint"
@@ -225,13 +217,13 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             NnmpiError: when the last records cannot be written.
         """
         if self._stream is not None:
-            with self._explained() if error is None else suppress(OSError), self._stream:
+            with self._explain_errors() if error is None else suppress(OSError), self._stream:
                 self._write_out()
 
     def _write_out(self) -> None:
-        """Bring what waits to the file; where it takes half of that, none of it stays."""
+        """Append pending records; on an error truncate the file to its length before."""
         assert self._stream is not None
-        view = memoryview(self._waiting)
+        view = memoryview(self._pending)
         try:
             while view:
                 view = view[self._stream.write(view) :]
@@ -239,20 +231,19 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             with suppress(OSError):
                 self._stream.truncate(self._length)
             raise
-        self._length, self._waiting = self._length + len(self._waiting), b""
+        self._length, self._pending = self._length + len(self._pending), b""
 
-    def _explained(self) -> AbstractContextManager[None]:
-        place = self._folder.path if self._folder else ""
+    def _explain_errors(self) -> AbstractContextManager[None]:
+        path = self._folder.path if self._folder else ""
         return raised_as(
-            NnmpiError, f"metrics cannot be written into {place}", "checkpoints are intact"
+            NnmpiError, f"metrics cannot be written into {path}", "checkpoints are intact"
         )
 
 
 def sum_staleness(records: Sequence[Mapping[str, Any]]) -> Staleness:
-    """Return a whole run's counts, from its "staleness" records.
+    """Return a run's counts, summed over its "staleness" records by worker number.
 
-    Workers are counted together by their number also where a run was resumed with more or fewer of
-    them.
+    The number of workers may change on resume.
     """
     return Staleness.sum(
         [Staleness.from_json(record) for record in records if record["kind"] == "staleness"]

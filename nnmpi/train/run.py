@@ -1,12 +1,13 @@
 """One run as a value: configuration, data, model, optimizer, trainer and folder.
 
-    set_up      a run that trains: all that the options ask for; the loop works with it
-    open_run    a run, opened: its model with values, wherever a layout puts them, and what is done
-                to samples before
+    set_up      returns a run to train, made from options
+    open_run    returns a trained run: its model in any layout, and the transform of its inputs
 
-RUN/checkpoints/latest -> step-00000900/model.safetensors     weights, and in their metadata:
-                                                              options, signature
-RUN with config.json and model.safetensors                     a GPT-2 in Hugging Face's files
+`open_run` reads two kinds of folders:
+
+    RUN/checkpoints/latest -> step-00000900/model.safetensors   a run of nnmpi, with options and
+                                                                signature in the file's metadata
+    RUN/config.json, RUN/model.safetensors                      a GPT-2 in Hugging Face's format
 """
 
 from __future__ import annotations
@@ -60,20 +61,18 @@ ONE_RANK = Layout(1, 1, 1)
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run on one rank, opened after its training or while it trains.
+    """A run on one rank, during or after its training.
 
     Attributes:
-        config: every option.
+        config: its options.
         group: all ranks.
-        backend: where this rank computes.
-        folder: what it has left, and leaves.
-        signature: what samples the model takes, what is done to them, and what its outputs stand
-            for.
-        tokenizer: of a text; of an opened run on rank 0 alone.
-        model: with its values; in a pipeline this rank's part of it.
-        arrangement: how the model lies on the ranks.
-        step: how many updates the weights had seen at first; None for a model in Hugging Face's
-            files.
+        backend: of this rank.
+        folder: the run's files.
+        signature: the model's inputs and outputs, and the transform of samples.
+        tokenizer: of a text; in an opened run on rank 0 only.
+        model: this rank's shard, initialized.
+        arrangement: the layout of the model on the ranks.
+        step: updates of the initial weights; None for a model in Hugging Face's format.
     """
 
     config: Config
@@ -88,12 +87,12 @@ class Run:
 
     @property
     def classes(self) -> int:
-        """How many there are."""
+        """The number of classes."""
         return self.signature.classes
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """A name for each class."""
+        """One name per class."""
         return tuple(map(self.signature.name_of, range(self.classes)))
 
     def transform(self, x: Array) -> Array:
@@ -101,10 +100,10 @@ class Run:
         return self.signature.prepare(x, self.config.run.dtype)
 
     def predict(self, x: Array) -> Array:
-        """Return what the model says of samples. Collective over the ranks of a replica.
+        """Return predictions for samples. Collective over the ranks of a replica.
 
         Args:
-            x: (n, *sample_shape), samples as the data set has them.
+            x: (n, *sample_shape), samples as in the data set.
 
         Returns:
             The probability of each class: (n, classes); or quantities: (n, *target_shape).
@@ -115,17 +114,17 @@ class Run:
         return self.answers(self.transform(np.asarray(x)))
 
     def answers(self, x: Array) -> Array:
-        """Return what `predict` does, for model input. Collective as `outputs`.
+        """Return predictions for model input; see `predict`. Collective over a replica's ranks.
 
-        Of several answers of yes or no the probability of each yes: (n, *target_shape).
+        For several yes-or-no targets: the probability of each yes, (n, *target_shape).
         """
         logits = self.outputs(x)
         if self.signature.predicts != "classes":
             values = logits.reshape(len(x), *self.signature.target_shape)
             if self.signature.predicts == "quantities":
                 return values
-            sure: Array = 0.5 + 0.5 * np.tanh(0.5 * values)  # the sigmoid, without overflow
-            return sure if self.signature.target_shape else np.stack([1 - sure, sure], axis=-1)
+            yes: Array = 0.5 + 0.5 * np.tanh(0.5 * values)  # the sigmoid, without overflow
+            return yes if self.signature.target_shape else np.stack([1 - yes, yes], axis=-1)
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return shifted / shifted.sum(axis=-1, keepdims=True)
 
@@ -134,7 +133,7 @@ class Run:
 
         Args:
             x: (n, *sample_shape).
-            rows: how many are taken through the model at once.
+            rows: per forward pass.
         """
         inference = Inference(self.arrangement, self.backend, self.config.run.precision)
         parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
@@ -146,7 +145,6 @@ class Run:
         )
 
     def __repr__(self) -> str:
-        """Say which run it is, and what it knows."""
         after = "" if self.step is None else f", after {self.step} steps"
         return (
             f"Run({str(self.folder.path)!r}: {self.config.model.model} on"
@@ -156,14 +154,14 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun(Run):
-    """A run that trains. Only the weights change later.
+    """A run to train. Only the weights change later.
 
     Attributes:
-        inputs: the data sets, and the loaders of this rank's part of every batch.
-        trainer: what does the steps, with the model and its optimizer.
+        inputs: the data sets, and this rank's loaders.
+        trainer: of the model, with its optimizer.
         schedule: the learning rate as a function of the step.
-        extent: how long the run is.
-        kernels: a line on what computes on the host; empty where there was nothing to choose.
+        extent: the run's length.
+        kernels: the header's line on the choice of kernels; empty without a choice.
     """
 
     inputs: Inputs
@@ -173,10 +171,10 @@ class TrainingRun(Run):
     kernels: str
 
     def settled(self) -> Config:
-        """Return the options with derived values: the layout, microbatches, the tokenizer.
+        """Return the options with derived values: layout, microbatches and tokenizer.
 
-        They go into config.json, since a run that continues with other ranks must cut model and
-        batches as before.
+        config.json holds them, since a run resumed on other ranks must split model and batches as
+        before.
         """
         mesh, source = self.arrangement.mesh.mesh, text_source(self.config)
         config = self.config.having(
@@ -198,18 +196,21 @@ def set_up(
     say: Callable[[str], None],
     stack: ExitStack,
 ) -> TrainingRun:
-    """Load the data, build everything, and return it. Collective.
+    """Load the data and build everything. Collective.
 
     Args:
-        folder: where the run will write; it is not touched here.
-        last: the checkpoint that the run continues from: its cuts hold again.
+        config: of the run.
+        group: all ranks.
+        backend: of this rank.
+        folder: of the run; it is not touched here.
+        last: the checkpoint to resume from, or None. The pipeline keeps its stages.
         say: called with a sentence when a download begins.
-        stack: gets what must be left at the end of the run: what computes.
+        stack: receives the context of `computing`, which lasts to the end of the run.
 
     Raises:
         UsageError: on all ranks, for options that do not fit the data or the number of ranks.
-        DataError, DeviceError: on all ranks, for data that cannot be had, and a device that cannot
-            do it.
+        DataError, DeviceError: on all ranks, for unavailable data, and for a device that is missing
+            or too small.
     """
     layout, mesh = find_layout(config, group)
     config.sync.rule.check(group.size)
@@ -222,7 +223,7 @@ def set_up(
     if group.size > 1 and not config.sync.rule.asynchronous:
         group.fit = find_fit(group)
     cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
-    if cuts is not None and layout.split == AUTO:  # measured again, they might fall elsewhere
+    if cuts is not None and layout.split == AUTO:  # a new measurement might split elsewhere
         layout = replace(layout, split=cuts)
     model = build_full_model(config, inputs.train, backend, group)
     config, kernels = choose_computing(config, model, inputs.train, backend, group)
@@ -252,19 +253,18 @@ def set_up(
 def load(
     run: str | Path, best: bool = False, weights: str | Path | None = None, trust: bool = False
 ) -> Run:
-    """Return a run's model, classes and input transform, on this process alone.
+    """Open a run in this process alone, for predictions.
 
     Args:
-        run: the folder of a run, or of a GPT-2 in Hugging Face's files.
-        best: take the weights with the best evaluation, which `--keep-best` has kept, and not the
-            last ones.
-        weights: take those of a state_dict of PyTorch's, a .safetensors with the names that
+        run: the folder of a run, or of a GPT-2 in Hugging Face's format.
+        best: use the best evaluation's weights, which `--keep-best` saved, instead of the last.
+        weights: use those of a PyTorch state_dict instead: a .safetensors file with the names that
             `nnmpi.export` writes.
-        trust: execute code of its own, FILE.py:NAME, that the run names.
+        trust: execute the user code, FILE.py:NAME, that the run names.
 
     Raises:
-        UsageError: when there is no such run, or it names code.
-        CheckpointError: when it has no checkpoint, or a damaged one.
+        UsageError: without such a run, or if it names code and `trust` is False.
+        CheckpointError: for a run without a checkpoint, or with a damaged one.
 
     Example:
         >>> from nnmpi.train.cli import main
@@ -274,9 +274,10 @@ def load(
         >>> run.signature.sample_shape
         (4,)
     """
-    # one simulated rank needs no MPI, and what several ranks do is then written once
+    # One simulated rank needs no MPI, and shares the code of several ranks. Imported here: ranks
+    # of MPI start without it.
     file = None if weights is None else Path(weights)
-    from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
+    from nnmpi.comm.simulated.simulated_world import simulate
 
     (result,) = simulate(
         lambda group: open_run(Path(run), group, best=best, weights=file, trust=trust), 1
@@ -293,21 +294,21 @@ def open_run(
     weights: Path | None = None,
     trust: bool = False,
 ) -> Run:
-    """Return a run whose model lies on the ranks of a group as a layout says. Collective.
+    """Open a run on the ranks of a group, in any layout. Collective.
 
     Args:
-        folder: of the run, or of a GPT-2 in Hugging Face's files.
+        folder: of the run, or of a GPT-2 in Hugging Face's format.
         group: all ranks.
-        layout: how the model lies on them, whatever the run's was.
-        backend: where it computes; NumPy by default.
-        best: take the weights with the best evaluation.
-        weights: a state_dict of PyTorch's, for other values than the run's.
-        trust: whether code that the run names may be executed.
+        layout: of the model; it need not be that of training.
+        backend: of this rank; NumPy by default.
+        best: use the best evaluation's weights.
+        weights: use a PyTorch state_dict's weights instead.
+        trust: execute the user code that the run names.
 
     Raises:
-        UsageError: on all ranks, when there is no such run, it names code, or the layout does not
-            fit.
-        CheckpointError: on all ranks, when it has no checkpoint, or a damaged one.
+        UsageError: on all ranks, without such a run, if it names code and `trust` is False, and for
+            a layout that does not fit.
+        CheckpointError: on all ranks, for a run without a checkpoint, or with a damaged one.
     """
     backend = numpy_backend() if backend is None else backend
     config = assemble(on_root(group, lambda: flatten(_read_config(folder, trust))))
@@ -327,17 +328,17 @@ def open_run(
     dtype, layout = config.run.dtype, choose_attention(layout, config.model)
     with explain_errors(backend, TOO_LARGE):
         with agreed(group):
-            # dropout does nothing here, and what says how large it was may be gone
+            # Inference needs no dropout, and the pretrained folder with its value may be gone.
             model = (
                 replace(config.model, dropout=0.0)
                 if config.model.pretrained is not None
                 else config.model
             )
             build = partial(build_model, model, signature.sample_shape, signature.outputs)
-            built = build()
+            full = build()
         kind = np.int64 if signature.is_tokens else dtype
         sample = np.zeros((1, *signature.sample_shape), kind)
-        where = arrange(built, group, layout, sample, dtype, backend)
+        where = arrange(full, group, layout, sample, dtype, backend)
         with agreed(group):
             where.model.initialize(dtype=dtype, backend=backend)
             if last is None and weights is None:
@@ -346,10 +347,10 @@ def open_run(
             _load_torch(weights, lambda: build().initialize(dtype=dtype), sample, group, where)
         elif last is not None:
             model_state(where.model, group, where).scatter(*source_of(last.model))
-    place = RunFolder(folder).tokenizer if is_run else folder
-    with agreed(group):  # of samples that were tokens to begin with there is none
+    path = RunFolder(folder).tokenizer if is_run else folder
+    with agreed(group):  # a run on samples that are tokens already has none
         tokenizer = (
-            load_tokenizer(place) if group.is_root and find_tokenizer(place) is not None else None
+            load_tokenizer(path) if group.is_root and find_tokenizer(path) is not None else None
         )
     step = None if last is None else last.values["step"]
     return Run(
@@ -360,22 +361,23 @@ def open_run(
 def _load_torch(
     file: Path, build: Callable[[], Module], sample: Array, group: Group, where: Arrangement
 ) -> None:
-    """Give a model on the ranks the values of a state_dict of PyTorch's. Collective.
+    """Load a PyTorch state_dict into a distributed model. Collective.
 
     Args:
         file: the state_dict, on rank 0.
-        build: makes the whole model, with any values.
+        build: returns the full model, initialized with any values.
         sample: model input.
         group: all ranks.
-        where: how the model lies on them.
+        where: the layout of the model.
 
     Raises:
-        CheckpointError: on all ranks, when the file cannot be read, or does not fit.
+        CheckpointError: on all ranks, for a file that is unreadable or does not fit.
     """
     result: dict[str, Array] = {}
 
     def read() -> None:
-        full = build()  # which lies on no ranks: how it computes says what is flattened
+        # the full model on rank 0: its forward pass shows which images are flattened
+        full = build()
         result.update(from_torch(torch_weights(full, sample), read_torch(file), file))
 
     on_root(group, read)
@@ -384,26 +386,23 @@ def _load_torch(
 
 
 def _read_config(folder: Path, trust: bool) -> Config:
-    """Return the options of a run; of a model in Hugging Face's files, those of one that begins
-    with it.
+    """Return a run's options; for a GPT-2 in Hugging Face's format, those of a run on top of it.
 
     Raises:
-        UsageError: when the folder is neither, or names code that is not to be trusted.
+        UsageError: for another kind of folder, and for code without `trust`.
     """
     if (folder / WEIGHTS).is_file():
         return Config(ModelConfig("gpt", pretrained=folder))
-    options, left = read_run(folder, str(folder)), RunFolder(folder).model
+    options, final = read_run(folder, str(folder)), RunFolder(folder).model
     check_trust(folder, options, {}, trust)
     config = assemble(options)
-    if config.model.pretrained is None or not left.is_dir():
+    if config.model.pretrained is None or not final.is_dir():
         return config
-    return config.having(pretrained=left)  # what it began with may be gone
+    return config.having(pretrained=final)  # the pretrained folder may be gone
 
 
 def _read_signature(folder: Path, last: Checkpoint | None, group: Group) -> ModelSignature:
-    """Return what a model takes and gives: what its weights say, or the size of one in Hugging
-    Face's files.
-    """
+    """Return the signature in the weights' metadata, or of a GPT-2 in Hugging Face's format."""
 
     def read() -> dict[str, Any]:
         if last is None:

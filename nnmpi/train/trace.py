@@ -1,9 +1,8 @@
-"""One Chrome trace of a run: every rank's events, on one time axis, in a file that Perfetto opens.
+"""One Chrome trace of a run: every rank's events on one time axis, in a file for Perfetto.
 
-How far the ranks' clocks are apart is found first: all look at theirs when a barrier has let them
-go. Ranks of one node read the same clock. Clocks of different nodes are apart by days, since each
-counts from its node's start; they drift, typically by 1 to 50 microseconds a second, so ask near
-the time that is to be shown.
+The ranks' clocks are compared first: all read theirs after a barrier. Ranks of one node share a
+clock. Clocks of different nodes differ by days, since each counts from its node's start. They also
+drift, typically by 1 to 50 microseconds per second, so compare them close to the traced steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +18,11 @@ from nnmpi.train.run import TrainingRun
 
 
 def offsets(group: Group, clock: Callable[[], float] = clock.now) -> list[float]:
-    """Return how far each rank's clock is ahead of rank 0's, in seconds, on every rank. Collective.
+    """Return each rank's clock minus rank 0's, in seconds, on every rank. Collective.
 
     Args:
         group: the ranks.
-        clock: what this rank reads, in seconds.
+        clock: this rank's, in seconds.
     """
     nodes = group.nodes()
     group.barrier()
@@ -39,19 +38,17 @@ def write_trace(
 ) -> None:
     """Write the events of all ranks into one file, on rank 0. Collective.
 
-    Clocks are compared now, so call it soon after what is to be seen.
+    Clocks are compared now: call this soon after the traced steps.
 
     Args:
-        path: the file, compressed when its name ends in .gz; its folder is made. Only rank 0's is
-            looked at.
-        timeline: this rank's events; a message has the same name at both its ends and in all ranks'
-            events.
+        path: the file, compressed if its name ends in .gz; its folder is created. Only rank 0's
+            value counts.
+        timeline: this rank's events. A message has the same name in the events of both its ranks.
         group: the ranks.
-        names: what to call each rank besides its number, such as its coordinates "d0 p1 t0"; only
-            rank 0's count.
+        names: of the ranks, such as their coordinates "d0 p1 t0". Only rank 0's value counts.
 
     Raises:
-        NnmpiError: on all ranks, when the file cannot be written; nothing is left of it then.
+        NnmpiError: on all ranks, when the file cannot be written; it is removed then.
         CommError: on all ranks, for an event with args that JSON cannot hold.
     """
     ahead_s = offsets(group, timeline.clock)
@@ -70,15 +67,15 @@ def write_trace(
 
 
 TRACE_FILE = "trace.json.gz"
-TRACED = 20  # steps
+TRACED = 20  # number of steps in a trace
 
 
 class Tracer:
-    """Records the first steps of a run's start under `--trace`; otherwise does nothing.
+    """Record the first steps of a run's start with --trace; without it do nothing.
 
     Args:
-        run: whose options say whether.
-        say: prints lines. A trace that cannot be written is reported so, and the run continues.
+        run: to trace.
+        say: prints lines. If the trace cannot be written, it prints why, and the run continues.
     """
 
     def __init__(self, run: TrainingRun, say: Callable[[Sequence[str]], None]) -> None:
@@ -88,12 +85,12 @@ class Tracer:
 
     @property
     def left(self) -> int:
-        """The number of steps that are still to be recorded."""
+        """The number of steps still to record."""
         return 0 if self._timeline is None else self._left
 
     @contextmanager
     def steps(self, count: int) -> Iterator[None]:
-        """Record these steps, and write the file after the last requested one. Collective."""
+        """Record the body's steps, and write the file after the last of TRACED. Collective."""
         if self._timeline is None:
             yield
             return
@@ -104,7 +101,7 @@ class Tracer:
             self.finish()
 
     def finish(self) -> None:
-        """Write the file, unless it is written. Collective."""
+        """Write the file unless it is written. Collective."""
         if self._timeline is None:
             return
         mesh, group = self._run.arrangement.mesh.mesh, self._run.group
