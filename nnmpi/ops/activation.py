@@ -12,6 +12,7 @@ from typing import Any
 
 from nnmpi.backend.array import Array, Dtype, zero
 from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
@@ -112,40 +113,6 @@ def silu(x: Tensor) -> Tensor:
 tanh = Tensor.tanh
 
 
-# erfc(x) = t exp(-x^2 + P(t)) for x >= 0, t = 2 / (2 + x): P is smooth, and this is its Chebyshev
-# series in 2 t - 1, computed with 60 digits. In float64 the result is within 4e-16 of the true
-# value.
-_ERFC_SERIES = (
-    -0.6513268598908547,
-    0.6419697923564902,
-    0.019476473204185836,
-    -0.009561514786808632,
-    -0.0009465953444820369,
-    0.00036683949785276145,
-    4.252332480690777e-05,
-    -2.0278578112534242e-05,
-    -1.6242900046470256e-06,
-    1.3036558355805232e-06,
-    1.5626441722066142e-08,
-    -8.523809591492654e-08,
-    6.5290544390988515e-09,
-    5.059343495551469e-09,
-    -9.91364156493033e-10,
-    -2.273651222931836e-10,
-    9.646791102015527e-11,
-    2.3940380830391146e-12,
-    -6.886027526497553e-12,
-    8.944879273090725e-13,
-    3.130921399342958e-13,
-    -1.1270822361367252e-13,
-    3.810905255189232e-16,
-    7.106097613609237e-15,
-    -1.5230282014571043e-15,
-    -9.457494571291233e-17,
-    1.210237189224279e-16,
-)
-
-
 class Gelu(Elementwise):
     """GELU, elementwise; value and derivative are computed while a block is in the cache.
 
@@ -201,7 +168,7 @@ def gelu_in_place(xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool)
         kernels.bias_gelu(xp, y, bias, slope, tanh)
         return slope
     form, blocks = _by_tanh if tanh else _exact, row_blocks(y)
-    scratch = xp.empty((2, blocks[0].stop, y.shape[1]), y.dtype)
+    scratch = xp.empty((4, blocks[0].stop, y.shape[1]), y.dtype)
     for part in blocks:
         block = y[part]
         if bias is not None:
@@ -216,20 +183,32 @@ def _exact(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     """Turn x into x Phi(x), Phi being the normal distribution's cumulative function; write Phi(x) +
     x density(x).
 
+    With s = |x| and its tail q = 1 - Phi(s): x Phi(x) = max(x, 0) - s q, which keeps the digits of
+    small tails, and the derivative is 1/2 + sign(x) (1/2 - q + s density(s)).
+
     Args:
         xp: the arrays' module, or a recorder's stand-in for it.
         x: any shape.
         slope: like x, for the derivative, or None.
-        scratch: two arrays like x.
+        scratch: four arrays like x.
     """
-    phi, rest = scratch
-    _erf(xp, xp.multiply(x, 1 / sqrt(2), out=rest), out=phi)
-    xp.multiply(xp.add(phi, 1, out=phi), 0.5, out=phi)
+    size, power, u, tail = scratch
+    # far beyond where the tail is 0; infinity would become NaN, as infinity * 0
+    xp.minimum(xp.absolute(x, out=size), 100, out=size)
+    xp.multiply(xp.multiply(size, size, out=power), -0.5, out=power)
+    xp.exp(power, out=power)
+    xp.divide(10, xp.add(size, 5, out=u), out=u)
+    xp.subtract(u, 1.25, out=u)
+    terms = TAIL_DOUBLE if x.dtype.itemsize > 4 else TAIL_SINGLE
+    xp.multiply(u, terms[-1], out=tail)
+    for term in terms[-2:0:-1]:
+        xp.multiply(xp.add(tail, term, out=tail), u, out=tail)
+    xp.multiply(xp.add(tail, terms[0], out=tail), power, out=tail)
     if slope is not None:
-        xp.multiply(xp.multiply(x, x, out=slope), -0.5, out=slope)
-        xp.multiply(xp.exp(slope, out=slope), 1 / sqrt(2 * pi), out=slope)
-        xp.add(xp.multiply(slope, x, out=slope), phi, out=slope)
-    xp.multiply(x, phi, out=x)
+        xp.multiply(xp.multiply(power, size, out=power), 1 / sqrt(2 * pi), out=power)
+        xp.add(xp.subtract(power, tail, out=power), 0.5, out=power)
+        xp.add(xp.copysign(power, x, out=power), 0.5, out=slope)
+    xp.subtract(xp.maximum(x, 0, out=x), xp.multiply(size, tail, out=tail), out=x)
 
 
 def _by_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
@@ -241,7 +220,7 @@ def _by_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     Where x^2 is too large for the dtype (from 1.9e19 on in float32) dy/dx is NaN: another pass to
     hold x^2 finite would cost a tenth of the time.
     """
-    c, (p, rest) = sqrt(2 / pi), scratch
+    c, p, rest = sqrt(2 / pi), *scratch[:2]
     s = rest if slope is None else slope
     xp.multiply(xp.multiply(x, x, out=p), 0.044715 * c, out=p)
     xp.add(p, c, out=p)
@@ -254,31 +233,6 @@ def _by_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
         # last: where 1 - s is 0, p y may be too large, and infinity * 0 is NaN
         xp.multiply(p, y, out=p)
         xp.add(s, p, out=slope)
-
-
-def _erf(xp: Any, x: Array, out: Array) -> None:
-    """Write the error function of x, elementwise. NumPy has none.
-
-    It is computed by Clenshaw's recurrence for the series above.
-    """
-    size, t, u, high, higher, spare = (xp.empty(x.shape, x.dtype) for _ in range(6))
-    xp.minimum(
-        xp.absolute(x, out=size), 100, out=size
-    )  # it is 1 long before; the square of a larger number may be beyond the range
-    xp.divide(2, xp.add(size, 2, out=t), out=t)
-    xp.subtract(xp.multiply(t, 4, out=u), 2, out=u)  # twice the point, as the recurrence wants it
-    terms = _ERFC_SERIES if x.dtype.itemsize > 4 else _ERFC_SERIES[:13]  # float32 ends at 1e-8
-    xp.copyto(high, terms[-1])
-    xp.copyto(higher, 0)
-    for coefficient in reversed(terms[1:-1]):
-        xp.subtract(xp.multiply(u, high, out=spare), higher, out=spare)
-        xp.add(spare, coefficient, out=spare)
-        high, higher, spare = spare, high, higher
-    series = xp.multiply(xp.multiply(u, high, out=spare), 0.5, out=spare)
-    xp.add(xp.subtract(series, higher, out=series), terms[0], out=series)
-    xp.subtract(series, xp.multiply(size, size, out=size), out=series)
-    xp.multiply(t, xp.exp(series, out=series), out=t)
-    xp.multiply(xp.sign(x, out=u), xp.subtract(1, t, out=t), out=out)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

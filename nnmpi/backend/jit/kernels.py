@@ -20,6 +20,7 @@ from nnmpi.backend.recording import perform
 
 __all__ = [
     "adam",
+    "bias_gelu",
     "bias_relu",
     "direct",
     "has_products",
@@ -29,7 +30,9 @@ __all__ = [
     "norm_grad",
     "norm_products",
     "relu_grad",
+    "relu_grad_bias",
     "sizes",
+    "slope_grad_bias",
     "winograd",
 ]
 
@@ -39,7 +42,10 @@ SIZES = types.UniTuple(types.int64, 12)  # type: ignore[no-untyped-call]
 
 LOOPS = {
     "bias_relu": (write(2), read(1)),
+    "bias_gelu": (write(2), read(1), write(2)),
+    "bias_gelu_tanh": (write(2), read(1), write(2)),
     "relu_grad_bias": (read(2), read(2), write(2), write(1)),
+    "slope_grad_bias": (read(2), read(2), write(2), write(1)),
     "relu_grad": (read(1), read(1), write(1)),
     "norm": (read(2), *(read(1),) * 3, write(2)),
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
@@ -131,16 +137,28 @@ relu_grad, norm, norm_products, norm_grad, depthwise, depthwise_products = (
 
 def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:
     """y = max(y + bias, 0), in place."""
-    shift = xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
-    perform(loop("bias_relu"), y, shift)
+    perform(loop("bias_relu"), y, _shift(xp, y, bias))
 
 
-def relu_grad_bias(xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
-    """Return grad where y is positive and else 0, and write its sum over the rows."""
+def bias_gelu(xp: Any, y: Array, bias: Array | None, slope: Array, tanh: bool) -> None:
+    """y = GELU(y + bias), in place; write its derivative."""
+    perform(loop("bias_gelu_tanh" if tanh else "bias_gelu"), y, _shift(xp, y, bias), slope)
+
+
+def _shift(xp: Any, y: Array, bias: Array | None) -> Any:
+    return xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+
+
+def _grad_bias(name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | None) -> Array:
+    """Return the gradient of an activation's input, and write its sum over the rows."""
     result: Array = xp.empty(grad.shape, grad.dtype)
-    place = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-    perform(loop("relu_grad_bias"), xp.ascontiguousarray(grad), y, result, place)
+    sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
+    perform(loop(name), xp.ascontiguousarray(grad), kept, result, sums)
     return result
+
+
+relu_grad_bias = partial(_grad_bias, "relu_grad_bias")
+slope_grad_bias = partial(_grad_bias, "slope_grad_bias")
 
 
 def softmax_loss(

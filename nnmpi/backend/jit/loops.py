@@ -14,6 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from nnmpi.backend.jit.build import inlined
+from nnmpi.backend.normal import TAIL_SINGLE
 
 ROWS = 64  # that are added up before they are added to the rest: one long sum would round worse
 
@@ -37,6 +38,11 @@ _T0, _T1, _T2, _T3, _T4 = map(
     np.float32,
     (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1),
 )
+# GELU: the normal distribution's tail and density, and GPT-2's form
+_G0, _G1, _G2, _G3, _G4, _G5, _G6 = map(np.float32, TAIL_SINGLE)
+_FOUR, _FIVE, _SIX, _TEN, _HUNDRED, _SHIFT = map(np.float32, (4, 5, 6, 10, 100, 1.25))
+_DENSITY, _C = np.float32(1 / math.sqrt(2 * math.pi)), np.float32(math.sqrt(2 / math.pi))
+_C3 = np.float32(0.044715 * math.sqrt(2 / math.pi))
 
 
 def _reinterpret(source: Any, target: Any) -> Any:
@@ -131,18 +137,58 @@ def bias_relu(y, bias):
             row[i] = _ZERO if value < _ZERO else value  # NaN stays
 
 
-def relu_grad_bias(grad, y, out, to_bias):
-    """out = grad where y > 0, else 0; to_bias = its sum over the rows."""
+def bias_gelu(y, bias, slope):
+    """y = GELU(y + bias), in place; slope = its derivative. See `ops.activation`."""
+    for r in range(y.shape[0]):
+        row, steep = y[r], slope[r]
+        for i in range(row.size):
+            x = row[i] + bias[i]
+            size = -x if x < _ZERO else x
+            size = _HUNDRED if size > _HUNDRED else size  # in this order NaN stays
+            power, u = exp(-_HALF * size * size), _TEN / (size + _FIVE) - _SHIFT
+            tail = (((((_G6 * u + _G5) * u + _G4) * u + _G3) * u + _G2) * u + _G1) * u + _G0
+            tail *= power
+            rise = _HALF - tail + size * power * _DENSITY
+            steep[i] = _HALF - rise if x < _ZERO else _HALF + rise
+            row[i] = (_ZERO if x < _ZERO else x) - size * tail
+
+
+def bias_gelu_tanh(y, bias, slope):
+    """The same in the form of GPT-2."""
+    for r in range(y.shape[0]):
+        row, steep = y[r], slope[r]
+        for i in range(row.size):
+            x = row[i] + bias[i]
+            p = _C + _C3 * x * x
+            s = _HALF + _HALF * tanh(p * x)
+            value = x * s
+            row[i] = value
+            steep[i] = s + (_ONE - s) * (_SIX * p - _FOUR * _C) * value
+
+
+@inlined
+def _times(grad, y, out, to_bias, relu):
+    """out = grad where y > 0, else 0, or grad * y; to_bias = its sum over the rows."""
     to_bias[:] = _ZERO
     part = np.zeros(to_bias.size, np.float32)
     for r in range(grad.shape[0]):
         above, below, row = grad[r], y[r], out[r]
         for i in range(row.size):
-            value = above[i] if below[i] > _ZERO else _ZERO
+            value = (above[i] if below[i] > _ZERO else _ZERO) if relu else above[i] * below[i]
             row[i] = value
             part[i] += value
         if r % ROWS == ROWS - 1 or r == grad.shape[0] - 1:
             empty_into(part, to_bias)
+
+
+def relu_grad_bias(grad, y, out, to_bias):
+    """out = grad where y > 0, else 0; to_bias = its sum over the rows."""
+    _times(grad, y, out, to_bias, True)
+
+
+def slope_grad_bias(grad, slope, out, to_bias):
+    """out = grad * slope; to_bias = its sum over the rows."""
+    _times(grad, slope, out, to_bias, False)
 
 
 def relu_grad(grad, y, out):
