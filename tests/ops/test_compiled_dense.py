@@ -8,7 +8,7 @@ import pytest
 import nnmpi
 from nnmpi.backend.kernels import jit, kernels_for
 from nnmpi.errors import ShapeError
-from nnmpi.ops.activation import relu
+from nnmpi.ops.activation import gelu, linear_gelu, relu
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.linear import linear_relu
 from nnmpi.ops.loss import cross_entropy
@@ -50,6 +50,19 @@ def test_linear_and_relu(shape, out, compiled_calls):
     ]
     compare(linear_relu, arrays)
     assert compiled_calls == ["bias_relu", "relu_grad_bias"]
+
+
+@pytest.mark.parametrize("form", ["none", "tanh"])
+@pytest.mark.parametrize("shape", [(5, 3), (0, 3), (70, 2, 33)])
+def test_gelu(shape, form, compiled_calls):
+    """Alone, and with the product and bias before it; far from 0, too."""
+    rng = np.random.default_rng(0)
+    sizes = shape, (shape[-1], 17), 17
+    arrays = [4 * rng.standard_normal(size, dtype=np.float32) for size in sizes]
+    compare(lambda x: gelu(x, form), arrays[:1])
+    compare(lambda *args: linear_gelu(*args, form), arrays)
+    name = "bias_gelu" if form == "none" else "bias_gelu_tanh"
+    assert compiled_calls == [name, name, "slope_grad_bias"]
 
 
 def test_bias_gradients_of_many_rows():
@@ -144,13 +157,20 @@ def test_batch_normalization_and_relu(shape, compiled_calls):
     assert compiled_calls == ["norm_products", "norm", "relu_grad", "norm_products", "norm_grad"]
 
 
-@pytest.mark.parametrize("stride", [1, (2, 3)])
+@pytest.mark.parametrize("kernel", [(3, 3), (7, 2), (1, 5)])
+@pytest.mark.parametrize("stride, dilation", [(1, 1), ((2, 3), 1), (1, (1, 2)), ((3, 2), 2)])
 @pytest.mark.parametrize("padding", [0, 1, (0, 2)])
-@pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 7, 5), (2, 4, 3, 33)])
-def test_depthwise_convolution(sizes, padding, stride, compiled_calls):
-    """Of images whose last rows and columns no window sees, too."""
+@pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 10, 5), (2, 7, 9, 33)])
+def test_depthwise_convolution(sizes, padding, stride, dilation, kernel, compiled_calls):
+    """Of images whose last rows and columns no window sees, too; not with a border of zeros alone
+    around a pixel that a window sees.
+    """
+    border, reach = np.broadcast_to(padding, 2), (np.array(kernel) - 1) * dilation
+    if reach[0] >= sizes[1]:
+        pytest.skip("a kernel of more rows than the images have")
     rng = np.random.default_rng(0)
-    shapes = sizes, (3, 3, 1, sizes[3]), sizes[3]
+    shapes = sizes, (*kernel, 1, sizes[3]), sizes[3]
     arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-    compare(lambda *args: conv2d(*args, stride, padding, groups=sizes[3]), arrays)
-    assert compiled_calls == ["depthwise", "depthwise", "depthwise_products"]
+    compare(lambda *args: conv2d(*args, stride, padding, dilation, groups=sizes[3]), arrays)
+    names = ["forward", "forward", "products"] if (border <= reach).all() else []
+    assert compiled_calls == names

@@ -22,6 +22,7 @@ __all__ = [
     "adam",
     "bias_gelu",
     "bias_relu",
+    "depthwise",
     "direct",
     "has_products",
     "lstm_step",
@@ -38,7 +39,7 @@ __all__ = [
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # which pixel of a window was the largest
-SIZES = types.UniTuple(types.int64, 12)  # type: ignore[no-untyped-call]
+SIZES = types.UniTuple(types.int64, 14)  # type: ignore[no-untyped-call]
 
 LOOPS = {
     "bias_relu": (write(2), read(1)),
@@ -50,8 +51,6 @@ LOOPS = {
     "norm": (read(2), *(read(1),) * 3, write(2)),
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
     "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
-    "depthwise": (read(1), read(1), write(1), write(1), SIZES),
-    "depthwise_products": (read(1), read(1), write(1), write(1), SIZES),
     "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
     "lstm_step": (write(2), read(2), read(2), write(2), write(2)),
     "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
@@ -98,6 +97,17 @@ def direct(h: int, w: int, c: int, o: int) -> Pair:
     return _convolution(*conv3x3.direct(h, w, c, o), 2, 2)
 
 
+@cache
+def depthwise(kernel_h: int, kernel_w: int) -> Pair:
+    """Return the depthwise convolution, and the sum of products that is its weight's gradient.
+
+    Both: (images, what is read besides, out, border: zeros around an image, sizes).
+    """
+    arrays = read(1), read(1), write(1), write(1), SIZES
+    functions = loops.depthwise(kernel_h, kernel_w)  # type: ignore[no-untyped-call]
+    return Pair(*(build(function, *arrays) for function in functions))
+
+
 def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> Pair:
     """Return the two, compiled; each gets so many scratch arrays, in a tuple."""
     several = [types.UniTuple(write(1), count) for count in (*scratch, 3)]  # type: ignore[no-untyped-call]
@@ -122,16 +132,8 @@ def _perform(name: str, *args: Any) -> None:
     perform(loop(name), *args)
 
 
-relu_grad, norm, norm_products, norm_grad, depthwise, depthwise_products = (
-    partial(_perform, name)
-    for name in (
-        "relu_grad",
-        "norm",
-        "norm_products",
-        "norm_grad",
-        "depthwise",
-        "depthwise_products",
-    )
+relu_grad, norm, norm_products, norm_grad = (
+    partial(_perform, name) for name in ("relu_grad", "norm", "norm_products", "norm_grad")
 )
 
 

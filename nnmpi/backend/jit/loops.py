@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from nnmpi.backend.jit.build import inlined
 from nnmpi.backend.normal import TAIL_SINGLE
 
+_unsigned = np.uint64
 ROWS = 64  # that are added up before they are added to the rest: one long sum would round worse
 
 _ZERO, _HALF, _ONE, _TWO, _ABOVE = map(np.float32, (0, 0.5, 1, 2, 128.5))
@@ -228,57 +229,74 @@ def norm_grad(x, means, grad, slopes, shifts, factors, out):
             result[i] = (above[i] - (row[i] - means[i]) * slopes[i] - shifts[i]) * factors[i]
 
 
-# Depthwise convolution with 3 x 3 kernels, see `ops.conv.depthwise`. All arrays are flat; the
-# weight is (9, c).
+# Depthwise convolution, see `ops.conv.depthwise`. All arrays are flat; the weight is (kh kw, c). The
+# kernel's size is a constant of each function: only so is the loop over a kernel's row unrolled.
+# Where windows are next to one another the innermost loop runs over a row of pixels, with as many
+# copies of the weight: over the channels alone it would often be shorter than a few vectors.
 
 
 @inlined
-def _each_window(x, weight, y, border, sizes, forward):
+def _each_window(x, weight, y, border, sizes, kernel_h, kernel_w, forward):
     """Write y, or add to the weight's gradient, image by image: one sum over all would round
     worse.
     """
-    h, w, c, columns, top, left, down, across, out_h, out_w, step_h, step_w = sizes
+    h, w, c, columns, top, left, down, across, out_h, out_w, step_h, step_w, far_h, far_w = sizes
+    beside = out_w if step_w == 1 else 1
+    run = beside * c
+    # unsigned: an index that might be negative, from the end, is looked at for each element
+    length, apart = _unsigned(run), _unsigned(far_w * c)
+    copies = np.zeros(kernel_h * kernel_w * run, np.float32)
+    if forward:
+        for tap in range(kernel_h * kernel_w):
+            for j in range(beside):
+                for k in range(c):
+                    copies[tap * run + j * c + k] = weight[tap * c + k]
     border[:] = _ZERO
-    part = np.zeros(weight.size, np.float32)
     for b in range(x.size // (h * w * c)):
         for i in range(h):
             for j in range(w):
                 pixel = x[((b * h + i) * w + j) * c :]
-                place = border[((top + i * down) * columns + left + j * across) * c :]
+                target = border[((top + i * down) * columns + left + j * across) * c :]
                 for k in range(c):
-                    place[k] = pixel[k]
+                    target[k] = pixel[k]
         for i in range(out_h):
-            for j in range(out_w):
+            for j in range(out_w // beside):
                 out = y[((b * out_h + i) * out_w + j) * c :]
                 if forward:
-                    out[:c] = _ZERO
-                for r in range(3):
-                    pixel = border[((i * step_h + r) * columns + j * step_w) * c :]
-                    row = weight[3 * r * c :] if forward else part[3 * r * c :]
+                    out[:run] = _ZERO
+                for r in range(kernel_h):
+                    pixel = border[((i * step_h + r * far_h) * columns + j * step_w) * c :]
+                    row = copies[r * kernel_w * run :]
                     if forward:
-                        for k in range(c):
-                            out[k] += (
-                                pixel[k] * row[k]
-                                + pixel[k + c] * row[k + c]
-                                + pixel[k + 2 * c] * row[k + 2 * c]
-                            )
+                        for k in range(_unsigned(run)):
+                            total = out[k]
+                            for s in range(_unsigned(kernel_w)):
+                                total += pixel[s * apart + k] * row[s * length + k]
+                            out[k] = total
                     else:
-                        for s in range(3):
-                            for k in range(c):
-                                row[s * c + k] += pixel[s * c + k] * out[k]
+                        for s in range(kernel_w):
+                            seen, sums = pixel[s * far_w * c :], row[s * run :]
+                            for k in range(run):
+                                sums[k] += seen[k] * out[k]
         if not forward:
-            empty_into(part, weight)
+            for tap in range(kernel_h * kernel_w):
+                for j in range(beside):
+                    empty_into(copies[tap * run + j * c :][:c], weight[tap * c :])
 
 
-def depthwise(x, weight, y, border, sizes):
-    """y = the convolution of images, spread in a border of zeros."""
-    _each_window(x, weight, y, border, sizes, True)
+def depthwise(kernel_h, kernel_w):
+    """Return the convolution and the sum of products for kernels of this size."""
 
+    def forward(x, weight, y, border, sizes):
+        """y = the convolution of images, spread in a border of zeros."""
+        _each_window(x, weight, y, border, sizes, kernel_h, kernel_w, True)
 
-def depthwise_products(x, y, weight, border, sizes):
-    """The weight's gradient, y being that of the result."""
-    weight[:] = _ZERO
-    _each_window(x, weight, y, border, sizes, False)
+    def products(x, y, weight, border, sizes):
+        """The weight's gradient, y being that of the result."""
+        weight[:] = _ZERO
+        _each_window(x, weight, y, border, sizes, kernel_h, kernel_w, False)
+
+    return forward, products
 
 
 def softmax_loss(logits, labels, losses, gradient):

@@ -16,6 +16,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.precision import cast
+from nnmpi.backend.recording import perform
 from nnmpi.backend.sums import ELEMENTS
 from nnmpi.backend.windows import Pair, windows
 from nnmpi.ops.conv.algorithm import Algorithm, Gradients
@@ -29,7 +30,7 @@ class Depthwise(Algorithm):
     ) -> None:
         if (kernels := self._compiled(x, weight)) is not None:
             arrays, (padding, stride) = (x, weight, y), (self.spec.padding, self.spec.stride)
-            self._call(xp, kernels.depthwise, arrays, y.shape[1:3], padding, (1, 1), stride)
+            self._call(xp, kernels.forward, arrays, y.shape[1:3], padding, (1, 1), stride)
             if bias is not None:
                 xp.add(y, bias, out=y)
             return
@@ -55,23 +56,14 @@ class Depthwise(Algorithm):
             bias_grad(xp, xp.reshape(grad, (grad.size // c, c)), out.bias)
         if (compiled := self._compiled(x, weight)) is not None:
             grad, turned = xp.ascontiguousarray(grad), xp.ascontiguousarray(weight[::-1, ::-1])
-            sizes, stride = grad.shape[1:3], self.spec.stride
+            sizes, stride, reach = grad.shape[1:3], self.spec.stride, self._reach()
             if out.x is not None:
                 # a convolution of the gradient, its pixels as far apart as the windows were
-                self._call(
-                    xp,
-                    compiled.depthwise,
-                    (grad, turned, out.x),
-                    (h, w),
-                    (2 - top, 2 - left),
-                    stride,
-                    (1, 1),
-                )
+                arrays, border = (grad, turned, out.x), (reach[0] - top, reach[1] - left)
+                self._call(xp, compiled.forward, arrays, (h, w), border, stride, (1, 1))
             if out.weight is not None:
                 arrays = x, grad, out.weight
-                self._call(
-                    xp, compiled.depthwise_products, arrays, sizes, (top, left), (1, 1), stride
-                )
+                self._call(xp, compiled.backward, arrays, sizes, (top, left), (1, 1), stride)
             return
         kernels, sums = self._kernels(xp, weight, x.dtype, grad.shape[2]), []
         for block, strips in self._blocks(xp, grad):
@@ -97,11 +89,18 @@ class Depthwise(Algorithm):
             xp.add.reduce(parts, axis=0, dtype=np.float64, out=out.weight.reshape(out.weight.size))
 
     def _compiled(self, x: Array, weight: Array) -> Any:
-        (kernel, _, padding, dilation, *_), single = self.spec, weight.dtype == x.dtype
-        fits = (
-            kernel == (3, 3) and dilation == (1, 1) and max(padding) <= 2 and single and x.size > 0
+        """Return the compiled pair of functions for such arrays, or None."""
+        (down, across), (top, left) = self._reach(), self.spec.padding
+        fits = top <= down and left <= across and weight.dtype == x.dtype and x.size > 0
+        kernels = kernels_for(x, "depthwise") if fits else None
+        return None if kernels is None else kernels.depthwise(*self.spec.kernel)
+
+    def _reach(self) -> Pair:
+        """Return how far apart the first and last pixels are that a kernel sees."""
+        down, across = (
+            (size - 1) * far for size, far in zip(self.spec.kernel, self.spec.dilation, strict=True)
         )
-        return kernels_for(x, "depthwise") if fits else None
+        return down, across
 
     def _call(
         self,
@@ -117,21 +116,23 @@ class Depthwise(Algorithm):
 
         Args:
             xp: the array library.
-            kernel: see `backend.jit.loops`.
+            kernel: see `backend.jit.kernels.depthwise`.
             arrays: the images (n, h, w, c), what is read besides, and what is written.
             out: rows and columns of windows.
             padding, apart, stride: of the images, of their pixels, of windows.
         """
         h, w, c = arrays[0].shape[1:]
-        axes = zip(out, stride, (h, w), apart, padding, strict=True)
+        axes = zip(out, stride, self._reach(), (h, w), apart, padding, strict=True)
         rows, columns = (
-            max((n - 1) * step + 3, (m - 1) * far + edge + 1) for n, step, m, far, edge in axes
+            max((n - 1) * step + reach + 1, (m - 1) * far + edge + 1)
+            for n, step, reach, m, far, edge in axes
         )
         border, sizes = (
             xp.empty((rows * columns * c,), arrays[0].dtype),
             (h, w, c, columns, *padding, *apart),
         )
-        kernel(*(array.reshape(array.size) for array in arrays), border, (*sizes, *out, *stride))
+        sizes = (*sizes, *out, *stride, *self.spec.dilation)
+        perform(kernel, *(array.reshape(array.size) for array in arrays), border, sizes)
 
     def _kernels(self, xp: Any, weight: Array, dtype: Any, columns: int) -> Array:
         """Return each element's numbers, once for every column of an image: (kh, kw, columns,
