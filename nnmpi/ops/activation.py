@@ -107,32 +107,32 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """Return SiLU, x * sigmoid(x), elementwise (swish; Elfwing, Uchibe and Doya, 2017)."""
-    return require_floating("silu", x) * sigmoid(x)
+    return _smooth("silu", require_floating("silu", x))
 
 
 tanh = Tensor.tanh
 
 
-class Gelu(Elementwise):
-    """GELU, elementwise; value and derivative are computed while a block is in the cache.
+class Smooth(Elementwise):
+    """An activation, elementwise; value and derivative are computed while a block is in the cache.
 
     Args:
-        tanh: whether GPT-2's form is meant.
+        form: a key of `FORMS`.
     """
 
-    __slots__ = ("tanh",)
+    __slots__ = ("form",)
 
     replayable = True
 
-    def __init__(self, tanh: bool) -> None:
-        self.tanh = tanh
+    def __init__(self, form: str) -> None:
+        self.form = form
 
     def forward(self, x: Array) -> Array:
         xp, width = self.xp, x.shape[-1] if x.ndim else 1
         y: Array = xp.empty(x.shape, x.dtype)
         xp.copyto(y, x)
         rows = y.reshape(x.size // max(width, 1), width)
-        self.saved = (gelu_in_place(xp, rows, None, self.tanh, self.needs[0]),)
+        self.saved = (activate_in_place(xp, rows, None, self.form, self.needs[0]),)
         return y
 
     def backward(self, grad: Array) -> Grads:
@@ -143,43 +143,41 @@ class LinearGeluFunction(LinearFunction):
     """GELU of x W + b; the derivative is computed together with the value, and kept.
 
     Args:
-        tanh: whether GPT-2's form is meant.
+        form: "gelu" or "gelu_tanh", see `FORMS`.
         reads: as for `LinearFunction`.
     """
 
-    __slots__ = ("tanh",)
+    __slots__ = ("form",)
 
     kernel = "slope_grad_bias"
 
-    def __init__(self, tanh: bool, reads: Dtype | None) -> None:
+    def __init__(self, form: str, reads: Dtype | None) -> None:
         super().__init__(reads)
-        self.tanh = tanh
+        self.form = form
 
     def activate(self, y: Array, bias: Array | None) -> Array | None:
         """Turn x W into GELU(x W + b), in place; return its derivative."""
-        return gelu_in_place(self.xp, y, bias, self.tanh, True in self.needs)
+        return activate_in_place(self.xp, y, bias, self.form, True in self.needs)
 
 
-def gelu_in_place(xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool) -> Array | None:
-    """Turn y, (rows, n), into GELU of y + bias; return its derivative, where it is to be kept."""
-    kernels = kernels_for(y, "bias_gelu")
+def activate_in_place(xp: Any, y: Array, bias: Array | None, form: str, keep: bool) -> Array | None:
+    """Turn y, (rows, n), into the activation of y + bias; return its derivative, if to be kept."""
+    name = f"bias_{form}"
+    kernels, blocks = kernels_for(y, name), row_blocks(y)
     slope: Array | None = xp.empty(y.shape, y.dtype) if kernels is not None or keep else None
     if kernels is not None:
-        kernels.bias_gelu(xp, y, bias, slope, tanh)
+        getattr(kernels, name)(xp, y, bias, slope)
         return slope
-    form, blocks = _by_tanh if tanh else _exact, row_blocks(y)
     scratch = xp.empty((4, blocks[0].stop, y.shape[1]), y.dtype)
     for part in blocks:
-        block = y[part]
+        block, rows = y[part], part.stop - part.start
         if bias is not None:
             xp.add(block, bias, out=block)
-        form(
-            xp, block, None if slope is None else slope[part], scratch[:, : part.stop - part.start]
-        )
+        FORMS[form](xp, block, None if slope is None else slope[part], scratch[:, :rows])
     return slope
 
 
-def _exact(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
+def _gelu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     """Turn x into x Phi(x), Phi being the normal distribution's cumulative function; write Phi(x) +
     x density(x).
 
@@ -211,8 +209,8 @@ def _exact(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     xp.subtract(xp.maximum(x, 0, out=x), xp.multiply(size, tail, out=tail), out=x)
 
 
-def _by_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
-    """The same in the form of GPT-2, in which Phi is approximated; arguments as for `_exact`.
+def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
+    """The same in the form of GPT-2, in which Phi is approximated; arguments as for `_gelu`.
 
     y = x s, s = (1 + tanh(x p)) / 2, p = c (1 + 0.044715 x^2), c = sqrt(2 / pi); dy/dx = s + y (1 -
     s) (6 p - 4 c)
@@ -235,6 +233,28 @@ def _by_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
         xp.add(s, p, out=slope)
 
 
+def _silu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
+    """Turn x into y = x s, s = 1 / (1 + e^-x); write s + y (1 - s). Arguments as for `_gelu`."""
+    s, rest = scratch[:2]
+    # the exponential of a larger one is infinite; what is left of x s is below 1e-36
+    xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88, out=x)
+    xp.exp(xp.negative(x, out=s), out=s)
+    xp.divide(1, xp.add(s, 1, out=s), out=s)
+    y = xp.multiply(x, s, out=x)
+    if slope is not None:
+        xp.add(xp.multiply(xp.subtract(1, s, out=rest), y, out=rest), s, out=slope)
+
+
+# A form turns a block into its values, and writes the derivatives. Compiled kernels of a form are
+# called bias_ and its name.
+FORMS = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
+
+
+def _smooth(form: str, x: Any) -> Tensor:
+    result: Tensor = with_kernels(f"bias_{form}", Smooth(form), x)
+    return result
+
+
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Return x Phi(x), elementwise; Phi is the normal distribution's (Hendrycks and Gimpel, 2016).
 
@@ -244,8 +264,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     Raises:
         UsageError: for another value of `approximate`.
     """
-    tanh = _is_tanh(approximate)
-    return with_kernels("bias_gelu", Gelu(tanh), require_floating("gelu", x))
+    return _smooth(_form(approximate), require_floating("gelu", x))
 
 
 def linear_gelu(
@@ -257,13 +276,13 @@ def linear_gelu(
     """
     reads = check_linear("linear_gelu", x, weight, bias)
     require_floating("linear_gelu", x)
-    return multiply(partial(LinearGeluFunction, _is_tanh(approximate)), reads, x, weight, bias)
+    return multiply(partial(LinearGeluFunction, _form(approximate)), reads, x, weight, bias)
 
 
-def _is_tanh(approximate: str) -> bool:
+def _form(approximate: str) -> str:
     if approximate not in ("none", "tanh"):
         raise UsageError(f"gelu's approximate is 'none' or 'tanh', not {approximate!r}")
-    return approximate == "tanh"
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 class SoftmaxFunction(Function):

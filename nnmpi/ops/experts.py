@@ -142,7 +142,7 @@ class Experts(Function):
             experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
         ):
             if entry:
-                inner = LinearGeluFunction(True, None)(rows[start : start + entry], w1, b1)
+                inner = LinearGeluFunction("gelu_tanh", None)(rows[start : start + entry], w1, b1)
                 results.append(LinearFunction(None)(inner, w2, b2))
             start += entry
         out = concatenate(results)

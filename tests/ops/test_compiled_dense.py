@@ -8,7 +8,7 @@ import pytest
 import nnmpi
 from nnmpi.backend.kernels import jit, kernels_for
 from nnmpi.errors import ShapeError
-from nnmpi.ops.activation import gelu, linear_gelu, relu
+from nnmpi.ops.activation import gelu, linear_gelu, relu, silu
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.linear import linear_relu
 from nnmpi.ops.loss import cross_entropy
@@ -54,15 +54,16 @@ def test_linear_and_relu(shape, out, compiled_calls):
 
 @pytest.mark.parametrize("form", ["none", "tanh"])
 @pytest.mark.parametrize("shape", [(5, 3), (0, 3), (70, 2, 33)])
-def test_gelu(shape, form, compiled_calls):
+def test_gelu_and_silu(shape, form, compiled_calls):
     """Alone, and with the product and bias before it; far from 0, too."""
     rng = np.random.default_rng(0)
     sizes = shape, (shape[-1], 17), 17
     arrays = [4 * rng.standard_normal(size, dtype=np.float32) for size in sizes]
     compare(lambda x: gelu(x, form), arrays[:1])
     compare(lambda *args: linear_gelu(*args, form), arrays)
+    compare(silu, arrays[:1])
     name = "bias_gelu" if form == "none" else "bias_gelu_tanh"
-    assert compiled_calls == [name, name, "slope_grad_bias"]
+    assert compiled_calls == [name, name, "slope_grad_bias", "bias_silu"]
 
 
 def test_bias_gradients_of_many_rows():

@@ -49,10 +49,12 @@ class DeviceKernels(KernelLauncher):
         """y = max(y + bias, 0), in place; NaN stays."""
         self.over_columns("bias_relu", y, y.shape[-1], _shift(xp, y, bias))
 
-    def bias_gelu(self, xp: Any, y: Array, bias: Array | None, slope: Array, tanh: bool) -> None:
-        """y = gelu(y + bias), in place, and its derivative."""
-        name = "bias_gelu_tanh_slope" if tanh else "bias_gelu_slope"
+    def _bias_slope(self, name: str, xp: Any, y: Array, bias: Array | None, slope: Array) -> None:
+        """y = the activation of y + bias, in place, and its derivative."""
         self.over_columns(name, y, y.shape[-1], _shift(xp, y, bias), slope)
+
+    bias_gelu = partialmethod(_bias_slope, "bias_gelu_slope")
+    bias_gelu_tanh = partialmethod(_bias_slope, "bias_gelu_tanh_slope")
 
     def _grad_bias(
         self, name: str, xp: Any, grad: Array, saved: Array, to_bias: Array | None

@@ -21,7 +21,9 @@ from nnmpi.backend.recording import perform
 __all__ = [
     "adam",
     "bias_gelu",
+    "bias_gelu_tanh",
     "bias_relu",
+    "bias_silu",
     "depthwise",
     "direct",
     "has_products",
@@ -45,6 +47,7 @@ LOOPS = {
     "bias_relu": (write(2), read(1)),
     "bias_gelu": (write(2), read(1), write(2)),
     "bias_gelu_tanh": (write(2), read(1), write(2)),
+    "bias_silu": (write(2), read(1), write(2)),
     "relu_grad_bias": (read(2), read(2), write(2), write(1)),
     "slope_grad_bias": (read(2), read(2), write(2), write(1)),
     "relu_grad": (read(1), read(1), write(1)),
@@ -142,9 +145,14 @@ def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:
     perform(loop("bias_relu"), y, _shift(xp, y, bias))
 
 
-def bias_gelu(xp: Any, y: Array, bias: Array | None, slope: Array, tanh: bool) -> None:
-    """y = GELU(y + bias), in place; write its derivative."""
-    perform(loop("bias_gelu_tanh" if tanh else "bias_gelu"), y, _shift(xp, y, bias), slope)
+def _bias_slope(name: str, xp: Any, y: Array, bias: Array | None, slope: Array) -> None:
+    """y = the activation of y + bias, in place; write its derivative."""
+    perform(loop(name), y, _shift(xp, y, bias), slope)
+
+
+bias_gelu, bias_gelu_tanh, bias_silu = (
+    partial(_bias_slope, name) for name in ("bias_gelu", "bias_gelu_tanh", "bias_silu")
+)
 
 
 def _shift(xp: Any, y: Array, bias: Array | None) -> Any:

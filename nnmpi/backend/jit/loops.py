@@ -167,6 +167,18 @@ def bias_gelu_tanh(y, bias, slope):
             steep[i] = s + (_ONE - s) * (_SIX * p - _FOUR * _C) * value
 
 
+def bias_silu(y, bias, slope):
+    """y = SiLU(y + bias), in place; slope = its derivative."""
+    for r in range(y.shape[0]):
+        row, steep = y[r], slope[r]
+        for i in range(row.size):
+            x = row[i] + bias[i]
+            s = _ONE / (_ONE + exp(-x))
+            value = x * s
+            row[i] = value
+            steep[i] = s + (_ONE - s) * value
+
+
 @inlined
 def _times(grad, y, out, to_bias, relu):
     """out = grad where y > 0, else 0, or grad * y; to_bias = its sum over the rows."""
