@@ -107,7 +107,10 @@ class Communicator:
         Raises:
             CommError: on all ranks, when a value has no JSON form.
         """
-        text = np.frombuffer(encode_json(value), np.uint8)
+        encoded = encode_json(value)
+        if self.size == 1:  # an epoch of a small run has several
+            return [decode_json(encoded, 0)]
+        text = np.frombuffer(encoded, np.uint8)
         lengths = np.empty(self.size, np.int64)
         self.comm.allgather(np.array([text.size], np.int64), lengths)
         texts = np.empty(int(lengths.sum()), np.uint8)
