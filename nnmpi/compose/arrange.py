@@ -419,7 +419,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
                 layout.state_arrays,
                 layout.unit_bytes,
             ),
-            away=layout.offload_state if away is None else away,
+            offloaded=layout.offload_state if away is None else away,
         )
         return result.total + result.parameters * stashed
 

@@ -326,11 +326,11 @@ class Worker(Trainer):
         if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
         ranks, layout = where.mesh.replicas, where.layout
-        once = isinstance(storage, ShardedStorage) and storage.stands_once
+        once = isinstance(storage, ShardedStorage) and storage.is_node_shared
         predicted = predict_bytes(
             *(self.model, layout.zero, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
             *(len(self.optimizer.slots()), layout.unit_bytes, once),
-            away=layout.offload_state,
+            offloaded=layout.offload_state,
         )
         return {
             PARAMETERS: predicted.parameters,

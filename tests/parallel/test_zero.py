@@ -426,7 +426,9 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(
         )
         enough = left[group.rank] <= room
         assert (
-            enough == ("no more room" not in parallel.notice) == parallel.model.storage.stands_once
+            enough
+            == ("no more room" not in parallel.notice)
+            == parallel.model.storage.is_node_shared
         )
         assert enough or room < 4  # flags, gradients (those of several units apart), weights
         assert held[group.rank] == (left[group.rank] if enough else 0)

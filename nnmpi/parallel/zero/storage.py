@@ -1,32 +1,33 @@
 """Sharded flat storage: the memory of ZeRO's stages, its layout and its exchanges.
 
-A unit is a run of the model's layers, such as a block: what is gathered, computed with, and summed
-at once. Its parameters lie together in a flat array (one for each optimizer group), of which rank r
-owns part r of `shard.split`. So the parts of a unit differ by at most one element, and there is no
-padding but the gaps that flat storage has anyway.
+A unit is a run of the model's layers, such as a block. It is gathered, computed and summed at once.
+Its parameters lie together in a flat array (one for each optimizer group), of which rank r owns
+part r of `shard.split`. So the parts of a unit differ by at most one element. The only padding are
+the gaps of flat storage.
 
-                 unit 0      unit 1     unit 2             stage 1      stage 2      stage 3
-    parameters  | 0 0 1 1 | 0 0 0 1 1 | 0 1 |             whole        whole        own parts, and two slots
-    gradients   | 0 0 1 1 | 0 0 0 1 1 | 0 1 |  whose?     whole        own parts, and scratch of one unit
-    state       | 0 0 1 1 | 0 0 0 1 1 | 0 1 |             own parts    own parts    own parts
+                 unit 0      unit 1     unit 2      stage 1     stage 2     stage 3
+    parameters  | 0 0 1 1 | 0 0 0 1 1 | 0 1 |       all         all         own parts, two slots
+    gradients   | 0 0 1 1 | 0 0 0 1 1 | 0 1 |       all         own parts, and scratch of one unit
+    state       | 0 0 1 1 | 0 0 0 1 1 | 0 1 |       own parts   own parts   own parts
+                  (the rank that owns each element)
 
-    slots       even units in one, odd ones in the other: unit 0 | unit 1 | unit 0 <- unit 2 ...
+    slots       even units in one, odd units in the other: unit 0 | unit 1 | unit 0 <- unit 2 ...
 
-    enter(2, 1)    unit 2 is in its slot; unit 1 begins to come            leave(2)    another one may have the slot
-    reduce(2)      its gradients are summed, and this rank's part of the sum is added to what it has
-    finish_update  all ranks have what an update has written
+    acquire(2, 1)  wait for unit 2 in its slot, prefetch unit 1
+    release(2)     another unit may use the slot
+    reduce(2)      sum its gradients over the ranks; accumulate this rank's part of the sum
+    finish_update  publish the new parameters to all ranks
 
-A unit always comes to the same slot. So parameters are views that never move, what an operation has
-saved of them in its forward pass is right again once the unit is gathered for its backward pass,
-and nothing is allocated on the way. Parameters that several units have, such as a tied embedding,
-are a unit of their own with places of their own.
+A unit is always gathered to the same slot. So parameters are views that never move: a view that an
+operation saved in its forward pass is valid again once the unit is gathered for the backward pass,
+and nothing is allocated in a step. Parameters that several units use, such as a tied embedding, are
+a unit of their own, `SHARED`, outside the slots.
 
-Where all ranks are on one node, no message is sent: the parameters stand once in memory that they
-share, in every stage. Each rank trains its part of them, all see the whole, nothing is gathered,
-and there are no slots; gradients are added up where they lie (`comm.node_sum`).
+With all ranks on one node, no message is sent in any stage: the parameters lie once in memory that
+the ranks share. Each rank updates its part and sees all parts, so nothing is gathered and there are
+no slots. Gradients are added where they lie (`comm.node_sum`).
 
-How models are split into units, and what that takes, is said by integers alone, before a model has
-values.
+`cut_units` and `predict_bytes` compute with integers alone, before a model has values.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.shard import buckets, part, split
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter, Span
 
-SHARED = -1  # the number of the unit of parameters that several units have
-# by stage: shorter units would be messages for nothing
+SHARED = -1  # the unit of parameters that several units use
+# by stage; shorter units would only add messages
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
 
 
 class OwnParts(list[Array]):
-    """Arrays that differ between ranks: their norm is a sum over the ranks."""
+    """Arrays that differ between ranks: their norm needs a sum over the ranks."""
 
     ranks: Group
 
@@ -76,26 +77,25 @@ class ShardedStorage(FlatStorage):
 
         model.initialize(seed=0, storage=sharded(model, group, stage=3))
 
-    An optimizer over it has the state of this rank's parts alone, and updates those.
+    An optimizer over it updates this rank's parts, and has state for them alone.
 
     Args:
         parameters, values, allocate, group, dtype: see `FlatStorage`.
-        model: that has the parameters.
-        ranks: that keep the parts.
-        stage: what is kept in parts: 1: the optimizer's state; 2: gradients, too; 3: parameters,
-            too.
+        model: the owner of the parameters.
+        ranks: the group that shards them.
+        stage: 1 shards the optimizer's state; 2 also the gradients; 3 also the parameters.
         unit_bytes: the longest unit, unless one child of the model is longer; by default 4 MiB, in
             stage 3 64 KiB.
-        store: in stage 3, where this rank's parts of the parameters lie; None for in memory.
+        store: in stage 3, the store of this rank's parts of the parameters; None for memory.
 
     Attributes:
         data, grads, groups: this rank's parts, one for each unit and optimizer group.
-        own: which elements of the whole arrays they are.
-        units: of the model.
+        slices: the ranges of the full arrays that these parts are.
+        units: the model's units.
         stage, ranks: as given.
 
     Raises:
-        UsageError: for a stage that there is not.
+        UsageError: for an unknown stage.
     """
 
     def __init__(
@@ -121,27 +121,28 @@ class ShardedStorage(FlatStorage):
             next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
         ).itemsize
         self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
-        homes = {item: number for number, unit in enumerate(self.units) for item in unit.parameters}
+        unit_of = {
+            item: number for number, unit in enumerate(self.units) for item in unit.parameters
+        }
 
-        def place(name: str, parameter: Parameter) -> str:
+        def label_of(name: str, parameter: Parameter) -> str:
             label = "default" if group is None else group(name, parameter)
-            return f"{homes.get(parameter, SHARED)} {label}"
+            return f"{unit_of.get(parameter, SHARED)} {label}"
 
         self._node: NodeSum | None = None
-        # the units in their slots, and whether all of each has come
-        self._standing: dict[int, bool] = {}
+        self._resident: dict[int, bool] = {}  # by unit in a slot: whether its gather is complete
         self._traffic = Traffic()
-        # by the number of the array, as far as there is anything to exchange
+        # by number of the array; empty if there is nothing to exchange
         self._gathers: dict[int, Pending] = {}
-        self._sums: dict[int, Pending] = {}  # of those that are not MPI's own
+        self._sums: dict[int, Pending] = {}  # without MPI's own
         self._group: Group | None = None
-        super().__init__(parameters, values, allocate, place, dtype)
+        super().__init__(parameters, values, allocate, label_of, dtype)
         self.groups = [label.partition(" ")[2] for label in self.groups]
         self.known_groups = set(self.groups)
         self.shared = True
-        self._fresh = [True] * len(self.data)  # no gradients were added since `zero_grad`
+        self._fresh = [True] * len(self.data)  # nothing was accumulated since `zero_grad`
 
-    # ---- what lies where ----
+    # ---- layout ----
 
     @property
     def grads(self) -> list[Array]:
@@ -164,82 +165,84 @@ class ShardedStorage(FlatStorage):
         for i, label in enumerate(self.groups):
             self._pieces[int(label.partition(" ")[0])].append(i)
         owns = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
-        self.own = [slice(own.start, own.stop) for own in owns]
+        self.slices = [slice(item.start, item.stop) for item in owns]
         data, grads = (
             self._lay_out(lengths, dtype, allocate, count)
             for count in (2 * (self.stage == 3), self.stage >= 2)
         )
-        for full, item, grad in zip(data, self.own, grads, strict=True):
-            mine = full[item]
+        for full, item, grad in zip(data, self.slices, grads, strict=True):
+            local = full[item]
             if self.stage == 3:
-                mine = (allocate if self._store is None else self._store.zeros)(len(mine), dtype)
-            self.data.append(mine)
-            self.grads.append(allocate(len(mine), dtype) if self.stage >= 2 else grad[item])
+                local = (allocate if self._store is None else self._store.zeros)(len(local), dtype)
+            self.data.append(local)
+            self.grads.append(allocate(len(local), dtype) if self.stage >= 2 else grad[item])
         return data, grads
 
     def _lay_out(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
     ) -> list[Array]:
-        """Return whole arrays: one after another, or the units' in so many slots by turns."""
-        places: dict[int, tuple[int, int]] = {}
-        ends = dict.fromkeys(range(slots + 1), 0)  # of the slots, behind what several units have
+        """Return full arrays: one after another, or those of units alternating between slots."""
+        offsets: dict[int, tuple[int, int]] = {}
+        ends = dict.fromkeys(range(slots + 1), 0)  # room 0: SHARED, or everything without slots
         for number, pieces in self._pieces.items():
             room = 1 + number % slots if slots and number != SHARED else 0
             start = 0 if slots else ends[0]
             for i in pieces:
-                places[i] = room, start
+                offsets[i] = room, start
                 start += lengths[i]
             ends[room] = max(ends[room], start)
-        # a window each in shared memory, of which MPI has few
+        # one allocation per room: each is a window in shared memory, and MPI has few
         rooms = [allocate(end, dtype) for end in ends.values()]
         self._rooms += rooms if slots else []
         return [
-            rooms[room][start : start + lengths[i]] for i, (room, start) in sorted(places.items())
+            rooms[room][start : start + lengths[i]] for i, (room, start) in sorted(offsets.items())
         ]
 
     def write(self, span: Span, value: Array) -> None:
-        """See `FlatStorage.write`; of a parameter that is sharded this rank keeps its part."""
+        """See `FlatStorage.write`; in stage 3 this rank keeps its part alone."""
         if self.stage < 3:
             super().write(span, value)
         else:
-            local, theirs = self._part(span)
-            self.data[span.buffer][local] = value.reshape(-1)[theirs]
+            local, in_parameter = self._part(span)
+            self.data[span.buffer][local] = value.reshape(-1)[in_parameter]
 
     def _part(self, span: Span) -> tuple[slice, slice]:
-        """Return which part of a parameter is this rank's: where in its own array, and where in the
-        flat parameter.
+        """Return this rank's part of a parameter as two slices: of its own array, and of the flat
+        parameter.
         """
-        local = self.own[span.buffer]
-        mine, length = _common(local, span), local.stop - local.start
-        at = min(max(mine.start - local.start, 0), length)
-        return slice(at, at + len(mine)), slice(mine.start - span.start, mine.stop - span.start)
+        local = self.slices[span.buffer]
+        common, length = _common(local, span), local.stop - local.start
+        at = min(max(common.start - local.start, 0), length)
+        return slice(at, at + len(common)), slice(
+            common.start - span.start, common.stop - span.start
+        )
 
     def view(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
-        """See `FlatStorage.view`: a parameter's part, as what it is of the whole."""
-        local, theirs = self._part(span)
+        """See `FlatStorage.view`: this rank's part of a parameter."""
+        local, in_parameter = self._part(span)
         counts = [
             len(_common(item, span))
             for item in split(len(self._data[span.buffer]), self.ranks.size)
         ]
         return ShardedArray(
-            span.parameter.declared, flats[span.buffer][local], theirs, counts, self.ranks
+            span.parameter.declared, flats[span.buffer][local], in_parameter, counts, self.ranks
         )
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
-        """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
+        """See `FlatStorage.held`: a run of elements of each parameter, which may be empty."""
         for span in self.spans:
             local = self.trained_slice(span)
             yield span, self.data[span.buffer][local], self.grads[span.buffer][local]
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameters are all here, whenever one looks."""
+        """Whether all parameters are readable at any time."""
         return self.stage < 3
 
     def move(
         self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None
     ) -> NoReturn:
-        """Refuse: other ranks count on what lies where."""
+        """Refuse: the other ranks rely on this layout."""
         raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
 
     def trained_slice(self, span: Span) -> slice:
@@ -247,30 +250,31 @@ class ShardedStorage(FlatStorage):
         return self._part(span)[0]
 
     @property
-    def stands_once(self) -> bool:
-        """Whether the parameters stand once in memory that all ranks share."""
+    def is_node_shared(self) -> bool:
+        """Whether the node has the parameters once, in memory that its ranks share."""
         return self._node is not None
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """See `FlatStorage.held_bytes`; what else it takes are slots and scratch."""
+        """See `FlatStorage.held_bytes`; the third number are slots and scratch."""
         local = [] if self._store is not None else self.data
         parameters = sum(
-            array.nbytes for array in (local if self.stage == 3 or self.stands_once else self._data)
+            array.nbytes
+            for array in (local if self.stage == 3 or self.is_node_shared else self._data)
         )
         gradients = sum(array.nbytes for array in (self._grads if self.stage == 1 else self.grads))
         return parameters, gradients, sum(room.nbytes for room in self._rooms)
 
     def _settle(self, data: list[Array], grads: list[Array]) -> None:
-        """Let the parameters lie in these whole arrays, and this rank's parts be theirs where there
-        are whole ones.
+        """Use these full arrays; this rank's parts become views of them in the stages that keep the
+        full arrays.
         """
         self._data, self._grads = data, grads
-        # of gradients alone: those of parameters, and of older gradients, are gone
+        # scratch of gradients is the last; the parameters' slots and older scratch are freed
         self._rooms = self._rooms[-2:]
-        if self.stage < 3 or self.stands_once:
-            self.data = [full[item] for full, item in zip(data, self.own, strict=True)]
+        if self.stage < 3 or self.is_node_shared:
+            self.data = [full[item] for full, item in zip(data, self.slices, strict=True)]
         if self.stage == 1:
-            self.grads = [full[item] for full, item in zip(grads, self.own, strict=True)]
+            self.grads = [full[item] for full, item in zip(grads, self.slices, strict=True)]
         self._views = [self._lay(span) for span in self.spans]
         self.moves += 1
 
@@ -303,7 +307,7 @@ class ShardedStorage(FlatStorage):
             for i in numbers:
                 span = self.spans[i]
                 span.parameter.finish_gradient()
-                # a gap, where scratch holds anything
+                # zero the gap: scratch still has another unit's gradients there
                 self._grads[span.buffer][ends[span.buffer] : span.start] = 0
                 ends[span.buffer] = span.stop
                 if self.stage > 1:
@@ -317,8 +321,8 @@ class ShardedStorage(FlatStorage):
                 self.wait_for_others()
 
     def _sum(self, i: int) -> None:
-        """Sum one of the whole arrays, and put this rank's part where it belongs."""
-        full, place = self._grads[i], self.grads[i]
+        """Sum one full array over the ranks; accumulate this rank's part."""
+        full, target = self._grads[i], self.grads[i]
         fresh = self._fresh[i] and self.stage > 1
         self._fresh[i] = False
         self._count(full)
@@ -326,7 +330,7 @@ class ShardedStorage(FlatStorage):
             for _ in self._node.sums(i, replace=fresh):
                 pass
             return
-        arrived = full[self.own[i]]
+        arrived = full[self.slices[i]]
         if self.ranks.size > 1 and full.size:
             if i in self._sums:
                 self._sums[i].run()
@@ -335,9 +339,9 @@ class ShardedStorage(FlatStorage):
                 counts = [len(item) for item in split(full.size, self.ranks.size)]
                 arrived = self._group.reduce_scatter_v(full, counts)
         if self.stage > 1 and not fresh:
-            namespace(place).add(place, arrived, out=place)
-        elif arrived is not place:
-            place[...] = arrived
+            namespace(target).add(target, arrived, out=target)
+        elif arrived is not target:
+            target[...] = arrived
 
     def wait_for_others(self) -> None:
         """With shared memory, wait for the other ranks before the next read or write."""
@@ -356,7 +360,7 @@ class ShardedStorage(FlatStorage):
                 ranks of one node, else MPI's own.
 
         Raises:
-            UsageError: for another one, and for "shared" where there is no such memory.
+            UsageError: for another name, and for "shared" without shared memory.
         """
         self._group = group
         one_node = (
@@ -384,7 +388,7 @@ class ShardedStorage(FlatStorage):
         several = [i for i, full in enumerate(self._data) if group.size > 1 and full.size]
         bind = partial(group.bind, algorithm=name)
         self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
-        # Bound, MPI's own would keep a copy of each array that it sums.
+        # MPI's own is called each time: bound, it would keep a copy of each array it sums.
         self._sums = {
             i: bind(self._grads[i], tag=len(self._data) + i, operation=REDUCE_SCATTER.name)
             for i in several
@@ -393,7 +397,7 @@ class ShardedStorage(FlatStorage):
         return notice
 
     def _share(self, memory: SharedMemory) -> None:
-        """Move what others read to memory that the ranks share; collective."""
+        """Move parameters and gradients to memory that the ranks share. Collective."""
         lengths, dtype = self._layout
         try:
             data = memory.common_all([(length, dtype) for length in lengths])
@@ -401,11 +405,11 @@ class ShardedStorage(FlatStorage):
         except DeviceError:
             memory.free()
             raise
-        for full, item, mine in zip(data, self.own, self.data, strict=True):
-            full[item] = mine
+        for full, item, local in zip(data, self.slices, self.data, strict=True):
+            full[item] = local
         memory.barrier()
         self._node = NodeSum(
-            grads, memory, owns=self.own, totals=None if self.stage == 1 else self.grads
+            grads, memory, owns=self.slices, totals=None if self.stage == 1 else self.grads
         )
         self._settle(data, grads)
         self.grads = self._node.totals
@@ -418,19 +422,19 @@ class ShardedStorage(FlatStorage):
                 " first"
             )
         super().finish_update()
-        self._standing.clear()
+        self._resident.clear()
         with self.ranks.meeting(ALL_GATHER.name):
             self.wait_for_others()
             for i, pending in self._gathers.items() if self.stage < 3 else ():
                 self._count(self._data[i])
                 pending.run()
 
-    def enter(self, number: int, following: int | None = None) -> None:
+    def acquire(self, number: int, following: int | None = None) -> None:
         """Wait until the unit's parameters are gathered, and prefetch the next unit's. Collective.
 
         Args:
-            number: the unit's.
-            following: the next one's, whose slot is free; None if there is none.
+            number: the unit.
+            following: the next unit, whose slot is free; None if there is none.
         """
         if self.stage < 3 or self._node is not None:
             return
@@ -439,40 +443,40 @@ class ShardedStorage(FlatStorage):
             self._start(following)
         self._wait(number)
 
-    def leave(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Free the unit's slot; first complete its gather if one was started and never awaited."""
-        if number in self._standing:
+        if number in self._resident:
             self._wait(number)
-            del self._standing[number]
+            del self._resident[number]
 
     def _start(self, number: int) -> None:
-        if number in self._standing:
+        if number in self._resident:
             return
-        if number != SHARED:  # who comes again out of turn finds others there
+        if number != SHARED:  # out of turn, its slot may hold another unit: evict that
             for other in [
-                item for item in self._standing if item != SHARED and (item - number) % 2 == 0
+                item for item in self._resident if item != SHARED and (item - number) % 2 == 0
             ]:
-                self.leave(other)
-        self._standing[number] = False
+                self.release(other)
+        self._resident[number] = False
         for i in self._pieces[number]:
-            self._data[i][self.own[i]] = self.data[i]
+            self._data[i][self.slices[i]] = self.data[i]
             if i in self._gathers:
                 self._count(self._data[i])
                 self._gathers[i].start()
 
     def _wait(self, number: int) -> None:
-        if not self._standing[number]:
+        if not self._resident[number]:
             with self.ranks.meeting(ALL_GATHER.name):
                 for i in self._pieces[number]:
                     if i in self._gathers:
                         self._gathers[i].wait()
-            self._standing[number] = True
+            self._resident[number] = True
 
-    # ---- what it takes ----
+    # ---- bytes ----
 
-    def _count(self, whole: Array) -> None:
-        if self.ranks.size > 1 and whole.size:
-            self._traffic = self._traffic.plus(Traffic(0.0, int(whole.nbytes), 1, nan))
+    def _count(self, array: Array) -> None:
+        if self.ranks.size > 1 and array.size:
+            self._traffic = self._traffic.plus(Traffic(0.0, int(array.nbytes), 1, nan))
 
     def take_traffic(self) -> Traffic:
         """Return the bytes exchanged since the last call, (N - 1) / N of the arrays' bytes."""
@@ -480,7 +484,7 @@ class ShardedStorage(FlatStorage):
         return traffic
 
     def disconnect(self) -> None:
-        """Give back the communicator, and move to memory of this rank's own. Collective."""
+        """Free the communicator, and move to this rank's private memory. Collective."""
         self._gathers, self._sums = {}, {}
         node, self._node = self._node, None
         if node is not None:
@@ -493,7 +497,7 @@ class ShardedStorage(FlatStorage):
             else:
                 data = [full.copy() for full in self._data]
             self._settle(data, grads)
-            node.memory.barrier()  # nobody may unmap what others still read
+            node.memory.barrier()  # no rank unmaps memory that another still reads
             node.memory.free()
         if self._group is not None:
             self._group.free()
@@ -512,7 +516,7 @@ def sharded(
     unit_bytes: int | None = None,
     store: Store | None = None,
 ) -> Callable[..., ShardedStorage]:
-    """Return what makes a model's storage in `Module.initialize`.
+    """Return a factory of a model's storage for `Module.initialize`.
 
     Args:
         model, ranks, stage, unit_bytes, store: see `ShardedStorage`.
@@ -524,7 +528,7 @@ def sharded(
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A run of layers with its calls and the parameters of no other unit."""
+    """A run of layers; its parameters are those that no other unit uses."""
 
     layers: tuple[ChainLayer, ...]
     joined: tuple[Run, ...]
@@ -534,11 +538,11 @@ class Unit:
 def cut_units(
     model: Module, limit_bytes: int, itemsize: int
 ) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
-    """Cut a model's chain into units; return them, and the parameters that several of them have.
+    """Cut a model's chain into units; return them, and the parameters that several units use.
 
-    Layers of one child of the model stay together, such as a residual block's. Children are taken
-    together as long as their parameters are not more than the limit; one without parameters goes
-    with the one before it.
+    The layers of one child of the model, such as a residual block, stay together. Successive
+    children are merged while their parameters fit the limit; a child without parameters joins the
+    one before it.
 
     Args:
         model: a sequence, or a part of one; any other module is one unit.
@@ -584,13 +588,13 @@ def _parameters(layers: Sequence[ChainLayer]) -> list[Parameter]:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What a rank holds of parameters, gradients and optimizer state, in bytes.
+    """The bytes of parameters, gradients and optimizer state that a rank holds.
 
     Attributes:
-        parameters, gradients, optimizer: the rank's own parts, or all of them; of what lies out of
-            memory nothing.
+        parameters, gradients, optimizer: the rank's own parts, or all; 0 for offloaded ones.
         units: slots of gathered parameters, and scratch for a unit's gradients.
-        lengths: of each unit, and of what several units have: what is gathered and summed at once.
+        lengths: the bytes that one gather or sum moves: of each unit, and of the parameters that
+            several units use.
     """
 
     parameters: int
@@ -613,39 +617,40 @@ def predict_bytes(
     itemsize: int,
     state_arrays: int,
     unit_bytes: int | None = None,
-    stands_once: bool = False,
-    away: str | None = None,
+    is_node_shared: bool = False,
+    offloaded: str | None = None,
 ) -> StateBytes:
-    """Return the exact bytes a rank will hold, for one parameter group; needs no values.
+    """Return the exact bytes a rank will hold, for one parameter group, without values.
 
     Args:
         model: as for `cut_units`.
         stage: 1, 2 or 3; 0 for plain data parallelism.
-        rank, size: of the ranks that share it.
+        rank, size: in the group that shards the model.
         itemsize: bytes of an element.
         state_arrays: how many arrays of each parameter's size the optimizer keeps.
         unit_bytes: see `ShardedStorage`.
-        stands_once: whether the parameters stand once in memory that all ranks share.
-        away: what lies out of memory: `OPTIMIZER`'s state, or `ALL`, its state and the parameters,
-            in stage 3; None for nothing.
+        is_node_shared: whether the node has the parameters once, in memory that its ranks share.
+        offloaded: `OPTIMIZER` for the optimizer's state, `ALL` for state and
+            parameters in stage 3; None for nothing.
     """
     units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
     lengths = [_length(unit.parameters, itemsize) for unit in units]
-    apart = _length(shared, itemsize)
+    shared_length = _length(shared, itemsize)
     full = _length(model.parameters(), itemsize) * itemsize
-    local = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
-    scratch = (max(lengths, default=0) + apart) * itemsize
+    local = sum(len(part(length, size, rank)) for length in [*lengths, shared_length]) * itemsize
+    scratch = (max(lengths, default=0) + shared_length) * itemsize
     slots = (
         0
-        if stands_once
-        else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
+        if is_node_shared
+        else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize
+        + shared_length * itemsize
     )
     return StateBytes(
-        (local if stage == 3 or stands_once else full) if away != ALL else 0,
+        (local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0,
         local if stage >= 2 else full,
-        (local if stage else full) * state_arrays if away is None else 0,
+        (local if stage else full) * state_arrays if offloaded is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
-        tuple(length * itemsize for length in (*lengths, apart) if length),
+        tuple(length * itemsize for length in (*lengths, shared_length) if length),
     )
 
 

@@ -1,6 +1,6 @@
-"""ShardedDataParallel: data parallelism over storage that is sharded, unit by unit. See `zero`.
+"""ShardedDataParallel: data parallelism over sharded storage, unit by unit. See `zero`.
 
-On one node nothing is sent: see `ShardedStorage.connect`.
+On one node no message is sent: see `ShardedStorage.connect`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_PASS = -2  # no backward pass is under way
 
 
 class UnitEnd(Elementwise):
-    """The end of a unit: passes everything on, and tells when a backward pass comes to the unit."""
+    """The end of a unit: the identity; its backward reports that the pass reaches the unit."""
 
     __slots__ = ("_reached",)
 
@@ -50,21 +50,20 @@ class ShardedDataParallel(DataParallel):
     """ZeRO: data parallelism whose ranks shard the training state. Collective.
 
         parallel = nnmpi.ShardedDataParallel(model, group, stage=3)
-        optimizer = optim.Adam(model.storage)           # afterwards: it has the state of this
-                                                        rank's parts alone
+        optimizer = optim.Adam(model.storage)    # made afterwards: state of this rank's parts alone
         model.zero_grad()
         parallel.backward(ops.cross_entropy(model(x), y, reduction="sum"), samples)
         optimizer.step()
 
-    A model that was initialized with storage that is sharded (`sharded`) is never whole on any
-    rank. Any other one becomes that of rank 0, and is sharded here. The model is a `Sequential`;
-    of another kind it is one unit, which has no use in stage 3.
+    A model initialized with sharded storage (`sharded`) is never complete on any rank. Any other
+    model gets rank 0's values, and is sharded here. Use a `Sequential`: any other module is a
+    single unit, which saves nothing in stage 3.
 
     Args:
         model: initialized, the same on all ranks.
         group: the ranks that share each batch, and the model.
-        stage: 1, 2 or 3; not used where the storage is sharded already.
-        algorithm: of sums and gathering: "native" (MPI's own, and "auto"), "ring" or "tree".
+        stage: 1, 2 or 3; ignored if the storage is sharded already.
+        algorithm: of sums and gathers: "native" (MPI's own, and "auto"), "ring" or "tree".
         unit_bytes: see `ShardedStorage`.
         backend, runs_backward: see `DataParallel`.
 
@@ -110,10 +109,10 @@ class ShardedDataParallel(DataParallel):
             model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward
         )
         self.stage = self.storage.stage
-        self._at = NO_PASS  # the unit whose gradients a backward pass computes
+        self._at = NO_PASS  # the unit of the running backward pass
         self.notice = self.storage.connect(group.duplicate(), algorithm)
         self._in_units = runs_backward and self.stage > 1
-        self._whole = model.forward  # of a model that is one unit, since it is no chain
+        self._forward_model = model.forward  # for a model that is no chain, thus one unit
         if self._in_units:
             model.forward = self._forward  # type: ignore[method-assign]
 
@@ -123,27 +122,31 @@ class ShardedDataParallel(DataParallel):
     # ---- forward ----
 
     def _forward(self, x: Any) -> Any:
-        """Compute the model unit by unit, each of which is here while it is computed."""
+        """Compute the model unit by unit, with the parameters of each gathered meanwhile."""
         refuse_inside("a model that ranks share out")
         storage, units = self.storage, self.storage.units
         saved: Stashed = {}
-        storage.enter(SHARED)
+        storage.acquire(SHARED)
         for number, unit in enumerate(units):
-            storage.enter(number, number + 1 if number + 1 < len(units) else None)
-            alone = unit.layers[0].module is self.model
-            x = self._whole(x) if alone else run_layers(unit.layers, unit.joined, x, saved)
+            storage.acquire(number, number + 1 if number + 1 < len(units) else None)
+            is_single = unit.layers[0].module is self.model
+            x = (
+                self._forward_model(x)
+                if is_single
+                else run_layers(unit.layers, unit.joined, x, saved)
+            )
             if isinstance(x, Tensor):
                 x = UnitEnd(partial(self._reach, number))(x)
-            storage.leave(number)
+            storage.release(number)
         check_empty(saved)
-        storage.leave(SHARED)
+        storage.release(SHARED)
         return x
 
     # ---- backward ----
 
     def begin_pass(self, last: bool) -> None:
         """See `DataParallel.begin_pass`."""
-        if self._summed:  # another rank may still read sums that stand among this one's gradients
+        if self._summed:  # another rank may still read sums that lie in this rank's gradients
             self.storage.wait_for_others()
         super().begin_pass(last)
         if self._at != NO_PASS:
@@ -156,22 +159,22 @@ class ShardedDataParallel(DataParallel):
     def _reach(self, number: int) -> None:
         self._check_pass()
         self._finish_units(number)
-        self.storage.enter(SHARED)
-        self.storage.enter(number, number - 1 if number else None)
+        self.storage.acquire(SHARED)
+        self.storage.acquire(number, number - 1 if number else None)
 
     def gather_for(self, module: Module) -> None:
-        """Gather the weights of a part of the model, until another part needs the slot. Collective.
+        """Gather the weights of a part of the model until another unit needs the slot. Collective.
 
         Raises:
-            UsageError: for a part that lies in several units.
+            UsageError: for a part with weights in several units.
         """
         number = self._unit_of(module)
-        self.storage.enter(SHARED)
+        self.storage.acquire(SHARED)
         if number != SHARED:
-            self.storage.enter(number)
+            self.storage.acquire(number)
 
     def begin_backward(self, module: Module) -> None:
-        """Gather a part's weights for its backward pass; the units above are done. Collective."""
+        """Gather a part's weights for its backward pass; first sum the units above. Collective."""
         number = self._unit_of(module)
         self._check_pass()
         if number != SHARED:
@@ -179,7 +182,7 @@ class ShardedDataParallel(DataParallel):
         self.gather_for(module)
 
     def _unit_of(self, module: Module) -> int:
-        """Return the number of the unit that has a module's parameters; SHARED if none has any."""
+        """Return the unit with a module's parameters; SHARED if no unit has any."""
         numbers = [
             i
             for i, unit in enumerate(self.storage.units)
@@ -194,29 +197,27 @@ class ShardedDataParallel(DataParallel):
         return numbers[0] if numbers else SHARED
 
     def _finish_units(self, number: int) -> None:
-        """Sum the gradients of all units above this one: a backward pass will not come to them any
-        more.
-        """
+        """Sum and release all units above this one: the backward pass is past them."""
         while self._at > number:
             self.storage.reduce(self._at)
-            self.storage.leave(self._at)
+            self.storage.release(self._at)
             self._at -= 1
 
     def finish_pass(self) -> None:
-        """Sum what is left, and end the pass; see `DataParallel.finish_pass`."""
+        """Sum the remaining units, and end the pass; see `DataParallel.finish_pass`."""
         if self._in_units:
             self._finish_units(SHARED)
             self.storage.reduce(SHARED)
-            self.storage.leave(SHARED)
+            self.storage.release(SHARED)
         self._at = NO_PASS
         super().finish_pass()
 
     def reduce(self, numbers: object) -> None:
-        """Leave gradients that are final alone: they are summed in `finish`."""
+        """Do nothing with final gradients: `finish_pass` or `finish` sums them."""
         self.check_not_released()
 
     def finish(self) -> None:
-        """End a step: return when this rank has its part of all sums; collective.
+        """End a step: return when this rank has its part of all sums. Collective.
 
         Raises:
             UsageError: after `release`.
@@ -241,9 +242,9 @@ class ShardedDataParallel(DataParallel):
         )
 
     def gather_model(self) -> None:
-        """Give every rank the whole model again, in storage of its own, and release it. Collective.
+        """Give every rank the full model again, in private storage, and release it. Collective.
 
-        Optimizers over the parts are of no use any more.
+        Optimizers over the parts are of no use afterwards.
         """
         storage = self.storage
         values = {
@@ -251,13 +252,13 @@ class ShardedDataParallel(DataParallel):
         }
         self.release()
         vars(self.model).pop("forward", None)
-        self.model.storage = _again(storage, values, FlatStorage)
+        self.model.storage = _rebuild(storage, values, FlatStorage)
 
     def release(self) -> None:
         """Detach from the model. Collective.
 
-        In stage 3 each rank is left with its parts, and the model computes nothing any more; call
-        `gather_model` to have all of it on every rank. A second call does nothing.
+        In stage 3 each rank is left with its parts, and the model refuses to compute;
+        `gather_model` gives every rank all of it. A second call does nothing.
         """
         if self.released:
             return
@@ -273,14 +274,14 @@ def shard_storage(model: Module, ranks: Group, stage: int, unit_bytes: int | Non
     """Shard an initialized model's storage: each rank keeps its part of the values."""
     old = model.storage
     values = {span.parameter.name: span.parameter.data for span in old.spans}
-    model.storage = _again(old, values, sharded(model, ranks, stage, unit_bytes))
+    model.storage = _rebuild(old, values, sharded(model, ranks, stage, unit_bytes))
     model.storage.known_groups |= old.known_groups
 
 
-def _again(
+def _rebuild(
     old: FlatStorage, values: Mapping[str, Array], make: Callable[..., FlatStorage]
 ) -> FlatStorage:
-    """Return storage for the same parameters, with their groups, and these values."""
+    """Return storage of these values, with the old one's parameters and groups."""
     labels = {span.parameter.name: old.groups[span.buffer] for span in old.spans}
     xp = namespace(old.data[0]) if old.data else np
     parameters = {span.parameter.name: span.parameter for span in old.spans}
