@@ -1,39 +1,41 @@
 """Model averaging: each rank updates its own weights, which are averaged now and then.
 
-    local SGD, every 3 steps        rank 0   step step step |mean| step step step |mean|
-                                    rank 1   step step step |mean| step step step |mean|      one all-reduce in 3 steps
-                                    rank 2   step step step |mean| step step step |mean|
+    local SGD, every 3 steps   rank 0   step step step |mean| step step step |mean|
+                               rank 1   step step step |mean| step step step |mean|
+                               rank 2   step step step |mean| step step step |mean|
+                                        one all-reduce in 3 steps
 
-    gossip on a ring of 4           rank 0   step <mix> step <mix>          with ranks 3 and 1
-                                    rank 1   step <mix> step <mix>          with ranks 0 and 2 ...
+    gossip on a ring of 4      rank 0   step <mix> step <mix>          with ranks 3 and 1
+                               rank 1   step <mix> step <mix>          with ranks 0 and 2 ...
 
-It is data parallelism without a sum of gradients. A rank's own step takes the mean gradient of its
-own rows: the caller multiplies a gradient that was divided by the rows of the whole batch by (rows
-of the batch / own rows). Every rank must do the same steps. The weights must be equal at the start
-(see `replication.broadcast_state`).
+This is data parallelism without a sum of gradients. A rank's own step takes the mean gradient of
+its own rows. The caller has divided the gradient by the rows of the whole batch, so it multiplies
+it by (rows of the batch / own rows). Every rank must do the same steps. The weights must be equal
+at the start (see `replication.broadcast_state`).
 
 Averaging after every step is the synchronous run: for SGD the mean of the updated weights is the
-update by the mean gradient. With momentum this holds where all ranks have equally many rows: each
-rank's momentum counts by the rows that it has now, and not by those of the steps that it comes
-from. The less often the ranks average, the less they send and wait, and the further their weights
+update by the mean gradient. With momentum this holds only if all ranks have equally many rows: a
+rank's momentum is weighted by its rows in this step, not by its rows in the earlier steps that made
+it. The less often the ranks average, the less they send and wait, and the further their weights
 drift apart.
 
-At a synchronization (`Averaging.synchronize`) all ranks get the same weights and the same state of
-the optimizer. It is there that a model is evaluated or saved.
+A synchronization (`Averaging.synchronize`) gives all ranks the same weights and the same optimizer
+state. Models are evaluated and saved there.
 
-DiLoCo takes the mean displacement since the last average for a gradient, and an outer optimizer,
-SGD with Nesterov's momentum, takes a step with it. Its state is the same on all ranks: the weights
-of the last average, and the momentum.
+DiLoCo uses the mean displacement since the last average as a gradient, and an outer optimizer, SGD
+with Nesterov momentum, takes a step with it. Its state, equal on all ranks, are the weights of the
+last average and the momentum.
 
-    weights    a --- steps of each rank ---> w_i,    mean w      outer gradient  d = a - w
-    outer      b = momentum * b + d          a = a - lr * (d + momentum * b), the weights of all; lr 1 and momentum 0
-                                             leave the mean as it is: local SGD
+    weights   a --- steps of each rank ---> w_i,   mean w      outer gradient  d = a - w
+    outer     b = momentum * b + d                             a = a - lr * (d + momentum * b)
+
+The new `a` are the weights of all ranks. lr 1 and momentum 0 leave the mean as it is: local SGD.
 
 Sources: Stich, "Local SGD converges fast and communicates little" (2019); Lin, Stich, Patel, Jaggi,
-"Don't use large mini-batches, use local SGD" (2020), where momentum stays a rank's own, as it does
-here between synchronizations; Douillard et al., "DiLoCo: distributed low-communication training of
-language models" (2023); Lian et al., "Can decentralized algorithms outperform centralized
-algorithms?" (2017), for SGD on a ring.
+"Don't use large mini-batches, use local SGD" (2020), where momentum stays local to the rank, as it
+does here between synchronizations; Douillard et al., "DiLoCo: distributed low-communication
+training of language models" (2023); Lian et al., "Can decentralized algorithms outperform
+centralized algorithms?" (2017), for SGD on a ring.
 """
 
 from abc import ABC, abstractmethod
@@ -51,24 +53,23 @@ from nnmpi.optim.optimizer import Optimizer, number
 from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 
-# of the averages: unlike MPI's own, it gives the same bits with any MPI, and in a simulated world
+# The all-reduce of averages: unlike MPI's own, it has the same bits with any MPI and simulated.
 SUM = "ring"
 
 
 class Averaging(ABC):
-    """Weights that differ from rank to rank between synchronizations. Making one is collective.
+    """Weights that differ between ranks until they synchronize. Making one is collective.
 
-    Parameters that need no gradient are equal everywhere and stay as they are, bit for bit.
+    Frozen parameters are equal everywhere and stay as they are, bit for bit.
 
     Args:
         group: the ranks that train together.
         storage: the model's, with the same weights on all ranks.
-        optimizer: of that storage; its state is this rank's own between synchronizations.
+        optimizer: of that storage; each rank has its own state between synchronizations.
 
     Attributes:
-        messages, bytes: what this rank has sent since `begin`, without synchronizations. A message
-            that had to be cut because of its length counts once; an all-reduce counts as one on a
-            ring.
+        messages, bytes: sent by this rank since `begin`, without synchronizations. A message that
+            is cut because of its length counts once; an all-reduce counts as one on a ring.
 
     Raises:
         CommError: on all ranks, when their models differ.
@@ -83,15 +84,15 @@ class Averaging(ABC):
         self.begin()
 
     def begin(self) -> None:
-        """Set all counts to 0; the weights must be the same on all ranks then."""
+        """Reset all counts to 0; the weights must be equal on all ranks then."""
         self.messages = self.bytes = 0
         # steps since the last synchronization; rows since the last weighted average
         self._done = self._rows = 0
 
     def steps_since_average(self, step: int) -> int:
-        """Return the steps since this rank's weights were equal to all others'.
+        """Return the steps since all ranks' weights were last equal.
 
-        With gossip they are the same only at synchronizations, whatever the step.
+        Gossip makes them equal only at synchronizations, whatever the step.
         """
         return self._done
 
@@ -101,7 +102,7 @@ class Averaging(ABC):
 
         Args:
             step: the number of the step in the run, from 0, the same on all ranks.
-            rows: the samples that this rank's update was made of.
+            rows: the samples in this rank's update.
         """
 
     def synchronize(self) -> float:
@@ -111,8 +112,8 @@ class Averaging(ABC):
         mean, and its number of steps the largest.
 
         Returns:
-            How far the ranks' weights were apart: the root of the mean over the ranks of |w_i -
-            w|^2, divided by |w|, where w is the mean (0 if it is 0). The same on all ranks.
+            The distance between the ranks' weights: the root of the mean over the ranks of |w_i -
+            w|^2, divided by |w|, with w the mean (0 if |w| is 0). The same on all ranks.
         """
         weight = self._weight()
         with self.group.meeting("synchronize"):
@@ -126,15 +127,16 @@ class Averaging(ABC):
         return apart
 
     def release(self) -> None:
-        """Give the communicator back to MPI. Collective; a second call does nothing."""
+        """Free the communicator. Collective; a second call does nothing."""
         if not self._released:
             self._released = True
             self.optimizer.extra_slots.clear()
             self.group.free()
 
     def _weight(self) -> float:
-        """Return this rank's share of the rows that were counted, or an equal one; sleeps until all
-        have come.
+        """Return this rank's share of the rows since the last average; 1/N if there were none.
+
+        A rank sleeps, rather than polls, until all have called.
         """
         total = self.group.sum_floats([self._rows], asleep=True)[0]
         return self._rows / total if total else 1 / self.group.size
@@ -144,7 +146,7 @@ class LocalSGD(Averaging):
     """Local SGD: averages the weights every few steps, weighted by each rank's rows since.
 
     Args:
-        every: an average is taken after step s if s + 1 is a multiple of it.
+        every: average after step s if s + 1 is a multiple of it.
         outer_lr, outer_momentum: of DiLoCo's outer optimizer, whose arrays are saved with the
             optimizer's.
 
@@ -178,7 +180,7 @@ class LocalSGD(Averaging):
         return min(step % self.every, self._done)
 
     def after_step(self, step: int, rows: int) -> None:
-        """Count the rows, and average when it is time; see `Averaging.after_step`."""
+        """Count the rows, and average if due; see `Averaging.after_step`."""
         self._done += 1
         self._rows += rows
         if (step + 1) % self.every == 0:
@@ -188,7 +190,7 @@ class LocalSGD(Averaging):
                 for array in self.storage.data if size > 1 else ():
                     scale([array], weight)
                     self.group.all_reduce(array, SUM, check=False)
-                    self.messages += 2 * (size - 1)  # of a ring, each with an N-th of the array
+                    self.messages += 2 * (size - 1)  # of a ring, each 1/N of the array
                     self.bytes += 2 * (size - 1) * array.nbytes // size
             self._step_outside()
 
@@ -205,10 +207,10 @@ class LocalSGD(Averaging):
 
 
 class Gossip(Averaging):
-    """Averages the weights with those of the two ranks beside it on a ring after each step.
+    """Average the weights with both neighbours on a ring after each step.
 
-    These averages do not weight by rows, so that they keep the mean over all ranks as it is.
-    `comm.algorithms.gossip` says which rank sends to which.
+    The averages are not weighted by rows, so they keep the mean over all ranks as it is.
+    `comm.algorithms.gossip` defines which rank sends to which.
 
     Raises:
         UsageError: for a single rank.
@@ -232,7 +234,7 @@ class Gossip(Averaging):
             ]
             for entry in sums:
                 entry.start()
-            # The rank sleeps, and takes no core, while its neighbours are late. All are polled.
+            # The rank sleeps, and uses no core, while its neighbours are late. All are polled.
             self.group.comm.world.wait_until(
                 lambda: min([item.poll() for item in sums], default=True)
             )
@@ -243,7 +245,7 @@ class Gossip(Averaging):
 
 @contextmanager
 def keep_frozen(storage: FlatStorage) -> Iterator[None]:
-    """Keep frozen parameters bit for bit: the mean of equal numbers may round."""
+    """Keep frozen parameters bit for bit: averaging equal numbers may round."""
     parts = [storage.data[buffer][part] for buffer, part in storage.frozen()]
     saved = [part.copy() for part in parts]
     yield
@@ -254,16 +256,16 @@ def keep_frozen(storage: FlatStorage) -> Iterator[None]:
 def average(arrays: Iterable[Array], group: Group, weight: float) -> float:
     """Replace each array by its weighted mean over the ranks, the same bits everywhere. Collective.
 
-    It computes rank 0's array plus the mean of the differences from it. So arrays that are equal
-    already stay as they are, bit for bit; a sum of N equal numbers divided by N need not be that
-    number. This costs one more broadcast.
+    It computes rank 0's array plus the mean of the differences from it. So equal arrays stay as
+    they are, bit for bit; a sum of N equal numbers divided by N may round. The price is one more
+    broadcast.
 
     Args:
         arrays: float32 or float64, any shape; the same number, shapes and dtypes on all ranks.
-        weight: of this rank; those of all ranks add up to 1.
+        weight: of this rank; the weights of all ranks add up to 1.
 
     Returns:
-        How far apart the arrays were, the same on all ranks: see `Averaging.synchronize`.
+        The distance between the ranks' arrays: see `Averaging.synchronize`.
     """
     squares = length = 0.0
     for array in arrays:

@@ -1,14 +1,14 @@
-"""Bulk-synchronous data parallelism: every rank has the whole model and a part of each batch.
+"""Bulk-synchronous data parallelism: every rank has the full model and a part of each batch.
 
     rank 0  batch rows 0..1  forward  backward  |--.            | update
     rank 1  batch rows 2..3  forward  backward  |---> all-reduce| update  the same update everywhere
     rank 2  batch row  4     forward  backward  |--'            | update
 
-Losses are sums; each rank's is divided by the global number of samples before it goes backward, so
-the sum of the gradients over ranks is the gradient of the global mean, whatever the ranks' shares
-are. Gradients are summed in buckets while backward still runs (Li et al., "PyTorch Distributed:
-experiences on accelerating data parallel training", 2020). Batch normalization takes its statistics
-over all ranks.
+Losses are sums, and each rank divides its own by the global number of samples before the backward
+pass. So the sum of the gradients over ranks is the gradient of the global mean, whatever the ranks'
+shares are. Gradients are summed in buckets while the backward pass still runs (Li et al., "PyTorch
+Distributed: experiences on accelerating data parallel training", 2020). Batch normalization takes
+its statistics over all ranks.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from nnmpi.units import format_bytes
 class DataParallel:
     """Data parallelism: keeps the replicas of a model on a group's ranks equal. Collective.
 
-    Parameters and buffers become those of rank 0, batch normalization takes its statistics over all
-    ranks, and gradients are summed over the ranks in `backward`. A model has one at a time;
-    `release` takes it off again.
+    Parameters and buffers become those of rank 0. Batch normalization takes its statistics over all
+    ranks. `backward` sums gradients over the ranks. A model has one DataParallel at a time;
+    `release` detaches it.
 
     Args:
         model: initialized, the same on all ranks.
         group: the ranks that share each batch.
         allreduce: the algorithm: a name in `comm.algorithms.registry.NAMES`, such as "auto",
             "native" or "ring"; or one name for each bucket.
-        bucket_bytes: how long a bucket may be, unless one parameter is longer; None to choose (see
+        bucket_bytes: the longest bucket, unless one parameter is longer; None to choose (see
             `comm.gradients`).
-        overlap: whether buckets are summed while backward still runs, or all at its end. None to
-            choose: it pays with ranks on several nodes and with arrays on a device, and not on the
-            processors of one node.
-        backend: where the model's arrays live; NumPy by default.
-        sums_gradients: whether gradients are summed here; else each rank's own are left.
-        runs_backward: whether the caller uses `backward`; else it runs the backward passes, and
-            calls `reduce` and `finish`.
+        overlap: whether buckets are summed while the backward pass still runs, or all at its end.
+            None to choose: overlap pays between nodes and with arrays on a device, and does not pay
+            on the cores of one node.
+        backend: the backend of the model's arrays; NumPy by default.
+        sums_gradients: whether gradients are summed here; otherwise each rank keeps its own.
+        runs_backward: whether the caller uses `backward`; otherwise the caller runs the backward
+            passes, and calls `reduce` and `finish`.
 
                                                             sums_gradients   runs_backward
             plain                                           True             True
@@ -63,23 +63,22 @@ class DataParallel:
             in a fixed order, see `fixed_reduction`         False            True
             pipeline                                        True             False
 
-    With "shared" or "auto" the gradients move to memory that the ranks of a node share, if there is
-    such memory.
+    With "shared" or "auto" the gradients move to memory that the ranks of a node share, if
+    available.
 
     Attributes:
-        shares_batches: whether the ranks share each microbatch, so that batch normalization takes
-            its statistics over them; else a microbatch is one rank's.
-        exchange: what sums the gradients.
+        shares_batches: whether the ranks share each microbatch, and batch normalization takes its
+            statistics over them; otherwise a microbatch belongs to one rank.
+        exchange: the buckets and their sums.
         released: whether `release` was called.
-        notice: why gradients are not in shared memory although that was possible; else empty.
-        before_sum: called with the number of each gradient that is final, where its sum may begin
-            at once.
-        traffic: what the last step communicated: gradients, and statistics of batch normalization.
+        notice: why gradients are not in shared memory although that was possible; otherwise empty.
+        before_sum: called with the number of each final gradient before its sum may begin.
+        traffic: the bytes and times of the last step's gradients and batch statistics.
 
     Raises:
         CommError: on all ranks, when their models differ.
-        UsageError: for an unknown algorithm or a bucket size below 1; for a model that has a
-            DataParallel already, or modules that were not there when it was initialized.
+        UsageError: for an unknown algorithm or a bucket size below 1; for a model with another
+            DataParallel, or with modules that were added after its initialization.
 
     Example:
         >>> def program(group):
@@ -112,17 +111,16 @@ class DataParallel:
         if sums_gradients:
             check_free(model)
             check_same_model(group, self.storage)
-        # in a backward pass: whether it is the last microbatch's; None between passes
+        # whether the running backward pass is the last microbatch's; None between passes
         self._last: bool | None = None
-        self._summed = False  # whether the gradients are the sums of a step that is over
+        self._summed = False  # whether the gradients are a finished step's sums
         self._statistics = self.traffic = Traffic()
         self.released, self.notice = False, ""
         self.before_sum: Callable[[int], object] = int
         self._shared: list[Array] = self._share_gradients(allreduce) if sums_gradients else []
-        # If nothing is summed here, an exchange of no buffers does nothing: nobody has to ask
-        # whether there is one.
+        # Null object: with no buffers every call of the exchange is a no-op.
         buffers = self.storage.grads if sums_gradients else []
-        apart = self.storage.apart  # gradients that are no sums stand in no bucket
+        apart = self.storage.apart  # gradients of one rank's experts, which are in no bucket
         spans = [
             (-1 if apart[s.buffer] else s.buffer, s.start, s.stop)
             for s in self.storage.spans
@@ -136,8 +134,8 @@ class DataParallel:
         self._start_equal()
         if group.size > 1 and runs_backward:
             for number, span in enumerate(self.storage.spans):
-                # Every parameter has the guard, since a stray pass may reach any of them. A hook is
-                # of use only where the sum of a gradient begins before the pass is over.
+                # Every parameter has the guard, since a stray pass may reach any of them. A hook
+                # is useful only if the gradient's sum begins before the pass ends.
                 span.parameter.guard = self._check_pass
                 if sums_gradients and self.exchange.overlap:  # without hooks the tape is faster
                     span.parameter.hook = partial(self._final, number)
@@ -147,11 +145,10 @@ class DataParallel:
                     module.all_reduce = self._sum_statistics
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return what the model computes, as `model(...)` does."""
+        """Return the model's result, as `model(...)` does."""
         return self.model(*inputs, **named)
 
     def _start_equal(self) -> None:
-        """Give all ranks the same values."""
         broadcast_state(self.model, self.group)
 
     def backward(
@@ -162,28 +159,27 @@ class DataParallel:
         scale: float = 1.0,
         seed: Tensor | None = None,
     ) -> None:
-        """Add the gradient of the global mean loss, on all ranks; collective.
+        """Add the gradient of the global mean loss on all ranks. Collective.
 
         Args:
             loss_sum: the sum of the losses of this rank's samples.
-            samples: what the mean is over: the number of samples of all ranks (and of all
-                microbatches) together; of sequences, of all tokens that are to be predicted
+            samples: the denominator of the mean: the number of samples of all ranks and all
+                microbatches together; for sequences, the number of tokens to predict
                 (`Batch.global_targets`).
             last: whether the step's sum over the ranks begins with this pass; False for all but the
-                last of several microbatches, whose gradients are only added up on this rank.
-            scale: what all gradients are multiplied by (see `optim.clip`).
-            seed: scale / samples, () float64, of a step that is recorded once for all its values;
-                made here by default.
+                last of several microbatches, whose gradients only accumulate on this rank.
+            scale: a factor of all gradients (see `optim.clip`).
+            seed: scale / samples, () float64, of a step that is recorded once and replayed with
+                other values; made here by default.
 
         Raises:
-            UsageError: when the gradients of the step before were not forgotten: see
-                `Module.zero_grad`.
-            CommError: when the pass before this one ended in an exception halfway.
+            UsageError: when the last step's gradients were not cleared: see `Module.zero_grad`.
+            CommError: when the last pass ended early, in an exception.
         """
-        # The gradient of the mean: in a Worker it is `Passes._seeds`; the loss is divided in
-        # `stats.Totals`.
+        # The gradient of the mean. Two other places divide by the same count: `Passes._seeds` in a
+        # Worker, and `stats.Totals` for the loss.
         if seed is None or loss_sum.shape:
-            # float64 until backward
+            # float64: rounded to the gradient's dtype only in the backward pass
             seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))
         # `perform` records the call, so that a compiled step repeats it each time
         perform(self.begin_pass, last)
@@ -204,12 +200,12 @@ class DataParallel:
         self.check_not_released()
         for number in numbers:
             parameter = self.storage.spans[number].parameter
-            parameter.finish_gradient()  # in its place, if somebody has set another array
+            parameter.finish_gradient()  # copy into flat storage if the caller set another array
             if not parameter.apart:
                 self.exchange.ready(number)
 
     def finish(self) -> None:
-        """End a step: return when all gradients are summed; collective.
+        """End a step: return when all gradients are summed. Collective.
 
         Raises:
             UsageError: after `release`.
@@ -222,7 +218,7 @@ class DataParallel:
         self._statistics = Traffic()
 
     def begin_pass(self, last: bool) -> None:
-        """Begin a pass; refuse it if its gradients would be added to those of another step."""
+        """Begin a pass; refuse it if its gradients would be added to another step's."""
         self.check_not_released()
         if self.exchange.under_way:
             raise CommError(
@@ -238,10 +234,10 @@ class DataParallel:
         self._summed, self._last = False, last
 
     def finish_pass(self) -> None:
-        """End a pass that has come to the first layer, when it has lasted as long as it is to."""
+        """End a complete pass: a hook for subclasses that sum units."""
 
     def end_pass(self) -> None:
-        """End a pass, whether it is complete or an exception has ended it."""
+        """End a pass, complete or ended by an exception."""
         self._last = None
 
     def describe(self) -> str:
@@ -261,7 +257,7 @@ class DataParallel:
         return ", ".join(words)
 
     def check_equal(self) -> None:
-        """Compare a hash of the parameters over all ranks, where each has all of them; collective.
+        """Compare a hash of the parameters over all ranks, unless ZeRO shards them. Collective.
 
         Raises:
             CommError: on all ranks, naming a parameter that differs and the ranks.
@@ -293,9 +289,7 @@ class DataParallel:
             self.reduce([number])
 
     def _check_pass(self) -> None:
-        """Refuse a backward pass that was not begun by `backward`: its gradients would not be
-        summed.
-        """
+        """Refuse a backward pass outside of `backward`: its gradients would stay unsummed."""
         if self._last is None:
             raise UsageError(
                 "this model's gradients are to be summed over ranks: call parallel.backward(loss,"
@@ -303,16 +297,15 @@ class DataParallel:
             )
 
     def _share_gradients(self, allreduce: AlgorithmLike | Sequence[AlgorithmLike]) -> list[Array]:
-        """Move the gradients to shared memory and return its arrays; none if that would be of no
-        use.
+        """Move the gradients to shared memory, if useful, and return its arrays.
 
-        With "auto" they are moved although another algorithm may be chosen later: it can choose
-        shared memory only if the gradients are there.
+        "auto" moves them although it may choose another algorithm later: it can choose shared
+        memory only if the gradients are there.
         """
         names = {allreduce} if isinstance(allreduce, str) or callable(allreduce) else set(allreduce)
         long = any(grad.nbytes >= SHARED_BYTES for grad in self.storage.grads)
         if any(is_device(grad) for grad in self.storage.grads):
-            # staging takes buffers in shared memory by itself
+            # staging allocates its own buffers in shared memory
             return []
         if (
             any(self.storage.apart)
@@ -323,7 +316,7 @@ class DataParallel:
         arrays: list[Array] = []
         try:
             memory = self.group.memory()
-            if len(set(memory.node_of)) == self.group.size:  # every rank is alone on its node
+            if len(set(memory.node_of)) == self.group.size:  # one rank per node
                 return []
             for grad in self.storage.grads:
                 arrays.append(memory.allocate(grad.size, str(grad.dtype)))
@@ -336,9 +329,7 @@ class DataParallel:
         return arrays
 
     def _unshare_gradients(self) -> None:
-        """Move the gradients back to this rank's own memory, and free the shared memory;
-        collective.
-        """
+        """Move the gradients back to private memory, and free the shared memory. Collective."""
         if not self._shared:
             return
         if any(
@@ -349,7 +340,7 @@ class DataParallel:
         self._shared = []
 
     def check_not_released(self) -> None:
-        """Refuse to continue after `release`, as each rank would do so with gradients of its own.
+        """Refuse to continue after `release`, when each rank would use its own gradients.
 
         Raises:
             UsageError: after `release`.

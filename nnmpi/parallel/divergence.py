@@ -1,6 +1,6 @@
 """Finds where a loss or gradient stopped being finite: on which rank, in which layer.
 
-It computes the failed step again, and so may be slow: it runs once, and then the run ends.
+The failed step is computed again. That may be slow, since it happens once before the run ends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def explain(
 ) -> DivergenceError:
     """Return the error that says where the first value that is not finite came from. Collective.
 
-    All ranks do the forward pass, and all or none the backward pass, whatever they find: layers may
-    communicate in it.
+    All ranks do the forward pass, and all or none the backward pass, whatever each finds, since
+    layers may communicate.
 
     Args:
         group: the ranks that computed the loss together.
@@ -39,17 +39,19 @@ def explain(
         step: the update that failed, counted from 1.
         value: the global loss.
     """
-    again, result = _go_forward(model, x, loss)
-    places: Sequence[str | None] = group.gather(result)
-    return _told(places if any(places) else group.gather(_go_backward(model, again)), step, value)
-
-
-def _told(places: Sequence[str | None], step: int, value: float) -> DivergenceError:
-    nowhere = None, "all ranks together, though it is on each"
-    place, who = next(
-        ((place, f"rank {rank}") for rank, place in enumerate(places) if place), nowhere
+    computed, origin = _go_forward(model, x, loss)
+    origins: Sequence[str | None] = group.gather(origin)
+    return _error(
+        origins if any(origins) else group.gather(_go_backward(model, computed)), step, value
     )
-    return DivergenceError(nonfinite_message(step, value, place, who))
+
+
+def _error(origins: Sequence[str | None], step: int, value: float) -> DivergenceError:
+    nowhere = None, "all ranks together, though it is on each"
+    origin, rank_name = next(
+        ((origin, f"rank {rank}") for rank, origin in enumerate(origins) if origin), nowhere
+    )
+    return DivergenceError(nonfinite_message(step, value, origin, rank_name))
 
 
 def locate_nonfinite(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
@@ -63,32 +65,32 @@ def locate_nonfinite(model: Module, x: Array, loss: Callable[[], Tensor]) -> str
         x: the input, (batch, ...).
         loss: computes the loss again, in the mode of the failed step and with its weights.
     """
-    again, place = _go_forward(model, x, loss)
-    return place or _go_backward(model, again)
+    computed, origin = _go_forward(model, x, loss)
+    return origin or _go_backward(model, computed)
 
 
-def nonfinite_message(step: int, value: float, place: str | None, who: str) -> str:
+def nonfinite_message(step: int, value: float, origin: str | None, rank_name: str) -> str:
     """Return the error message for a worker whose own loss or gradient is not finite.
 
     Args:
         step: the update that failed, counted from 1.
         value: the loss.
-        place: what `locate_nonfinite` returned; None if all was finite when it was computed again.
-        who: the worker: "rank 2", "worker 2".
+        origin: the result of `locate_nonfinite`; None if all was finite in the second computation.
+        rank_name: the worker: "rank 2", "worker 2".
     """
-    what = f" or its gradient is not finite on {who}; lower the learning rate"
-    if place is not None:
-        what = (
-            f"; the first values that are not finite are in {place} on {who}; lower the learning"
-            " rate, "
+    text = f" or its gradient is not finite on {rank_name}; lower the learning rate"
+    if origin is not None:
+        text = (
+            f"; the first values that are not finite are in {origin} on {rank_name}; lower the"
+            " learning rate, "
         )
-        what += "clip the gradients, or check the data"
+        text += "clip the gradients, or check the data"
     hint = (
         "; float16 ends at 65504: precision bf16 or smaller inputs may help"
         if precision() == "fp16"
         else ""
     )
-    return f"step {step}: the loss is {value:g}{what}{hint}"
+    return f"step {step}: the loss is {value:g}{text}{hint}"
 
 
 def explain_gradients(
@@ -103,20 +105,20 @@ def explain_gradients(
         value: the global loss.
         source: what the gradients were summed over, as text, such as "microbatches and replicas".
     """
-    held = list(model.storage.held())
-    weights = (f"the weights {span.parameter.name!r}" for span, data, _ in held if not finite(data))
-    result = next(weights, None) or _wrong_gradient(
-        (span.parameter.name, grad) for span, _, grad in held
+    entries = list(model.storage.held())
+    weights = (
+        f"the weights {span.parameter.name!r}" for span, data, _ in entries if not finite(data)
     )
-    return _told(group.gather(result and f"{result}, summed over {source}"), step, value)
+    origin = next(weights, None) or _wrong_gradient(
+        (span.parameter.name, grad) for span, _, grad in entries
+    )
+    return _error(group.gather(origin and f"{origin}, summed over {source}"), step, value)
 
 
 def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
-    """Compute the loss again; return it, and the place of this rank's first value that is not
-    finite, or None.
-    """
-    places = [] if finite(x) else ["the input"]
-    places += [
+    """Return the loss, computed again, and this rank's first non-finite value as text, or None."""
+    origins = [] if finite(x) else ["the input"]
+    origins += [
         f"the weights {name!r}"
         for name, parameter in model.named_parameters()
         if not finite(parameter.data)
@@ -124,16 +126,16 @@ def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Te
 
     def observe(module: Module, result: object) -> None:
         if isinstance(result, Tensor) and not finite(result.data):
-            places.append(f"the output of layer {module.path!r} ({type(module).__name__})")
+            origins.append(f"the output of layer {module.path!r} ({type(module).__name__})")
 
     with observed(observe):
-        again = loss()
-    places += [] if finite(again.data) else ["the loss itself"]
-    return again, next(iter(places), None)
+        computed = loss()
+    origins += [] if finite(computed.data) else ["the loss itself"]
+    return computed, next(iter(origins), None)
 
 
 def _go_backward(model: Module, loss: Tensor) -> str | None:
-    """Return which of this rank's gradients is the first that is not finite, or None."""
+    """Return this rank's first non-finite gradient as text, or None."""
     parameters = dict(model.named_parameters())
     with unwatched(list(parameters.values())):
         for parameter in parameters.values():
@@ -143,8 +145,6 @@ def _go_backward(model: Module, loss: Tensor) -> str | None:
 
 
 def _wrong_gradient(grads: Iterable[tuple[str, Array | None]]) -> str | None:
-    """Return which gradient a backward pass came to first of those that are not finite: the last
-    one; or None.
-    """
+    """Return the non-finite gradient that the backward pass reaches first; or None."""
     wrong = [name for name, grad in grads if grad is not None and not finite(grad)]
     return f"the gradient of {wrong[-1]!r}" if wrong else None

@@ -1,12 +1,12 @@
-"""Expert parallelism: ranks that share batches shard the experts of a mixture, too.
+"""Expert parallelism: ranks that share batches also shard the experts of a mixture.
 
                  rank 0    rank 1
     samples      0 1 2     3 4       as under data parallelism
-    experts      0 1 2     3 4       each on one rank, which gets their rows from all: `ops.experts`
+    experts      0 1 2     3 4       each on one rank, which gets its rows from all: `ops.experts`
     the rest     all       all       gradients are summed
 
-An expert's gradient is complete where it is: its rows came from all ranks. So its weights, gradient
-and state are on one rank alone (Lepikhin et al., "GShard", 2021).
+An expert's gradient is complete on its rank, since its rows came from all ranks. So its weights,
+gradient and state are on that rank alone (Lepikhin et al., "GShard", 2021).
 """
 
 from nnmpi.comm.group import Group

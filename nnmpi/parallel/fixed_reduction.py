@@ -1,19 +1,19 @@
 """Gradients summed in a fixed order: the same bits on any number of replicas.
 
-The bits of a floating-point sum depend on its order, and those of a matrix product on its shape. So
-each microbatch is computed as a whole on one replica, and the microbatches' gradients are added in
-a tree that depends on their number alone (see `comm.fixed_order`):
+The bits of a floating-point sum depend on its order, and the bits of a matrix product on its shape.
+So one replica computes each microbatch, undivided, and the microbatches' gradients are added in a
+tree that depends on their number alone (see `comm.fixed_order`):
 
     serial              4 microbatches on 1 replica:    ((0 + 1) + (2 + 3))
     2 replicas          0 + 1  on one, 2 + 3 on the other, and then the sum of both
-    3 replicas          0 + 1  |  2  |  3               the tree stays
+    3 replicas          0 + 1  |  2  |  3               the same tree
 
-It works for any number of replicas (those beyond the number of microbatches have nothing to do) and
-of microbatches, as long as no batch norm is used in two places. Two runs have the same bits if they
-have the same number of microbatches. That holds for what training computes (losses, gradients,
-their length, weights, running statistics), and not for the loss of an evaluation, whose batches the
-layout cuts. It holds on one processor type, with one BLAS library and one thread. Batch statistics
-are those of a microbatch; running statistics take in the microbatches in order.
+Any number of replicas works (those beyond the number of microbatches are idle), and any number of
+microbatches, as long as no batch norm occurs twice in the model. Two runs have the same bits if
+they have the same number of microbatches. This holds for losses, gradients, their norm, weights and
+running statistics. It does not hold for the loss of an evaluation, whose batches the layout cuts.
+It holds on one processor type, with one BLAS library and one thread. Batch statistics are per
+microbatch; running statistics are updated by the microbatches in order.
 """
 
 from functools import partial
@@ -39,13 +39,13 @@ class FixedReduction(DataParallel):
         begin(microbatches)   begin_pass, loss.backward(), end_pass, add(microbatch)   ...  finish()
 
     Args:
-        model: initialized; its batch norms' running statistics are updated here from now on.
+        model: initialized; the running statistics of its batch norms are updated here from now on.
         group: the replicas.
-        backend: where the model lives.
+        backend: the backend of the model's arrays.
 
     Attributes:
-        microbatch: the one whose forward runs, to which batch statistics then belong; the caller
-            sets it before.
+        microbatch: the owner of the batch statistics that the next forward computes; the caller
+            sets it first.
     """
 
     shares_batches = False
@@ -63,14 +63,14 @@ class FixedReduction(DataParallel):
             norm.observe = partial(self._observe, number)
 
     def begin(self, microbatches: int) -> None:
-        """Begin a step with so many microbatches, over all replicas."""
+        """Begin a step of this many microbatches, over all replicas."""
         self._count = microbatches
         self._trees = [SumTree(microbatches) for _ in self.storage.grads]
         for seen in self._seen:
             seen.clear()
 
     def add(self, microbatch: int) -> None:
-        """Take the gradients of one microbatch, and clear them in the model."""
+        """Take one microbatch's gradients, and clear them in the model."""
         self.storage.finish_gradients()
         for tree, grad in zip(self._trees, self.storage.grads, strict=True):
             tree.push(microbatch, to_host(grad))
@@ -115,12 +115,12 @@ class FixedReduction(DataParallel):
         self._seen[number][self.microbatch] = (mean, variance)
 
     def _take_in(self, norm: BatchNorm, seen: dict[int, tuple[Array, Array]]) -> None:
-        """Update running statistics by all microbatches' in order, wherever they were computed."""
+        """Update running statistics by all microbatches in order, on every replica."""
         channels = norm.running_mean.data.size
         everyones = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
         for microbatch, (mean, variance) in seen.items():
             everyones[microbatch, 0], everyones[microbatch, 1] = to_hosts([mean, variance])
-        # one replica has each, so nothing is rounded
+        # each row is nonzero on one replica only, so the sum rounds nothing
         self.group.all_reduce(everyones.reshape(-1), check=False)
         for mean, variance in everyones:
             norm.update_running(self.backend.asarray(mean), self.backend.asarray(variance))

@@ -1,21 +1,21 @@
 """The update fused into the all-reduce: each rank updates its slice of the node's parameters.
 
-                  slice 0     slice 1     slice 2
-    gradients   | a0        | a1        | a2        |  rank 0's own      barrier: all gradients are final
-                | b0        | b1        | b2        |  rank 1's own      rank r adds up column r, block by block, and
-                | c0        | c1        | c2        |  rank 2's own        updates the parameters there from it
-    parameters  | w0        | w1        | w2        |  of all            barrier: all parameters are new
-    state       | m0        | m1        | m2        |  of all
-                  by rank 0   by rank 1   by rank 2
+                  slice 0   slice 1   slice 2
+    gradients   | a0      | a1      | a2      |  rank 0's      barrier: all gradients are final
+                | b0      | b1      | b2      |  rank 1's      rank r sums column r, block by block,
+                | c0      | c1      | c2      |  rank 2's        and updates the parameters there
+    parameters  | w0      | w1      | w2      |  of all        barrier: all parameters are new
+    state       | m0      | m1      | m2      |  of all
+                  by rank 0 by rank 1 by rank 2
 
-Each rank uses the sum of its slice right where it computed it, while it is in the cache, and does
-not send it to the other ranks. So it updates only its slice of the parameters, and needs only its
-slice of the optimizer's state. The new parameters are, bit for bit, those of a shared-memory
-all-reduce (`comm.node_sum`) and an ordinary update.
+Each rank uses the sum of its slice at once, while it is in the cache, and does not send it to the
+other ranks. So it updates only its slice of the parameters, and needs only its slice of the
+optimizer's state. The new parameters are, bit for bit, those of a shared-memory all-reduce
+(`comm.node_sum`) and an ordinary update.
 
-Clipping and the check for divergence need the gradient norm before the update, so there
-are two calls: `reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which
-need no message of their own.
+Clipping and the check for divergence need the gradient norm before the update, so there are two
+calls: `reduce`, then `update`. `reduce` also sums a few numbers, such as the loss, which so need no
+message.
 """
 
 from collections.abc import Sequence
@@ -34,32 +34,34 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 
-# Measured with 2 ranks (Zen 4, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for
-# 4 MB): blocks of 128 and 256 KiB take 411, 323 | 471, 367.
+# Measured for 4 MB in microseconds, 2 ranks, Zen 4, 1 MiB L2, SGD, buffers refilled:
+#   blocks of         128 KiB   256 KiB
+#   Open MPI          411       323
+#   MPICH             471       367
 BLOCK_BYTES = 256 * 1024
-NUMBERS = 8  # a sum of squares, and up to 7 numbers of the caller's
+NUMBERS = 8  # the sum of squares, and at most 7 numbers of the caller
 
 
 class FusedUpdate:
     """Sums gradients and updates parameters in one pass. Collective throughout.
 
     The parameters, which become those of the node's first rank, and the optimizer's state move to
-    arrays that the node has once, and each rank's gradients to arrays that the others see.
-    `release` moves them back.
+    arrays of which the node has one copy. Each rank's gradients move to arrays that the other ranks
+    can read. `release` moves them back.
 
     Args:
         storage: the model's.
         optimizer: of that storage.
-        group: the ranks that take part.
-        memory: of theirs, for this alone; made by default.
-        block_bytes: how much of each array is summed and updated at a time.
+        group: the ranks, all on one node.
+        memory: shared memory of these ranks, for this update alone; made by default.
+        block_bytes: the length of the blocks that are summed and updated at a time.
 
     Attributes:
-        memory: the shared one.
+        memory: the shared memory.
 
     Raises:
         UsageError: for a model that is not in host memory, and for ranks of several nodes.
-        DeviceError: on all ranks, when there is no room; everything is then where it was.
+        DeviceError: on all ranks, without room for the arrays; nothing was moved then.
         CommError: on all ranks, when their models differ.
     """
 
@@ -72,7 +74,7 @@ class FusedUpdate:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         check_same_model(group, storage)
-        if memory is None:  # apart from the group's, which may stay when this one goes
+        if memory is None:  # not the group's, which may outlive this update
             memory = SharedMemory(group)
         slots = [array for arrays in optimizer.slots().values() for array in arrays]
         try:
@@ -82,7 +84,7 @@ class FusedUpdate:
                     (memory.size * NUMBERS, np.float64),
                     *((item.size, item.dtype) for item in [*storage.data, *slots]),
                 ]
-            )  # all in one allocation: making one takes the ranks longer than filling it
+            )  # one allocation: a window takes the ranks longer to make than to fill
             grads = [memory.allocate(array.size, array.dtype) for array in storage.grads]
         except NnmpiError:
             memory.free()
@@ -97,36 +99,36 @@ class FusedUpdate:
         storage.common = True
         following = iter(places[len(data) :])
         optimizer.move(lambda *_: next(following))
-        memory.barrier()  # every rank copies its state there; nobody may write before the last has
+        memory.barrier()  # all ranks have copied their optimizer state before any rank updates it
         self._node = NodeSum(grads, memory, block_bytes=block_bytes)
         # `update` may overwrite its gradients: nothing reads them afterwards.
         blocks = optimizer.cut(
             self._node.owns, [memory.parts(grad)[0] for grad in grads], block_bytes
         )
         self._blocks = tuple(replace(block, is_spent=True) for block in blocks)
-        # One cache line for each rank, which writes it alone; all ranks read all of them after a
+        # One cache line per rank, written by that rank alone; all ranks read all lines after a
         # barrier.
         self._numbers = numbers.reshape(memory.size, NUMBERS)
 
     def reduce(self, numbers: Sequence[float] = ()) -> tuple[float, list[float]]:
-        """Add up the gradients of all ranks, and some numbers: the first half of an update.
+        """Sum the gradients and some numbers over all ranks: the first half of an update.
 
         Args:
             numbers: at most 7.
 
         Returns:
-            The length of the sum of the gradients, and the sums of the numbers; the same bits on
-            all ranks. The blocks of the sum of squares are cut at other places than `optim.clip`
-            cuts them, so the last bits of the length may differ from what it gives.
+            The norm of the summed gradient, and the sums of the numbers; the same bits on all
+            ranks. `optim.clip` cuts its blocks for the sum of squares at other offsets, so its norm
+            may differ in the last bits.
 
         Raises:
-            CommError: when another rank does not come in time.
+            CommError: when another rank is missing for too long.
         """
         self.storage.finish_gradients()
-        # Columns 1.. are written before the first barrier and read before the second; column 0 is
-        # written between the two and read after the second. So two barriers are enough: whoever
-        # writes columns 1.. for the next update has passed the second one, before which all have
-        # read them, and column 0 waits for the next update's first.
+        # Two barriers suffice. Columns 1.. are written before barrier 1 and read before barrier 2;
+        # the next update writes them only after its ranks have passed barrier 2. Column 0 is
+        # written between the barriers and read after barrier 2; the next update writes it only
+        # after the next barrier 1.
         local, barrier = self._numbers[self.memory.rank], self._node.barrier
         local[1 : 1 + len(numbers)] = numbers
         barrier.run()  # all gradients are final
@@ -140,7 +142,7 @@ class FusedUpdate:
 
         Raises:
             UsageError: see `Optimizer.step`.
-            CommError: when another rank does not come in time.
+            CommError: when another rank is missing for too long.
         """
         scale(self._node.totals, factor)
         self.optimizer.update(self._blocks, self._frozen())
@@ -149,19 +151,17 @@ class FusedUpdate:
             self._node.barrier.run()
 
     def _add(self) -> float:
-        """Add up this rank's slices of all gradients, into the first rank's; return the sum of
-        their squares.
-        """
+        """Sum this rank's slices into the node's gradients; return the sum of their squares."""
         total, node = 0.0, self._node
         with np.errstate(over="ignore", invalid="ignore"):
-            # the caller sees it in the result, and acts on it
+            # an overflow shows in the result, and the caller handles it
             for i in range(len(node.owns)):
                 for grad, _ in node.sums(i):
                     total += float(grad.dot(grad))  # now, while the block is in the cache
         return total if trusted(total) else sum_of_squares(node.totals)
 
     def _frozen(self) -> list[tuple[int, slice]]:
-        """Return what of the frozen parameters this rank would update."""
+        """Return the frozen parameters' ranges in this rank's slices."""
         owns = self._node.owns
         return [
             (buffer, slice(max(part.start, owns[buffer].start), min(part.stop, owns[buffer].stop)))
@@ -178,12 +178,11 @@ class FusedUpdate:
         storage.move(data, grads)
         storage.common = False
         self.optimizer.move(np.zeros)
-        memory.barrier()  # nobody may write where others still read
+        memory.barrier()  # no rank writes while another still reads
         memory.free()
 
 
 def _check(storage: FlatStorage, memory: SharedMemory) -> None:
-    """Refuse what a fused update is not for."""
     if not all(isinstance(array, np.ndarray) for array in storage.data):
         raise UsageError(
             "a fused update works on arrays in host memory; use the NumPy backend, or leave it out"
@@ -196,13 +195,17 @@ def _check(storage: FlatStorage, memory: SharedMemory) -> None:
 
 
 def fusing_pays(model: Module, group: Group) -> bool:
-    """Return whether a fused update is the fastest for replicas of a whole model. Collective.
+    """Return whether a fused update is the fastest for replicas of a full model. Collective.
 
-    It is on one node. Between nodes the sum of gradients is better hidden under the backward pass.
-    Measured on 2 cores of an Intel Xeon with AVX-512 and Open MPI 5.0.11, against a shared
-    all-reduce and each rank's own update, SGD, time of a step: 0.92 (2 ranks) and 0.96 (4 ranks,
-    two to a core) with 109 thousand parameters, 0.92 and 0.79 with 5.8 million; against MPI's own
-    all-reduce 0.94 and 0.86 with 403 parameters.
+    It is on one node. Between nodes the sum of gradients hides better under the backward pass.
+    Measured step time with SGD, relative to a shared all-reduce and an update on each rank, on 2
+    cores of an Intel Xeon with AVX-512, Open MPI 5.0.11 (4 ranks: two to a core):
+
+        parameters    2 ranks   4 ranks
+        109 thousand  0.92      0.96
+        5.8 million   0.92      0.79
+
+    Relative to MPI's own all-reduce, with 403 parameters, it is 0.94 (2 ranks) and 0.86 (4 ranks).
     """
     in_host_memory = all(isinstance(array, np.ndarray) for array in model.storage.data)
     return group.size > 1 and in_host_memory and len(set(group.nodes())) == 1

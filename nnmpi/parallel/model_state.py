@@ -1,21 +1,28 @@
 """A distributed model's state: its full arrays pass through rank 0, one at a time.
 
-    gather    rank 1  [a0]--.                                         scatter  file -> rank 0 [a0 a1]
-              rank 2  [a1]--+--> rank 0 [a0 a1] -> file, then the next                 |--[a0]--> rank 1 --> rank 3
-              rank 3  [a0] (a replica, which owns nothing)                              `--[a1]--> rank 2
+    gather    rank 1  [a0]--.
+              rank 2  [a1]--+--> rank 0 [a0 a1] -> file, then the next array
+              rank 3  [a0]       a replica, which owns nothing
 
-No rank ever holds more than its own slices, one whole array and one slice of that. This module does
-not know layouts: the ranks report which slices they hold, and every rank works out the same map
-from that, so any layout can read what another one wrote. With two stages of two ranks each, the
+    scatter   file -> rank 0 [a0 a1] --[a0]--> rank 1 --> rank 3
+                                    `--[a1]--> rank 2
+
+No rank ever holds more than its own slices, one full array and one slice of it. This module does
+not depend on layouts: the ranks report their slices, and every rank computes the same map from the
+reports. So any layout can read a checkpoint of any other. With two stages of two ranks each, the
 first layer sharded by columns, its bias replicated:
 
-    name       whole    rank 0      rank 1      rank 2   rank 3  (* writes it: `Arrangement.writes`)
+    name       shape    rank 0      rank 1      rank 2   rank 3  (* writes it: `Arrangement.writes`)
     0.weight   (4, 6)   [:, 0:3]*   [:, 3:6]*
-    0.bias     (6,)     whole*      whole
-    1.weight   (6, 2)                           whole*   whole
+    0.bias     (6,)     all*        all
+    1.weight   (6, 2)                           all*     all
 
-A rank that fails does not stop there. It keeps its error and answers "no" to each of its remaining
-transfers, so that nobody blocks waiting for it; after the last array, all ranks raise together.
+A rank with an error does not raise at once. It saves the error and answers "no" to each of its
+remaining transfers, so that no rank blocks waiting for it; after the last array, all ranks raise
+together.
+
+With a shared folder, every rank could write its own slices into one file. Rank 0 writes, since
+ranks need not have a common file system.
 """
 
 from __future__ import annotations
@@ -61,12 +68,12 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class ArraySlice:
-    """What one rank holds of an array.
+    """One rank's slice of an array.
 
     Attributes:
         rank: the rank.
-        region: what it holds.
-        owned: whether this rank is the one that writes it.
+        region: the slice.
+        owned: whether this rank writes it.
     """
 
     rank: int
@@ -79,8 +86,8 @@ class ShardMap:
     """The location of a full array: a parameter, a buffer, or optimizer state of a parameter.
 
     Attributes:
-        spec: of the whole array.
-        slices: what the ranks hold of it, in the order of the ranks; empty slices are left out.
+        spec: of the full array.
+        slices: the ranks' slices, in the order of the ranks, without empty ones.
     """
 
     spec: ArraySpec
@@ -88,11 +95,11 @@ class ShardMap:
 
     @property
     def written(self) -> list[ArraySlice]:
-        """The slices that are written, which make up the whole array, each element once."""
+        """The owned slices; together they are the full array, each element once."""
         return [item for item in self.slices if item.owned]
 
     def holders(self) -> dict[Region, list[int]]:
-        """Return each different region with the ranks that have it."""
+        """Return the distinct regions, each with its ranks."""
         result: dict[Region, list[int]] = {}
         for item in self.slices:
             result.setdefault(item.region, []).append(item.rank)
@@ -105,7 +112,7 @@ def shard_maps(
     """Return the map of each array of the full model, in order.
 
     Args:
-        everyones: for each rank what `StateEntry.describe` gave for its arrays.
+        everyones: each rank's list of `StateEntry.describe`.
         order: the names of all arrays.
 
     Raises:
@@ -113,23 +120,24 @@ def shard_maps(
             leave gaps or overlap, or a rank has an array that is not in `order`.
     """
     maps: dict[str, ShardMap] = {}
-    owners, known = dict[str, int](), set(order)  # the last rank that has each
+    owners, names = dict[str, int](), set(order)  # the last rank that has each
     for rank, entries in enumerate(everyones):
         for name, shape, dtype, region, owned in entries:
             spec = ArraySpec(tuple(shape), dtype)
-            if name not in known:
+            if name not in names:
                 raise LayoutError(
                     f"rank {rank} has {name!r}, which is not among the {len(order)} names of the"
                     " model"
                 )
             if maps.setdefault(name, ShardMap(spec, [])).spec != spec:
                 raise LayoutError(
-                    f"{name} has {maps[name].spec} on rank {owners[name]}, but {spec} on rank {rank}"
+                    f"{name} has {maps[name].spec} on rank {owners[name]}, but {spec} on rank"
+                    f" {rank}"
                 )
             if owners.get(name) == rank:
                 raise LayoutError(f"rank {rank} has {name!r} twice; a rank gives each array once")
             owners[name] = rank
-            axes = spec.shape or (1,)  # a single number counts as an array of one
+            axes = spec.shape or (1,)  # a scalar counts as an array of one element
             part = Region(axes, 0, 0, axes[0]) if region is None else Region(axes, *region)
             if prod(part.local_shape):
                 maps[name].slices.append(ArraySlice(rank, part, owned))
@@ -141,28 +149,28 @@ def shard_maps(
 
 
 def check_fit(
-    found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec], source: object
+    specs: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec], source: object
 ) -> None:
-    """Check that the arrays of a file have the names, shapes and dtypes that the model has.
+    """Check that a file's arrays have the model's names, shapes and dtypes.
 
     Args:
-        found: what the file has, by name.
-        expected: what the model has.
+        specs: the file's arrays, by name.
+        expected: the model's.
         source: the file, for messages.
 
     Raises:
         CheckpointError: naming the file, the array and both shapes or dtypes.
     """
     for name, spec in expected.items():
-        if name not in found:
+        if name not in specs:
             raise CheckpointError(
                 f"{source} has no {name}, which this model needs with shape {spec.shape}"
             )
-        if found[name] != spec:
+        if specs[name] != spec:
             raise CheckpointError(
-                f"{source} has {name} with {found[name]}, but this model needs {spec}"
+                f"{source} has {name} with {specs[name]}, but this model needs {spec}"
             )
-    for name, spec in found.items():
+    for name, spec in specs.items():
         if name not in expected:
             raise CheckpointError(
                 f"{source} has {name} with shape {spec.shape}, which this model does not have"
@@ -170,7 +178,7 @@ def check_fit(
 
 
 def _check_cover(name: str, shards: ShardMap) -> None:
-    """Check that the written slices are the whole array, each element once."""
+    """Check that the owned slices make up the full array, each element once."""
     written = sorted(shards.written, key=lambda entry: entry.region.start)
     regions = [item.region for item in written]
     cuts = {(region.axis, region.repeats) for region in regions}
@@ -194,37 +202,37 @@ def _check_cover(name: str, shards: ShardMap) -> None:
 class ShardedArray:
     """An array whose consecutive ranges belong to a group's ranks. See `zero`.
 
-    It stands for the whole array in a `StateEntry`, is put together when its turn comes, and is
-    gone afterwards.
+    In a `StateEntry` it represents the full array, which `ModelState` gathers when it needs it, and
+    frees afterwards.
 
     Attributes:
-        shape: of the whole array, which may itself be a rank's part of a larger one.
-        own: (n,) a live view of what this rank has.
-        place: which elements of the flat array these are.
-        counts: how many each rank has.
-        ranks: the ranks.
+        shape: of the full array, which may itself be a rank's part of a larger one.
+        values: (n,) a live view of this rank's elements.
+        span: the slice of the flat array that these are.
+        counts: the elements of each rank.
+        ranks: the group.
     """
 
     shape: tuple[int, ...]
-    own: Array
-    place: slice
+    values: Array
+    span: slice
     counts: Sequence[int]
     ranks: Group
 
     @property
     def dtype(self) -> Any:
         """The elements' dtype."""
-        return self.own.dtype
+        return self.values.dtype
 
     def gather(self) -> Array:
-        """Return the whole array, on every rank. Collective."""
-        xp = namespace(self.own)
-        local = xp.ascontiguousarray(self.own)
+        """Return the full array, on every rank. Collective."""
+        xp = namespace(self.values)
+        local = xp.ascontiguousarray(self.values)
         return xp.concatenate(self.ranks.all_gather_v(local, self.counts)).reshape(self.shape)
 
-    def put(self, whole: Array) -> None:
-        """Keep what is this rank's of an array."""
-        self.own[...] = namespace(self.own).asarray(whole.reshape(-1)[self.place])
+    def put(self, full: Array) -> None:
+        """Write this rank's elements of a full array."""
+        self.values[...] = namespace(self.values).asarray(full.reshape(-1)[self.span])
 
 
 @dataclass(frozen=True)
@@ -233,14 +241,13 @@ class StateEntry:
 
     Attributes:
         name: the full name in the full model ("2.weight"; "momentum/2.weight").
-        array: the values, a live view (of `region.local_shape`), on the host or a device; or shared
-            out further.
-        region: the part that this rank has; None for all of it.
-        owned: whether this rank is the one that writes it; each element must have exactly one
-            owner.
+        array: the values, a live view (of `region.local_shape`), on the host or a device; a
+            `ShardedArray` if ZeRO shards it further.
+        region: this rank's part; None for the full array.
+        owned: whether this rank writes it; each element must have exactly one owner.
 
     Raises:
-        ShapeError: when the array is not of the region's shape.
+        ShapeError: when the array does not have the region's shape.
     """
 
     name: str
@@ -257,7 +264,7 @@ class StateEntry:
             )
 
     def describe(self) -> list[Any]:
-        """Return what a rank reports to the others about an array, as a JSON value."""
+        """Return the rank's report of this array to the other ranks, as a JSON value."""
         part, shape, region = self.region, self.array.shape, None
         if part is not None:
             shape, region = part.shape, [part.axis, part.start, part.stop, part.repeats]
@@ -265,33 +272,41 @@ class StateEntry:
 
 
 class ModelState:
-    """The arrays that the ranks of a group hold, seen as those of one full model.
+    """The arrays of a group's ranks, seen as those of one full model.
 
     Args:
-        entries: this rank's arrays; there may be none.
+        entries: this rank's arrays; may be empty.
         order: the names of all arrays of the full model, in order; the same on all ranks.
-        group: all ranks over which the model and its replicas are spread.
+        group: all ranks of the model and its replicas.
+
+    Example:
+        >>> def program(group):
+        ...     region = Region((4,), 0, 2 * group.rank, 2 * group.rank + 2)
+        ...     local = np.arange(2.0) + 10 * group.rank
+        ...     state = ModelState([StateEntry("w", local, region)], ["w"], group)
+        ...     return {name: array.tolist() for name, array in state.to_dict().items()}
+        >>> nnmpi.simulate(program, 2)  # rank 0 has the full model
+        [{'w': [0.0, 1.0, 10.0, 11.0]}, {}]
     """
 
     def __init__(self, entries: Sequence[StateEntry], order: Sequence[str], group: Group) -> None:
         self._entries, self._order, self._group = list(entries), list(order), group
-        self._own = {entry.name: entry.array for entry in self._entries}
+        self._arrays = {entry.name: entry.array for entry in self._entries}
         self._maps: dict[str, ShardMap] | None = None
 
     def specs(self) -> dict[str, ArraySpec]:
-        """Return shape and dtype of each whole array by name, in order. Collective the first time.
+        """Return shape and dtype of each full array by name, in order. Collective the first time.
 
         Raises:
-            LayoutError: on all ranks, when the ranks' arrays do not make up one model; the message
-                says which.
+            LayoutError: on all ranks, when the ranks' arrays do not make up one model.
         """
         return {name: shards.spec for name, shards in self._shard_maps().items()}
 
     def gather(self, write: Callable[[str, Array], Any]) -> None:
-        """Call `write(name, whole array)` on rank 0 for each name, in order. Collective.
+        """Call `write(name, full array)` on rank 0 for each name, in order. Collective.
 
-        The array is C-contiguous, in host memory, and may be overwritten after the call has
-        returned. It may be the model's own, and must not be changed.
+        The array is C-contiguous and in host memory. It may be the model's own, so `write` must not
+        change it; it may be overwritten after `write` returns.
 
         Raises:
             LayoutError: on all ranks: see `specs`.
@@ -301,7 +316,7 @@ class ModelState:
         maps, phase = self._shard_maps(), CollectivePhase(self._group)
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
-                local = self._own.get(name)
+                local = self._arrays.get(name)
                 local = local.gather() if isinstance(local, ShardedArray) else local
                 full = _gather_array(shards, self._group.rank, local, channel, phase)
                 if self._group.is_root:
@@ -309,7 +324,7 @@ class ModelState:
         phase.agree(speaker=0)
 
     def check(
-        self, found: Mapping[str, ArraySpec] | None, source: object = "the checkpoint"
+        self, given: Mapping[str, ArraySpec] | None, source: object = "the checkpoint"
     ) -> None:
         """Compare names, shapes and dtypes on rank 0 with those of the ranks' arrays. Collective.
 
@@ -319,32 +334,32 @@ class ModelState:
         """
         expected, phase = self.specs(), CollectivePhase(self._group)
         if self._group.is_root:
-            phase.attempt(check_fit, found or {}, expected, source)
+            phase.attempt(check_fit, given or {}, expected, source)
         phase.agree(speaker=0)
 
     def scatter(
         self,
         read: Callable[[str], Array],
-        found: Mapping[str, ArraySpec] | None = None,
+        given: Mapping[str, ArraySpec] | None = None,
         source: object = "the checkpoint",
     ) -> None:
-        """Scatter what rank 0's `read(name)` returns for each name, in order. Collective.
+        """Scatter the full arrays that rank 0 reads, in order. Collective.
 
         Args:
-            read: name -> the whole array; called on rank 0 alone.
-            found: on rank 0 the shapes and dtypes of what `read` will return; by default those that
-                the model has.
-            source: what the arrays come from, for messages; on rank 0.
+            read: name -> the full array; called on rank 0 alone.
+            given: on rank 0, shapes and dtypes of the arrays that `read` returns; by default the
+                model's.
+            source: the arrays' origin, for messages; on rank 0.
 
         Raises:
             CheckpointError: on all ranks, when a name is missing or unknown, or a shape or dtype
                 differs; nothing is changed then.
             LayoutError: on all ranks: see `specs`.
-            NnmpiError: on all ranks, when reading or writing fails halfway; the values are then of
-                no use.
+            NnmpiError: on all ranks, when reading or writing fails midway; the model's values are
+                then unusable.
         """
         maps, phase, rank = self._shard_maps(), CollectivePhase(self._group), self._group.rank
-        self.check(self.specs() if found is None else found, source)
+        self.check(self.specs() if given is None else given, source)
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
                 full = None if rank else phase.attempt(_read, read, name, shards.spec, source)
@@ -362,13 +377,13 @@ class ModelState:
                         if step.to is not None:
                             channel.send(part, chain[step.to])
                     if rank in holders:
-                        phase.attempt(_write, self._own[name], part)
+                        phase.attempt(_write, self._arrays[name], part)
         phase.agree(speaker=0)
 
     def to_dict(self, everywhere: bool = False) -> dict[str, Array]:
         """Return copies of all full arrays by name, on rank 0 or `everywhere`. Collective.
 
-        For models that fit into one rank's memory, as in tests. Collective.
+        For models that fit into one rank's memory, as in tests.
 
         Raises:
             LayoutError, NnmpiError: see `gather`.
@@ -382,14 +397,14 @@ class ModelState:
         return result
 
     def _shard_maps(self) -> dict[str, ShardMap]:
-        """Return where every array is. Collective the first time."""
+        """Return the location of every array. Collective the first time."""
         if self._maps is None:
             local = [entry.describe() for entry in self._entries]
-            digest = hashlib.blake2b("\0".join(self._order).encode(), digest_size=16).hexdigest()
-            everyones = self._group.gather([digest, local])
+            names = hashlib.blake2b("\0".join(self._order).encode(), digest_size=16).hexdigest()
+            everyones = self._group.gather([names, local])
             problem = "the names of the model's arrays, or their order, differ between the ranks"
             refuse_different(
-                [[theirs] for theirs, _ in everyones], problem, kind=LayoutError, show=None
+                [[digest] for digest, _ in everyones], problem, kind=LayoutError, show=None
             )
             self._maps = shard_maps([entries for _, entries in everyones], self._order)
         return self._maps
@@ -405,29 +420,28 @@ def _read(read: Callable[[str], Array], name: str, spec: ArraySpec, source: obje
 
 
 def _to_host(array: Array) -> Array:
-    """Return the values as a C-contiguous array in host memory, a copy only where one is needed;
-    0-d stays 0-d.
-    """
+    """Return the values in C-contiguous host memory, copied only if needed; 0-d stays 0-d."""
     get = getattr(array, "get", None)
     return np.asarray(array if get is None else get(), order="C")
 
 
 def _gather_array(
-    shards: ShardMap, rank: int, own: Array | None, channel: Rendezvous, phase: CollectivePhase
+    shards: ShardMap, rank: int, local: Array | None, channel: Rendezvous, phase: CollectivePhase
 ) -> Array | None:
-    """Return the whole array on rank 0, to which its other owners send their slices; None elsewhere
-    or on failure.
+    """Return the full array on rank 0, to which its owners send their slices.
+
+    None on the other ranks, and on failure.
     """
     spec, written = shards.spec, shards.written
     if [(item.rank, item.region.is_whole) for item in written] == [(0, True)]:
-        # without a copy where it lies in order
-        return None if rank else phase.attempt(_to_host, own)
+        # no copy if it is contiguous
+        return None if rank else phase.attempt(_to_host, local)
     full = None if rank else phase.attempt(np.empty, spec.shape, spec.dtype)
     for entry in written:
         if entry.rank == rank == 0:
-            phase.attempt(_put, full, entry.region, own)
+            phase.attempt(_put, full, entry.region, local)
         elif entry.rank == rank:
-            phase.require(channel.send(phase.attempt(_to_host, own), to=0))
+            phase.require(channel.send(phase.attempt(_to_host, local), to=0))
         elif rank == 0:
             part = phase.attempt(np.empty, entry.region.local_shape, spec.dtype)
             if phase.require(channel.receive(part, entry.rank)):
@@ -435,16 +449,16 @@ def _gather_array(
     return None if phase.stopped else full
 
 
-def _put(whole: Array, region: Region, part: Array) -> None:
-    region.put(whole.reshape(region.shape), _to_host(part))
+def _put(full: Array, region: Region, part: Array) -> None:
+    region.put(full.reshape(region.shape), _to_host(part))
 
 
-def _take(whole: Array, region: Region) -> Array:
-    return np.asarray(region.take(whole.reshape(region.shape)), order="C")
+def _take(full: Array, region: Region) -> Array:
+    return np.asarray(region.take(full.reshape(region.shape)), order="C")
 
 
-def _write(own: Array | ShardedArray, part: Array) -> None:
-    if isinstance(own, ShardedArray):
-        own.put(part)
+def _write(target: Array | ShardedArray, part: Array) -> None:
+    if isinstance(target, ShardedArray):
+        target.put(part)
         return
-    own[...] = namespace(own).asarray(part.reshape(own.shape))
+    target[...] = namespace(target).asarray(part.reshape(target.shape))

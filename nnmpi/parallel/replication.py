@@ -1,8 +1,8 @@
 """Checks that ranks hold the same model, with equal values.
 
-Every strategy that keeps replicas begins here: the same model, the same first values. `check_equal`
-finds a drift, of data-parallel replicas, of what tensor parallelism repeats, of parameters that
-several stages have.
+Every strategy with replicas begins with these checks and equal first values. `check_equal` later
+finds a drift: of data-parallel replicas, of parameters that tensor parallelism replicates, of
+parameters that several stages use.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from nnmpi.tensor.parameter import FlatStorage, Parameter
 def check_same_model(group: Group, storage: FlatStorage) -> None:
     """Compare names, shapes, dtypes and frozen parameters over all ranks. Collective.
 
-    Strategies do this before anything else. MPI would not notice: flat arrays are padded, so that
-    those of different models may have the same length.
+    Strategies do this first. MPI would not notice a difference: padded flat arrays of different
+    models may have the same length.
 
     Raises:
         CommError: on all ranks, naming the first parameter that differs.
@@ -67,7 +67,10 @@ def check_free(model: Module) -> None:
 
 
 def broadcast_state(model: Module, group: Group, parameters: bool = True) -> None:
-    """Give all ranks rank 0's parameters, if these are meant, and buffers; collective."""
+    """Give all ranks rank 0's buffers, and its parameters unless `parameters` is False. Collective.
+
+    Parameters of one rank's experts stay as they are.
+    """
     model.storage.shared = True
     local = compress(
         model.storage.data, [parameters and not apart for apart in model.storage.apart]
@@ -78,12 +81,12 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
         if values is not array:
             array[...] = values
     if model.storage.common:
-        # the parameters are the node's: nobody may write there before the last rank has
+        # the node has the parameters once: no rank may write to them before all have copied
         group.barrier()
 
 
 def check_replicas(model: Module, group: Group) -> None:
-    """Compare each parameter and buffer that is replicated in a tensor group; collective.
+    """Compare each parameter and buffer that is replicated in a tensor group. Collective.
 
     They must stay equal bit for bit, or the ranks' results drift apart.
 
@@ -101,12 +104,12 @@ def check_replicas(model: Module, group: Group) -> None:
 
 
 def check_equal(group: Group, arrays: Mapping[str, Array], problem: str) -> None:
-    """Compare hashes of arrays that all ranks should have alike; collective.
+    """Compare hashes of arrays that should be equal on all ranks. Collective.
 
     Args:
         group: the ranks.
         arrays: by name, of any shape and dtype.
-        problem: what to say of one that differs, with {} for its name.
+        problem: the error sentence, with {} for the name of an array that differs.
 
     Raises:
         CommError: on all ranks, naming one that differs and the ranks.

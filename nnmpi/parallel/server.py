@@ -1,56 +1,55 @@
 """A parameter server on rank 0: workers push gradients and pull weights, point to point.
 
     worker  compute | push ----.                   .---> pull | compute ...
-    server                      `-> it waits ... one update -'        (BSP and SSP: when a worker may go on;
-    worker  compute ..... | push -->'              `---> pull           ASP: at once)
+    server                      `-> wait ... one update -'
+    worker  compute ..... | push -->'              `---> pull
+
+The server waits, under BSP and SSP, until a worker may continue; under ASP it does not wait.
 
 BSP, SSP and ASP are one implementation (Li et al., "Scaling distributed machine learning with the
 parameter server", 2014; Ho et al., 2013, see `synchrony.consistency`): gradients wait until some
-worker may continue; then all that wait make one update, in the order of their tasks, and every
-worker that may continue gets the weights. So no worker sees half an update.
+worker may continue; then all waiting gradients make one update, in the order of their tasks, and
+every worker that may continue gets the weights. So no worker sees half an update.
 
-A worker's gradient is that of (sum of the losses of its rows) / (rows of the whole global batch),
-so that the gradients of all parts of a batch add up to the batch's. It stands for the share q_i =
-its rows / the batch's rows. An update from gradients g_i stands for q = sum of q_i, and is done
-with
+A worker computes the gradient of (sum of the losses of its rows) / (rows of the global batch), so
+that the gradients of all parts of a batch add up to the batch's gradient. Its share is q_i = its
+rows / the batch's rows. An update from gradients g_i has the share q = sum of q_i, and uses
 
     gradient   (sum of g_i) / q        a mean over rows, of the right size for Adam
-    rate       lr * q                  for SGD together: lr * (sum of g_i)
+    rate       lr * q                  so plain SGD subtracts lr * (sum of g_i)
 
-For a whole batch, q = 1, this is bit for bit what an optimizer does with the all-reduced sum. (So
-ASP with N workers has an N-th of the rate in an update, where many papers give each worker's
-gradient the full one.)
+For a full batch, q = 1, this is bit for bit an optimizer's step on the all-reduced sum. (So an
+update of ASP with N workers uses 1/N of the rate. Many papers give each worker's gradient the full
+rate.)
 
-For plain SGD it makes no difference that gradients which wait become one update, as nobody reads
-the weights meanwhile. With momentum and Adam it does: they forget, and count their steps, by
-update, of which ASP does N for one of BSP. And staleness is counted in updates: gradients that
-waited together, all computed on the newest weights, have staleness 0, however far ahead their
-workers were; those who count every gradient as an update have up to N - 1 there.
+Plain SGD gives the same weights with one update per gradient, since no worker reads the weights in
+between. Momentum and Adam do not: they decay, and count their steps, per update, and ASP makes N
+updates for each one of BSP. Staleness is counted in updates: gradients that waited together, all
+computed on the newest weights, have staleness 0, however far ahead their workers were. Counting
+each gradient as an update would give them up to N - 1.
 
-`ParameterServer` says what the server does with gradients, and whom it answers when; it sends no
-messages. `PushPull` is a rank's part in it, with the messages and their layout:
+`ParameterServer` decides what happens with gradients and which worker continues when; it sends no
+messages. `PushPull` is a rank's part, with the messages and their layout:
 
-    worker     receive posted | push >--.              wait .... | weights | compute | receive posted | push >-- ...
-                                         \\                      /
-    rank 0      take, take, update        take, update, reply >--          take ...
+    worker    receive posted | push >--.           wait ... | weights | compute | receive posted ...
+                                        \\                  /
+    rank 0     take, take, update       take, update, reply >--        take ...
 
-    segment    open: the server replies to all workers    push, pull ...    finish: it broadcasts the weights
+    segment   open: the server replies to all workers   push, pull ...   finish: weights broadcast
 
 Between `open` and `finish` no rank waits for all the others. Rank 0 is the server and a worker, and
 sends itself no messages. It posts the receive for a worker's next gradient before it sends the
 reply that lets the worker compute it, so every push finds its receive posted.
 
-A segment of T steps of N workers in step takes T (N-1) pushes and (T+1) (N-1) replies, as every
-worker gets the weights once at the beginning: 2 (N-1) messages per step. (Li et al., "Scaling
-distributed machine learning with the parameter server", 2014, where several servers share the
-weights out; the broadcast at the end of a segment is not counted.)
+In a segment of T steps with N workers in step there are T (N-1) pushes and (T+1) (N-1) replies,
+since every worker gets the weights once at the beginning: 2 (N-1) messages per step. (Li et al.
+2014 shard the weights over several servers. The broadcast at the end of a segment is not counted.)
 
 A message is a header and the values of the flat arrays. All messages of a kind have the same
-length, so that a receive can be posted before anybody knows what will come.
+length, so that a receive can be posted before the message's content is decided.
 
-Every message says its segment and how many gradients its worker has pushed, and every gradient the
-version of the weights that it was computed on: a message at the wrong time is an error, and not a
-wrong update.
+Every message has its segment and the number of gradients that its worker has pushed; every gradient
+has the version of its weights. So a message at the wrong time is an error, not a wrong update.
 """
 
 from collections import Counter
@@ -74,23 +73,22 @@ from nnmpi.tensor.parameter import FlatStorage
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """What comes with a gradient.
+    """The header of a gradient.
 
     Attributes:
-        batch, part: the task that it was computed for.
-        samples, targets: of the task, maybe 0: its rows, and how many of its labels count.
-        global_targets: of the whole batch.
+        batch, part: the task of the gradient.
+        samples, targets: the task's rows, and its labels that count; either may be 0.
+        global_targets: the labels that count in the full batch.
         lr: the learning rate of that batch.
         loss_sum, score_sum: over the targets.
-        norm: the gradient norm, scaled to the whole batch's size or not, as the worker reports
-            it.
-        compute_s, sync_s, input_s: how long the worker computed, and waited before for the weights
-            and for the batch.
-        signal: the number of the signal that the worker got, 0 for none: the segment ends with
-            whole batches.
-        broken: whether the gradient is of no use; the segment ends at once.
-        segment, sequence, version: see `push_pull`, which fills them in; the weights' version is
-            the one that the gradient was computed on.
+        norm: the gradient norm as the worker reports it, scaled to the full batch's size or not.
+        compute_s, sync_s, input_s: seconds of computing, waiting for the weights, and waiting for
+            the batch.
+        signal: the number of a signal that the worker got, 0 for none; after a signal the segment
+            ends with full batches.
+        broken: whether the gradient is unusable; the segment ends at once.
+        segment, sequence, version: filled in by `PushPull`; the version of the weights on which the
+            gradient was computed.
     """
 
     batch: int
@@ -113,31 +111,30 @@ class Push:
 
     @property
     def share(self) -> float:
-        """The part of its batch's targets that the gradient stands for."""
+        """The fraction of its batch's targets that the gradient covers."""
         return self.targets / max(1, self.global_targets)
 
 
 class ParameterServer:
-    """The weights and the optimizer's state, and what becomes of gradients. It sends no messages.
+    """The weights, the optimizer's state, and the updates. It sends no messages.
 
         server.open(first, stop, bound)
         send(server.release())                          all workers get the weights and begin
         while not server.controller.over:
-            server.push(worker, push, gradient)         one or several that have arrived
+            server.push(worker, push, gradient)         one or several arrived gradients
             send(server.release())
         server.close()
 
     Args:
-        storage: the model's; its values are taken in `open` and given back in `close`, and may
-            change meanwhile.
+        storage: the model's; `open` reads its values and `close` writes them back. They may change
+            in between.
         optimizer: of the storage's buffers; its state is updated in place.
-        workers: how many there are.
-
+        workers: the number of workers.
     Attributes:
-        controller: decides which worker may continue, and gives it its task.
+        controller: decides which worker may continue, and assigns its task.
         master: the weights, one array per flat buffer.
         version: of the weights: the number of updates since the server was made.
-        staleness: of the gradients that were used since `open`.
+        staleness: of the gradients used since `open`.
     """
 
     def __init__(self, storage: FlatStorage, optimizer: Optimizer, workers: int) -> None:
@@ -157,9 +154,9 @@ class ParameterServer:
         self._pending: dict[int, tuple[Push, Sequence[Array]]] = {}
 
     def open(self, first: int, stop: int, bound: int | None) -> None:
-        """Begin a segment of batches first..stop-1 with the weights that are in the storage now."""
-        for mine, theirs in zip(self.master, self._storage.data, strict=True):
-            mine[...] = theirs
+        """Begin a segment of batches first..stop-1 with the weights now in the storage."""
+        for weights, values in zip(self.master, self._storage.data, strict=True):
+            weights[...] = values
         self.optimizer.steps = self._model_optimizer.steps
         self.staleness = Staleness(len(self.controller.clocks.steps))
         self.controller.open(first, stop, bound)
@@ -168,10 +165,10 @@ class ParameterServer:
         """Take a worker's gradient. A signal stops new batches, a broken gradient new tasks.
 
         Args:
-            worker: whose it is.
-            push: what comes with it.
-            grads: one array per flat buffer, which must stay as it is until `release` has let a
-                worker continue.
+            worker: the sender.
+            push: the gradient's header.
+            grads: one array per flat buffer, which must not change until `release` lets a worker
+                continue.
 
         Raises:
             CommError: for a worker that may not continue yet.
@@ -185,7 +182,7 @@ class ParameterServer:
             self.controller.close()
 
     def release(self) -> dict[int, Task | None]:
-        """Return the workers that may continue; first apply all waiting gradients in one update."""
+        """Return the workers that may continue; first make one update of all waiting gradients."""
         released = self.controller.release()
         if released:
             self._take()
@@ -193,15 +190,14 @@ class ParameterServer:
 
     def close(self) -> None:
         """End a segment: write weights to the storage and the step count to the optimizer."""
-        for mine, theirs in zip(self.master, self._storage.data, strict=True):
-            theirs[...] = mine
+        for weights, values in zip(self.master, self._storage.data, strict=True):
+            values[...] = weights
         self._model_optimizer.steps = self.optimizer.steps
 
     def _take(self) -> None:
-        """Make one update of all gradients that wait, in the order of their tasks: so equal
-        gradients give equal bits.
+        """Make one update of all waiting gradients, in the order of their tasks.
 
-        The order in which they arrive differs from run to run.
+        Equal gradients so give equal bits. Their order of arrival differs from run to run.
         """
         for worker, (push, _) in self._pending.items():
             self.staleness.add(worker, self.version - push.version)
@@ -216,12 +212,12 @@ class ParameterServer:
                     total[...] = array
                 else:
                     namespace(total).add(total, array, out=total)
-        targets = Counter[int]()  # whole numbers, whose sum is exact
+        targets = Counter[int]()  # integers, whose sum is exact
         for push, _ in result:
             targets[push.global_targets] += push.targets
         share = sum(count / max(1, full) for full, count in targets.items())
         rates = {push.lr for push, _ in result}
-        # Equal rates stay as they are, bit for bit.
+        # The weighted mean of equal rates could round; a single rate stays as it is, bit for bit.
         lr = (
             rates.pop()
             if len(rates) == 1
@@ -236,7 +232,7 @@ class ParameterServer:
         self.version += 1
 
 
-TAG = 0  # a push goes to rank 0 and a reply comes from there, so that one is enough
+TAG = 0  # pushes go to rank 0 and replies come from it, so one tag is enough
 
 
 @dataclass(frozen=True)
@@ -255,17 +251,17 @@ OnPush: TypeAlias = Callable[[int, Push], None]
 
 
 class MessageBuffer(Generic[Kind]):
-    """A header and the values of the flat arrays, in one buffer that can be sent or received.
+    """One message in a buffer for sending or receiving: a header and the flat arrays' values.
 
     Args:
         kind: of message.
-        arrays: the flat arrays; their sizes and dtypes matter, their values do not.
-        backend: where they live.
+        arrays: the flat arrays; only their sizes and dtypes matter.
+        backend: of the arrays.
     """
 
     def __init__(self, kind: type[Kind], arrays: Sequence[Array], backend: Backend) -> None:
         self._kind, self._backend = kind, backend
-        # whole numbers below 2**53 are exact
+        # float64 is exact for the header's integers, which are below 2**53
         header = ("header", "f8", (len(fields(cast(Any, kind))),))
         layout = np.dtype(
             [header, *((f"{i}", str(array.dtype), array.shape) for i, array in enumerate(arrays))]
@@ -276,15 +272,13 @@ class MessageBuffer(Generic[Kind]):
         )
 
     def write(self, message: Kind, arrays: Sequence[Array]) -> None:
-        """Copy a message and arrays of the flat arrays' sizes into the buffer."""
+        """Copy a message and its arrays into the buffer."""
         self._header[:] = astuple(message)
         for value, array in zip(self._values, arrays, strict=True):
             value[...] = self._backend.to_host(array)
 
     def read(self) -> tuple[Kind, list[Array]]:
-        """Return the message and its arrays on the backend; with NumPy they are the buffer
-        itself.
-        """
+        """Return the message and its arrays on the backend; NumPy's are views of the buffer."""
         pairs: Any = zip(fields(cast(Any, self._kind)), self._header.tolist(), strict=True)
         numbers = {item.name: item.type(number) for item, number in pairs}
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
@@ -295,15 +289,15 @@ class PushPull:
 
     Args:
         group: all ranks.
-        storage: of the model; `data` is where pulled weights go, `grads` what is pushed.
-        server: on rank 0, the server; None on the others.
-        on_push: called on rank 0 with (worker, push) for every gradient that arrives: after it was
-            taken and before anybody continues, so that nothing more is assigned if the controller
-            is closed there.
-        backend: where the model's arrays live; NumPy by default.
+        storage: of the model; `data` receives pulled weights, `grads` is pushed.
+        server: on rank 0, the server; None on the other ranks.
+        on_push: called on rank 0 with (worker, push) for every gradient, after the server took it
+            and before any worker continues: if it closes the controller, no further task is
+            assigned.
+        backend: of the model's arrays; NumPy by default.
 
     Raises:
-        CommError: from all methods, for a message that must not come at that time.
+        CommError: from all methods, for a message at the wrong time.
     """
 
     def __init__(
@@ -326,14 +320,16 @@ class PushPull:
         self._sent: dict[int, MessageBuffer[Any]] = {
             p: MessageBuffer(sent, storage.data, where) for p in peers
         }
-        self._coming: dict[int, MessageRequest] = {}  # by peer
-        self._going: dict[int, MessageRequest] = {}  # the last message to each
-        self._segment = self._sequence = self._version = 0  # the last two: of this worker
-        # at the server: gradients taken, version given
-        self._taken, self._given = [0] * group.size, [0] * group.size
+        self._receives: dict[int, MessageRequest] = {}  # receives by peer
+        self._sends: dict[int, MessageRequest] = {}  # the last send by peer
+        self._segment = self._sequence = self._version = 0  # the last two: this worker's
+        # at the server, by worker: gradients received, version of the weights sent
+        self._received_count, self._sent_version = [0] * group.size, [0] * group.size
         self._reply: Reply | None = None
-        # asked: whether the server owes this worker an answer
-        self._over, self._asked = True, False
+        self._over, self._awaits_reply = (
+            True,
+            False,
+        )  # asked: whether the server owes this worker a reply
         self._before = (0, 0)
 
     @property
@@ -347,23 +343,23 @@ class PushPull:
         return self._messages.sent_bytes - self._before[1]
 
     def open(self, first: int, stop: int, bound: int | None) -> None:
-        """Begin a segment: the server answers all workers that may continue.
+        """Begin a segment: the server replies to all workers that may continue.
 
         All ranks call it, not necessarily at the same time. The weights, `storage.data`, must be
-        the same on all.
+        equal on all ranks.
 
         Args:
             first, stop: the batches of the segment.
-            bound: how many steps a worker may be ahead of the slowest; None for no limit.
+            bound: the most steps a worker may be ahead of the slowest; None for no limit.
 
         Raises:
-            CommError: when the segment before was not finished.
+            CommError: when the last segment was not finished.
         """
         if not self._over:
             raise CommError(
                 f"segment {self._segment} is not over yet; call finish() on all ranks before open()"
             )
-        self._segment, self._over, self._asked = self._segment + 1, False, True
+        self._segment, self._over, self._awaits_reply = self._segment + 1, False, True
         self._before = self._messages.sent, self._messages.sent_bytes
         if self._server is None:
             self._expect(0)
@@ -375,33 +371,33 @@ class PushPull:
         """Wait for the server's weights in `storage.data`; return the next task, None at the end.
 
         Raises:
-            CommError: when nothing was pushed since the last call, or a reply is not what must come
-                now.
+            CommError: when nothing was pushed since the last call, or for a reply at the wrong
+                time.
         """
-        if not self._asked:
+        if not self._awaits_reply:
             raise CommError(
                 "there is nothing to pull; a worker calls open, then pull and push in turn"
             )
         while self._reply is None:
             self._wait_until(self.poll)
-        reply, self._reply, self._asked = self._reply, None, False
+        reply, self._reply, self._awaits_reply = self._reply, None, False
         self._over = reply.batch < 0
         return None if self._over else Task(reply.batch, reply.part)
 
     def push(self, push: Push) -> None:
-        """Send the gradient in `storage.grads`, unchanged until the next `pull` has returned.
+        """Send the gradient in `storage.grads`; do not change it until the next `pull` returns.
 
         Args:
-            push: what is known of the gradient. The values of a broken gradient mean nothing.
+            push: the gradient's header. The values of a broken gradient are ignored.
 
         Raises:
             CommError: when nothing was pulled since the last call.
         """
-        if self._asked or self._over:
+        if self._awaits_reply or self._over:
             raise CommError(
                 "there is nothing to push; a worker pulls first, and stops when there is no task"
             )
-        self._sequence, self._asked = self._sequence + 1, True
+        self._sequence, self._awaits_reply = self._sequence + 1, True
         push = replace(push, segment=self._segment, sequence=self._sequence, version=self._version)
         if self._server is None:
             self._expect(0)
@@ -410,13 +406,13 @@ class PushPull:
             self._take(self._server, 0, push, self._storage.grads)
 
     def poll(self) -> bool:
-        """Receive what has arrived, and answer on the server; never blocks. True if anything
-        came.
+        """Receive arrived messages, and reply on the server; return whether any arrived. Never
+        blocks.
         """
         moved = False
-        for peer in sorted(self._coming):
-            if self._coming[peer].poll():
-                del self._coming[peer]
+        for peer in sorted(self._receives):
+            if self._receives[peer].poll():
+                del self._receives[peer]
                 message, arrays = self._received[peer].read()
                 if self._server is None:
                     self._accept(message, arrays)
@@ -427,7 +423,7 @@ class PushPull:
         return moved
 
     def serve_until(self, until_s: float) -> None:
-        """Poll whenever something comes, and return at this time of `nnmpi.clock`."""
+        """Poll until this time of `nnmpi.clock`."""
         self._wait_until(lambda: self.poll() and False, until_s)
 
     def finish(self) -> None:
@@ -454,19 +450,20 @@ class PushPull:
             self._group.broadcast(array)
 
     def free(self) -> None:
-        """Give the communicator back to MPI, between two segments. Collective."""
+        """Free the communicator, between two segments. Collective."""
         self._messages.free()
 
     def _take(
         self, server: ParameterServer, worker: int, push: Push, grads: Sequence[Array]
     ) -> None:
-        """Give a gradient to the server, and answer all workers that may continue now."""
-        self._taken[worker] += 1
-        self._check(push, self._taken[worker], f"a gradient of worker {worker}")
-        if push.version != self._given[worker]:
+        """Give a gradient to the server, and reply to all workers that may continue now."""
+        self._received_count[worker] += 1
+        self._check(push, self._received_count[worker], f"a gradient of worker {worker}")
+        if push.version != self._sent_version[worker]:
             raise CommError(
                 f"worker {worker} pushed a gradient of version {push.version} of the weights, but"
-                f" got version {self._given[worker]} last; a worker must compute on what it pulled"
+                f" got version {self._sent_version[worker]} last; a worker must compute on"
+                " what it pulled"
             )
         server.push(worker, push, grads)
         if self._on_push is not None:
@@ -475,13 +472,12 @@ class PushPull:
 
     def _answer(self, server: ParameterServer) -> None:
         released = server.release()
-        # Replies that travel go first: they are on their way while the reply to rank 0's own worker
-        # is copied.
+        # Send the messages first: they travel while the reply to rank 0's own worker is copied.
         for worker in sorted(released, key=lambda worker: worker == 0):
             task = released[worker]
             batch, part = (-1, -1) if task is None else (task.batch, task.part)
-            reply = Reply(batch, part, self._segment, self._taken[worker], server.version)
-            self._given[worker] = server.version
+            reply = Reply(batch, part, self._segment, self._received_count[worker], server.version)
+            self._sent_version[worker] = server.version
             if worker == 0:
                 self._accept(reply, server.master)
                 continue
@@ -492,25 +488,25 @@ class PushPull:
     def _accept(self, reply: Reply, weights: Sequence[Array]) -> None:
         self._check(reply, self._sequence, f"a reply to worker {self._group.rank}")
         self._reply, self._version = reply, reply.version
-        for mine, theirs in zip(self._storage.data, weights, strict=True):
-            mine[...] = theirs
+        for target, values in zip(self._storage.data, weights, strict=True):
+            target[...] = values
 
-    def _check(self, message: Push | Reply, sequence: int, what: str) -> None:
+    def _check(self, message: Push | Reply, sequence: int, label: str) -> None:
         if (message.segment, message.sequence) != (self._segment, sequence):
             raise CommError(
-                f"{what} has segment {message.segment}, gradient {message.sequence}, but segment"
+                f"{label} has segment {message.segment}, gradient {message.sequence}, but segment"
                 f" {self._segment}, gradient {sequence} must come now; all ranks must call open,"
                 " pull, push and finish for the same segments"
             )
 
     def _expect(self, peer: int) -> None:
-        self._coming[peer] = self._messages.receive(self._received[peer].buffer, peer, TAG)
+        self._receives[peer] = self._messages.receive(self._received[peer].buffer, peer, TAG)
 
     def _send(self, peer: int, message: Push | Reply, arrays: Sequence[Array]) -> None:
-        if peer in self._going:
-            self._going[peer].wait()  # the peer has answered since, so this hardly ever waits
+        if peer in self._sends:
+            self._sends[peer].wait()  # the peer has replied since, so this hardly ever waits
         self._sent[peer].write(message, arrays)
-        self._going[peer] = self._messages.send(self._sent[peer].buffer, peer, TAG)
+        self._sends[peer] = self._messages.send(self._sent[peer].buffer, peer, TAG)
 
     def _all_sent(self) -> bool:
         self._messages.progress()
