@@ -1,31 +1,30 @@
-"""Tensor parallelism: the ranks of a group share the layers of one model, as a table says.
+"""Tensor parallelism: the ranks of a group shard a model's layers, as a table defines.
 
     table {"1": COLUMN, "3": ROW}        Sequential(Flatten, Linear, ReLU, Linear)
 
-        x replicated -> Flatten -> Linear, cut -> features cut -> ReLU -> RowLinear -> replicated
+        x replicated -> Flatten -> Linear, sharded -> features sharded -> ReLU -> RowLinear ->
+        replicated
 
-`shard` goes through the model in the order of computation and keeps track of how the activation is
-spread over the ranks (see `tensor.placement`). Each type of layer has a rule, a function of the
-layer and its `LayerContext` beside the sharded layers that it makes: it says what replaces the
-layer and how the result is spread. Where a layer needs the activation otherwise, an exchange comes
-before it:
+`shard` walks through the model in the order of computation and tracks the activation's placement
+(see `tensor.placement`). Each type of layer has a rule, a function of the layer and its
+`LayerContext`, in the module of its sharded layers. It returns the layer's replacement and the
+result's placement. If a layer needs the activation in another placement, an exchange comes before
+it:
 
-    Sequential    layer by layer, each from what the one before it leaves
-    Residual      both branches; where they end differently, both ends are made whole and then added
-    Stash, Pop    what is kept and what it is added to must lie on the ranks alike, or they are
-                  refused
-    Branches      each rank has some of them, and computes these (see `sharded.branches`)
+    Sequential    layer by layer, each from the placement of the one before it
+    Residual      both branches; if their placements differ, both are gathered before the addition
+    Stash, Pop    the stashed value and its addend must have the same placement, or are refused
+    Branches      each rank computes some of the branches (see `sharded.branches`)
     a layer       its rule
-    another       a custom module, whose forward is unknown: whole in, whole out, and inside what
-                  the table says. There the tensors themselves say which parts they are (see
-                  `tensor.placement`), and an operation that does not know what to do with a part
-                  refuses it
+    other         a custom module with an unknown forward: replicated input and result, inside as
+                  the table says. There the tensors carry their placement (see `tensor.placement`),
+                  and an operation without support for a sharded operand refuses it
 
 All exchanges are in the modules that replace layers, so the model can be cut into pipeline stages
-afterwards, anywhere. An exchange before a transformer's block is put after the layer before it, so
-that a pipeline can cut the block open. Parameters keep their names and the values that the whole
-model would draw; a part knows its `region`. What is replicated has the same bits on every rank, and
-so has its gradient.
+anywhere afterwards. The exchange of a transformer's block is put after the layer before it, so that
+a pipeline can cut inside the block. Parameters keep their names, and the values that the full model
+would draw; a shard has its `region`. Replicated parameters and their gradients have the same bits
+on every rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,7 +83,7 @@ Rule: TypeAlias = Callable[[Any, LayerContext], Placed]
 
 
 def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
-    """Return the layer as it is, on whole sequences: each step needs all of h."""
+    """Return the layer on full sequences: each step needs all of h."""
     if context.sharding not in (None, Sharding.REPLICATED):
         raise context.refuse(
             "is an LSTM, each step of which needs all of h; choose Sharding.REPLICATED"
@@ -93,11 +92,10 @@ def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
 
 
 def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
-    """Return the layer by rows or channels."""
     return (place_rows_conv if context.sharding is Sharding.ROWS else place_product)(layer, context)
 
 
-# Layers that follow what lies before them, unless the table says that they are replicated.
+# Layers that take the placement of their input, unless the table replicates them.
 FOLLOWING: Mapping[type[Module], Rule] = MappingProxyType(
     {
         **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
@@ -123,7 +121,7 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
 
 
 def place(layer: Module, context: LayerContext) -> Placed:
-    """Return what replaces a layer that has a rule, and how its result lies on the ranks."""
+    """Return the replacement of a layer with a rule, and its result's placement."""
     whole = context.sharding is Sharding.REPLICATED
     whole |= context.placement.is_replicated and not isinstance(layer, Pool2d)
     if not (whole and type(layer) in FOLLOWING):
@@ -149,7 +147,7 @@ Shape: TypeAlias = tuple[int, ...]
 def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
     """Return a sample's shape after a layer; None if unknown or unfit.
 
-    Layers that are not named here leave the shape as it is.
+    Other layers leave the shape as it is.
     """
     if shape is None or isinstance(layer, Branches | LSTM | Embedding):
         return None
@@ -174,7 +172,7 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
     return (*size, channels)
 
 
-CONTAINERS = (Sequential, Residual)  # whose forward is known
+CONTAINERS = (Sequential, Residual)  # modules with a known forward
 
 
 def shard(
@@ -186,25 +184,34 @@ def shard(
 ) -> Placement:
     """Replace a model's layers by this rank's shards; return the placement of its output.
 
-    Not collective; initialize the model afterwards. On a group of one rank the model stays as it
-    is.
+    Not collective; initialize the model afterwards. A group of one rank leaves the model as it is.
 
     Args:
         model: not initialized; any tree of modules. Layers in a `Sequential` or `Residual` get
-            their input as they need it. In a custom module, whose forward is unknown, each layer
-            does just what the table says: COLUMN takes a whole input and returns this rank's
-            features, ROW takes features and returns a whole result.
-        group: the ranks that share each layer.
-        table: full names of modules, or patterns -> `Sharding`; by default the model's own, or
-            where it has none those of the modules in it.
+            their input in the placement they need. In a custom module, whose forward is unknown,
+            each layer does exactly what the table says: COLUMN takes a full input and returns this
+            rank's features, ROW takes features and returns a full result.
+        group: the ranks that shard each layer.
+        table: full names of modules, or patterns -> `Sharding`; by default the model's own, or if
+            it has none, those of its modules.
         sample: the shape of one sample, without the batch; needed for Sharding.ROWS.
-        classes_apart: whether the result of a last layer with Sharding.VOCAB stays cut, for a loss
-            that can take it (see `sharded.cross_entropy`); otherwise the result is replicated.
+        classes_apart: whether the result of a last layer with Sharding.VOCAB stays sharded, for a
+            loss that supports it (see `sharded.cross_entropy`); otherwise it is replicated.
 
     Raises:
         UsageError: when the model is initialized already.
-        LayoutError: for a table that names nothing in the model, and layers that cannot be sharded
-            so.
+        LayoutError: for a table entry that fits no module, and layers that cannot be sharded as the
+            table says.
+
+    Example:
+        >>> def program(group):
+        ...     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        ...     table = {"0": nn.Sharding.COLUMN, "2": nn.Sharding.ROW}
+        ...     nnmpi.parallel.shard(model, group, table)
+        ...     model.initialize(seed=0)
+        ...     return model.layers[0].weight.shape, model(np.ones((5, 4), "float32")).shape
+        >>> nnmpi.simulate(program, 2)
+        [((4, 3), (5, 2)), ((4, 3), (5, 2))]
     """
     if "storage" in vars(model):
         raise UsageError(
@@ -234,9 +241,7 @@ def _own_table(model: Module, name: str = "") -> Table:
 
 
 def _check_table(model: Module, table: Table) -> None:
-    """Refuse entries that fit no module: most likely a name is wrong; and a model with nothing to
-    replace.
-    """
+    """Refuse entries that fit no module, mostly misspelled names, and a model of a single layer."""
     names = [name for name, _ in model.named_modules() if name]
     if table and not names:
         raise LayoutError(
@@ -264,24 +269,24 @@ class ActivationLayout:
 
 @dataclass
 class ModelWalk:
-    """Goes through a model in the order of computation, and replaces its layers.
+    """Walks through a model in the order of computation, and replaces its layers.
 
     Args:
-        sharder: cuts parameters for this rank.
+        sharder: shards parameters for this rank.
         table: full names, or patterns -> `Sharding`.
     """
 
     sharder: ParameterSharder
     table: Table
-    # What the table says of a module, by its id; the modules are kept, so that no other object gets
-    # an id of theirs.
+    # The table's sharding of a module, by its id. The modules are kept alive, so that no other
+    # object gets one of their ids.
     shardings: dict[int, Sharding] = field(default_factory=dict)
     modules: list[Module] = field(default_factory=list)
-    # What replaces a layer, by its id and the placement of its input.
+    # A layer's replacement, by its id and the placement of its input.
     replacements: dict[tuple[int, Placement], Placed] = field(default_factory=dict)
 
     def model(self, model: Module, sample: Shape | None, classes_apart: bool) -> Placement:
-        """Shard the whole model, and return the placement of its result.
+        """Shard the model, and return the placement of its result.
 
         Args:
             model, sample, classes_apart: see `shard`.
@@ -289,7 +294,7 @@ class ModelWalk:
         for name, module in model.named_modules():
             self.modules.append(module)
             result = find(self.table, name)
-            if result is not None:  # a module used in several places is found by any of its names
+            if result is not None:  # a module used several times may be found by any of its names
                 self.shardings.setdefault(id(module), result[1])
         self._check_branches(model)
         last = model
@@ -309,7 +314,7 @@ class ModelWalk:
     def replace(
         self, module: Module, name: str, layout: ActivationLayout
     ) -> tuple[Module, ActivationLayout]:
-        """Return what replaces a module, and how its result is spread.
+        """Return a module's replacement, and the layout of its result.
 
         Args:
             module: a layer, a container or a custom module.
@@ -325,10 +330,10 @@ class ModelWalk:
             return placed, ActivationLayout(placement, shape_after(module, layout.shape))
         is_open = self._open(module, name)
         before = None if layout.placement.is_replicated else self._gather(layout)
-        # a model's own result is whole, or its loss refuses it
+        # the result of a custom model as a whole stays as it is: the loss refuses a sharded one
         after = partial(whole, group=PartExchange(self.sharder.group)) if is_open and name else None
         if type(module) is TransformerBlock and before is None and after is not None:
-            # a chain opens it
+            # a chain opens the block, so its gather goes into the block's own parts
             for i, drop in enumerate(module.drops):
                 module.drops[i] = Redistributed(drop, after=after)
             after = None
@@ -338,9 +343,7 @@ class ModelWalk:
     def _layer(
         self, module: Module, name: str, layout: ActivationLayout, units: Units | None = None
     ) -> Placed:
-        """Return what replaces a layer; a layer used in several places has one replacement for all
-        of them.
-        """
+        """Return a layer's replacement, the same one for all uses of the layer."""
         context = LayerContext(
             name, layout.placement, layout.shape, self._sharding(module), self.sharder, units
         )
@@ -379,9 +382,7 @@ class ModelWalk:
     def _join_kept(
         self, pop: Pop, name: str, layout: ActivationLayout, kept: dict[str, ActivationLayout]
     ) -> ActivationLayout:
-        """Shard the shortcut of a Pop, and refuse inputs that lie on the ranks in different
-        ways.
-        """
+        """Shard the shortcut of a Pop, and refuse inputs in different placements."""
         if pop.name not in kept:
             return layout  # the sequence refuses it when it runs
         pop.shortcut, around = self._shortcut(pop, name, kept.pop(pop.name))
@@ -409,11 +410,9 @@ class ModelWalk:
         return self.replace(shortcut, _join(name, "shortcut"), layout)
 
     def _open(self, module: Module, name: str) -> bool:
-        """Shard what the table names in a custom module, whose forward is unknown; return whether
-        that is anything.
+        """Shard a custom module's layers that the table names; return whether there are any.
 
-        What comes out of such layers says itself which part it is, and operations on it know what
-        to do, or refuse it.
+        Their results carry their placement, and operations on them support it or refuse it.
         """
         result = False
         for child_name, child in list(module.children()):
@@ -440,9 +439,7 @@ class ModelWalk:
         return result
 
     def _whole(self, module: Module, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
-        """Return a module with an exchange that makes its result, which is spread as `layout` says,
-        whole.
-        """
+        """Return a module with an exchange that replicates its result, which has this layout."""
         if layout.placement.is_replicated:
             return module, layout
         if (
@@ -460,17 +457,13 @@ class ModelWalk:
         return LayerContext("", layout.placement, None, None, self.sharder).to_replicated()
 
     def _has_rule(self, module: Module) -> bool:
-        """Return whether a rule says what replaces a module: of branches that are not dealt out the
-        layers alone.
-        """
+        """Return whether a rule replaces a module; branches have one if the table names them."""
         return type(module) in RULES and (
             type(module) is not Branches or self._sharding(module) is not None
         )
 
     def _check_branches(self, model: Module) -> None:
-        """Refuse what cannot be dealt out as branches, and shards of a layer in one, which lies
-        whole on its rank.
-        """
+        """Refuse BRANCHES for other modules, and shardings of layers inside of a branch."""
         for name, module in model.named_modules():
             if self._sharding(module) is not Sharding.BRANCHES:
                 continue

@@ -1,20 +1,19 @@
 """Pipeline parallelism: a model's stages on a group's ranks, fed microbatch by microbatch.
 
-    schedule (nnmpi.schedule)      what each rank does when: F0 F1 B0 F2 B1 ...
+    schedule (nnmpi.schedule)   the order of each rank's work: F0 F1 B0 F2 B1 ...
         |
-    nnmpi.compose.executor         carries the instructions out, one after the other
-        |            \
-    stage       Stage              computes: forward and backward of one microbatch, and what is kept in between
-    boundary    StageBoundary      sends and receives: activations forward, gradients back
+    nnmpi.compose.executor      carries the instructions out, one after the other
+        |            \\
+    stage       Stage           computes: forward and backward of one microbatch; its saved values
+    boundary    StageBoundary   sends and receives: activations forward, gradients back
 
-Read the executor first, then stage and boundary. `profile` measures what each layer of a chain
-costs, so that a model can be cut into stages of equal cost.
+Read the executor first, then stage and boundary. `memory.layers` measures the cost of each layer of
+a chain, so that a model can be cut into stages of equal cost.
 
-What you want to change, and where:
+To change, open:
 
-    the order of the work                              a schedule in `nnmpi.schedule`
-    what may pass from one stage to the next           boundary
-    what is kept of a microbatch until its backward    stage
-    what becomes of gradients                          a `Caller` (see the executor); those of
-                                                       `compose`
+    the order of the work                             a schedule in `nnmpi.schedule`
+    the values that pass from one stage to the next   boundary
+    a microbatch's saved values                       stage
+    the use of gradients                              a `Caller` of the executor, in `compose`
 """

@@ -1,11 +1,11 @@
 """The boundary of two pipeline stages: activations cross it forward, gradients backward.
 
-    stage s    | x, kept values |  -- activation -->  | leaves |    stage s + 1
-               | their gradients|  <-- gradient ----  | .grad  |
+    stage s    | x, saved values |  -- activation -->  | leaves |    stage s + 1
+               | their gradients |  <-- gradient ----  | .grad  |
 
-The first time that a microbatch of some input shape crosses, a header with the shapes goes before
-it. Later ones of the same input shape must look the same, and need no header. Each microbatch has
-buffers of its own. When a receive is posted is the executor's business.
+The first microbatch of some input shape is preceded by a header with the shapes. Later ones of the
+same input shape must have the same shapes, and need no header. Each microbatch has buffers of its
+own. The executor decides when a receive is posted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nnmpi.comm.point_to_point import Messages
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
-InputKey: TypeAlias = tuple[Any, ...]  # the input's shape and the mode, which both ends know
+InputKey: TypeAlias = tuple[Any, ...]  # the input's shape and the mode, the same at both ends
 HEADER_BYTES = 4096
 
 
@@ -33,9 +33,10 @@ class BoundaryArrays(NamedTuple):
     """The tensors at a boundary, as arrays.
 
     Attributes:
-        arrays: those of x, then the kept values in order of their names.
-        needs: whether each one's gradient goes back.
-        single: whether x is one tensor; else it is a tuple of all arrays that are not kept values.
+        arrays: x as arrays, then the saved values in order of their names.
+        needs: for each array, whether its gradient goes back.
+        single: whether x is one tensor; otherwise x is a tuple of all arrays that are not saved
+            values.
     """
 
     arrays: tuple[Array, ...]
@@ -43,21 +44,21 @@ class BoundaryArrays(NamedTuple):
     single: bool = True
 
 
-# of each array its shape, dtype, and whether its gradient goes back; and `single`
+# shape and dtype of each array, and whether its gradient goes back; then `single`
 Look: TypeAlias = list[Any]
 
 
 def look_of(values: BoundaryArrays) -> Look:
-    """Return what some values look like, as a JSON value."""
+    """Return the signature of some values, as a JSON value."""
     rows = zip(values.arrays, values.needs, strict=True)
     return [[[list(array.shape), str(array.dtype), need] for array, need in rows], values.single]
 
 
 def encode(look: Look, key: InputKey) -> Array:
-    """Return a look as a message of `HEADER_BYTES` bytes, with the input that it is for.
+    """Return a signature and its input's key as a message of `HEADER_BYTES` bytes.
 
     Raises:
-        UsageError: when it does not fit into the message.
+        UsageError: when it is too long for the message.
     """
     text = json.dumps([look, key]).encode()
     if len(text) > HEADER_BYTES:
@@ -68,10 +69,10 @@ def encode(look: Look, key: InputKey) -> Array:
 
 
 def decode(message: Array, key: InputKey) -> Look:
-    """Return what `encode` was given.
+    """Return the signature in a message of `encode`.
 
     Raises:
-        UsageError: when it is for another input than this end has.
+        UsageError: when its key differs from this end's.
     """
     look, theirs = json.loads(message.tobytes())
     if theirs != json.loads(json.dumps(key)):
@@ -87,7 +88,7 @@ def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], boo
     """Return a stage's outputs in sending order, and whether x is a single tensor.
 
     Args:
-        x: what the stage's last layer returned: a tensor, or a tuple of tensors.
+        x: the result of the stage's last layer: a tensor, or a tuple of tensors.
         kept: values that later layers need, by name (see `nn.chain`).
         stage: the number of the stage, for messages.
 
@@ -109,12 +110,12 @@ def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], boo
 def unpack(
     tensors: Sequence[Tensor], single: bool, names: Sequence[str]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return x and the kept values that `pack` was given.
+    """Return x and the saved values from the result of `pack`.
 
     Args:
-        tensors: what `pack` returned.
+        tensors: the result of `pack`.
         single: whether x was a single tensor.
-        names: of the kept values, sorted.
+        names: of the saved values, sorted.
     """
     count = len(tensors) - len(names)
     x = tensors[0] if single else tuple(tensors[:count])
@@ -125,10 +126,10 @@ class StageBoundary:
     """One end of the boundary between stage `stage` and the next.
 
     Args:
-        messages: carries messages between the ranks of the pipeline.
+        messages: between the ranks of the pipeline.
         peer: the rank at the other end.
         stage: the number of the stage before the boundary.
-        backend: where the arrays live; messages go through host memory.
+        backend: of the arrays; messages go through host memory.
     """
 
     def __init__(self, messages: Messages, peer: int, stage: int, backend: Backend) -> None:
@@ -139,23 +140,23 @@ class StageBoundary:
         self._leaving: dict[int, list[MessageRequest]] = {}  # by tag
 
     def is_agreed(self, key: InputKey) -> bool:
-        """Whether this end knows what crosses for such an input."""
+        """Whether this end has the signature of such an input's activation."""
         return key in self._agreed
 
     # ---- forward ----
 
     def send(self, key: InputKey, values: BoundaryArrays, waits: bool = False) -> list[Array]:
-        """Send a microbatch's activation; return what is sent.
+        """Send a microbatch's activation; return the sent arrays.
 
         Args:
             key: of its input.
             values: the activation.
-            waits: whether the one before it must have left first; it is kept until then, and else
-                as long as it takes.
+            waits: whether to wait until the last activation is sent, and to free it then; otherwise
+                it stays in memory until it is sent.
 
         Raises:
-            ShapeError: when it does not look like those before it of the same input shape.
-            UsageError: when gradients are needed of other tensors than before.
+            ShapeError: when its shapes differ from earlier ones of the same input shape.
+            UsageError: when other tensors need gradients than before.
         """
         result = look_of(values)
         agreed = self._agreed.setdefault(key, result)
@@ -178,11 +179,11 @@ class StageBoundary:
     def expect(self, key: InputKey, back: bool = False) -> Callable[[], BoundaryArrays]:
         """Post the receive of a microbatch's activation early; calling the result waits for it.
 
-        As long as no header has come for such an input, nothing can be posted before the wait.
+        Without a header for such an input yet, nothing can be posted before the wait.
 
         Args:
             key: of its input.
-            back: whether it is the gradients that come, of an activation that was sent.
+            back: whether to receive the gradients of a sent activation instead.
         """
         early = self._post(key, back) if key in self._agreed else None
 
@@ -200,9 +201,7 @@ class StageBoundary:
         return wait
 
     def _post(self, key: InputKey, back: bool) -> list[MessageRequest]:
-        """Post the receives of tensors, or of the gradients that go back, into new memory: layers
-        may keep it.
-        """
+        """Post the receives of activations or gradients into new memory, which layers may keep."""
         tag = self._backward_tag if back else self._forward_tag
         rooms = [
             room_for(self._backend.xp, tuple(shape), dtype_named(dtype))  # pinned for a device
@@ -214,11 +213,11 @@ class StageBoundary:
     # ---- backward ----
 
     def send_back(self, grads: Sequence[Array], waits: bool = False) -> list[Array]:
-        """Send the gradients of what needs some, likewise."""
+        """Send the gradients of the activations that need one; `waits` as in `send`."""
         return self._send(grads, self._backward_tag, waits)
 
     def let_go(self) -> None:
-        """Forget what has left."""
+        """Drop the references to sent arrays."""
         self._leaving.clear()
 
     def _send(self, arrays: Sequence[Array], tag: int, waits: bool) -> list[Array]:
@@ -228,7 +227,7 @@ class StageBoundary:
             before, self._leaving[tag] = self._leaving.get(tag, ()), sent
             for request in before:
                 request.wait()
-            self._messages.progress()  # which lets go of them, too
+            self._messages.progress()  # which drops its references, too
         return hosts
 
 

@@ -1,11 +1,12 @@
-"""One stage of a program: forward and backward of microbatches, and what is kept between the two.
+"""One stage of a program: forward and backward of microbatches, and their saved values in between.
 
-    forward(m)    leaves --> layers --> ends          the graph of microbatch m waits here, or only its leaves, if the
-    backward(m)   leaves <-- layers <-- ends          stage recomputes (Chen et al., "Training deep nets with sublinear
-                                                     memory cost", 2016)
+    forward(m)    leaves --> layers --> outputs
+    backward(m)   leaves <-- layers <-- outputs
 
-A model that is not cut is a program of one stage. A stage sends nothing and does not know the
-schedule.
+Between the two, the graph of microbatch m stays in memory, or only its leaves if the stage
+recomputes (Chen et al., "Training deep nets with sublinear memory cost", 2016).
+
+An uncut model is a program of one stage. A stage sends nothing and does not depend on the schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +34,13 @@ Run: TypeAlias = Callable[[Sequence[Tensor], bool, int], Ends]
 def run_chain(
     number: int, layers: Sequence[ChainLayer], names: Sequence[str], head: Head | None
 ) -> Run:
-    """Return what runs some layers of a chain as a stage.
+    """Return a function that runs some layers of a chain as a stage.
 
     Args:
         number: of the stage, for messages.
         layers: see `nn.chain`.
-        names: of the kept values at its beginning, sorted.
-        head: on the last stage: (result, microbatch) -> what the stage gives.
+        names: of the saved values at its beginning, sorted.
+        head: on the last stage: (result, microbatch) -> the stage's output.
     """
     joined = join_layers(layers)
 
@@ -53,9 +54,7 @@ def run_chain(
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward: `ends` is None where they are to be
-    computed again.
-    """
+    """A microbatch between its forward and its backward: `ends` is None if it is recomputed."""
 
     leaves: list[Tensor]
     single: bool
@@ -66,11 +65,11 @@ class Stage:
     """Computes a part of a model for one microbatch after another.
 
     Args:
-        run: (tensors, whether x is a single one, microbatch) -> the ends, and whether x is a single
-            one there.
-        scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
-        is_last: whether the ends are what is wanted of the model, and go to no other stage.
-        recompute: whether only the input of a microbatch is kept, and the rest computed again.
+        run: (inputs, whether x is a single one, microbatch) -> the outputs, and whether x is a
+            single one there.
+        scope: (microbatch, again) -> the mode for its forward; `again` for a recomputation.
+        is_last: whether the outputs are the model's, and go to no other stage.
+        recompute: whether only a microbatch's input is kept, and the rest computed again.
     """
 
     def __init__(
@@ -82,12 +81,12 @@ class Stage:
 
     @property
     def live(self) -> int:
-        """The number of microbatches whose activations are kept now."""
+        """The number of microbatches whose activations are in memory."""
         return len(self._in_flight) + len(self._halves)
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes that came in of microbatches whose rest is to be computed again."""
+        """The bytes of the inputs of microbatches that are to be recomputed."""
         if not self._recompute:
             return 0
         return sum(
@@ -95,11 +94,11 @@ class Stage:
         )
 
     def ends(self, microbatch: int) -> Sequence[Tensor]:
-        """Return what a microbatch that is under way ended with, if that is kept."""
+        """Return the outputs of a microbatch in flight, if they are in memory."""
         return self._in_flight[microbatch].ends or ()
 
     def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
-        """Return the stage's result for one microbatch; nothing of the last stage.
+        """Return the stage's output for one microbatch; empty on the last stage.
 
         Args:
             microbatch: its number.
@@ -127,8 +126,8 @@ class Stage:
         """Return the gradients of the inputs that need one, and add to the parameters' gradients.
 
         Args:
-            microbatch: its number; its forward was done with `keep`.
-            grads: of the results that need one; on the last stage that of the head's scalar.
+            microbatch: its number; its forward ran with `keep`.
+            grads: of the outputs that need one; on the last stage, of the head's scalar.
             halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero
                 bubble).
         """
@@ -138,9 +137,9 @@ class Stage:
                 flight.ends, _ = self._run(microbatch, flight.leaves, flight.single)
         ends, flight.ends = flight.ends, None
         assert ends is not None
-        _comes_each_time(flight.leaves)  # one that passes through the stage is an end, too
+        _comes_each_time(flight.leaves)  # a leaf that passes through the stage is an output, too
         deferred = Deferred() if halves else None
-        # a loss must need one
+        # the loss always has a backward, so that one that needs no gradient raises here
         needing = ends if self._is_last else [end for end in ends if end.requires_grad]
         if len(needing) == 1:
             needing[0].backward(grads[0], deferred=deferred)
@@ -150,21 +149,21 @@ class Stage:
             self._halves[microbatch] = deferred
         result = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
         for leaf in flight.leaves:
-            # a recording knows the leaf, and must not keep its values for it
+            # the recording refers to the leaf, and must not keep its values alive
             leaf.data = alias(leaf.data)
         recorder = active()
         if recorder is not None:
-            recorder.loose.clear()  # the leaves' gradients: they go out as copies
+            recorder.loose.clear()  # the leaves' gradients, which are sent as copies
         return result
 
     def finish(self, microbatch: int) -> None:
-        """Compute the parameters' gradients of a backward in halves."""
+        """Compute the parameters' gradients of a halved backward."""
         half = self._halves.pop(microbatch, None)
         if half is not None:
             half.finish()
 
     def clear(self) -> None:
-        """Forget all microbatches, after a pass that broke off."""
+        """Drop all microbatches, after a pass that ended early."""
         self._in_flight.clear()
         self._halves.clear()
 
@@ -174,9 +173,7 @@ class Stage:
 
 
 def _comes_each_time(leaves: Sequence[Tensor]) -> None:
-    """Let a recording take what comes in as if it were computed here: with other values each
-    time.
-    """
+    """Mark these leaves as inputs of a recording: each replay has other values."""
     recorder = active()
     if recorder is not None:
         recorder.made.update(leaves)
@@ -184,6 +181,6 @@ def _comes_each_time(leaves: Sequence[Tensor]) -> None:
 
 def _take_grad(leaf: Tensor) -> Array:
     grad, leaf.grad = leaf.grad, None
-    if grad is None:  # nothing depends on it after all
+    if grad is None:  # no output depends on the leaf
         return namespace(leaf.data).zeros_like(leaf.data)
     return grad
