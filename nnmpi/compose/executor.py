@@ -185,7 +185,7 @@ class Executor:
             self._schedule: Generator = WHOLE
             self.stages = {
                 0: Stage(
-                    lambda tensors, _, m: ([caller.whole(self._enter(tensors[0]), m)], True),
+                    lambda tensors, _, m: ([caller.whole(self._to_sharded(tensors[0]), m)], True),
                     caller.mode,
                 )
             }
@@ -239,23 +239,25 @@ class Executor:
         def run(
             tensors: Sequence[Tensor], single: bool, microbatch: int
         ) -> tuple[list[Tensor], bool]:
-            ends, single = chain(list(map(self._enter, tensors)), single, microbatch)
-            return (ends if is_last else list(map(self._leave, ends))), single
+            ends, single = chain(list(map(self._to_sharded, tensors)), single, microbatch)
+            return (ends if is_last else list(map(self._to_local, ends))), single
 
         return run
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def _to_sharded(self, x: Tensor) -> Tensor:
         """Say of a tensor that it is of this rank's positions, if it is."""
         length = self._caller.length
-        return x if self._sequence is None or length is None else self._sequence.enter(x, length)
+        return (
+            x if self._sequence is None or length is None else self._sequence.as_sharded(x, length)
+        )
 
-    def _leave(self, x: Tensor) -> Tensor:
+    def _to_local(self, x: Tensor) -> Tensor:
         length = self._caller.length
-        return x if self._sequence is None or length is None else self._sequence.leave(x, length)
+        return x if self._sequence is None or length is None else self._sequence.as_local(x, length)
 
     def end(self, result: Tensor, microbatch: int) -> Tensor:
         """Return the head's outputs for the model's result, which may be sharded."""
-        result = self._leave(result)
+        result = self._to_local(result)
         return self._caller.head(result if self._cuts_classes else whole(result), microbatch)
 
     def plan(self, microbatches: int, name: Generator | None = None) -> Schedule:
@@ -429,7 +431,7 @@ class Executor:
         waited = clock.now()
         self._messages.drain()
         for boundary in self._boundaries.values():
-            boundary.let_go()
+            boundary.drop_sent()
         self._came = BoundaryArrays((), ())  # what came last has its memory back
         end = clock.now()
         if self._timeline is not None:

@@ -484,7 +484,7 @@ class Passes(Caller):
             self.poll()
         if self._looks:
             self._looks = False
-            for loss in self.executor.stages[self.executor.count - 1].ends(microbatch):
+            for loss in self.executor.stages[self.executor.count - 1].outputs(microbatch):
                 _warn_of_strangers(self.model, loss)
         self._final = 0
         if self.exchange is not None and not self.is_cut:

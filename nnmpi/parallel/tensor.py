@@ -122,9 +122,9 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
 
 def place(layer: Module, context: LayerContext) -> Placed:
     """Return the replacement of a layer with a rule, and its result's placement."""
-    whole = context.sharding is Sharding.REPLICATED
-    whole |= context.placement.is_replicated and not isinstance(layer, Pool2d)
-    if not (whole and type(layer) in FOLLOWING):
+    replicated = context.sharding is Sharding.REPLICATED
+    replicated |= context.placement.is_replicated and not isinstance(layer, Pool2d)
+    if not (replicated and type(layer) in FOLLOWING):
         return RULES[type(layer)](layer, context)
     return context.on_replicated(
         layer, layer.weight.shape[-1] if isinstance(layer, BatchNorm | LayerNorm) else None
@@ -304,7 +304,7 @@ class ModelWalk:
             model, "", ActivationLayout(REPLICATED, sample and tuple(sample))
         )
         if not (classes_apart and self._sharding(last) is Sharding.VOCAB):
-            module, end = self._whole(module, end)
+            module, end = self._replicate(module, end)
         if module is not model:
             raise LayoutError(
                 "the model itself would have to be replaced; put it into a Sequential"
@@ -369,23 +369,23 @@ class ModelWalk:
             if isinstance(layer, Stash):
                 saved[layer.name] = layout
             elif isinstance(layer, Pop):
-                layout = self._join_kept(layer, inside, layout, saved)
+                layout = self._join_saved(layer, inside, layout, saved)
             else:
                 before = (
                     sequence.layers[i - 1] if i and type(layer) is TransformerBlock else Stash("")
                 )
                 if not isinstance(before, Stash | Pop):
-                    sequence.layers[i - 1], layout = self._whole(before, layout)
+                    sequence.layers[i - 1], layout = self._replicate(before, layout)
                 sequence.layers[i], layout = self.replace(layer, inside, layout)
         return layout
 
-    def _join_kept(
-        self, pop: Pop, name: str, layout: ActivationLayout, kept: dict[str, ActivationLayout]
+    def _join_saved(
+        self, pop: Pop, name: str, layout: ActivationLayout, saved: dict[str, ActivationLayout]
     ) -> ActivationLayout:
         """Shard the shortcut of a Pop, and refuse inputs in different placements."""
-        if pop.name not in kept:
+        if pop.name not in saved:
             return layout  # the sequence refuses it when it runs
-        pop.shortcut, around = self._shortcut(pop, name, kept.pop(pop.name))
+        pop.shortcut, around = self._shortcut(pop, name, saved.pop(pop.name))
         if around.placement != layout.placement:
             raise LayoutError(
                 f"layer {name!r} adds what was kept as {pop.name!r}, and the two lie on the ranks"
@@ -399,8 +399,8 @@ class ModelWalk:
         block.body, body = self.replace(block.body, _join(name, "body"), layout)
         block.shortcut, around = self._shortcut(block, name, layout)
         if body.placement != around.placement:
-            block.body, body = self._whole(block.body, body)
-            block.shortcut, _ = self._whole(block.shortcut, around)
+            block.body, body = self._replicate(block.body, body)
+            block.shortcut, _ = self._replicate(block.shortcut, around)
         return block, body
 
     def _shortcut(
@@ -426,7 +426,7 @@ class ModelWalk:
                 self._sharding(item) for _, item in child.named_modules()
             ):
                 expects = gives = REPLICATED
-                placed, _ = self._whole(
+                placed, _ = self._replicate(
                     *self.replace(child, inside, ActivationLayout(expects, None))
                 )
             else:
@@ -438,7 +438,9 @@ class ModelWalk:
             result = True
         return result
 
-    def _whole(self, module: Module, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+    def _replicate(
+        self, module: Module, layout: ActivationLayout
+    ) -> tuple[Module, ActivationLayout]:
         """Return a module with an exchange that replicates its result, which has this layout."""
         if layout.placement.is_replicated:
             return module, layout
@@ -447,7 +449,7 @@ class ModelWalk:
             and module.layers
             and not isinstance(module.layers[-1], Stash | Pop)
         ):
-            module.layers[-1], end = self._whole(module.layers[-1], layout)
+            module.layers[-1], end = self._replicate(module.layers[-1], layout)
             return module, end
         return Redistributed(module, after=self._gather(layout)), ActivationLayout(
             REPLICATED, layout.shape

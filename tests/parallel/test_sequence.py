@@ -142,8 +142,8 @@ def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[l
         x = np.random.default_rng(0).standard_normal((batch, time, 3 * features))
         region = sequence.placement(time).region(x.shape, 1, group.size, group.rank)
         with recording(timeline):
-            x = sequence.enter(Tensor(region.take(x), requires_grad=True), time)
-            y = sequence.leave(ops.attention(x, heads, causal=True), time)
+            x = sequence.as_sharded(Tensor(region.take(x), requires_grad=True), time)
+            y = sequence.as_local(ops.attention(x, heads, causal=True), time)
             if backward:
                 (y * y).sum().backward()
         return sum((event.args or {}).get("bytes", 0) for event in timeline.events)

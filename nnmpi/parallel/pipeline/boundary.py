@@ -45,51 +45,51 @@ class BoundaryArrays(NamedTuple):
 
 
 # shape and dtype of each array, and whether its gradient goes back; then `single`
-Look: TypeAlias = list[Any]
+Signature: TypeAlias = list[Any]
 
 
-def look_of(values: BoundaryArrays) -> Look:
+def signature_of(values: BoundaryArrays) -> Signature:
     """Return the signature of some values, as a JSON value."""
     rows = zip(values.arrays, values.needs, strict=True)
     return [[[list(array.shape), str(array.dtype), need] for array, need in rows], values.single]
 
 
-def encode(look: Look, key: InputKey) -> Array:
+def encode(signature: Signature, key: InputKey) -> Array:
     """Return a signature and its input's key as a message of `HEADER_BYTES` bytes.
 
     Raises:
         UsageError: when it is too long for the message.
     """
-    text = json.dumps([look, key]).encode()
+    text = json.dumps([signature, key]).encode()
     if len(text) > HEADER_BYTES:
         raise UsageError(
-            f"{len(look[0])} tensors between two stages are too many to announce; stack some"
+            f"{len(signature[0])} tensors between two stages are too many to announce; stack some"
         )
     return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
 
 
-def decode(message: Array, key: InputKey) -> Look:
+def decode(message: Array, key: InputKey) -> Signature:
     """Return the signature in a message of `encode`.
 
     Raises:
         UsageError: when its key differs from this end's.
     """
-    look, theirs = json.loads(message.tobytes())
-    if theirs != json.loads(json.dumps(key)):
+    signature, received = json.loads(message.tobytes())
+    if received != json.loads(json.dumps(key)):
         raise UsageError(
-            f"the stages of one pipeline have different microbatches, of shape {tuple(theirs[0])}"
-            f" and {key[0]}; give all of them the same part of each batch:"
+            "the stages of one pipeline have different microbatches, of shape"
+            f" {tuple(received[0])} and {key[0]}; give all of them the same part of each batch:"
             " Loader(rank=arrangement.data_rank, world=arrangement.data_ranks)"
         )
-    return list(look)
+    return list(signature)
 
 
-def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
+def pack(x: Any, saved: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
     """Return a stage's outputs in sending order, and whether x is a single tensor.
 
     Args:
         x: the result of the stage's last layer: a tensor, or a tuple of tensors.
-        kept: values that later layers need, by name (see `nn.chain`).
+        saved: values that later layers need, by name (see `nn.chain`).
         stage: the number of the stage, for messages.
 
     Raises:
@@ -97,7 +97,7 @@ def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], boo
     """
     single = isinstance(x, Tensor)
     tensors = [*x] if isinstance(x, tuple | list) else [x]
-    tensors += [kept[name] for name in sorted(kept)]
+    tensors += [saved[name] for name in sorted(saved)]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise UsageError(
@@ -136,8 +136,8 @@ class StageBoundary:
         self._messages, self._peer, self._backend = messages, peer, backend
         self.stage = stage
         self._header_tag, self._forward_tag, self._backward_tag = (3 * stage + i for i in range(3))
-        self._agreed: dict[InputKey, Look] = {}
-        self._leaving: dict[int, list[MessageRequest]] = {}  # by tag
+        self._agreed: dict[InputKey, Signature] = {}
+        self._sends: dict[int, list[MessageRequest]] = {}  # by tag
 
     def is_agreed(self, key: InputKey) -> bool:
         """Whether this end has the signature of such an input's activation."""
@@ -158,11 +158,11 @@ class StageBoundary:
             ShapeError: when its shapes differ from earlier ones of the same input shape.
             UsageError: when other tensors need gradients than before.
         """
-        result = look_of(values)
+        result = signature_of(values)
         agreed = self._agreed.setdefault(key, result)
         if agreed is result:
             self._messages.send(encode(result, key), self._peer, self._header_tag)
-        elif agreed != result and _words(agreed) == _words(result):
+        elif agreed != result and _as_text(agreed) == _as_text(result):
             raise UsageError(
                 f"stage {self.stage} needs other gradients from the next stage than before, as"
                 " requires_grad of some parameter has changed since; release the Worker and make a"
@@ -170,9 +170,9 @@ class StageBoundary:
             )
         elif agreed != result:
             raise ShapeError(
-                f"stage {self.stage} gave {_words(result)} for an input of shape {key[0]}, where"
-                f" {_words(agreed)} was agreed with the next stage; what crosses must depend on the"
-                " input's shape alone: cut the model elsewhere, or pad"
+                f"stage {self.stage} gave {_as_text(result)} for an input of shape {key[0]}, where"
+                f" {_as_text(agreed)} was agreed with the next stage; what crosses must depend on"
+                " the input's shape alone: cut the model elsewhere, or pad"
             )
         return self._send(values.arrays, self._forward_tag, waits)
 
@@ -216,20 +216,20 @@ class StageBoundary:
         """Send the gradients of the activations that need one; `waits` as in `send`."""
         return self._send(grads, self._backward_tag, waits)
 
-    def let_go(self) -> None:
+    def drop_sent(self) -> None:
         """Drop the references to sent arrays."""
-        self._leaving.clear()
+        self._sends.clear()
 
     def _send(self, arrays: Sequence[Array], tag: int, waits: bool) -> list[Array]:
         hosts = to_hosts(arrays)  # waits until a device has computed and copied them
         sent = [self._messages.send(host, self._peer, tag) for host in hosts]
         if waits:
-            before, self._leaving[tag] = self._leaving.get(tag, ()), sent
+            before, self._sends[tag] = self._sends.get(tag, ()), sent
             for request in before:
                 request.wait()
             self._messages.progress()  # which drops its references, too
         return hosts
 
 
-def _words(look: Look) -> str:
-    return ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype, _ in look[0])
+def _as_text(signature: Signature) -> str:
+    return ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype, _ in signature[0])

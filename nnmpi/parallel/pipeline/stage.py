@@ -27,8 +27,8 @@ from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
 Scope: TypeAlias = Callable[[int, bool], AbstractContextManager[Any]]
-Ends: TypeAlias = tuple[list[Tensor], bool]
-Run: TypeAlias = Callable[[Sequence[Tensor], bool, int], Ends]
+Outputs: TypeAlias = tuple[list[Tensor], bool]
+Run: TypeAlias = Callable[[Sequence[Tensor], bool, int], Outputs]
 
 
 def run_chain(
@@ -44,7 +44,7 @@ def run_chain(
     """
     joined = join_layers(layers)
 
-    def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> Ends:
+    def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> Outputs:
         x, saved = unpack(tensors, single, names)
         x = run_layers(layers, joined, x, saved)
         return pack(x, saved, number) if head is None else ([head(x, microbatch)], True)
@@ -54,11 +54,11 @@ def run_chain(
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward: `ends` is None if it is recomputed."""
+    """A microbatch between its forward and its backward: `outputs` is None if it is recomputed."""
 
     leaves: list[Tensor]
     single: bool
-    ends: list[Tensor] | None
+    outputs: list[Tensor] | None
 
 
 class Stage:
@@ -93,9 +93,9 @@ class Stage:
             leaf.data.nbytes for flight in self._in_flight.values() for leaf in flight.leaves
         )
 
-    def ends(self, microbatch: int) -> Sequence[Tensor]:
+    def outputs(self, microbatch: int) -> Sequence[Tensor]:
         """Return the outputs of a microbatch in flight, if they are in memory."""
-        return self._in_flight[microbatch].ends or ()
+        return self._in_flight[microbatch].outputs or ()
 
     def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
         """Return the stage's output for one microbatch; empty on the last stage.
@@ -110,15 +110,15 @@ class Stage:
                 Tensor(array, requires_grad=need)
                 for array, need in zip(values.arrays, values.needs, strict=True)
             ]
-            ends, single = self._run(microbatch, leaves, values.single)
+            outputs, single = self._run(microbatch, leaves, values.single)
         if keep:
             self._in_flight[microbatch] = _InFlight(
-                leaves, values.single, None if self._recompute else ends
+                leaves, values.single, None if self._recompute else outputs
             )
         if self._is_last:
             return BoundaryArrays((), ())
-        result = tuple(whole_values("the end of a stage", end) for end in ends)
-        return BoundaryArrays(result, tuple(end.requires_grad for end in ends), single)
+        result = tuple(whole_values("the end of a stage", end) for end in outputs)
+        return BoundaryArrays(result, tuple(end.requires_grad for end in outputs), single)
 
     def backward(
         self, microbatch: int, grads: Sequence[Array], halves: bool = False
@@ -134,17 +134,17 @@ class Stage:
         flight = self._in_flight.pop(microbatch)
         if self._recompute:
             with self._scope(microbatch, True):
-                flight.ends, _ = self._run(microbatch, flight.leaves, flight.single)
-        ends, flight.ends = flight.ends, None
-        assert ends is not None
-        _comes_each_time(flight.leaves)  # a leaf that passes through the stage is an output, too
+                flight.outputs, _ = self._run(microbatch, flight.leaves, flight.single)
+        outputs, flight.outputs = flight.outputs, None
+        assert outputs is not None
+        _mark_as_inputs(flight.leaves)  # a leaf that passes through the stage is an output, too
         deferred = Deferred() if halves else None
         # the loss always has a backward, so that one that needs no gradient raises here
-        needing = ends if self._is_last else [end for end in ends if end.requires_grad]
-        if len(needing) == 1:
-            needing[0].backward(grads[0], deferred=deferred)
-        elif needing:
-            CommonRoot(grads)(*needing).backward(np.zeros(()), deferred=deferred)
+        differentiable = outputs if self._is_last else [end for end in outputs if end.requires_grad]
+        if len(differentiable) == 1:
+            differentiable[0].backward(grads[0], deferred=deferred)
+        elif differentiable:
+            CommonRoot(grads)(*differentiable).backward(np.zeros(()), deferred=deferred)
         if deferred is not None:
             self._halves[microbatch] = deferred
         result = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
@@ -167,12 +167,12 @@ class Stage:
         self._in_flight.clear()
         self._halves.clear()
 
-    def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> Ends:
-        _comes_each_time(leaves)
+    def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> Outputs:
+        _mark_as_inputs(leaves)
         return self.run(leaves, single, microbatch)
 
 
-def _comes_each_time(leaves: Sequence[Tensor]) -> None:
+def _mark_as_inputs(leaves: Sequence[Tensor]) -> None:
     """Mark these leaves as inputs of a recording: each replay has other values."""
     recorder = active()
     if recorder is not None:

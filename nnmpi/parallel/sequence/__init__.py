@@ -1,6 +1,6 @@
-"""Sequence parallelism: ranks share the positions of each sequence, and have all layers.
+"""Sequence parallelism: ranks shard the positions of each sequence, and have all layers.
 
-group        SequenceGroup: which positions a rank has, what goes into a model and comes out of it
-attention    over positions of several ranks: keys and values go round, or positions are exchanged
-             for heads
+group        SequenceGroup: the positions of a rank, and a model's input and result
+attention    over positions of several ranks: a ring of keys and values, or an all-to-all of
+             positions and heads
 """

@@ -3,18 +3,18 @@
                   positions      0  1  2 | 3  4  5                 sp 2, --sp-attention ulysses
     tokens    (batch, 6)         rank 0  | rank 1
     embedding, norm, mlp ...     each position by itself: nothing is exchanged
-    attention                    looks at other positions: `ulysses` or `ring`
+    attention                    over all positions: `ulysses` or `ring`
     loss                         each rank's own tokens; a mean is over those of the global batch
 
-What comes into a model is marked as a part of a tensor (see `tensor.placement`), so each operation
-on it either works on positions by themselves, or knows how to meet those of the other ranks, or is
-refused; no module is replaced.
+A model's input is marked as a shard of a tensor (see `tensor.placement`). So each operation on it
+either works on positions by themselves, or exchanges them with the other ranks, or is refused; no
+module is replaced.
 
-To its parameters the ranks of a group are replicas: each computes the gradient of its positions'
-losses, and these are summed over dp x sp as data parallelism sums them. So, unlike in a tensor
-group, the gradient of anything whole is here each rank's share of it, until that sum. All of the
-strategy follows from it: copying needs no exchange, what is scattered is taken (`take_part` in
-`ops.collectives`), and gathered by `gather_summing_grads`.
+To the parameters the ranks of a group are replicas: each computes the gradient of its positions'
+losses, and these are summed over dp x sp as data parallelism sums them. Until that sum, the
+gradient of a full tensor is here each rank's summand of it, unlike in a tensor group. All of the
+strategy follows: a copy needs no exchange, a scatter is `take_part` (see `ops.collectives`), and a
+gather is `gather_summing_grads`.
 """
 
 from dataclasses import dataclass, replace
@@ -39,20 +39,20 @@ class SequenceGroup(PartExchange):
 
     Attributes:
         group: the ranks.
-        way: of attention, ULYSSES (each rank has one run of positions) or RING (two, one from each
-            end).
+        way: of attention: ULYSSES (each rank has one range of positions) or RING (two ranges, one
+            from each end).
     """
 
     way: str = ULYSSES
-    depth = 0  # inside the parts of layers that ranks of a tensor group have
+    depth = 0  # outside of tensor groups' shards
     taking, giving = "take_part", "gather_summing_grads"
 
     def placement(self, length: int) -> Placement:
-        """Return how so many positions lie on the ranks."""
+        """Return the placement of this many positions."""
         kind = PairPlacement if self.way == RING else Placement
         return kind(length, axis=POSITIONS)
 
-    # ---- what a trainer calls
+    # ---- for the trainer ----
 
     def part(self, batch: Batch) -> Batch:
         """Return a batch with this rank's positions alone.
@@ -77,20 +77,20 @@ class SequenceGroup(PartExchange):
         region = placement.region(array.shape, POSITIONS, self.size, self.rank)
         return namespace(array).ascontiguousarray(region.take(array))
 
-    def enter(self, x: Tensor, length: int) -> CutTensor:
-        """Return this rank's positions as what they are: a part of this many.
+    def as_sharded(self, x: Tensor, length: int) -> CutTensor:
+        """Return this rank's positions, marked as a shard of the full sequences.
 
         Args:
             x: (batch, this rank's positions, ...).
-            length: of the whole sequences.
+            length: of the full sequences.
         """
         return mark(x, TensorCut(self.placement(length), self, ""))
 
-    def leave(self, x: Any, length: int) -> Tensor:
-        """Return what a model made of this rank's positions, as a tensor of its own.
+    def as_local(self, x: Any, length: int) -> Tensor:
+        """Return a model's result for this rank's positions as a plain tensor.
 
         Raises:
-            LayoutError: when it has no positions any more.
+            LayoutError: when it has lost its positions.
         """
         if is_cut(x) and x.cut.group == self and x.cut.placement == self.placement(length):
             return x.part()
@@ -100,14 +100,14 @@ class SequenceGroup(PartExchange):
             f" {POSITIONS}, which sp {self.size} shares out; leave sp at 1"
         )
 
-    # ---- what tensors call
+    # ---- for tensors ----
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return x: the ranks' shares of its gradient are summed with the parameters'."""
+        """Return x: its gradient's summands are summed with the parameters' gradients."""
         return x
 
     def attention(self, kernels: Any, placement: Placement) -> Any:
-        """Return what attends over all ranks' positions, in the way of this group."""
+        """Return this group's kernels for attention over all ranks' positions."""
         ranges = [placement.ranges(self.size, rank) for rank in range(self.size)]
         if self.way == RING:
             return RingAttention(self.group, ranges)

@@ -1,12 +1,13 @@
-"""Branches of which each rank computes some, at the same time; all ranks get every result.
+"""Branches: each rank computes some of them at the same time; all ranks get every result.
 
-    rank 0    x --> branch 0 --> y0 --+--> y0 --+              |        own gradient of y0 --> branch 0
+    rank 0    x --> branch 0 --> y0 --+--> y0 --+              |   gradient of y0 --> branch 0
               |                       |         +--> join --> ...
-    rank 1    x --> branch 1 --> y1 --+--> y1 --+              |        own gradient of y1 --> branch 1
-    forward                    one broadcast of each result    backward    nothing; of x one all-reduce
+    rank 1    x --> branch 1 --> y1 --+--> y1 --+              |   gradient of y1 --> branch 1
 
-What comes after `join` is the same on every rank, and so are the gradients of the results: each
-rank takes those of its own. The gradients of x are summed, where x has any.
+    forward   one broadcast of each result          backward   one all-reduce of x's gradient
+
+`join` and all that follows is the same on every rank, and so are the gradients of the results: each
+rank uses those of its own branches. The gradients of x are summed, if x needs any.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ class FromRank(Function):
 
     Args:
         group: the ranks.
-        root: the one that has it.
+        root: the rank with the tensor.
         shape, dtype: of the tensor.
     """
 
@@ -42,18 +43,20 @@ class FromRank(Function):
     ) -> None:
         self.group, self.root, self._shape, self._dtype = group, root, shape, dtype
 
-    def forward(self, own: Array | None, *inputs: Array) -> Array:
+    def forward(self, value: Array | None, *inputs: Array) -> Array:
         """Return the root's tensor.
 
         Args:
-            own: at the root the tensor, elsewhere None.
-            inputs: of this rank's branches. They get no gradient from here, but wait for the ranks'
-                sum of theirs in the same backward passes on every rank.
+            value: the tensor at the root, None on other ranks.
+            inputs: of this rank's branches. Their gradients from here are zero. They are inputs so
+                that all ranks sum their gradients in the same backward passes.
         """
         self.saved = tuple((x.shape, x.dtype) for x in inputs)
-        xp = namespace(inputs[0] if own is None else own)
+        xp = namespace(inputs[0] if value is None else value)
         y: Array = (
-            xp.empty(self._shape, dtype=self._dtype) if own is None else xp.ascontiguousarray(own)
+            xp.empty(self._shape, dtype=self._dtype)
+            if value is None
+            else xp.ascontiguousarray(value)
         )
         with self.group.meeting("broadcast", None, CATEGORY, {"bytes": y.nbytes}):
             self.group.broadcast(y, self.root)
@@ -69,24 +72,24 @@ class FromRank(Function):
 
 
 class DealtBranches(Branches):
-    """Branches of which this rank computes its own; the others keep names without values.
+    """Branches, dealt out: this rank computes its own; the others keep names without values.
 
     Args:
-        whole: the model's.
-        sharder: leaves this rank its parameters.
+        full: the model's branches.
+        sharder: keeps this rank's parameters.
     """
 
-    def __init__(self, whole: Branches, sharder: ParameterSharder) -> None:
-        self.branches, self.join, self._group = whole.branches, whole.join, sharder.group
+    def __init__(self, full: Branches, sharder: ParameterSharder) -> None:
+        self.branches, self.join, self._group = full.branches, full.join, sharder.group
         dealt = split(len(self.branches), sharder.group.size)
         self._roots = tuple(rank for rank, numbers in enumerate(dealt) for _ in numbers)
         for branch, root in zip(self.branches, self._roots, strict=True):
             sharder.deal(branch, root == sharder.group.rank)
-        # of the results, by the inputs'
+        # shapes and dtypes of the results, by those of the inputs
         self._forms: dict[Any, list[tuple[tuple[int, ...], str]]] = {}
 
     def forward(self, x: Any) -> Tensor:
-        """Return what `join` makes of all ranks' results."""
+        """Return `join` of all ranks' results."""
         inputs = list({id(item): item for item in self.inputs(x)}.values())
         local = {
             id(item): copy(item if isinstance(item, Tensor) else Tensor(item), self._group)
@@ -110,9 +113,7 @@ class DealtBranches(Branches):
         )
 
     def _agreed(self, results: list[Any]) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of each branch's result; collective, once for inputs of each
-        shape.
-        """
+        """Return shape and dtype of each branch's result. Collective, once per inputs' shapes."""
         forms = [
             [result.shape, str(result.dtype)] if isinstance(result, Tensor) else None
             for result in results
@@ -128,7 +129,7 @@ class DealtBranches(Branches):
 
 
 def place_branches(layer: Branches, context: LayerContext) -> Placed:
-    """Return the branches as the table wants them."""
+    """Return the dealt branches."""
     if context.sharding is not Sharding.BRANCHES:
         raise context.refuse(
             "is made of branches; choose Sharding.BRANCHES, or name the layers in them"

@@ -1,11 +1,11 @@
-"""A layer rule's inputs: the layer's place (`LayerContext`) and its sharder (`ParameterSharder`).
+"""A layer rule's inputs: the layer's position (`LayerContext`) and its `ParameterSharder`.
 
-A rule decides how its layer needs the activation. If it comes otherwise, the rule puts an exchange
-before the layer:
+A rule decides which placement of the activation its layer needs. If the activation comes in
+another, the rule puts an exchange before the layer:
 
-    on_replicated    the layer as it is, on activations that are made whole      gather
-    to_each          whole, for a computation that differs from rank to rank     gather, gradients are summed
-    to_parts         each rank's part of it                                      scatter
+    on_replicated                the unchanged layer on full activations     gather
+    gather_for_sharded_weights   full activations for sharded weights        gather; backward sums
+    to_parts                     each rank's part                            scatter
 """
 
 from collections.abc import Callable, Iterator
@@ -34,32 +34,32 @@ class ParameterSharder:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._cut: dict[Parameter, Parameter] = {}  # of each whole one the part
+        self._cut: dict[Parameter, Parameter] = {}  # a full parameter's shard
 
     def cut(
-        self, whole: Parameter | Buffer | None, placement: Placement, axis: int
+        self, full: Parameter | Buffer | None, placement: Placement, axis: int
     ) -> Parameter | Buffer | None:
-        """Return this rank's part of a parameter or buffer that is cut along with an activation.
+        """Return this rank's part of a parameter or buffer that is sharded like an activation.
 
         Args:
-            whole: the parameter; there may be none.
+            full: the parameter, or None.
             placement: of the activation.
-            axis: the axis of the parameter that corresponds to the activation's cut axis.
+            axis: the axis of the parameter that corresponds to the activation's sharded axis.
 
         Raises:
-            LayoutError: when the axis cannot be cut so, or another layer has the same parameter cut
-                in another way.
+            LayoutError: when the axis cannot be sharded so, or another layer shards the same
+                parameter in another way.
         """
-        if whole is None:
+        if full is None:
             return None
-        region = placement.region(whole.shape, axis, self.group.size, self.group.rank)
-        return self._part(whole, region)
+        region = placement.region(full.shape, axis, self.group.size, self.group.rank)
+        return self._part(full, region)
 
-    def deal(self, module: Module, mine: bool) -> None:
-        """Keep a module's parameters and buffers if it is this rank's, else drop their values.
+    def deal(self, module: Module, keep: bool) -> None:
+        """Keep a module's parameters and buffers if they are this rank's, else drop their values.
 
         Raises:
-            LayoutError: when a module of another rank has one of them, too, or one has no axis.
+            LayoutError: when another rank's module has one of them, too, or one has no axis.
         """
         for path, item in module.named_modules():
             for name, entry in [*item._members(Parameter), *item._members(Buffer)]:
@@ -69,9 +69,9 @@ class ParameterSharder:
                         f"{path}.{name} in a branch is a single number; give it the shape (1,), so"
                         " that a rank that computes another branch can have none of it"
                     )
-                region = Region(shape, 0, 0, shape[0] if mine else 0)
+                region = Region(shape, 0, 0, shape[0] if keep else 0)
                 if entry.region == region:
-                    continue  # met already: two modules of the branch share it
+                    continue  # done already: two modules of the branch share it
                 if isinstance(entry, Buffer) and entry.region is not None:
                     raise LayoutError(
                         f"{path}.{name} stands in branches of two ranks; make a layer for each"
@@ -79,25 +79,25 @@ class ParameterSharder:
                     )
                 item.set_child(name, self._part(entry, region))
 
-    def _part(self, whole: Parameter | Buffer, region: Region) -> Parameter | Buffer:
-        if isinstance(whole, Buffer):
-            return Buffer(region.local_shape, whole.value, region)
-        if whole not in self._cut and whole.region is None:
-            part = self._cut[whole] = Parameter(region.local_shape, whole.init, region)
-            part.requires_grad = whole.requires_grad
-        part = self._cut.get(whole, whole)
+    def _part(self, full: Parameter | Buffer, region: Region) -> Parameter | Buffer:
+        if isinstance(full, Buffer):
+            return Buffer(region.local_shape, full.value, region)
+        if full not in self._cut and full.region is None:
+            part = self._cut[full] = Parameter(region.local_shape, full.init, region)
+            part.requires_grad = full.requires_grad
+        part = self._cut.get(full, full)
         if part.region != region:
             raise LayoutError(
-                f"two layers share a parameter of shape {whole.shape} and would cut it in two ways;"
+                f"two layers share a parameter of shape {full.shape} and would cut it in two ways;"
                 " let the table give them shardings that cut the same axis, or Sharding.REPLICATED"
             )
         return part
 
     def check(self, model: Module) -> None:
-        """Refuse a model that uses a parameter whole in one place and cut in another.
+        """Refuse a model with a parameter that one use shards and another replicates.
 
         Raises:
-            LayoutError: naming it.
+            LayoutError: naming the parameter.
         """
         for name, parameter in model.named_parameters():
             if parameter in self._cut:
@@ -113,19 +113,19 @@ Placed: TypeAlias = tuple[Module, Placement]
 
 
 def divided(length: int, units: Units | None) -> Placement:
-    """Return the placement of a last axis that is divided in units of more than one feature.
+    """Return the placement of a last axis that is sharded in units of several features.
 
     Args:
-        length: of the whole axis.
-        units: with their `count` and `repeats`; None for units of one feature each.
+        length: of the full axis.
+        units: with `count` and `repeats`; None for units of one feature each.
 
     Raises:
-        LayoutError: when the length is no multiple of both.
+        LayoutError: when the length is no multiple of count times repeats.
     """
     if units is None:
         return features(length)
-    unit, rest = divmod(length, units.count * units.repeats)
-    if rest:
+    unit, remainder = divmod(length, units.count * units.repeats)
+    if remainder:
         raise LayoutError(
             f"{length} features are not {units.repeats} times {units.count} units of one length"
         )
@@ -134,15 +134,15 @@ def divided(length: int, units: Units | None) -> Placement:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Where a layer stands in the model, and what comes to it.
+    """A layer's position in the model, and its input.
 
     Attributes:
         name: its full name in the model.
-        placement: of the activation that comes to it.
-        shape: of a whole sample of that activation, without the batch; None when it is not known.
-        sharding: what the table has for the layer; None when it has nothing.
-        sharder: cuts parameters for this rank.
-        units: what the layer's features are made of that are sharded; None for single features.
+        placement: of its input activation.
+        shape: of a full sample of that activation, without the batch; None if unknown.
+        sharding: the table's entry for the layer, or None.
+        sharder: shards parameters for this rank.
+        units: the units of the layer's sharded features; None for single features.
     """
 
     name: str
@@ -161,7 +161,7 @@ class LayerContext:
         """Return the layer unchanged, behind the exchange that gathers its activations.
 
         Args:
-            features: the length of their last axis, where the layer knows it.
+            features: the length of their last axis, if the layer defines it.
         """
         if self.placement.is_replicated:
             return module, REPLICATED
@@ -181,25 +181,25 @@ class LayerContext:
         placement.check_known(self.group.size)
         return partial(redistribute, way, group=self.group, placement=placement)
 
-    def to_each(self, features: int | None = None) -> Redistribute:
+    def gather_for_sharded_weights(self, features: int | None = None) -> Redistribute:
         """Return the all-gather before sharded work; its backward is a reduce-scatter."""
         return self.to_replicated(features, "gather_summing_grads")
 
     def to_parts(self, placement: Placement) -> Redistribute:
-        """Return what gives each rank its part of the activation in that placement."""
+        """Return the exchange that gives each rank its part of the activation."""
         if placement == self.placement:
             return lambda x: x
         cut = partial(scatter, group=self.group, placement=placement)
         if self.placement.is_replicated:
             return cut
-        whole = self.to_replicated()
-        return lambda x: cut(whole(x))
+        gather = self.to_replicated()
+        return lambda x: cut(gather(x))
 
     def sample(self) -> tuple[int, int, int]:
-        """Return the whole image (height, width, channels) that comes to the layer.
+        """Return the full shape of the layer's input images: (height, width, channels).
 
         Raises:
-            LayoutError: when it is not known, or no image.
+            LayoutError: when it is unknown, or not an image's.
         """
         if self.shape is None or len(self.shape) != 3:
             raise self.refuse(
@@ -210,7 +210,7 @@ class LayerContext:
         return height, width, channels
 
     def refuse(self, why: str) -> LayoutError:
-        """Return the error that says which layer cannot be sharded so, and why."""
+        """Return an error with the layer's name and the reason why it cannot be sharded so."""
         return LayoutError(f"layer {self.name!r} {why}")
 
 
@@ -224,11 +224,11 @@ def part_of(layer: Module, kind: type[Module] | None = None, **attributes: Any) 
 class Redistributed(Module):
     """after(inner(before(x))).
 
-    It does not show in the model's tree: modules and parameters have the same names as without it.
+    It is invisible in the model's tree: modules and parameters have the same names as without it.
 
     Args:
         inner: the module.
-        before, after: what happens to its input and its result; None for nothing.
+        before, after: exchanges of its input and its result; None for none.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Redistributed(Module):
         self._before, self._after = before, after
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """Yield the inner module under this one's name, and all below it."""
+        """Yield the inner module under this one's name, and all modules below it."""
         yield from self.inner.named_modules(prefix)
 
     def children(self) -> Iterator[tuple[str, Module]]:
@@ -249,7 +249,7 @@ class Redistributed(Module):
         yield from self.inner.children()
 
     def set_child(self, name: str, part: Any) -> None:
-        """Put a part in place of the inner module's one with that name."""
+        """Replace a child of the inner module."""
         self.inner.set_child(name, part)
 
     def forward(self, x: Any) -> Any:
@@ -259,9 +259,7 @@ class Redistributed(Module):
 
 
 def _cut(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> TensorCut:
-    """Return which part of a tensor a rank has, as a tensor says it; where repeats are not known, x
-    is the part.
-    """
+    """Return a tensor's cut in this placement; if the repeats are unknown, x is the part itself."""
     axis, width = placement.axis % x.ndim, placement.width(exchange.size, exchange.rank)
     if placement.repeats is None:
         placement = replace(placement, repeats=x.shape[axis] // width if width else 1)
@@ -273,16 +271,16 @@ def _mark(x: Tensor, placement: Placement, exchange: PartExchange, name: str) ->
 
 
 class ShardedChild(Redistributed):
-    """What the forward of a custom module sees of a layer or container below it that is sharded.
+    """A sharded layer or container, as the forward of the custom module above it sees it.
 
-    It may be called, with whole tensors or parts (see `tensor.cut`): what comes is brought to lie
-    as the layer wants it. What it returns says which part it is. It cannot be taken apart:
-    parameters, and layers in a container, are this rank's parts, and do not say so.
+    It may be called with full tensors or parts (see `tensor.cut`): the input is brought to the
+    layer's placement. The result carries its placement. The parameters, and the layers in a
+    container, are not accessible: they are this rank's parts without a placement.
 
     Args:
-        inner: what it stands for.
+        inner: the layer or container.
         name: its full name in the model.
-        expects, gives: how input and result lie on the ranks.
+        expects, gives: placements of input and result.
         group: the ranks.
     """
 
@@ -294,7 +292,7 @@ class ShardedChild(Redistributed):
         self._group = PartExchange(group)
 
     def forward(self, x: Any) -> Any:
-        """Return the layer's result, marked as a part where it is one."""
+        """Return the layer's result, marked as a part if it is sharded."""
         return _mark(self.inner(self._arranged(x)), self._gives, self._group, self._name)
 
     def _arranged(self, x: Any) -> Any:
@@ -313,7 +311,7 @@ class ShardedChild(Redistributed):
         )
 
     def __getattr__(self, name: str) -> Any:
-        # reached only for what is not there
+        # reached only for attributes that this object does not have
         value = getattr(self.inner, name)
         return (
             self._closed() if isinstance(value, Tensor | Module | Buffer | list | tuple) else value

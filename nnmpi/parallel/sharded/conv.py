@@ -1,21 +1,21 @@
-"""Convolution and pooling sharded by image rows; `linear` has those sharded by channels.
+"""Convolution and pooling sharded by image rows; for channels see `linear`.
 
-    rows     rank 0   | rows 0..3 |--> halo --> conv --> | rows 0..3 |    kernels are replicated; their gradients are
-             rank 1   | rows 4..7 |--> halo --> conv --> | rows 4..7 |    summed over the ranks
+    rows     rank 0   | rows 0..3 |--> halo --> conv --> | rows 0..3 |
+             rank 1   | rows 4..7 |--> halo --> conv --> | rows 4..7 |
 
-The ranks exchange the rows that their windows share, the halo. Pooling works on any part of the
-channels as it is.
+Kernels are replicated, and their gradients are summed over the ranks. The ranks exchange the rows
+that several ranks' windows read, the halo. Pooling of sharded channels needs no exchange.
 
     10 rows, kernel 3, padding 1, 3 ranks     rank 0 has 0..3     rank 1 has 4..6    rank 2 has 7..9
 
-        rank 0    b 0 1 2 3 4                    b: border, filled with a value; a rank's own rows lie in the middle,
-        rank 1          3 4 5 6 7                and 4 and 3 change places between ranks 0 and 1, 7 and 6 between
-        rank 2                6 7 8 9 b          ranks 1 and 2
+        rank 0    b 0 1 2 3 4                    b: border, filled with a value
+        rank 1          3 4 5 6 7                ranks 0 and 1 exchange rows 3 and 4,
+        rank 2                6 7 8 9 b          ranks 1 and 2 rows 6 and 7
 
-Output rows are dealt out as `shard.split` does it, and each rank needs the input rows under its
-windows, whatever stride, kernel and number of rows are: they may come from several ranks, and a
-rank without output rows needs none. The backward pass sends the gradients of borrowed rows home,
-where they are added up in rank order.
+Output rows are dealt as in `shard.split`, and each rank needs the input rows under its windows. For
+any stride, kernel and number of rows, these may come from several ranks; a rank without output rows
+needs none. The backward pass sends the gradients of borrowed rows to their owners, which add them
+in rank order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,11 +41,11 @@ from nnmpi.tensor.tensor import Tensor
 
 @dataclass(frozen=True)
 class RowWindows:
-    """How windows go over the rows of images.
+    """The windows of a convolution or pooling over the rows of images.
 
     Attributes:
-        height: the rows of a whole image.
-        reach: the rows that a window sees, from its first to its last.
+        height: the rows of a full image.
+        reach: the rows that a window reads, from its first to its last.
         stride: the rows from one window to the next.
         padding: the rows of border above and below.
     """
@@ -57,17 +57,17 @@ class RowWindows:
 
     @property
     def outputs(self) -> int:
-        """How many windows there are, one for each row of the whole result."""
+        """The number of windows, one for each row of the full result."""
         return out_size(self.height, self.reach, self.stride, self.padding)
 
     def owned(self, size: int, rank: int) -> range:
-        """Return the image rows that a rank has."""
+        """Return a rank's image rows."""
         return part(self.height, size, rank)
 
     def needed(self, size: int, rank: int) -> range:
         """Return the image rows a rank's windows read; padding is below 0 and from `height` on.
 
-        A rank without windows gets border, one row too little for a window.
+        A rank without windows gets border rows, one less than a window reads.
         """
         local = part(self.outputs, size, rank)
         if not local:
@@ -77,46 +77,44 @@ class RowWindows:
 
 
 class Halo(Function):
-    """The rows that a rank's windows see, from all ranks' rows and a border of one value."""
+    """The rows under a rank's windows, from all ranks' rows and a border of one value."""
 
-    __slots__ = ("group", "has", "lent", "seen", "taken", "value")
+    __slots__ = ("borrowed", "group", "lent", "needed", "owned", "value")
 
     def __init__(self, group: Group, windows: RowWindows, value: float) -> None:
         self.group, self.value = group, value
         size, rank = group.size, group.rank
-        has, needs = (
+        owned, needs = (
             [windows.owned(size, r) for r in range(size)],
             [windows.needed(size, r) for r in range(size)],
         )
-        self.has, self.seen = has[rank], needs[rank]
-        self.lent, self.taken = (
-            [_common(has[rank], need) for need in needs],
-            [_common(item, needs[rank]) for item in has],
+        self.owned, self.needed = owned[rank], needs[rank]
+        self.lent, self.borrowed = (
+            [_common(owned[rank], need) for need in needs],
+            [_common(item, needs[rank]) for item in owned],
         )
 
     def forward(self, x: Array) -> Array:
         n, _, w, c = x.shape
-        y: Array = namespace(x).full((n, len(self.seen), w, c), self.value, dtype=x.dtype)
-        for some, values in self._exchange(x, self.has, self.lent, self.taken):
-            _rows(y, some, self.seen)[...] = values
+        y: Array = namespace(x).full((n, len(self.needed), w, c), self.value, dtype=x.dtype)
+        for some, values in self._exchange(x, self.owned, self.lent, self.borrowed):
+            _rows(y, some, self.needed)[...] = values
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         n, _, w, c = grad.shape
-        to_x: Array = namespace(grad).zeros((n, len(self.has), w, c), dtype=grad.dtype)
-        for some, values in self._exchange(grad, self.seen, self.taken, self.lent):
-            _rows(to_x, some, self.has)[...] += values
+        to_x: Array = namespace(grad).zeros((n, len(self.owned), w, c), dtype=grad.dtype)
+        for some, values in self._exchange(grad, self.needed, self.borrowed, self.lent):
+            _rows(to_x, some, self.owned)[...] += values
         return (to_x,)
 
     def _exchange(
-        self, images: Array, here: range, away: Sequence[range], home: Sequence[range]
+        self, images: Array, present: range, sent: Sequence[range], received: Sequence[range]
     ) -> Iterator[tuple[range, Array]]:
-        """Send each rank those rows of what is here that are for it; return which rows came from
-        each, and these.
-        """
-        parts = [_rows(images, rows, here) for rows in away]
-        shapes = [(len(images), len(rows), *images.shape[2:]) for rows in home]
-        return zip(home, self.group.all_to_all_v(parts, shapes, "halo", CATEGORY), strict=True)
+        """Send each rank its rows of these images; return the received rows with their values."""
+        parts = [_rows(images, rows, present) for rows in sent]
+        shapes = [(len(images), len(rows), *images.shape[2:]) for rows in received]
+        return zip(received, self.group.all_to_all_v(parts, shapes, "halo", CATEGORY), strict=True)
 
 
 def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Tensor:
@@ -126,21 +124,21 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
         value: of the border.
 
     Raises:
-        ShapeError: when this rank's rows are not its part of the height.
+        ShapeError: when this rank's rows are not its part of the model's height.
     """
     local = len(windows.owned(group.size, group.rank))
     if x.data.shape[1] != local:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the {local}"
-            f" of a height of {windows.height} that the model was sharded for; shard it with the"
-            " sample's shape that it gets"
+            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the"
+            f" {local} of a height of {windows.height} that the model was sharded for; shard it with"
+            " the sample's shape that it gets"
         )
     return Halo(group, windows, value)(x)
 
 
-def _common(one: range, other: range) -> range:
-    first = max(one.start, other.start)
-    return range(first, max(min(one.stop, other.stop), first))
+def _common(a: range, b: range) -> range:
+    first = max(a.start, b.start)
+    return range(first, max(min(a.stop, b.stop), first))
 
 
 def _rows(images: Array, rows: range, present: range) -> Array:
@@ -151,32 +149,35 @@ class RowsConv2d(Conv2d):
     """A convolution's shard of rows: (batch, own rows, w, in) -> (batch, own rows, out_w, out)."""
 
     group: Group
-    windows: RowWindows  # as they go over the rows of a whole image
+    windows: RowWindows  # over the rows of a full image
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's rows of the convolution.
 
         Raises:
-            ShapeError: when the images are not those that the model was sharded for.
+            ShapeError: for images other than those of `shard`'s sample.
         """
         x = self.enter(x)
         if x.ndim != 4 or x.shape[3] != self.weight.shape[2] * self.groups:
             raise ShapeError(
                 f"a convolution of images {x.shape} does not fit a weight of {self.weight.shape}"
             )
-        seen = halo(x, self.group, self.windows)
+        with_halo = halo(x, self.group, self.windows)
         weight = copy(self.weight, self.group)
         bias = None if self.bias is None else copy(self.bias, self.group)
-        # not `conv2d`, which checks that a window fits: a rank may have no rows
-        # `halo` has put the rows' border
+        # Not `conv2d`, which checks that a window fits: a rank may have no rows. The border of rows
+        # comes from `halo`.
         kernel, border = (weight.shape[0], weight.shape[1]), (0, self.padding[1])
         return convolve(
-            seen, weight, bias, ConvSpec(kernel, self.stride, border, self.dilation, self.groups)
+            with_halo,
+            weight,
+            bias,
+            ConvSpec(kernel, self.stride, border, self.dilation, self.groups),
         )
 
 
 def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
-    """Return the layer for some rows of the images."""
+    """Return the convolution of this rank's rows."""
     windows = _windows(context, layer.weight.shape[:2], layer.stride, layer.padding, layer.dilation)
     enter = context.to_parts(rows(windows.height))
     conv = part_of(layer, RowsConv2d, enter=enter, group=context.group, windows=windows)
@@ -190,16 +191,14 @@ def _windows(
     padding: Pair,
     dilation: Pair = (1, 1),
 ) -> RowWindows:
-    """Return how windows go over the rows of the images that come to the layer, whose columns must
-    hold one, too.
-    """
+    """Return the windows over the rows of the layer's images; refuse images smaller than one."""
     result = []
-    for axis, what in enumerate(("rows", "columns")):
+    for axis, unit in enumerate(("rows", "columns")):
         size, reach = context.sample()[axis], dilation[axis] * (kernel[axis] - 1) + 1
         result.append(RowWindows(size, reach, stride[axis], padding[axis]))
         if result[axis].outputs < 1:
             raise context.refuse(
-                f"has windows of {reach} {what}, which do not fit images of {size} {what}"
+                f"has windows of {reach} {unit}, which do not fit images of {size} {unit}"
             )
     return result[0]
 
@@ -208,7 +207,7 @@ class RowsPool2d(Pool2d):
     """A pooling's shard of rows: (batch, own rows, w, c) -> (batch, own rows, out_w, c)."""
 
     group: Group
-    windows: RowWindows  # as they go over the rows of a whole image
+    windows: RowWindows  # over the rows of a full image
     operation: type[Pool2dFunction]
     border: float
 
@@ -223,7 +222,7 @@ class RowsGlobalAvgPool2d(GlobalAvgPool2d):
     """The mean of each channel over images sharded by rows, on every rank: (batch, channels)."""
 
     group: Group
-    height: int  # of a whole image
+    height: int  # of a full image
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""

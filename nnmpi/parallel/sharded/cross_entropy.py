@@ -1,11 +1,10 @@
-"""Cross-entropy of logits whose classes lie on several ranks; the logits are not gathered.
+"""Cross-entropy of logits whose classes are sharded; the logits are not gathered.
 
-    rank 0 | classes 0..4 |   largest  \\                      sum of e^(x - largest)  \\
-    rank 1 | classes 5..9 |   largest  /  all-reduce (max)     the label's logit       /  all-reduce (sum)  ->  loss
+    rank 0 | classes 0..4 |  largest \\                    sum of e^(x - largest) \\
+    rank 1 | classes 5..9 |  largest /  all-reduce (max)   the label's logit      /  sum -> loss
 
-So two numbers per row are exchanged (three with smoothing) instead of one per class; nothing in the
-backward pass (Shoeybi et al., "Megatron-LM", 2019, section 3). The loss is whole: every rank has
-it.
+So two numbers per row are exchanged (three with smoothing) instead of one per class, and none in
+the backward pass (Shoeybi et al., "Megatron-LM", 2019, section 3). Every rank has the loss.
 """
 
 from math import prod
@@ -25,7 +24,7 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class PartCrossEntropy(CrossEntropy):
-    """-log softmax(logits)[label] per row, of logits of which every rank has some classes."""
+    """-log softmax(logits)[label] per row, with some classes of the logits on every rank."""
 
     __slots__ = ("classes", "group")
 
@@ -38,19 +37,17 @@ class PartCrossEntropy(CrossEntropy):
         self.group, self.classes = group, classes
 
     def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
-        """Return the loss of each row, and what the gradient needs: probabilities, and where labels
-        are here.
-        """
+        """Return each row's loss, and the residuals: probabilities, and this rank's labels."""
         xp = namespace(logits)
         local = part(self.classes, self.group.size, self.group.rank)
         labels = labels.astype(xp.int64)
         saved = None if self.ignore_index is None else labels != self.ignore_index
-        here = (labels >= local.start) & (labels < local.stop)
-        here = xp.flatnonzero(here if saved is None else here & saved)
-        places = labels[here] - local.start
+        rows = (labels >= local.start) & (labels < local.stop)
+        rows = xp.flatnonzero(rows if saved is None else rows & saved)
+        columns = labels[rows] - local.start
         powers = logits - self._largest(logits)[:, None]
         exchanged = xp.zeros((3 if self.smoothing else 2, len(logits)), dtype=logits.dtype)
-        exchanged[1][here] = powers[here, places]
+        exchanged[1][rows] = powers[rows, columns]
         if self.smoothing:
             exchanged[2] = powers.sum(axis=1)
         xp.exp(powers, out=powers)
@@ -60,15 +57,15 @@ class PartCrossEntropy(CrossEntropy):
             target = (1 - self.smoothing) * target + self.smoothing * others[0] / self.classes
         losses = xp.log(sums) - target
         if saved is not None:
-            losses = xp.where(saved, losses, 0)  # not a product: what is ignored may be NaN
+            losses = xp.where(saved, losses, 0)  # not a product: an ignored loss may be NaN
         powers /= sums[:, None]
-        return losses, (powers, here, places, saved)
+        return losses, (powers, rows, columns, saved)
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
-        """See `CrossEntropy`; of this rank's classes."""
-        probabilities, here, places, saved = residuals
+        """See `CrossEntropy`; for this rank's classes."""
+        probabilities, rows, columns, saved = residuals
         result: Array = probabilities.copy()
-        result[here, places] -= 1 - self.smoothing
+        result[rows, columns] -= 1 - self.smoothing
         if self.smoothing:
             result -= self.smoothing / self.classes
         result *= share[:, None]
@@ -102,15 +99,14 @@ def cross_entropy(
     """Return the cross-entropy of sharded logits and labels, the same everywhere. Collective.
 
     Args:
-        logits: (..., this rank's classes): its part of `shard.split(classes, size)`; it may be
-            empty.
+        logits: (..., this rank's classes): its part of `shard.split(classes, size)`; may be empty.
         labels: (...), integers in 0..classes-1, the same on all ranks.
-        classes: how many there are on all ranks.
+        classes: the number on all ranks.
 
     The other arguments, and errors, are those of `ops.cross_entropy`.
 
     Raises:
-        ShapeError: when this rank has another number of classes than its part.
+        ShapeError: when this rank's number of classes is not its part.
     """
     _check_width(logits.shape, group, classes)
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
@@ -123,10 +119,10 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
 
     Args:
         logits: (..., this rank's classes).
-        classes: how many there are on all ranks.
+        classes: the number on all ranks.
 
     Raises:
-        ShapeError: when this rank has another number of classes than its part.
+        ShapeError: when this rank's number of classes is not its part.
     """
     _check_width(logits.shape, group, classes)
     host = to_host(logits)
@@ -149,6 +145,6 @@ def _check_width(shape: tuple[int, ...], group: Group, classes: int) -> None:
     local = len(part(classes, group.size, group.rank))
     if not shape or shape[-1] != local:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {local} of {classes}"
-            " classes are its part; let the last layer's table entry be Sharding.VOCAB"
+            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {local} of"
+            f" {classes} classes are its part; let the last layer's table entry be Sharding.VOCAB"
         )

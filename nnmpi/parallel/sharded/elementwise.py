@@ -1,15 +1,16 @@
-"""Other layers on activations that are cut: activations, softmax, flatten, dropout, normalization.
+"""Other layers on sharded activations: activations, softmax, flatten, dropout, normalization.
 
-Most without parameters work on any part as they are. Softmax gets whole activations; dropout must
-drop what the whole layer would drop.
+Most layers without parameters work on any part unchanged. Softmax gets full activations; dropout
+must drop the same elements as the full layer.
 
-batch norm    channels cut      each rank normalizes its own channels, and has their parameters and running
-                                statistics; no exchange
-              image rows cut    the statistics are those of all rows: summed over the ranks of the
-                                tensor group, then over those of data parallelism; parameters and
-                                running statistics are replicated
-layer norm    features cut      gets whole activations, by an exchange before it
-              image rows cut    every pixel is whole, so only the parameters' gradients are summed
+batch norm    channels sharded     each rank normalizes its own channels, with their parameters and
+                                   running statistics; no exchange
+              image rows sharded   the statistics of all rows: summed over the tensor group, then
+                                   over data parallelism; parameters and running statistics are
+                                   replicated
+layer norm    features sharded     gets full activations, by an exchange before it
+              image rows sharded   every pixel is complete, so only the parameters' gradients are
+                                   summed
 """
 
 from dataclasses import replace
@@ -28,17 +29,17 @@ from nnmpi.tensor.tensor import Tensor
 
 
 def place_elementwise(layer: Module, context: LayerContext) -> Placed:
-    """Return the layer as it is: it works on each element alone, and so on any part."""
+    """Return the layer unchanged: it computes each element by itself, and so any part."""
     return layer, context.placement
 
 
 def place_softmax(layer: Softmax, context: LayerContext) -> Placed:
-    """Return the layer on whole activations, whichever axis it is over."""
+    """Return the layer on full activations, whatever its axis."""
     return context.on_replicated(layer)
 
 
 def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
-    """Return the layer as it is; what was cut stays cut (see `placement`)."""
+    """Return the layer unchanged; its result is sharded like its input (see `placement`)."""
     if context.placement.has_rows:
         _, width, channels = context.sample()
         return layer, Placement(context.placement.units, width * channels, axis=FEATURES)
@@ -68,7 +69,7 @@ class RowsBatchNorm(BatchNorm):
     group: Group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's rows, normalized by the statistics of all."""
+        """Return this rank's rows, normalized by the statistics of all rows."""
         return self.normalize(
             x, copy(self.weight, self.group), copy(self.bias, self.group), self._sum
         )
@@ -79,7 +80,7 @@ class RowsBatchNorm(BatchNorm):
 
 
 def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
-    """Return the layer for what lies before it."""
+    """Return the layer for its input's placement."""
     if context.placement.has_rows:
         return part_of(layer, RowsBatchNorm, group=context.group), context.placement
     placement = context.placement.resolve(layer.weight.size)

@@ -1,22 +1,22 @@
 """Linear layers, embeddings and convolutions sharded by outputs, inputs or entries.
 
-                  column                                   row
-    x whole -> [ W0 | W1 ] -> y0 | y1   -> relu ->  y0 | y1 -> [ V0 ] -> add up -> z whole
-                                                               [ V1 ]
+                 column                                   row
+    x full -> [ W0 | W1 ] -> y0 | y1   -> relu ->  y0 | y1 -> [ V0 ] -> sum -> z full
+                                                              [ V1 ]
     forward    nothing                              one all-reduce
     backward   one all-reduce, of x's gradient      nothing
 
-So a pair costs one all-reduce each way (Shoeybi et al., "Megatron-LM", 2019), and what stands
-between works on its rank's features alone. In half precision the parts are added up before they are
-rounded. For a convolution features are channels. With groups only its outputs can be cut, and only
-between groups: a rank then needs the inputs of its own groups alone, and a depthwise convolution of
-channels that are cut already needs no exchange at all.
+So a pair costs one all-reduce in each direction (Shoeybi et al., "Megatron-LM", 2019), and layers
+between the two compute the rank's features alone. In half precision the parts are summed before
+they are rounded. A convolution's features are channels. With groups only its outputs can be
+sharded, and only between groups: a rank then needs the inputs of its own groups alone, and a
+depthwise convolution of sharded channels needs no exchange at all.
 
-    vocabulary cut    index 5   rank 0 has entries 0..3: zeros     \\
-                                rank 1 has entries 4..7: its row 1  >  add up -> the row, whole
-    features cut      every rank looks up its part of the row; no exchange
+    vocabulary sharded   index 5   rank 0 has entries 0..3: zeros     \\
+                                   rank 1 has entries 4..7: its row 1  >  sum -> the full row
+    features sharded     every rank looks up its part of the row; no exchange
 
-What is cut by outputs is the layer itself with its part of the weight, and an exchange before it
+A layer sharded by outputs is the layer itself with a part of its weight, and an exchange before it
 (`enter`).
 """
 
@@ -66,9 +66,9 @@ class RowConv2d(Conv2d):
 
 
 class LookUp(EmbeddingFunction):
-    """table[indices - first], zeros for indices that are not in this part of the table."""
+    """table[indices - first], zeros for indices outside of this part of the table."""
 
-    __slots__ = ("first", "here")
+    __slots__ = ("first", "hits")
 
     def __init__(self, first: int, reads: Any) -> None:
         super().__init__(reads)
@@ -76,23 +76,23 @@ class LookUp(EmbeddingFunction):
 
     def forward(self, table: Array, indices: Array) -> Array:
         xp = namespace(table)
-        places = indices.reshape(-1).astype(xp.int64) - self.first
-        self.here = xp.flatnonzero((places >= 0) & (places < len(table)))
+        offsets = indices.reshape(-1).astype(xp.int64) - self.first
+        self.hits = xp.flatnonzero((offsets >= 0) & (offsets < len(table)))
         rows = xp.zeros((indices.size, table.shape[1]), self.reads)
-        rows[self.here] = super().forward(table, places[self.here])
+        rows[self.hits] = super().forward(table, offsets[self.hits])
         return rows.reshape(*indices.shape, table.shape[1])
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return super().backward(grad.reshape(-1, grad.shape[-1])[self.here])
+        return super().backward(grad.reshape(-1, grad.shape[-1])[self.hits])
 
 
 class RowEmbedding(Embedding):
-    """Some entries of an embedding: whole integers (...) -> whole (..., features)."""
+    """Some entries of an embedding: integers (...) on every rank -> full (..., features)."""
 
     group: Group
 
     def forward(self, indices: Any) -> Tensor:
-        """Return the rows that the indices pick. Errors are those of `ops.embedding`."""
+        """Return the rows of the indices. Errors are those of `ops.embedding`."""
         weight, region = self.weight, self.weight.region
         assert region is not None
         rows = embedding(
@@ -102,13 +102,13 @@ class RowEmbedding(Embedding):
 
 
 class Product(NamedTuple):
-    """How a kind of layer can be cut.
+    """The shardings of a kind of layer.
 
     Attributes:
         inputs, outputs: the axes of its weight.
-        by_outputs, by_inputs: the shardings that cut them.
-        row: adds up what ranks make of their inputs.
-        other: shardings that cut neither.
+        by_outputs, by_inputs: the shardings of these axes.
+        row: the layer that sums over its sharded inputs.
+        other: shardings of neither axis.
     """
 
     inputs: int
@@ -123,7 +123,7 @@ COLUMN, ROW, ROWS, VOCAB = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Shardin
 PRODUCTS: Mapping[type[Module], Product] = MappingProxyType(
     {
         Linear: Product(0, 1, (COLUMN, VOCAB), (ROW,), RowLinear),
-        TiedLinear: Product(1, 0, (VOCAB,)),  # whose table is cut as the embedding's is
+        TiedLinear: Product(1, 0, (VOCAB,)),  # its table is sharded as the embedding's
         Embedding: Product(0, 1, (COLUMN,), (VOCAB,), RowEmbedding),
         Conv2d: Product(2, 3, (COLUMN,), (ROW,), RowConv2d, (ROWS, Sharding.REPLICATED)),
     }
@@ -131,7 +131,7 @@ PRODUCTS: Mapping[type[Module], Product] = MappingProxyType(
 
 
 def place_product(layer: Any, context: LayerContext) -> Placed:
-    """Return the layer as the table wants it."""
+    """Return the layer in the table's sharding."""
     kind, groups, sharding = PRODUCTS[type(layer)], getattr(layer, "groups", 1), context.sharding
     inputs, outputs = layer.weight.shape[kind.inputs] * groups, layer.weight.shape[kind.outputs]
     if isinstance(layer, Embedding) and not context.placement.is_replicated:
@@ -172,9 +172,9 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
 
 
 def _enter(groups: int, context: LayerContext, inputs: int) -> Redistribute:
-    """Return what gives a rank the inputs that its outputs need."""
+    """Return the exchange that gives a rank the inputs of its outputs."""
     if groups == 1:
-        return context.to_each(inputs)
+        return context.gather_for_sharded_weights(inputs)
     if groups < context.group.size:
         raise context.refuse(
             f"has {groups} groups, too few to give each of {context.group.size} ranks one; choose"

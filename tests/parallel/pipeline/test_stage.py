@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from nnmpi.errors import UsageError
-from nnmpi.parallel.pipeline.boundary import BoundaryArrays, decode, encode, look_of, pack, unpack
+from nnmpi.parallel.pipeline.boundary import (
+    BoundaryArrays,
+    decode,
+    encode,
+    pack,
+    signature_of,
+    unpack,
+)
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -27,7 +34,7 @@ def test_signatures_come_back_from_the_wire() -> None:
     values = BoundaryArrays(
         (np.ones((2, 0, 3), np.float32), np.ones((), np.int64)), (True, False), single=False
     )
-    look = look_of(values)
+    look = signature_of(values)
     key = ((4, 3), True)
     assert decode(encode(look, key), key) == look
     with pytest.raises(
@@ -35,4 +42,4 @@ def test_signatures_come_back_from_the_wire() -> None:
     ):
         decode(encode(look, key), ((5, 3), True))
     with pytest.raises(UsageError, match="too many to announce"):
-        encode(look_of(BoundaryArrays((np.ones(1),) * 2000, (True,) * 2000)), ())
+        encode(signature_of(BoundaryArrays((np.ones(1),) * 2000, (True,) * 2000)), ())
