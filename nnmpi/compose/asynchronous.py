@@ -62,7 +62,7 @@ from nnmpi.synchrony.sync import Sync
 
 SHOWN_WORKERS = 16
 # of a gradient, in its Push
-TOLD = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "input_s")
+REPORTED = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "input_s")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Coupling(ABC):
         self.waited_s = self.served_s = 0.0
         self.reporters = 1
         self.serve: Callable[[], None] | None = None
-        self.rest: Callable[[float], None] | None = None
+        self.sleep_until: Callable[[float], None] | None = None
 
     def open(self, segment: TrainingSegment) -> None:
         """Begin a segment, with the same weights on all ranks."""
@@ -154,14 +154,14 @@ class ServerCoupling(Coupling):
         self._talk = PushPull(group, storage, self.server, self._count, trainer.backend)
         self.reporters = group.size
         if self.server is not None:
-            self.rest, self.serve = self._talk.serve_until, self._serve
+            self.sleep_until, self.serve = self._talk.serve_until, self._serve
             for span in storage.spans:
                 span.parameter.hook = lambda _: self._serve()
 
     def open(self, segment: TrainingSegment) -> None:
         """See `Coupling.open`."""
         super().open(segment)
-        self._told_s = self._begin_s  # when a gradient was told of
+        self._last_report_s = self._begin_s  # when a gradient was told of
         self._updates = 0 if self.server is None else self.server.version
         self._talk.open(segment.batches.start, segment.batches.stop, self.sync.bound)
 
@@ -196,7 +196,7 @@ class ServerCoupling(Coupling):
             norm=gradient.norm,
             signal=self.segment.poll_signal(),
             broken=not gradient.is_finite,
-            **{name: getattr(gradient.totals, name) for name in TOLD},
+            **{name: getattr(gradient.totals, name) for name in REPORTED},
         )
         with timeline.span("push", "push", timeline.SEND):
             self._talk.push(push)
@@ -235,11 +235,11 @@ class ServerCoupling(Coupling):
         """Tell of a gradient that has come, on rank 0; after a signal no further batch is begun."""
         assert self.server is not None
         if not push.broken:
-            before_s, self._told_s = self._told_s, clock.now()
-            text = {name: getattr(push, name) for name in TOLD}
-            totals = Totals(steps=1, wall_s=self._told_s - before_s, **text)
+            before_s, self._last_report_s = self._last_report_s, clock.now()
+            text = {name: getattr(push, name) for name in REPORTED}
+            totals = Totals(steps=1, wall_s=self._last_report_s - before_s, **text)
             self.segment.progress(
-                Progress(push.batch, worker, totals, push.norm, self._told_s - self._begin_s)
+                Progress(push.batch, worker, totals, push.norm, self._last_report_s - self._begin_s)
             )
         if self.segment.poll_signal():
             self.server.controller.close()
@@ -422,7 +422,7 @@ class AsynchronousWorker(Trainer):
         self._passes = Passes(self)
         self._passes.poll = self.coupling.serve
         self.steps = -1
-        self._told = SegmentReport()  # of the segments since the last summary
+        self._unreported = SegmentReport()  # of the segments since the last summary
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         group, coupling = self.group, self.coupling
@@ -439,7 +439,10 @@ class AsynchronousWorker(Trainer):
             group.comm.world.step = number
             result, norm = self.compute(batch, number)
             self.slow.wait(
-                clock.now() - started - coupling.served_s, group.rank, self.steps, coupling.rest
+                clock.now() - started - coupling.served_s,
+                group.rank,
+                self.steps,
+                coupling.sleep_until,
             )
             self.steps += 1
             gradient = Gradient(task, batch, result, norm, lr)
@@ -458,7 +461,7 @@ class AsynchronousWorker(Trainer):
             totals.sync_s += clock.now() - closing
             report = meet(group, report, broken, batches, clock.now() - begin)
         average_buffers(self.model, group, trained)
-        self._told = self._told.plus(report)
+        self._unreported = self._unreported.plus(report)
         return report
 
     def compute(self, batch: Batch, step: int) -> tuple[Totals, float]:
@@ -513,7 +516,7 @@ class AsynchronousWorker(Trainer):
 
     def summary(self) -> list[str]:
         """Return lines about how stale gradients were, and what was sent, since the last call."""
-        text, self._told = self._told, SegmentReport()
+        text, self._unreported = self._unreported, SegmentReport()
         return describe_segments(text)
 
     def release(self) -> None:

@@ -4,14 +4,14 @@
                                      ->  simulate.simulate_schedule, render.render
                                      ->  compose.executor
 
-To read, in this order: schedule (what a rank does at one moment, messages, all ranks' programs),
-then schedules (every one with its picture; the rule of those that turn is in there_and_back); lower
-adds messages and updates; simulate runs programs against a clock, which lower, check and render
-look at; partition cuts layers into stages.
+Read in this order: schedule (instructions, messages, all programs), then schedules (each with
+its picture; the rule of the schedules with halved backwards is in there_and_back). lower adds
+messages and updates. simulate runs programs against a clock, and lower, check and render use its
+result. partition cuts layers into stages.
 
-To add a schedule: a function in schedules, and its name there and among those of `train.config`'s
-option `pipeline`. The tests here take all schedules from there; tests/equivalence/cover.py has
-those whose results must be the serial run's.
+To add a schedule: a function in schedules, its name there, and its name in the option `pipeline` of
+`train.config`. The tests take all schedules from there; tests/equivalence/cover.py lists those that
+must give the serial run's results.
 
 Nothing is imported here: import the module that defines the name.
 """

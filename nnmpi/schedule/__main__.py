@@ -30,45 +30,47 @@ def main(words: Sequence[str]) -> str:
     """Return the schedule's picture and figures, and write the requested files.
 
     Raises:
-        UsageError: for words that make no schedule, or a file that cannot be written.
+        UsageError: for wrong options, or a file that cannot be written.
     """
-    given = _parser().parse_args(words)
-    virtual = given.virtual_stages or usual_stages(given.pipeline)
-    name = load_custom(given.pipeline, "--pipeline", "(rank, ranks, microbatches)")
-    what = f"a schedule of {given.stages} x {virtual} stages and {given.microbatches} microbatches"
-    announce(what, 2.5e-4 * given.stages * virtual * given.microbatches)
-    schedule = lower(make(name, given.stages, given.microbatches, virtual))
+    options = _parser().parse_args(words)
+    virtual = options.virtual_stages or usual_stages(options.pipeline)
+    name = load_custom(options.pipeline, "--pipeline", "(rank, ranks, microbatches)")
+    description = (
+        f"a schedule of {options.stages} x {virtual} stages and {options.microbatches} microbatches"
+    )
+    announce(description, 2.5e-4 * options.stages * virtual * options.microbatches)
+    schedule = lower(make(name, options.stages, options.microbatches, virtual))
     check(schedule)
-    result = simulate_schedule(schedule, _costs(given, schedule))
-    lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, result, given)]
-    if given.svg:
-        picture(schedule, result).save(given.svg)
-    if given.html:
+    result = simulate_schedule(schedule, _costs(options, schedule))
+    lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, result, options)]
+    if options.svg:
+        picture(schedule, result).save(options.svg)
+    if options.html:
         beside = {item: (item, usual_stages(item)) for item in SCHEDULES}
         animations = compare(
             beside | {schedule.name: (name, virtual)},
             schedule.name,
-            given.stages,
-            given.microbatches,
-            partial(_costs, given),
+            options.stages,
+            options.microbatches,
+            partial(_costs, options),
         )
-        write_page(given.html, "schedule", f"pipeline schedule {schedule.name}", animations)
-        lines.append(f"{given.html} runs it in a browser")
+        write_page(options.html, "schedule", f"pipeline schedule {schedule.name}", animations)
+        lines.append(f"{options.html} runs it in a browser")
     return "\n".join(lines)
 
 
-def _costs(given: argparse.Namespace, schedule: Schedule) -> Costs:
-    """Return the costs that the options describe; the times of a rank's stages add up to what was
-    given for them.
-    """
+def _costs(options: argparse.Namespace, schedule: Schedule) -> Costs:
+    """Return the costs by the options; the times of a rank's stages add up to the given ones."""
     share = 1e-3 / schedule.virtual
-    backward_s = None if given.backward_ms is None else given.backward_ms * share
-    return even_costs(schedule.stages, given.forward_ms * share, backward_s, _message(given))
+    backward_s = None if options.backward_ms is None else options.backward_ms * share
+    return even_costs(schedule.stages, options.forward_ms * share, backward_s, _message(options))
 
 
-def _message(given: argparse.Namespace) -> float:
-    machine = parse_network(given.network, given.stages) if given.network else None
-    return 0.0 if machine is None else machine.link(machine.nodes is not None).one_way(given.bytes)
+def _message(options: argparse.Namespace) -> float:
+    machine = parse_network(options.network, options.stages) if options.network else None
+    return (
+        0.0 if machine is None else machine.link(machine.nodes is not None).one_way(options.bytes)
+    )
 
 
 def _title(schedule: Schedule) -> str:
@@ -80,23 +82,23 @@ def _title(schedule: Schedule) -> str:
     )
 
 
-def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -> list[str]:
+def _figures(schedule: Schedule, simulation: Simulation, options: argparse.Namespace) -> list[str]:
     """Return the figures, one per line."""
-    backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
-    times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
-    full = " ".join(f"{saved / schedule.virtual:g}" for saved in found.peak_activations)
+    backward_ms = 2 * options.forward_ms if options.backward_ms is None else options.backward_ms
+    times = [f"forward {options.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
+    full = " ".join(f"{saved / schedule.virtual:g}" for saved in simulation.peak_activations)
     item = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {full}" * (
         schedule.virtual > 1
     )
-    times += [f"message {format_seconds(_message(given))}"] * bool(given.network)
+    times += [f"message {format_seconds(_message(options))}"] * bool(options.network)
     return [
         (
-            f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank:"
+            f"makespan          {1e3 * simulation.makespan_s:g} ms   (modelled; of each rank:"
             f" {', '.join(filter(None, times))})"
         ),
-        f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
-        f"peak activations  {' '.join(map(str, found.peak_activations))}   ({item})",
-        f"messages          {found.messages}",
+        f"bubble            {100 * simulation.bubble:.1f} %   of all ranks' time",
+        f"peak activations  {' '.join(map(str, simulation.peak_activations))}   ({item})",
+        f"messages          {simulation.messages}",
     ]
 
 

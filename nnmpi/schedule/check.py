@@ -1,17 +1,15 @@
-"""Whether a lowered schedule is right, before any message is sent.
+"""Checks that a lowered schedule is right, before any message is sent.
 
     each unit of work once, on its rank     a forward, a whole backward or both halves, for every
                                             stage and microbatch
-    each message has its two ends           and none is there that nobody needs
+    each message has its two ends           and there are no unused messages
     order on each rank                      receive, forward, send; forward, backward; all
                                             backwards, sum, update
-    order on each channel                   messages are received in the order in which they are
-                                            sent
-    no deadlock                             with sends that wait for their receivers, and so with
-                                            buffered ones, too
+    order on each channel                   messages are received in the order of their sends
+    no deadlock                             with rendezvous sends, and so with eager ones, too
 
-The ranks' programs are enough for all of it: no clock is needed, since programs and messages are
-the only order.
+The ranks' programs are enough for all checks: programs and messages define the only order, so no
+clock is needed.
 """
 
 from collections import defaultdict
@@ -44,7 +42,7 @@ class Position(NamedTuple):
 
 
 class Positions:
-    """Where each instruction stands in the programs, and how a fault there is shown.
+    """The positions of each instruction in the programs, and the picture of a fault there.
 
     Args:
         schedule: any programs, right or wrong.
@@ -58,16 +56,16 @@ class Positions:
                 for element in parts(item):
                     self.all[element].append(Position(rank, index))
 
-    def __contains__(self, one: Instruction) -> bool:
-        """Whether an instruction stands anywhere."""
-        return one in self.all
+    def __contains__(self, instruction: Instruction) -> bool:
+        """Whether an instruction occurs."""
+        return instruction in self.all
 
-    def __getitem__(self, one: Instruction) -> Position:
-        """Return the first place of an instruction that stands somewhere."""
-        return self.all[one][0]
+    def __getitem__(self, instruction: Instruction) -> Position:
+        """Return the first position of an instruction that occurs."""
+        return self.all[instruction][0]
 
     def fail(self, sentence: str, marked: Iterable[Position]) -> NoReturn:
-        """Raise the fault with its sentence, and the programs around the marked positions.
+        """Raise an error with a sentence, and the programs around the marked positions.
 
             1B0 stands before 1F0, whose result it needs
 
@@ -82,13 +80,11 @@ class Positions:
         )
 
     def _around(self, marked: list[Position]) -> str:
-        """Return a line for each rank, around its marked positions; around where the others are if
-        it has none.
-        """
+        """Return a line for each rank with its items near the marked ones."""
         lines = []
         for rank, program in enumerate(self.schedule.programs):
-            local = {place.at for place in marked if place.rank == rank}
-            near = local or {place.at for place in marked} or {0}
+            local = {position.at for position in marked if position.rank == rank}
+            near = local or {position.at for position in marked} or {0}
             shown: list[str] = []
             for at, item in enumerate(program):
                 if any(abs(at - entry) <= _AROUND for entry in near):
@@ -100,10 +96,10 @@ class Positions:
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a lowered schedule that is not right.
+    """Refuse a wrong lowered schedule.
 
     Raises:
-        ScheduleError: says what is wrong, and shows the programs with the fault marked.
+        ScheduleError: naming the fault, with the programs around it.
     """
     positions = Positions(schedule)
     _check_work(schedule, positions)
@@ -116,16 +112,16 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_work(schedule: Schedule, positions: Positions) -> None:
-    """Refuse instructions that are missing, doubled, on a strange rank, or of no use."""
-    expected = set(_wanted(schedule, positions))
+    """Refuse instructions that are missing, doubled, on a wrong rank, or unused."""
+    expected = set(_expected(schedule, positions))
     for first, result in positions.all.items():
         if first not in expected:
             size = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
             positions.fail(f"{first} has no place in a schedule of {size}", result)
-        for place in result:
-            if place.rank != schedule.rank_of(first.stage):
-                home = f"stage {first.stage} lives on rank {schedule.rank_of(first.stage)}"
-                positions.fail(f"{first} stands on rank {place.rank}, but {home}", [place])
+        for position in result:
+            if position.rank != schedule.rank_of(first.stage):
+                owner = f"stage {first.stage} lives on rank {schedule.rank_of(first.stage)}"
+                positions.fail(f"{first} stands on rank {position.rank}, but {owner}", [position])
         if len(result) > 1:
             positions.fail(f"{first} is done {len(result)} times; everything is done once", result)
     for first in sorted(expected - positions.all.keys(), key=str):
@@ -139,9 +135,10 @@ def _check_work(schedule: Schedule, positions: Positions) -> None:
         positions.fail(f"{first} is missing on rank {rank}", [])
 
 
-def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
-    """Yield all that a schedule must have; whether backwards are halved, and when updates are, is
-    its choice.
+def _expected(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
+    """Yield all instructions of a complete schedule.
+
+    The schedule may halve backwards, and update per step or per microbatch.
     """
     trains = schedule.trains
     is_async = any(item.kind is Kind.STEP and item.microbatch is not None for item in positions.all)
@@ -167,7 +164,7 @@ def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
 
 
 def _check_order(schedule: Schedule, positions: Positions) -> None:
-    """Refuse instructions that stand before what they need."""
+    """Refuse an instruction before one that it needs."""
     for rank in range(schedule.ranks):
         for instruction in schedule.instructions(rank):
             for needed in _needs(schedule, instruction):
@@ -178,18 +175,18 @@ def _check_order(schedule: Schedule, positions: Positions) -> None:
                     )
 
 
-def _needs(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
-    """Yield what must be done on the same rank before an instruction, as far as it is there."""
+def _needs(schedule: Schedule, instruction: Instruction) -> Iterator[Instruction]:
+    """Yield the instructions that must come before one on the same rank, present or not."""
     summed = (
         range(schedule.microbatches)
-        if one.kind is Kind.REDUCE and one.microbatch is None
-        else (one.microbatch,)
+        if instruction.kind is Kind.REDUCE and instruction.microbatch is None
+        else (instruction.microbatch,)
     )
-    yield from (kind.at(one.stage, m) for kind in _NEEDED[one.kind] for m in summed)
-    kinds, further = _NEEDED_NEXT.get(one.kind, ((), 0))
-    if not schedule.is_cut(min(one.stage, one.stage + further)):
-        # the next stage is here: no message orders them
-        yield from (kind.at(one.stage + further, one.microbatch) for kind in kinds)
+    yield from (kind.at(instruction.stage, m) for kind in _NEEDED[instruction.kind] for m in summed)
+    kinds, further = _NEEDED_NEXT.get(instruction.kind, ((), 0))
+    if not schedule.is_cut(min(instruction.stage, instruction.stage + further)):
+        # the next stage is on this rank, so no message orders them
+        yield from (kind.at(instruction.stage + further, instruction.microbatch) for kind in kinds)
 
 
 _NEEDED: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
@@ -233,7 +230,7 @@ def _check_channels(schedule: Schedule, positions: Positions) -> None:
 
 
 def _check_progress(schedule: Schedule, positions: Positions) -> None:
-    """Refuse ranks that wait for one another for ever."""
+    """Refuse a circle of ranks that wait for one another."""
     run = ScheduleRun(schedule, {}, rendezvous=True)
     if not run.stuck:
         return

@@ -1,17 +1,17 @@
 """Lowering: pure passes add messages, reductions and updates to a schedule's computation.
 
-    generated           1F0                                    1B0
-    add_transfers       1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1SEND_GRAD0
-    place_reductions    1RECV_ACT0 1F0 1SEND_ACT0              1RECV_GRAD0 1B0 1REDUCE 1SEND_GRAD0 1STEP
-    fuse                1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0)            1B0 1REDUCE 1SEND_GRAD0 1STEP
+    generated          1F0                                1B0
+    add_transfers      1RECV_ACT0 1F0 1SEND_ACT0          1RECV_GRAD0 1B0 1SEND_GRAD0
+    place_reductions   1RECV_ACT0 1F0 1SEND_ACT0          1RECV_GRAD0 1B0 1REDUCE 1SEND_GRAD0 1STEP
+    fuse               1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0)        1B0 1REDUCE 1SEND_GRAD0 1STEP
 
-A receive stands right before its use, a send right after its result: nothing is kept longer than it
-must be. Without `fuse`, 1F1B deadlocks as soon as there are two stages, two microbatches, and sends
-that wait for their receiver: two neighbours send to each other.
+A receive comes right before its use, a send right after its result, so no buffer lives longer than
+it must. Without `fuse`, 1F1B deadlocks as soon as there are two stages, two microbatches, and
+rendezvous sends: two neighbours send to each other.
 
-In schedules that run far ahead (interleaved, zero-bubble) a message is sent long before it is used.
-A send that blocks would stall its sender until the late receive: the advantage is lost, or all
-ranks wait for ever. There `receive_early` posts each receive when its message is sent.
+Schedules that run far ahead (interleaved, zero-bubble) send a message long before its use. A
+blocking send would stall its sender until the late receive: the advantage is lost, or all ranks
+wait forever. For these `receive_early` posts each receive when its message is sent.
 """
 
 from collections.abc import Iterator
@@ -23,18 +23,18 @@ from nnmpi.schedule.schedule import (
     RECEIVES,
     SENDS,
     TRANSFERS,
+    Fused,
     Instruction,
     Item,
     Kind,
     Schedule,
-    Together,
     send_of,
 )
 from nnmpi.schedule.simulate import ScheduleRun, even_costs
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Return an executable schedule from one that only computes (and has PipeDream's updates)."""
+    """Return an executable schedule from computation alone (with updates in PipeDream)."""
     with_transfers = add_transfers(schedule)
     late = fuse(place_reductions(with_transfers))
     if _is_met(late):
@@ -70,18 +70,20 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def receive_early(schedule: Schedule) -> Schedule:
-    """Move each receive to the first place after its message was sent, in unit time.
+    """Move each receive to the first position after its message was sent, in unit time.
 
-        rank 0   |- 0F0 -|- 0F1 -|- 0F2 -|                    0F2 is over while rank 1 does 1F1, so rank 1
-        rank 1           |- 1F0 -|-- 1F1 --|^|- 1B0 -|        receives it at ^, though it does 1F2 after 1B0
+        rank 0   |- 0F0 -|- 0F1 -|- 0F2 -|
+        rank 1           |- 1F0 -|-- 1F1 --|^|- 1B0 -|
 
-    Nobody waits for ever then, even where sends wait for their receivers: take messages by the time
-    at which they are sent; every rank does its part in them, and its computation between, in the
-    order of this one clock.
+    0F2 ends while rank 1 does 1F1. So rank 1 posts its receive at ^, though it does 1F2 after 1B0.
+
+    No rank waits forever then, even with rendezvous sends. Proof: order all messages by their send
+    time on this one clock. Every rank reaches its transfers, and the computation between them, in
+    this order.
 
     Args:
-        schedule: with transfers that are not fused yet. One that cannot be played is returned as it
-            is; `check` says why, and what nobody sends.
+        schedule: with transfers that are not fused yet. One that deadlocks is returned unchanged;
+            `check` names the fault, and messages without a send.
     """
     run = ScheduleRun(schedule, even_costs(schedule.stages))
     if run.stuck:
@@ -105,8 +107,7 @@ def receive_early(schedule: Schedule) -> Schedule:
 def place_reductions(schedule: Schedule) -> Schedule:
     """Add a reduction when a stage's gradients are final, and the update at the end.
 
-    Where the generator has updates of its own (one per microbatch), each gets a reduction before
-    it.
+    If the generator has updates of its own (one per microbatch), each gets a reduction before it.
     """
 
     def change(local: tuple[Instruction, ...]) -> Iterator[Instruction]:
@@ -124,26 +125,25 @@ def place_reductions(schedule: Schedule) -> Schedule:
 
 
 def fuse(schedule: Schedule) -> Schedule:
-    """Post neighbouring transfers together, as nothing happens between them."""
+    """Post adjacent transfers together, as nothing happens between them."""
 
     def change(local: tuple[Instruction, ...]) -> Iterator[Item]:
         for transfers, run in groupby(local, lambda item: item.kind in TRANSFERS):
             items = tuple(run)
-            yield from [Together(items)] if transfers and len(items) > 1 else items
+            yield from [Fused(items)] if transfers and len(items) > 1 else items
 
     return schedule.changed(change)
 
 
 def _is_met(schedule: Schedule) -> bool:
-    """Whether, in unit time, it does not matter that sends wait for their receivers.
+    """Whether, in unit time, rendezvous sends take no longer than eager ones.
 
-    It does not if all ranks are through as early as when no send waits: receives need not be posted
-    earlier then. The times are sums and maxima of whole numbers, which floats hold exactly, so they
-    may be compared by ==.
+    Then receives need not be posted earlier. The times are sums and maxima of integers, which
+    floats represent exactly, so they may be compared by ==.
     """
-    eager, held = (
+    eager, rendezvous = (
         ScheduleRun(schedule, even_costs(schedule.stages), item) for item in (False, True)
     )
-    return not held.stuck and max(p.clock_s for p in held.ranks) == max(
+    return not rendezvous.stuck and max(p.clock_s for p in rendezvous.ranks) == max(
         p.clock_s for p in eager.ranks
     )

@@ -1,8 +1,7 @@
 """Cuts a sequence of layers into stages, from measured or estimated costs alone.
 
-A pipeline is as fast as its slowest stage, so that one is made as fast as it can be; of the cuts
-that do so the most even is taken. Both are found exactly, by dynamic programming over (stages,
-layers):
+A pipeline is as fast as its slowest stage, so the cut minimizes the slowest stage's time; of such
+cuts it is the most even. Both are exact, by dynamic programming over (stages, layers):
 
     times     3  1  2  2  2  2        3 stages
     cut       3  1 |2  2 |2  2        4, 4, 4
@@ -11,9 +10,9 @@ layers):
                                                                      the last from i on
 
 With join = max and cost = the time of a stage, best(stages, layers) is the time of the slowest
-stage. With join = +, cost = the time squared, and no stage slower than that one, it is the most
-even cut. This takes stages * layers^2 / 2 steps, twice. Barany and Grinberg, Block partitions of
-sequences, 2015, is faster, but has no limit of memory.
+stage. With join = +, cost = the time squared, and no stage slower than that, it is the most even
+cut. This takes stages * layers^2 / 2 steps, twice. Barany and Grinberg, Block partitions of
+sequences, 2015, is faster, but has no memory limit.
 """
 
 import operator
@@ -22,7 +21,7 @@ from itertools import accumulate
 
 from nnmpi.errors import LayoutError, counted
 
-# What the layers start..stop-1 cost together as one stage; None where they cannot be one.
+# The cost of layers start..stop-1 as one stage; None if they cannot be one.
 Cost = Callable[[int, int], int | None]
 
 
@@ -34,13 +33,14 @@ def partition(
 ) -> tuple[range, ...]:
     """Return each stage's layers: contiguous, none empty, the slowest stage as fast as possible.
 
-    Most even is the least sum of squared times; of ties the later stages have fewer layers.
+    The most even cut has the least sum of squared times; of ties the later stages have fewer
+    layers.
 
     Args:
-        times_s: of each layer, in seconds (any unit does); finite, from 0 on.
-        stages: into how many.
-        bytes: of each layer; what is counted is the caller's affair.
-        limit_bytes: what the layers of one stage may have together; None for no limit.
+        times_s: of each layer, in seconds (any unit works); finite, from 0 on.
+        stages: the number of stages.
+        bytes: of each layer, in any sense of the caller.
+        limit_bytes: of the layers of one stage together; None for no limit.
 
     Raises:
         LayoutError: when there are more stages than layers, or every cut has a stage over the
@@ -67,11 +67,9 @@ def partition(
 def _cut(
     layers: int, stages: int, cost: Cost, join: Callable[[int, int], int]
 ) -> tuple[int | None, tuple[range, ...]]:
-    """Return the least joined cost of all cuts and the cut that has it; None and no cut when there
-    is none.
-    """
-    # best[j]: of the first j layers in as many stages as were gone through; begins[s][j]: where the
-    # last one begins
+    """Return the least joined cost of all cuts with its cut; None and no cut if there is none."""
+    # best[j]: the least cost of the first j layers in `stage` stages;
+    # begins[s][j]: the first layer of the last of them
     best: list[int | None] = [0] + [None] * layers
     begins: list[list[int]] = []
     for stage in range(1, stages + 1):
@@ -79,7 +77,7 @@ def _cut(
         begin = [0] * (layers + 1)
         for j in range(stage, layers - (stages - stage) + 1):
             for i in range(j - 1, stage - 2, -1):
-                # from the right, so that of ties the later stage is the shorter
+                # from the right, so that of ties the later stage is shorter
                 local, earlier, least = cost(i, j), before[i], best[j]
                 if local is None:
                     break  # more layers cost no less
@@ -99,20 +97,18 @@ def _cut(
 
 
 def _sums(numbers: Sequence[float]) -> Callable[[int, int], int]:
-    """Return the sum of numbers[start:stop] as a function of both, in a unit in which all are
-    whole.
+    """Return the sum of numbers[start:stop] as a function of both.
 
-    With whole numbers equal sums are equal, whatever the rounding of seconds.
+    The unit makes all numbers integers: equal sums are equal, whatever the rounding of seconds.
     """
     ratios = [number.as_integer_ratio() for number in numbers]
-    # of floats: a power of two, and so a multiple of the others
+    # of floats: a power of two, and so a multiple of all others
     unit = max(below for _, below in ratios)
-    ends = list(accumulate((above * (unit // below) for above, below in ratios), initial=0))
-    return lambda start, stop: ends[stop] - ends[start]
+    prefix = list(accumulate((above * (unit // below) for above, below in ratios), initial=0))
+    return lambda start, stop: prefix[stop] - prefix[start]
 
 
 def _too_large(sizes: Sequence[int], stages: int, limit: int) -> str:
-    """Return the sentence on layers that cannot be cut within the limit."""
     least, _ = _cut(len(sizes), stages, _sums(sizes), max)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     return (

@@ -1,15 +1,15 @@
-"""Pictures of schedules: in text (`render`), and as an animation of a page (`compare`).
+"""Pictures of schedules: as text (`render`), and as an animation of a page (`compare`).
 
-In text ranks go down and time across, and each cell says what is computed.
+In text, ranks go down and time across, and each cell names its instruction.
 
 Time is counted in units: a forward takes one, a whole backward two and each of its halves one, as
-in the figures of the papers, since a backward multiplies twice as many matrices; messages,
-reductions and updates take none. A cell is as wide as the time that it takes.
+in the papers' figures, since a backward multiplies twice as many matrices; messages, reductions and
+updates take none. A cell is as wide as its time.
 
-An animation for a page says what every rank computes when, and how many activations it keeps:
+A page's animation has each rank's computation and its number of saved activations over time:
 
 {"spans": [[rank, "F", stage, microbatch, begin, end], ...],      in milliseconds
- "kept": [[[0.0, 1], [1.0, 2], ...], ...],                        of each rank: from when on it keeps how many
+ "kept": [[[0.0, 1], [1.0, 2], ...], ...],                        by rank: from this time, this many
  "makespan": 12.0, "bubble": 0.33, "peaks": [2, 1]}
 """
 
@@ -36,7 +36,7 @@ WORDS = {
 
 
 class _Cell(NamedTuple):
-    """A piece of work in the grid."""
+    """An instruction in the grid."""
 
     begin: int
     columns: int
@@ -51,10 +51,10 @@ def render(schedule: Schedule) -> str:
         rank 0  F0 F1 .  .  B0--- .  B1---|
         rank 1  .  F0 B0--- F1 B1---|.  .
 
-    With several stages on a rank the cells name the stage as well: 2F0 is stage 2, microbatch 0.
+    With several stages per rank the cells name the stage, too: 2F0 is stage 2, microbatch 0.
 
     Raises:
-        ScheduleError: when the ranks wait for one another for ever; `check` says where.
+        ScheduleError: on a deadlock; `check` names its place.
     """
     if schedule.kinds <= COMPUTE | {Kind.STEP}:
         schedule = lower(schedule)
@@ -82,7 +82,7 @@ def render(schedule: Schedule) -> str:
 
 
 def _labels(schedule: Schedule, rank: int) -> Iterator[tuple[Instruction, str, str]]:
-    """Yield what a rank computes, its label, and the mark of what follows it."""
+    """Yield a rank's computation: instruction, label, and the mark of the update after it."""
     result: list[tuple[Instruction, str]] = []
     for item in schedule.instructions(rank):
         if item.kind in COMPUTE:
@@ -94,7 +94,6 @@ def _labels(schedule: Schedule, rank: int) -> Iterator[tuple[Instruction, str, s
 
 
 def _line(cells: Sequence[_Cell], columns: int, width: int) -> str:
-    """Return a rank's row."""
     line, at = "", 0
     for cell in cells:
         room = cell.columns * width - 1
@@ -105,7 +104,7 @@ def _line(cells: Sequence[_Cell], columns: int, width: int) -> str:
 
 
 def _legend(schedule: Schedule) -> str:
-    """Explain what is in the picture."""
+    """Return the explanation of the picture's signs."""
     used = schedule.kinds
     stage = "0" if schedule.virtual > 1 else ""
     behind = {Kind.F: f" {'of stage 0 ' if stage else ''}on microbatch 0"}
@@ -124,29 +123,29 @@ def _legend(schedule: Schedule) -> str:
 # ---- as an animation ----
 
 STAGES, MICROBATCHES = (2, 3, 4, 6, 8), (2, 4, 8, 16)
-MOST_RANKS, MOST_MICROBATCHES = 16, 32  # that fit a page
+MOST_RANKS, MOST_MICROBATCHES = 16, 32  # that a page has room for
 _DIGITS = 6
 
 
-def animation(schedule: Schedule, found: Simulation) -> dict[str, Any]:
+def animation(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
     """Return the animation of a simulated schedule, as JSON values."""
     spans = [
         [span.rank, str(item.kind), item.stage, item.microbatch, _ms(span.begin_s), _ms(span.end_s)]
-        for span in found.spans
+        for span in simulation.spans
         if (item := span.instruction).kind in COMPUTE
         or (item.kind is Kind.STEP and span.end_s > span.begin_s)
     ]
     return {
         "spans": spans,
-        "kept": [_kept(schedule, found, rank) for rank in range(schedule.ranks)],
-        "makespan": _ms(found.makespan_s),
-        "bubble": round(found.bubble, _DIGITS),
-        "peaks": list(found.peak_activations),
+        "kept": [_saved_curve(schedule, simulation, rank) for rank in range(schedule.ranks)],
+        "makespan": _ms(simulation.makespan_s),
+        "bubble": round(simulation.bubble, _DIGITS),
+        "peaks": list(simulation.peak_activations),
     }
 
 
-def picture(schedule: Schedule, found: Simulation) -> Picture:
-    """Return what every rank computes when."""
+def picture(schedule: Schedule, simulation: Simulation) -> Picture:
+    """Return a picture with each rank's computation over time."""
     spans = [
         Bar(
             f"rank {rank}",
@@ -155,22 +154,22 @@ def picture(schedule: Schedule, found: Simulation) -> Picture:
             WORDS[kind],
             f"{kind}{batch}" if schedule.virtual == 1 else f"{stage}{kind}{batch}",
         )
-        for rank, kind, stage, batch, begin, end in sorted(animation(schedule, found)["spans"])
+        for rank, kind, stage, batch, begin, end in sorted(animation(schedule, simulation)["spans"])
     ]
-    return Picture(f"{schedule.name}: bubble {found.bubble:.1%} of all ranks' time", "ms", spans)
+    return Picture(
+        f"{schedule.name}: bubble {simulation.bubble:.1%} of all ranks' time", "ms", spans
+    )
 
 
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, _DIGITS)
 
 
-def _kept(schedule: Schedule, found: Simulation, rank: int) -> list[list[float]]:
-    """Return from when on a rank keeps how many activations: one more from a forward on, one less
-    after a backward.
-    """
+def _saved_curve(schedule: Schedule, simulation: Simulation, rank: int) -> list[list[float]]:
+    """Return a rank's number of saved activations as (time, number): one more from a forward on."""
     saved, curve = 0, [[0.0, 0.0]]
     last = (Kind.B, Kind.W) if schedule.trains else (Kind.F,)
-    for span in found.spans:
+    for span in simulation.spans:
         if span.rank == rank:
             changes = [(span.begin_s, 1)] if span.instruction.kind is Kind.F else []
             changes += [(span.end_s, -1)] if span.instruction.kind in last else []
@@ -191,13 +190,13 @@ def compare(
 
     Args:
         schedules: by name, each with its stages per rank.
-        first: the one that is shown first; the next one stands beside it.
-        ranks, microbatches: with which the page begins.
-        costs: what everything takes in a schedule.
+        first: the schedule that the page shows first; the second schedule is shown beside it.
+        ranks, microbatches: the page's first choice.
+        costs: schedule -> its costs.
 
     Raises:
-        UsageError: for numbers that do not fit a page.
-        ScheduleError: for a schedule that is not right.
+        UsageError: for numbers too large for a page.
+        ScheduleError: for a wrong schedule.
     """
     if ranks > MOST_RANKS or microbatches > MOST_MICROBATCHES:
         raise UsageError(

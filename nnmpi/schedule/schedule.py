@@ -1,24 +1,25 @@
-"""A schedule as a value: what every rank of a pipeline does in one step, in which order.
+"""A schedule as a value: the instructions of every rank of a pipeline in one step, in order.
 
     2F0             stage 2, forward of microbatch 0
     3RECV_GRAD1     stage 3 gets the gradient of its output of microbatch 1
     0REDUCE         stage 0, gradients of the whole step
 
-An instruction's stage is the stage, on the rank that executes it, that it is done for. Which rank
-has which stage is a part of the schedule: `home`. With as many stages as ranks each rank has one;
-with more, virtual ones:
+An instruction names its stage; the stage's rank executes it. The rank of each stage is a part of
+the schedule: `home`. With as many stages as ranks each rank has one; with more, virtual ones:
 
-    2 ranks, 4 stages, around            rank 0: stages 0, 2      rank 1: stages 1, 3      0, 1, 2, 3 are on 0, 1, 0, 1
-    2 ranks, 4 stages, there and back    rank 0: stages 0, 3      rank 1: stages 1, 2      0, 1, 2, 3 are on 0, 1, 1, 0
+                                         rank 0        rank 1        ranks of stages 0, 1, 2, 3
+    2 ranks, 4 stages, around            stages 0, 2   stages 1, 3   0, 1, 0, 1
+    2 ranks, 4 stages, there and back    stages 0, 3   stages 1, 2   0, 1, 1, 0
 
-At the turn, from 1 to 2, nothing is sent: both are on rank 1.
+At the turn, from 1 to 2, nothing is sent: both stages are on rank 1.
 
 A message between two stages has two transfers as its ends:
 
-    stage 1, rank 1:  1SEND_ACT0    ----  activation of microbatch 0  --->    2RECV_ACT0     stage 2, rank 2
-    stage 1, rank 1:  1RECV_GRAD0   <---  gradient of microbatch 0  -----     2SEND_GRAD0    stage 2, rank 2
+    stage 1 on rank 1                                                 stage 2 on rank 2
+    1SEND_ACT0      ----  activation of microbatch 0  --->            2RECV_ACT0
+    1RECV_GRAD0     <---  gradient of microbatch 0  -----             2SEND_GRAD0
 
-Messages of one sort from one rank to another arrive in the order in which they were sent: they make
+Messages of one kind from one rank to another arrive in the order in which they were sent: they are
 a channel.
 """
 
@@ -33,25 +34,25 @@ from nnmpi.pages.page import preformat
 
 
 class Kind(StrEnum):
-    """What is done for stage s and microbatch m.
+    """The kinds of instructions, for stage s and microbatch m.
 
     F           the forward of s on m; in the last stage with the loss
     B           the whole backward of s on m: gradients of its input and of its weights
-    I           the first half of B: the gradient of the input, which the stage before waits for
-    W           the second half of B: the gradients of the weights, which nobody waits for
+    I           the first half of B: the gradient of the input, for which the previous stage waits
+    W           the second half of B: the gradients of the weights, for which no stage waits
     SEND_ACT    send the output of s to s+1
     RECV_ACT    get the input of s from s-1
     SEND_GRAD   send the gradient of the input of s to s-1
     RECV_GRAD   get the gradient of the output of s from s+1
-    REDUCE      the gradients of s are final: begin their sum over the replicas, and go on at once
+    REDUCE      the gradients of s are final: start their sum over the replicas, without waiting
     STEP        wait for that sum, and update the weights of s
 
-    REDUCE and STEP have no microbatch where they are of all microbatches together.
+    REDUCE and STEP have no microbatch if they are for all microbatches together.
     """
 
     F = "F"
     B = "B"
-    I = "I"  # noqa: E741 - the name that the zero-bubble paper's readers know
+    I = "I"  # noqa: E741 - the zero-bubble paper's name
     W = "W"
     SEND_ACT = "SEND_ACT"
     RECV_ACT = "RECV_ACT"
@@ -74,12 +75,12 @@ TRANSFERS = SENDS | RECEIVES
 
 @dataclass(frozen=True, order=True, slots=True)
 class Instruction:
-    """One thing to do.
+    """One instruction of a program.
 
     Attributes:
-        kind: what.
-        stage: for which stage, 0 being the one that gets the data.
-        microbatch: for which microbatch; None for REDUCE and STEP of all microbatches together.
+        kind: its kind.
+        stage: its stage; stage 0 gets the data.
+        microbatch: its microbatch; None for REDUCE and STEP of all microbatches together.
     """
 
     kind: Kind
@@ -92,7 +93,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class Fused:
     """Transfers that are posted and awaited together."""
 
     parts: tuple[Instruction, ...]
@@ -102,18 +103,18 @@ class Together:
         return f"({' '.join(map(str, self.parts))})"
 
 
-Item: TypeAlias = Instruction | Together
-"""What stands in a program."""
+Item: TypeAlias = Instruction | Fused
+"""An element of a program."""
 
 Program: TypeAlias = tuple[Item, ...]
-"""What one rank does, in order."""
+"""The instructions of one rank, in order."""
 
 N = TypeVar("N", int, float)
 
 
 def parts(item: Item) -> tuple[Instruction, ...]:
-    """Return the instructions of an item: itself, or those that are posted together."""
-    return item.parts if isinstance(item, Together) else (item,)
+    """Return the instructions of an item: itself, or the transfers that are posted together."""
+    return item.parts if isinstance(item, Fused) else (item,)
 
 
 # ---- messages ----
@@ -128,7 +129,7 @@ _OTHER_END: Mapping[Kind, tuple[Kind, int]] = MappingProxyType(
         Kind.SEND_GRAD: (Kind.RECV_GRAD, -1),
         Kind.RECV_GRAD: (Kind.SEND_GRAD, 1),
     }
-)  # of a transfer: its partner's kind, and how many stages further that one is
+)  # by transfer: its partner's kind, and that one's stage relative to it
 
 
 def other_end(transfer: Instruction) -> Instruction:
@@ -142,25 +143,25 @@ def send_of(transfer: Instruction) -> Instruction:
     return transfer if transfer.kind in SENDS else other_end(transfer)
 
 
-# ---- which rank has which stage ----
+# ---- the rank of a stage ----
 
 Home: TypeAlias = Callable[[int, int], int]
-"""(stage, ranks) -> the rank that has it."""
+"""(stage, ranks) -> the stage's rank."""
 
 
 def around(stage: int, ranks: int) -> int:
-    """Return the rank of a stage where stages go round the ranks: 0 1 2 0 1 2."""
+    """Return the rank of a stage in round-robin order: 0 1 2 0 1 2."""
     return stage % ranks
 
 
 def there_and_back(stage: int, ranks: int) -> int:
     """Return the rank of a stage in V order: 0 1 2 2 1 0."""
-    turns, place = divmod(stage, ranks)
-    return ranks - 1 - place if turns % 2 else place
+    turns, position = divmod(stage, ranks)
+    return ranks - 1 - position if turns % 2 else position
 
 
 def stages_of(rank: int, ranks: int, stages: int, home: Home) -> tuple[int, ...]:
-    """Return the stages that a rank has, of this many altogether."""
+    """Return a rank's stages, of this many altogether."""
     return tuple(stage for stage in range(stages) if home(stage, ranks) == rank)
 
 
@@ -172,12 +173,12 @@ class Schedule:
     """All ranks' programs.
 
     Attributes:
-        name: how it was made, such as "1f1b".
+        name: of its generator, such as "1f1b".
         ranks: number of ranks, at least 1.
         stages: number of stages, a multiple of `ranks`.
         microbatches: number of microbatches, at least 1.
-        programs: one per rank. Whether they are right is told by `check`.
-        home: which rank has which stage.
+        programs: one per rank. `check` refuses wrong ones.
+        home: the rank of each stage.
     """
 
     name: str
@@ -199,7 +200,7 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
-        """What kinds of instructions there are."""
+        """The kinds of its instructions."""
         return frozenset(
             instruction.kind
             for rank in range(self.ranks)
@@ -208,57 +209,55 @@ class Schedule:
 
     @property
     def trains(self) -> bool:
-        """Whether anything goes backward."""
+        """Whether there are backward passes."""
         return not self.kinds.isdisjoint(BACKWARD)
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that a stage lives on."""
+        """Return the rank of a stage."""
         return self.home(stage, self.ranks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that live on a rank."""
+        """Return the stages of a rank."""
         return stages_of(rank, self.ranks, self.stages, self.home)
 
     def channel_of(self, transfer: Instruction) -> Channel:
-        """Return the channel that keeps a transfer's message in order with others."""
+        """Return the channel of a transfer's message."""
         send = send_of(transfer)
         return self.rank_of(send.stage), self.rank_of(other_end(send).stage), send.kind
 
     def is_cut(self, stage: int) -> bool:
-        """True if stages `stage` and `stage + 1` exist on different ranks, and exchange
-        messages.
-        """
+        """Whether stages `stage` and `stage + 1` exist, on different ranks."""
         return 0 <= stage < self.stages - 1 and self.rank_of(stage) != self.rank_of(stage + 1)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
-        """Yield a rank's instructions in order, with joint transfers one after another."""
+        """Yield a rank's instructions in order, with fused transfers one after another."""
         for item in self.programs[rank]:
             yield from parts(item)
 
     def changed(self, change: Callable[[tuple[Instruction, ...]], Iterable[Item]]) -> "Schedule":
-        """Return the schedule in which each rank does what `change` makes of its instructions."""
+        """Return the schedule with each rank's instructions replaced by `change(instructions)`."""
         programs = (change(tuple(self.instructions(rank))) for rank in range(self.ranks))
         return replace(self, programs=tuple(map(tuple, programs)))
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:
     """Return a rank's peak number of saved activations, one per stage and microbatch."""
-    return most_kept(schedule, rank, dict.fromkeys(schedule.stages_of(rank), 1))
+    return peak_saved(schedule, rank, dict.fromkeys(schedule.stages_of(rank), 1))
 
 
-def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, N]) -> N:
-    """Return a rank's peak of saved activations, weighted by what each stage saves.
+def peak_saved(schedule: Schedule, rank: int, saved: Mapping[int, N]) -> N:
+    """Return a rank's peak of saved activations, weighted by each stage's size.
 
-    Where backwards are halved, an activation is kept until W. Without backwards none is kept after
-    its forward.
+    With halved backwards, an activation is saved until W. Without backwards none is saved after its
+    forward.
     """
     trains = schedule.trains
     now: N = 0
     most: N = 0
     for instruction in schedule.instructions(rank):
         if instruction.kind is Kind.F:
-            now += kept[instruction.stage]
+            now += saved[instruction.stage]
             most = max(most, now)
         if instruction.kind in (Kind.B, Kind.W) or (instruction.kind is Kind.F and not trains):
-            now -= kept[instruction.stage]
+            now -= saved[instruction.stage]
     return most

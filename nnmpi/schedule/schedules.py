@@ -1,8 +1,8 @@
-"""The schedules: functions from a rank to what it computes, in order; `lower` adds the rest.
+"""The schedules: functions from a rank to its computation, in order; `lower` adds the rest.
 
-S is the number of stages, M that of microbatches; the costs are for stages and microbatches of even
-cost. The pictures are those of `python -m nnmpi.schedule`. To add one: a generator here, its name
-in `SCHEDULES`.
+S is the number of stages, M the number of microbatches; costs hold for stages and microbatches of
+equal cost. `python -m nnmpi.schedule` draws the pictures. To add a schedule: a generator here, its
+name in `SCHEDULES`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
         rank 1  .  F0 .  .  .  B0--- .  .  .  F1 .  .  .  B1---|.  .
         rank 2  .  .  F0 B0--- .  .  .  .  .  .  F1 B1---|.  .  .  .
 
-    Bubble (S-1)/S, however many microbatches; one activation is kept per stage.
+    Bubble (S-1)/S, for any number of microbatches; one activation is saved per stage.
     """
     return tuple(kind.at(rank, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
 
@@ -51,7 +51,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
         rank 2  .  .  F0 F1 F2 F3 F4 F5 .  .  .  B5--- B4--- B3--- B2--- B1--- B0---|.  .  .  .
         rank 3  .  .  .  F0 F1 F2 F3 F4 F5 B5--- B4--- B3--- B2--- B1--- B0---|.  .  .  .  .  .
 
-    The bubble is (S-1)/(M+S-1); every stage keeps M activations. Source: Huang et al., GPipe:
+    The bubble is (S-1)/(M+S-1); every stage saves M activations. Source: Huang et al., GPipe:
     Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
     """
     forwards = tuple(Kind.F.at(rank, m) for m in range(microbatches))
@@ -61,7 +61,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 def inference(
     rank: int, ranks: int, microbatches: int, virtual: int = 1, home: Home = around
 ) -> tuple[Instruction, ...]:
-    """Inference: forwards only, one microbatch behind the other.
+    """Inference: forwards only, one microbatch after the other.
 
         python -m nnmpi.schedule --pipeline inference --stages 4 --microbatches 6
 
@@ -71,7 +71,7 @@ def inference(
         rank 2  .  .  F0 F1 F2 F3 F4 F5 .
         rank 3  .  .  .  F0 F1 F2 F3 F4 F5
 
-    Bubble (S-1)/(M+S-1); one activation is kept per stage. With several stages on a rank
+    Bubble (S-1)/(M+S-1); one activation is saved per stage. With several stages on a rank,
     microbatches go in rounds of as many as there are ranks, or a few more, and a rank does a round
     stage after stage.
     """
@@ -91,7 +91,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
         rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5---|.  .  .  .
         rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---|.  .  .  .  .  .
 
-    The bubble is GPipe's, (S-1)/(M+S-1), but stage s keeps only min(S-s, M) activations. Source:
+    The bubble is GPipe's, (S-1)/(M+S-1), but stage s saves only min(S-s, M) activations. Source:
     Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019; with a
     flush at the end of each step: the same, Memory-Efficient Pipeline-Parallel DNN Training, 2021.
     """
@@ -120,8 +120,8 @@ def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ..
         rank 3  .  .  .  F0 B0---|F1 B1---|F2 B2---|F3 B3---|F4 B4---|F5 B5---|.  .  .  .  .  .
 
     A | is an update. Between the forward and the backward of a microbatch stage s updates its
-    weights S-1-s times (fewer at the beginning): that is its staleness. The backward uses the
-    weights of the forward, so a stage keeps up to S-s versions of them (weight stashing). With many
+    weights S-1-s times (fewer at the beginning): its staleness. The backward uses the weights of
+    the forward, so a stage keeps up to S-s versions of them (weight stashing). With many
     microbatches the only bubbles are at the beginning and the end. Source: Narayanan et al.,
     PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019.
     """
@@ -136,17 +136,16 @@ def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ..
 def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple[Instruction, ...]:
     """Interleaved 1F1B: several thin stages per rank, so filling and draining take less.
 
-    With R ranks and V virtual stages on each, microbatches go in rounds of R (or a few more: what
-    does not divide is dealt to the rounds, so M >= R may be any number). In a round a rank does its
-    first stage for all microbatches, then its second, and so on; backwards in the opposite order of
+    With R ranks and V virtual stages on each, microbatches go in rounds of R, or a few more: the
+    remainder is distributed over the rounds, so any M >= R works. In a round a rank does its first
+    stage for all microbatches, then its second, and so on; backwards in the opposite order of
     stages.
 
-        python -m nnmpi.schedule --pipeline interleaved --stages 3 --microbatches 3 --virtual-stages 2
+        python -m nnmpi.schedule --pipeline interleaved --stages 2 --microbatches 3
 
-        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22  23
-        rank 0  0F0 0F1 0F2 3F0 3F1 3F2 .   .   .   .   3B0---- .   3B1---- .   3B2----+0B0---- 0B1---- 0B2----|
-        rank 1  .   1F0 1F1 1F2 4F0 4F1 4F2 .   4B0---- .   4B1---- .   4B2----+1B0---- 1B1---- 1B2----|.   .
-        rank 2  .   .   2F0 2F1 2F2 5F0 5B0---- 5F1 5B1---- 5F2 5B2----+2B0---- 2B1---- 2B2----|.   .   .   .
+        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20
+        rank 0  0F0 0F1 0F2 2F0 2F1 2F2 .   2B0---- .   2B1---- .   2B2----+0B0---- 0B1---- 0B2----|
+        rank 1  .   1F0 1F1 1F2 3F0 3B0---- 3F1 3B1---- 3F2 3B2----+1B0---- 1B1---- 1B2----|.   .
 
     With M >= R microbatches the bubble is (R-1)/(V M + R-1), V times less than 1F1B's, for V times
     the messages and for more activations: rank r warms up with 2 (R-1-r) + (V-1) k forwards, k
@@ -167,9 +166,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple
 def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     """Zero bubble (ZB-H1): the deferrable half of split backward passes fills the bubble.
 
-    I gives the gradient of the input, which the stage before waits for; W gives the gradients of
-    the weights, which can wait. Stage s runs as in 1F1B, and stays s microbatches behind with W: it
-    works them off while others drain.
+    I gives the gradient of the input, for which the previous stage waits; W gives the gradients of
+    the weights, for which no stage waits. Stage s runs as in 1F1B, and is s microbatches behind
+    with W: it catches up while other stages drain.
 
         python -m nnmpi.schedule --pipeline zero-bubble --stages 4 --microbatches 6
 
@@ -180,7 +179,7 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
         rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5|
 
     With F, I and W equally long and M >= S the bubble is (S-1)/(3M+S-1): a third of 1F1B's. Every
-    stage keeps min(S, M) activations (until their W), as many as the first stage of 1F1B does.
+    stage saves min(S, M) activations (until their W), as many as the first stage of 1F1B does.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024.
     """
     return tuple(quickest(ranks, microbatches, ranks, 1)[rank])
@@ -189,18 +188,18 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
 def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     """ZB-V: stages in V order; busy throughout with 1F1B's activations.
 
-        python -m nnmpi.schedule --pipeline zb-v --stages 3 --microbatches 4
+        python -m nnmpi.schedule --pipeline zb-v --stages 3 --microbatches 3
 
-        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22  23  24  25
-        rank 0  0F0 0F1 0F2 .   .   5F0 5I0 0F3 5F1 5I1 5W0 5F2 5I2 0I0 5W1 5F3 5I3 0I1 5W2 0I2 0W0 0I3 5W3+0W1 0W2 0W3|
-        rank 1  .   1F0 1F1 .   4F0 1F2 4F1 4I0 1F3 4W0 4F2 4I1 1I0 4W1 4F3 4I2 1I1 4I3 1I2 1W0 1I3 4W2 1W1 4W3+1W2 1W3|
-        rank 2  .   .   2F0 3F0 2F1 3F1 2F2 3F2 3I0 2I0 3W0 2F3 2W0 3F3 3I1 2I1 3I2 2I2 3I3 2I3 3W1 2W1 3W2 2W2 3W3+2W3|
+        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19
+        rank 0  0F0 0F1 0F2 .   .   5F0 5I0 5F1 5I1 5F2 5I2 0I0 5W0 0I1 5W1 0I2 5W2+0W0 0W1 0W2|
+        rank 1  .   1F0 1F1 .   4F0 1F2 4F1 4I0 4F2 4I1 1I0 4I2 1I1 4W0 1I2 4W1 1W0 4W2+1W1 1W2|
+        rank 2  .   .   2F0 3F0 2F1 3F1 2F2 3F2 3I0 2I0 3I1 2I1 3I2 2I2 3W0 2W0 3W1 2W1 3W2+2W2|
 
-    With M >= R microbatches on R ranks, and F, I and W equally long, a rank waits for R - 1
-    forwards of a stage in all: as long as it takes until the last rank has something to do, a sixth
-    of 1F1B's bubble. 2 R activations of half a rank's layers are kept (until their W), as the first
-    rank of 1F1B keeps R of all of them. Source: Qi et al., Pipeline Parallelism with Controllable
-    Memory, 2024; for all three see `there_and_back`.
+    With M >= R microbatches on R ranks, and F, I and W equally long, each rank idles for R - 1
+    forwards of a stage in all, which the first microbatch takes to reach the last rank: a sixth of
+    1F1B's bubble. A rank saves 2 R activations of half its layers (until their W); the first rank
+    of 1F1B saves R activations of all its layers. Source: Qi et al., Pipeline Parallelism with
+    Controllable Memory, 2024; for all three see `there_and_back`.
     """
     return tuple(quickest(ranks, microbatches, 2 * ranks)[rank])
 
@@ -215,7 +214,7 @@ def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
         rank 1  .   1F0 1F1 .   4F0 .   .   4I0 1F2 4F1 1I0 4W0 4I1 4F2 1W0 1I1 4I2 4W1 1W1 1I2 4W2+1W2|
         rank 2  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 2F2 3W0 3F2 3I1 2I1 2W0 3W1 3I2 2I2 2W1 3W2+2W2|
 
-    R + 2 activations of half a rank's layers are kept.
+    A rank saves R + 2 activations of half its layers.
     """
     return tuple(quickest(ranks, microbatches, min(ranks + 2, 2 * ranks))[rank])
 
@@ -230,14 +229,14 @@ def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
         rank 1  .   1F0 1F1 .   4F0 .   .   4I0 1F2 4W0 4F1 1I0 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2+1I2 1W2|.
         rank 2  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2+2W2|.
 
-    2 (R + 4) / 3 activations of half a rank's layers are kept, (R + 4) / 3 being rounded down.
+    A rank saves 2 (R + 4) / 3 activations of half its layers, with (R + 4) / 3 rounded down.
     """
     return tuple(quickest(ranks, microbatches, 2 * ((ranks + 4) // 3))[rank])
 
 
-# that can have several stages on a rank, and take their number
+# schedules for any number of stages on a rank, which take this number
 INTERLEAVED, INFERENCE = "interleaved", "inference"
-TURNING = ("zb-v", "v-half", "v-min")  # that have two, there and back
+TURNING = ("zb-v", "v-half", "v-min")  # schedules for two stages on a rank, there and back
 
 SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyType(
     {
@@ -253,50 +252,53 @@ SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyTy
         "pipedream": pipedream,
     }
 )
-"""By name: (rank, ranks, microbatches) -> what the rank computes."""
+"""By name: (rank, ranks, microbatches) -> the rank's computation."""
 
 
 Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
-"""A schedule: a name, or a function (rank, ranks, microbatches) -> what the rank computes, that a
-user wrote.
-"""
+"""A name, or a user's function (rank, ranks, microbatches) -> the rank's computation."""
 
 
 def usual_stages(name: Generator) -> int:
-    """Return how many stages a rank has in this schedule where nothing is said."""
+    """Return the default number of stages on a rank in this schedule."""
     return 2 if name in (INTERLEAVED, *TURNING) else 1
 
 
 def home_of(name: Generator) -> Home:
-    """Return which rank has which stage in this schedule."""
+    """Return this schedule's map from stages to ranks."""
     return there_and_back if name in TURNING else around
 
 
 def make(
     name: Generator, ranks: int, microbatches: int, virtual: int = 1, home: Home | None = None
 ) -> Schedule:
-    """Return the schedule of this name, computation only; `lower` adds the rest.
+    """Return a schedule, computation only; `lower` adds the rest.
 
     Args:
         name: one of `SCHEDULES`, or a function of your own, for one stage on each rank.
         ranks: number of ranks.
         microbatches: number of microbatches in a step.
-        virtual: stages per rank; "interleaved" and "inference" can have any number, `TURNING` have
-            2, the others 1.
-        home: which rank has which stage in "inference"; the others have their own.
+        virtual: stages per rank; any number for "interleaved" and "inference", 2 for `TURNING`, 1
+            for all others.
+        home: the rank of each stage in "inference"; the other schedules define their own.
 
     Raises:
-        UsageError: for another name, or numbers that the schedule cannot have.
+        UsageError: for an unknown name, or numbers that the schedule does not support.
+
+    Example:
+        >>> schedule = make("1f1b", ranks=2, microbatches=2)
+        >>> [" ".join(map(str, program)) for program in schedule.programs]
+        ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
     """
     if isinstance(name, str) and name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; the names are {', '.join(SCHEDULES)}")
-    for what, number in (
+    for noun, number in (
         ("ranks", ranks),
         ("microbatches", microbatches),
         ("virtual stages per rank", virtual),
     ):
         if number < 1:
-            raise UsageError(f"a schedule cannot have {number} {what}; give at least 1")
+            raise UsageError(f"a schedule cannot have {number} {noun}; give at least 1")
     home = home or home_of(name)
     more = (
         {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ())
@@ -313,11 +315,11 @@ def make(
     programs = tuple(
         ask(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
     )
-    known = (range(ranks * virtual), {None, *range(microbatches)})
+    valid = (range(ranks * virtual), {None, *range(microbatches)})
     for item in chain.from_iterable(programs if callable(name) else ()):
-        numbers = zip((item.stage, item.microbatch), known, strict=True)
+        numbers = zip((item.stage, item.microbatch), valid, strict=True)
         if type(item.kind) is not Kind or any(
-            type(x) is float or x not in there for x, there in numbers
+            type(x) is float or x not in values for x, values in numbers
         ):
             raise ScheduleError(
                 f"{name_of(name)}: {item} has no place in {ranks} stages and {microbatches}"

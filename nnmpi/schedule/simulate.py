@@ -1,17 +1,18 @@
 """Runs all ranks' programs against a clock, without MPI: times, stalls, deadlocks.
 
-    rank 0   |-- F0 --|s|-- F1 --|s|....        s: a send; eager ones let the sender go on at once, and the message
-    rank 1   .........\\--->|-- F0 --|          arrives after its transfer time; rendezvous ones hold the sender
-                                                until the receiver has come and the message is over
+    rank 0   |-- F0 --|s|-- F1 --|s|....        s: a send
+    rank 1   .........\\--->|-- F0 --|
+
+The sender of an eager send continues at once, and the message arrives after its transfer time. A
+rendezvous send holds its sender until the receive is posted and the message has arrived.
 
 Every rank has one clock, and does its program in order. Messages of one channel follow one another.
-Ranks do not disturb one another. This is the one interpretation of schedules: `check` looks for who
-waits for ever, `lower` where a send must be met, `simulate_schedule` at the times, by costs that
-are modelled or measured.
+Ranks do not compete for resources. This is the only interpretation of schedules: `check` uses it to
+find deadlocks, `lower` to find where receives must be posted early, `simulate_schedule` to get
+times, from modelled or measured costs.
 
-(Collectives have an engine of their own, `comm.prove`: there a step is over when both of its
-messages are, so that no message is under way while its rank does something else, and thousands of
-ranks have to be quick.)
+(Collectives have an engine of their own, `comm.prove`: a step ends there with both of its messages,
+so no message is in flight while its rank does something else, and thousands of ranks must be fast.)
 """
 
 from collections import defaultdict, deque
@@ -39,22 +40,22 @@ from nnmpi.schedule.schedule import (
 _BUSY = COMPUTE | {Kind.STEP}
 
 Costs: TypeAlias = Mapping[Kind, Sequence[float]]
-"""Kind -> seconds for each stage; what is not named takes no time. A message takes what its send
-does: latency + bytes x seconds per byte, say.
+"""Kind -> seconds for each stage; other kinds take no time. A message's time is its send's, such as
+latency + bytes x seconds per byte.
 """
 
 
 def even_costs(
     stages: int, forward_s: float = 1.0, backward_s: float | None = None, message_s: float = 0.0
 ) -> Costs:
-    """Return the costs of stages that are all alike.
+    """Return the costs of equal stages.
 
     Args:
-        stages: how many.
+        stages: the number of stages.
         forward_s: of a microbatch.
         backward_s: of a whole backward, whose halves are equal; twice the forward by default, as in
-            the figures of the papers, since it multiplies two matrices (for inputs, for weights)
-            where a forward multiplies one.
+            the papers' figures, since a backward multiplies two matrices (for inputs, for weights)
+            and a forward one.
         message_s: of an activation or a gradient.
     """
     whole_s = 2 * forward_s if backward_s is None else backward_s
@@ -64,12 +65,11 @@ def even_costs(
 
 
 def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) -> Costs:
-    """Return the median of what each stage was measured to take for each kind of instruction.
+    """Return the median of the measured seconds by kind and stage.
 
     Args:
-        stages: how many.
-        samples: (instruction, seconds), in any order. For messages: the send, and how long it was
-            under way.
+        stages: the number of stages.
+        samples: (instruction, seconds), in any order; for a message, its send and its travel time.
     """
     result: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for item, seconds in samples:
@@ -85,7 +85,7 @@ def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) ->
 
 @dataclass(frozen=True, slots=True)
 class TimedInstruction:
-    """When a rank did something; receives last from posting, sends until arrival."""
+    """A rank's instruction in time; receives last from posting, sends until arrival."""
 
     rank: int
     instruction: Instruction
@@ -95,9 +95,7 @@ class TimedInstruction:
 
 @dataclass(slots=True)
 class _Post:
-    """A transfer that a rank has posted, and when its message is under way, as soon as that is
-    known.
-    """
+    """A posted transfer; `over_s` is None until its message's times are decided."""
 
     transfer: Instruction
     is_send: bool
@@ -108,26 +106,26 @@ class _Post:
 
 @dataclass(slots=True)
 class RankProgress:
-    """One rank: its program, how far it is, and its clock."""
+    """One rank: its program, its position in it, and its clock."""
 
     rank: int
     program: Program
     at: int = 0
     clock_s: float = 0.0
-    posts: list[_Post] = field(default_factory=list)  # the transfers of the item at which it is
+    posts: list[_Post] = field(default_factory=list)  # the current item's transfers
 
     @property
     def item(self) -> Item | None:
-        """What it does next, or is stuck in; None when it has finished."""
+        """The next item, or the one that it is stuck in; None at the end."""
         return self.program[self.at] if self.at < len(self.program) else None
 
 
 class ScheduleRun:
-    """One run of a schedule, from the beginning as far as it comes.
+    """One run of a schedule, to its end or to a deadlock.
 
     Attributes:
-        ranks: one per rank, where they stand at the end.
-        spans: what happened, in no order.
+        ranks: the ranks' progress at the end.
+        spans: the instructions with their times, unordered.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, rendezvous: bool = False) -> None:
@@ -135,15 +133,15 @@ class ScheduleRun:
 
         Args:
             schedule: with messages; `lower` adds them.
-            costs: how long instructions take.
-            rendezvous: whether a send waits for its receiver.
+            costs: the seconds of instructions.
+            rendezvous: whether a send waits for its receive.
         """
         self.ranks = [RankProgress(rank, program) for rank, program in enumerate(schedule.programs)]
         self.spans: list[TimedInstruction] = []
         self._costs, self._rendezvous, self._channel_of = costs, rendezvous, schedule.channel_of
-        # the two ends of channels
+        # posts by channel and end
         self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)
-        # when a channel's last message is over
+        # the end of a channel's last message
         self._free_s: defaultdict[Channel, float] = defaultdict(float)
         self._todo = deque(self.ranks)
         while self._todo:
@@ -153,20 +151,20 @@ class ScheduleRun:
 
     @property
     def stuck(self) -> list[RankProgress]:
-        """The ranks that wait for ever."""
+        """The ranks in a deadlock."""
         return [progress for progress in self.ranks if progress.item is not None]
 
     def waiting(self, progress: RankProgress) -> list[Instruction]:
         """Return the transfers that a stuck rank waits for."""
         return [post.transfer for post in progress.posts if self._end(post) is None]
 
-    def _seconds(self, one: Instruction) -> float:
-        times = self._costs.get(one.kind, ())
-        # `check` refuses stages that there are not, later
-        return times[one.stage] if one.stage < len(times) else 0.0
+    def _seconds(self, instruction: Instruction) -> float:
+        times = self._costs.get(instruction.kind, ())
+        # a stage out of range takes no time here: `check` refuses it later
+        return times[instruction.stage] if instruction.stage < len(times) else 0.0
 
     def _advance(self, progress: RankProgress) -> bool:
-        """Do the next item of a rank's program, and return whether it could be done."""
+        """Do a rank's next item, if possible; return whether it was."""
         item, begin_s = progress.item, progress.clock_s
         if item is None:
             return False
@@ -186,12 +184,12 @@ class ScheduleRun:
         return True
 
     def _post(self, progress: RankProgress, transfer: Instruction) -> _Post:
-        """Come to a transfer, and wake the rank at its other end if it is there."""
+        """Post a transfer, and let the other rank continue if this completes its message."""
         channel, is_send = self._channel_of(transfer), transfer.kind in SENDS
         post = _Post(transfer, is_send, progress.clock_s)
-        mine, theirs = self._posts[channel, is_send], self._posts[channel, not is_send]
-        mine.append(post)
-        other = theirs[len(mine) - 1] if len(mine) <= len(theirs) else None
+        posts, partners = self._posts[channel, is_send], self._posts[channel, not is_send]
+        posts.append(post)
+        other = partners[len(posts) - 1] if len(posts) <= len(partners) else None
         sent, received = (post, other) if is_send else (other, post)
         if (
             sent is not None
@@ -211,23 +209,21 @@ class ScheduleRun:
         return post
 
     def _end(self, post: _Post) -> float | None:
-        """Return when a rank can continue after a transfer; None when the other end has not
-        come.
-        """
+        """Return the time when a rank continues after a transfer; None until the other posts."""
         if post.is_send and not self._rendezvous:
             return post.posted_s
         return None if post.over_s is None else max(post.posted_s, post.over_s)
 
 
 def _span(rank: int, post: _Post) -> TimedInstruction:
-    """Return when a transfer that is over happened, as its rank sees it."""
+    """Return a completed transfer's times on its rank."""
     over_s = post.posted_s if post.over_s is None else post.over_s
     if post.is_send:
         return TimedInstruction(rank, post.transfer, post.begin_s, over_s)
     return TimedInstruction(rank, post.transfer, post.posted_s, max(post.posted_s, over_s))
 
 
-# ---- what it comes to ----
+# ---- results ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +231,12 @@ class Simulation:
     """A schedule's run.
 
     Attributes:
-        spans: what every rank did when, rank after rank, each in the order of its program.
-        makespan_s: when the last of it was over.
-        busy_s: per rank, how long it computed (updates included).
-        peak_activations: per rank, how many it kept at most (of one stage and microbatch each).
-        messages: how many there were.
+        spans: all instructions with their times, rank after rank, each in program order.
+        makespan_s: the end of the last one.
+        busy_s: per rank, its seconds of computing (updates included).
+        peak_activations: per rank, its peak number of saved activations, of one stage and
+            microbatch each.
+        messages: the number of messages.
     """
 
     spans: tuple[TimedInstruction, ...]
@@ -250,17 +247,17 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they do not compute, 0 to 1."""
+        """The fraction of all ranks' time without computation, 0 to 1."""
         whole_s = self.makespan_s * len(self.busy_s)
         return 1 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
 
 def simulate_schedule(schedule: Schedule, costs: Costs) -> Simulation:
-    """Return what happens when a lowered schedule is run.
+    """Return the times of a lowered schedule's run.
 
     Raises:
         UsageError: for costs of another number of stages.
-        ScheduleError: when the ranks wait for one another for ever; `check` says where.
+        ScheduleError: on a deadlock; `check` names its place.
     """
     counts = {len(times) for times in costs.values()} - {schedule.stages}
     if counts:

@@ -1,10 +1,10 @@
 """The rules of synchronous and asynchronous training; no MPI and no arrays.
 
-    sync.Sync        which of the modes, with its settings; a setting that the mode does not use is
-                     refused here
-    consistency      at the server: who waits, who may go on, which part of which batch is next;
-                     stale gradients counted
-    slow             ranks that are made slower on purpose
+    sync.Sync        the mode, with its settings; a setting that the mode does not use is refused
+                     here
+    consistency      the server's decisions: the workers that wait or continue, the next task;
+                     staleness of gradients
+    slow             ranks that are slowed down on purpose
 
 Nothing is imported here: import the module that defines the name.
 """

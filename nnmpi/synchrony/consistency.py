@@ -1,17 +1,17 @@
 """The server's consistency controller: which worker waits, and which task is next.
 
-    worker            controller                         worker            controller, bound 0
-      | arrive ------->| may start, a task is left         A | arrive ------>| A leads by 1: it waits
-      |<------- task   |                                   B | arrive ------>| nobody leads any more
-      | computes       |                                   A |<----- task    |
-      | arrive ------->| no task is left: it waits         B |<----- task    |
+    worker            controller                        worker            controller, bound 0
+      | arrive ------->| a task is left: continue      A | arrive ------>| A leads by 1: it waits
+      |<------- task   |                               B | arrive ------>| no worker leads any more
+      | computes       |                               A |<----- task    |
+      | arrive ------->| no task is left: it waits     B |<----- task    |
       |<------- None   | when all gradients have arrived
 
-Task                     one part of one batch: what a worker computes in one step
+Task                     one part of one batch: a worker's computation in one step
 WorkQueue                assigns the tasks of a segment in order
-WorkerClocks             how many steps each worker has done, and who is too far ahead
+WorkerClocks             the steps that each worker has done, and its lead over the slowest
 ConsistencyController    both together, and the end of a segment
-Staleness                counts how stale gradients were: updates of the weights between their
+Staleness                counts the staleness of gradients: updates of the weights between their
                          reading and their use
 """
 
@@ -27,11 +27,11 @@ from nnmpi.errors import CommError
 
 @dataclass(frozen=True, order=True, slots=True)
 class Task:
-    """What a worker computes in one step: the gradient of one part of one batch.
+    """A worker's computation in one step: the gradient of one part of one batch.
 
     Attributes:
         batch: the number of the global batch in its epoch.
-        part: which of the batch's parts, of which there is one per worker; it may have no rows.
+        part: the number of the batch's part, from 0 to workers - 1; it may have no rows.
     """
 
     batch: int
@@ -39,15 +39,16 @@ class Task:
 
 
 class WorkQueue:
-    """Assigns each part of the batches first..stop-1 once, in order, to whoever is free.
+    """Assigns each part of the batches first..stop-1 once, in order, to any idle worker.
 
         3 parts     (0,0) (0,1) (0,2)   (1,0) (1,1) (1,2)   (2,0) ...
-                                               ^ next         close():     (1,2) is the last task, stop becomes 2
-                                                              close(True): no task is left, stop becomes 1
+                                               ^ next
+        close()         (1,2) is the last task, stop becomes 2
+        close(True)     no task is left, stop becomes 1
 
     Attributes:
         first, stop: the batches; `stop` is lower after `close`.
-        assigned: how many tasks were assigned.
+        assigned: the number of assigned tasks.
     """
 
     def __init__(self, first: int, stop: int, parts: int) -> None:
@@ -74,7 +75,7 @@ class WorkQueue:
 
 
 class WorkerClocks:
-    """Each worker's step count. A step may begin at most `bound` ahead of the slowest.
+    """Each worker's step count. A step may begin with a lead over the slowest of at most `bound`.
 
     This is the stale synchronous parallel rule of Ho et al., "More effective distributed ML via a
     stale synchronous parallel parameter server" (2013).
@@ -83,14 +84,14 @@ class WorkerClocks:
         lead     2   0   1    bound 1: workers 1 and 2 may begin a step, worker 0 waits for worker 1
 
     Attributes:
-        steps: the steps that each worker has done, or counts as having done (see `limit_lag`).
+        steps: by worker: its steps, including those credited by `limit_lag`.
     """
 
     def __init__(self, workers: int) -> None:
         self.steps = [0] * workers
 
     def lead(self, worker: int) -> int:
-        """Return how many steps a worker is ahead of the slowest."""
+        """Return a worker's lead over the slowest, in steps."""
         return self.steps[worker] - min(self.steps)
 
     def may_start(self, worker: int, bound: int | None) -> bool:
@@ -98,11 +99,11 @@ class WorkerClocks:
         return bound is None or self.lead(worker) <= bound
 
     def limit_lag(self, bound: int | None) -> None:
-        """Move slow workers' step counts up to the bound; done where all ranks meet.
+        """Raise slow workers' step counts up to the bound, when all ranks meet.
 
-        Otherwise all would wait until the slow ones had caught up. Under a bound above 0 a worker
-        that waits has a lead of at most bound + 1, so the counts end at max - (bound + 1); under
-        bound 0 all workers have done the same number of steps when they meet, so they end at max.
+        Otherwise all would wait until the slow ones had caught up. Under a bound above 0 a waiting
+        worker has a lead of at most bound + 1, so the counts end at max - (bound + 1). Under bound
+        0 all workers have done the same number of steps when they meet, so they end at max.
         """
         if bound is not None:
             least = max(self.steps) - (bound + 1 if bound else 0)
@@ -120,8 +121,8 @@ class ConsistencyController:
         clocks: the workers' steps since the start of the run; see `WorkerClocks.limit_lag`.
         queue: assigns the segment's tasks.
         bound: the largest lead in this segment; None for any.
-        arrived: the gradients that came in this segment.
-        longest_lead: the largest lead with which a worker has begun a step in this segment.
+        arrived: the number of gradients that arrived in this segment.
+        longest_lead: the largest lead with which a worker began a step in this segment.
     """
 
     def __init__(self, workers: int) -> None:
@@ -132,12 +133,12 @@ class ConsistencyController:
 
     @property
     def batches_done(self) -> int:
-        """The batches of this segment: all, unless it was closed early."""
+        """The batches of this segment; fewer than `open`'s if it was closed early."""
         return self.queue.stop - self.queue.first
 
     @property
     def over(self) -> bool:
-        """Whether every worker knows that the segment is over."""
+        """Whether the segment has ended for every worker."""
         return self._finished and not any(self._waiting)
 
     def open(self, first: int, stop: int, bound: int | None) -> None:
@@ -149,10 +150,10 @@ class ConsistencyController:
         self.clocks.limit_lag(bound)
 
     def arrive(self, worker: int) -> None:
-        """Note that a worker's gradient is here, and that the worker waits.
+        """Note that a worker's gradient has arrived, and that the worker waits.
 
         Raises:
-            CommError: for a worker that has no task.
+            CommError: for a worker without a task.
         """
         if self._waiting[worker]:
             raise CommError(
@@ -181,7 +182,7 @@ class ConsistencyController:
         return released
 
     def close(self, at_once: bool = False) -> None:
-        """End the segment early: after the batch that was begun, or at once."""
+        """End the segment early: after the current batch, or at once."""
         self.queue.close(at_once)
 
     @property
@@ -190,13 +191,13 @@ class ConsistencyController:
 
 
 class Staleness:
-    """Counts how many times each worker's gradients were how stale.
+    """Counts each worker's gradients by their staleness.
 
     Args:
-        workers: how many there are.
+        workers: the number of workers.
 
     Attributes:
-        histograms: by worker: staleness -> how many gradients.
+        histograms: by worker: staleness -> number of gradients.
     """
 
     def __init__(self, workers: int) -> None:
@@ -229,11 +230,11 @@ class Staleness:
 
     @classmethod
     def sum(cls, parts: Sequence[Staleness]) -> Staleness:
-        """Return the counts of several together, worker by worker; some may have fewer workers."""
+        """Return the sum of several counts, worker by worker; some may have fewer workers."""
         total = cls(max((len(part.histograms) for part in parts), default=0))
         for part in parts:
-            for mine, theirs in zip(total.histograms, part.histograms, strict=False):
-                mine.update(theirs)
+            for target, counts in zip(total.histograms, part.histograms, strict=False):
+                target.update(counts)
         return total
 
     def to_json(self) -> dict[str, Any]:
@@ -252,9 +253,9 @@ class Staleness:
         return {"mean": self.mean(), "max": self.largest(), "histogram": pairs, "workers": workers}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Staleness:
-        """Return what `to_json` described."""
-        result = cls(len(found["workers"]))
-        for counts, worker in zip(result.histograms, found["workers"], strict=True):
+    def from_json(cls, values: Mapping[str, Any]) -> Staleness:
+        """Return the counts from the result of `to_json`."""
+        result = cls(len(values["workers"]))
+        for counts, worker in zip(result.histograms, values["workers"], strict=True):
             counts.update({int(staleness): int(count) for staleness, count in worker["histogram"]})
         return result

@@ -1,8 +1,8 @@
-"""Ranks that are made slower on purpose, so that experiments with stragglers repeat on any machine.
+"""Ranks that are slowed down on purpose, so that experiments with stragglers are repeatable.
 
-computed     |======|                              the time that the step took here
-ms=20        |======|....|                         it lasts at least so long, as on a slower machine
-factor=3     |======|....|.........|.........|     a straggler takes three times that
+computed     |======|                              the time that the step took
+ms=20        |======|....|                         extended to a minimum, as on a slower machine
+factor=3     |======|....|.........|.........|     a straggler: three times that
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nnmpi.backend.random import stream
 from nnmpi.errors import UsageError
 from nnmpi.units import parse_settings
 
-LEAST_S = 1e-9  # of a wait: less is what sums of parts are rounded by
+LEAST_S = 1e-9  # of a wait: less is the rounding of sums
 FORMS = (
     '"ms=20", "rank=2,factor=3" or "probability=0.25,factor=3"; several separated by ";", with'
     " factors from 1 on"
@@ -42,7 +42,7 @@ class Slow:
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> Slow:
-        """Return the meaning of a text such as "ms=20;rank=2,factor=3"; nobody is slow for "".
+        """Return the meaning of a text such as "ms=20;rank=2,factor=3"; no rank is slow for "".
 
         Raises:
             UsageError: for any other text, and numbers out of range.
@@ -70,9 +70,9 @@ class Slow:
         return bool(self.minimum_s or self.factors or self.chances)
 
     def seconds(self, computed_s: float, rank: int, step: int, share: float = 1.0) -> float:
-        """Return how long a rank's step, or a share of it, is to last whose computing took so long.
+        """Return the seconds for a rank's step, or a share of it, that took `computed_s`.
 
-        `step` counts the rank's own.
+        `step` is the rank's own count.
         """
         seconds = max(computed_s, self.minimum_s * share) * self.factors.get(rank, 1.0)
         for number, (probability, factor) in enumerate(self.chances):
@@ -85,7 +85,7 @@ class Slow:
         computed_s: float,
         rank: int,
         step: int,
-        rest: Callable[[float], object] | None = None,
+        sleep_until: Callable[[float], object] | None = None,
         share: float = 1.0,
         waited_s: float = 0.0,
     ) -> float:
@@ -93,26 +93,26 @@ class Slow:
 
         Args:
             computed_s, rank, step, share: see `seconds`.
-            rest: returns at a given time of `nnmpi.clock`, for a rank that has other work than to
-                sleep.
-            waited_s: of the same, the seconds that calls before took.
+            sleep_until: replaces the sleep: returns at a given time of `nnmpi.clock`, for a rank with
+                other work.
+            waited_s: the seconds that earlier calls for this step slept.
         """
         left_s = self.seconds(computed_s, rank, step, share) - computed_s - waited_s
         if left_s <= LEAST_S:
             return 0.0
         begin = clock.now()
         with timeline.span("slowed down", "slowdown"):
-            if rest is None:
+            if sleep_until is None:
                 clock.sleep(left_s)
             else:
-                rest(begin + left_s)
+                sleep_until(begin + left_s)
         return clock.now() - begin
 
     def check(self, ranks: int) -> None:
         """Refuse a slow rank that does not exist.
 
         Raises:
-            UsageError: naming it.
+            UsageError: naming the rank.
         """
         for rank in self.factors:
             if rank >= ranks:
@@ -121,7 +121,7 @@ class Slow:
                 )
 
     def describe(self) -> str:
-        """Return it as text, for the head of a run; empty if nobody is slow."""
+        """Return it as text, for the head of a run; empty if no rank is slow."""
         words = [f"a step takes at least {1e3 * self.minimum_s:g} ms"] if self.minimum_s else []
         words += [
             f"rank {rank} takes {factor:g} times as long" for rank, factor in self.factors.items()

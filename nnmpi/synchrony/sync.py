@@ -1,4 +1,4 @@
-"""Which kind of synchrony a run has, with its settings."""
+"""The mode of synchrony of a run, with its settings."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,10 @@ DEFAULT_LOCAL_STEPS = 8
 class Sync:
     """The synchrony of a run: how far workers may drift apart, and how they combine.
 
-        bsp       everybody waits for everybody, by all-reduce (bulk-synchronous parallel)
+        bsp       every worker waits for all, by all-reduce (bulk-synchronous parallel)
         ssp       a worker is at most `staleness` steps ahead of the slowest (stale-synchronous
                   parallel)
-        asp       nobody waits (asynchronous parallel)
+        asp       no worker waits (asynchronous parallel)
         local     every worker trains alone, and all average their weights every `local_steps` steps
         gossip    every worker averages its weights with its neighbours' on a ring after each step
 
@@ -25,7 +25,7 @@ class Sync:
         mode: one of these.
         staleness: for ssp; 0 is bsp through the parameter server.
         local_steps: for local.
-        outer_lr, outer_momentum: for local; others than 1 and 0 make DiLoCo of it, see
+        outer_lr, outer_momentum: for local; values other than 1 and 0 make it DiLoCo, see
             `parallel.averaging`.
 
     Raises:
@@ -72,11 +72,11 @@ class Sync:
 
     @property
     def bound(self) -> int | None:
-        """How many steps a worker may be ahead of the slowest; None for any number."""
+        """The largest lead over the slowest worker, in steps; None for any."""
         return self.staleness if self.mode == "ssp" else None
 
     def check(self, ranks: int) -> None:
-        """Refuse gossip with nobody."""
+        """Refuse gossip on a single rank."""
         if self.mode == "gossip" and ranks == 1:
             raise UsageError(
                 "gossip on one rank has no neighbours to average with; start at least 2 ranks"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nnmpi.errors import ScheduleError
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import add_transfers, lower, place_reductions
-from nnmpi.schedule.schedule import BACKWARD, RECEIVES, Instruction, Item, Kind, Schedule, Together
+from nnmpi.schedule.schedule import BACKWARD, RECEIVES, Fused, Instruction, Item, Kind, Schedule
 from nnmpi.schedule.schedules import make
 from tests.schedule.every import KINDS, lowered
 
@@ -39,9 +39,7 @@ def read(*texts: str) -> Schedule:
             [instruction(word) for word in result.strip("()").split()]
             for result in _ITEM.findall(text)
         ]
-        programs.append(
-            [local[0] if len(local) == 1 else Together(tuple(local)) for local in items]
-        )
+        programs.append([local[0] if len(local) == 1 else Fused(tuple(local)) for local in items])
     return Schedule("by hand", len(texts), len(texts), 2, tuple(map(tuple, programs)))
 
 
@@ -192,7 +190,7 @@ def test_what_is_misdirected_is_noticed(data: st.DataObject) -> None:
     """An instruction of another stage or microbatch in its place, or on another rank."""
     schedule, rank, at = _draw(data)
     item = schedule.programs[rank][at]
-    old = item.parts[0] if isinstance(item, Together) else item
+    old = item.parts[0] if isinstance(item, Fused) else item
     stage = data.draw(st.integers(0, schedule.stages))
     microbatch = (
         old.microbatch
@@ -201,7 +199,7 @@ def test_what_is_misdirected_is_noticed(data: st.DataObject) -> None:
     )
     new = Instruction(old.kind, stage, microbatch)
     assume(new != old)
-    replaced = Together((new, *item.parts[1:])) if isinstance(item, Together) else new
+    replaced = Fused((new, *item.parts[1:])) if isinstance(item, Fused) else new
     assert _is_refused(spoiled(schedule, lambda programs: programs[rank].__setitem__(at, replaced)))
     other = data.draw(st.integers(0, schedule.ranks - 1))
     assume(other != rank)

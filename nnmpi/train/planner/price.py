@@ -47,7 +47,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.zero.storage import StateBytes, predict_bytes
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import Home, around, most_kept, stages_of
+from nnmpi.schedule.schedule import Home, around, peak_saved, stages_of
 from nnmpi.schedule.schedules import TURNING, home_of, make
 from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
@@ -617,7 +617,7 @@ class Pricer:
             waiting = inside  # layers save what comes to them, too
             if one.recompute:
                 waiting, peak = entering, peak + max(inside.values())
-            result.append(round((most_kept(schedule, rank, waiting) + peak) / share))
+            result.append(round((peak_saved(schedule, rank, waiting) + peak) / share))
         return result
 
     def _entering(self, layer: int, rows: int) -> float:
