@@ -1,16 +1,16 @@
-"""Arranging a model on ranks, in one written order: mesh, tensor (shard), pipeline (cut), limits.
+"""Arranging a model on ranks, in fixed order: mesh, tensor (shard), pipeline (cut), limits.
 
 model (no values yet)
-  1 mesh        world = dp x pp x tp x sp, this rank's place in it
-  2 tensor      layers give way to their shards                    parallel.tensor
-    experts     each rank keeps some of a mixture's                parallel.experts
-  3 pipeline    the chain is cut, this rank keeps its stages       nn.chain, schedule.partition
-  4 limits      what does not fit is refused, with what would
+  1 mesh        world = dp x pp x tp x sp, this rank's coordinates in it
+  2 tensor      layers are replaced by their shards            parallel.tensor
+    experts     each rank keeps some of a mixture's            parallel.experts
+  3 pipeline    the chain is cut, this rank keeps its stages   nn.chain, schedule.partition
+  4 limits      a layout over a limit is refused, with one that fits
 then the caller initializes `arrangement.model` in `arrangement.storage` and makes an optimizer, and
 a Worker attaches the rest:
-  5 data        gradients summed over dp x sp                      parallel.data, zero, fixed_reduction
-  6 schedule    the pipeline's program                             parallel.pipeline
-  7 sequence    each batch's positions are shared out              parallel.sequence
+  5 data        gradients summed over dp x sp                  parallel.data, zero, fixed_reduction
+  6 schedule    the pipeline's program                         parallel.pipeline
+  7 sequence    each batch's positions are sharded             parallel.sequence
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from nnmpi.tensor.placement import REPLICATED
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
 
-MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO for the parts of a pipeline
+MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO inside a pipeline's stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Tie:
 
     Attributes:
         name: the parameter's.
-        group: the ranks that have it.
+        group: the ranks with a copy.
     """
 
     name: str
@@ -69,21 +69,21 @@ class Tie:
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """How a model lies on the ranks. `arrange` makes one.
+    """A model's distribution over the ranks, made by `arrange`.
 
     Attributes:
-        layout: as asked for.
+        layout: as given.
         mesh: the groups of this rank.
-        model: this rank's part, to be initialized; the model itself where there is no pipeline.
-        parameters: the elements of each of the whole model's parameters, by name, in order.
+        model: this rank's part, to be initialized; the model itself without a pipeline.
+        parameters: the full model's parameters in order: name -> number of elements.
         buffers: the names of its buffers.
-        backend: where this rank computes.
-        layers: the model's, where there is a pipeline.
-        cuts: which of them each stage of the pipeline has.
-        costs: what was measured for the cuts; empty if nothing was.
+        backend: of this rank.
+        layers: of the full model, with a pipeline.
+        cuts: the layers of each stage of the pipeline.
+        costs: measured for the cuts; empty if nothing was measured.
         ties: this rank's parameters that other ranks of its pipeline have, too.
-        classes: how many there are when the logits are sharded over tp (a last layer with
-            `Sharding.VOCAB`); else 0.
+        classes: the number of classes if the logits are sharded over tp (a last layer with
+            `Sharding.VOCAB`); otherwise 0.
     """
 
     layout: Layout
@@ -100,12 +100,12 @@ class Arrangement:
 
     @property
     def elements(self) -> int:
-        """How many elements the whole model's parameters have."""
+        """The number of elements of the full model's parameters."""
         return sum(self.parameters.values())
 
     @cached_property
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
-        """This rank's stages, by number; empty where there is no pipeline."""
+        """This rank's stages, by number; empty without a pipeline."""
         local = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
         return {
             number: self.layers[self.cuts[number].start : self.cuts[number].stop]
@@ -118,56 +118,56 @@ class Arrangement:
             tie.group.free()
         self.mesh.free()
 
-    def storage(self, *given: Any) -> FlatStorage:
+    def storage(self, *args: Any) -> FlatStorage:
         """Make the model's storage, for `Module.initialize`."""
         layout, store = self.layout, None
         if layout.offload_state is not None:
             assert layout.offload is not None
-            what = (
+            contents = (
                 "optimizer states"
                 if layout.offload_state == OPTIMIZER
                 else "weights and optimizer states"
             )
-            store = Store(layout.offload, self.backend, what)
+            store = Store(layout.offload, self.backend, contents)
         weights = store if layout.offload_state == ALL else None
         make = (
             sharded(self.model, self.mesh.replicas, layout.zero, layout.unit_bytes, weights)
             if layout.zero
             else FlatStorage
         )
-        storage = make(*given)
+        storage = make(*args)
         storage.state_store = store
         return storage
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank has all of the model, and sums are taken as they come."""
+        """Whether every rank has the full model, and sums in any order."""
         return self.mesh.model.size == 1 and not (
             self.layout.fixed or self.layout.zero or self.layout.expert_parallel
         )
 
     @property
     def data_rank(self) -> int:
-        """Which part of each batch this rank takes, for `data.Loader`."""
+        """The number of this rank's part of each batch, for `data.Loader`."""
         return self.mesh.coordinates.d
 
     @cached_property
     def sequence(self) -> SequenceGroup | None:
-        """The ranks that share this rank's sequences; None where it has whole ones."""
+        """The ranks that share this rank's sequences; None if it has full ones."""
         return (
             SequenceGroup(self.mesh.sp, self.layout.sp_attention) if self.mesh.sp.size > 1 else None
         )
 
     @property
     def data_ranks(self) -> int:
-        """In how many parts each batch is sharded, for `data.Loader`."""
+        """The number of parts of each batch, for `data.Loader`."""
         return self.mesh.dp.size
 
     def counts(self, name: str, entry: Parameter | Buffer) -> bool:
         """True if this rank counts an array (or shard) that several ranks of a replica hold.
 
-        It adds its gradient to the norm. Of the ranks whose stages share a parameter the first one
-        counts it.
+        It adds its gradient to the norm. A parameter that several stages share counts on the first
+        of their ranks.
         """
         first = all(tie.group.rank == 0 for tie in self.ties if tie.name == name)
         return first and (entry.region is not None or self.mesh.coordinates.t == 0)
@@ -180,9 +180,9 @@ class Arrangement:
 
 
 def replicate(model: Module, group: Group, backend: Backend) -> Arrangement:
-    """Return the arrangement in which every rank of a group has all of a model; collective."""
+    """Return the arrangement of a full model on every rank of a group. Collective."""
     mesh = Mesh(dp=group.size).bind(group)
-    return _whole(model, Layout(), mesh, backend)
+    return _unsharded(model, Layout(), mesh, backend)
 
 
 def arrange(
@@ -195,18 +195,19 @@ def arrange(
 ) -> Arrangement:
     """Arrange a model on a group's ranks. Collective.
 
-    The model is taken apart: use `.model` from then on.
+    The model is replaced: use `.model` from then on.
 
     Args:
         model: built, not initialized, the same on all ranks.
-        sample: a microbatch's input (or one like it), for split "auto" and sharding by image rows.
-        dtype: of the values that it will have.
+        sample: a microbatch's input, or an array like it, for split "auto" and sharding by image
+            rows.
+        dtype: of the parameters.
 
     Raises:
-        LayoutError: on all ranks, when the layout does not fit the world or the model; it says what
-            would.
+        LayoutError: on all ranks, when the layout does not fit the world or the model; it names one
+            that does.
         DeviceError: on all ranks, when a rank's part is larger than the limit.
-        UsageError: for a model that cannot be cut, or shards that make no sense.
+        UsageError: for a model that cannot be cut, or invalid shards.
 
     Example:
         >>> def program(group):
@@ -223,7 +224,7 @@ def arrange(
     backend = numpy_backend() if backend is None else backend
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
-    arrangement = _whole(model, layout, bound, backend)
+    arrangement = _unsharded(model, layout, bound, backend)
     with agreed(group):
         if mesh.sp > 1 and layout.sp_attention == ULYSSES:
             for _, module in model.named_modules():
@@ -237,8 +238,8 @@ def arrange(
         )
         if layout.expert_parallel:
             share_experts(model, bound.replicas)
-    # `result` is where the logits lie. If they are cut, it is by classes, and units are classes; 0
-    # if they are whole.
+    # `result` is the placement of the logits. They can only be sharded by classes, so its units are
+    # classes; 0 if they are replicated.
     arrangement = replace(arrangement, classes=result.units)
     if mesh.pp > 1:
         arrangement = _cut(arrangement, sample, dtype)
@@ -246,7 +247,7 @@ def arrange(
     return arrangement
 
 
-def _whole(model: Module, layout: Layout, mesh: BoundMesh, backend: Backend) -> Arrangement:
+def _unsharded(model: Module, layout: Layout, mesh: BoundMesh, backend: Backend) -> Arrangement:
     parameters = {name: parameter.size for name, parameter in model.named_parameters()}
     return Arrangement(
         layout, mesh, model, parameters, [name for name, _ in model.named_buffers()], backend
@@ -254,25 +255,25 @@ def _whole(model: Module, layout: Layout, mesh: BoundMesh, backend: Backend) -> 
 
 
 def find_mesh(group: Group, layout: Layout) -> Mesh:
-    """Return the mesh that a layout means for a group; collective.
+    """Return the mesh of a layout on a group. Collective.
 
     Raises:
-        LayoutError: on all ranks, when the degrees do not make up the world; it names those that
-            would.
-        UsageError: likewise, for what does not go with the degrees that were derived.
+        LayoutError: on all ranks, when the degrees do not multiply to the number of ranks; it names
+            degrees that do.
+        UsageError: on all ranks, for options that exclude the derived degrees.
     """
     nodes = group.nodes()
     with agreed(group):
         on_several = nodes if len(set(nodes)) > 1 else None
         mesh = Mesh.of(group.size, layout.dp, layout.pp, layout.tp, on_several, layout.sp)
-    # which checks what was derived from the number of ranks, too
+    # the new Layout refuses what excludes the degrees derived from the number of ranks
     replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)
     return mesh
 
 
-def _cut(whole: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
+def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
     """Cut the model's chain into the pipeline's stages, and return this rank's."""
-    model, mesh, layout = whole.model, whole.mesh, whole.layout
+    model, mesh, layout = full_model.model, full_model.mesh, full_model.layout
     ranks, count = mesh.pp.size, mesh.pp.size * layout.virtual_stages
     with agreed(mesh.world):
         layers = open_chain(model)
@@ -282,21 +283,23 @@ def _cut(whole: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
                 f" ({ranks} ranks x {layout.virtual_stages}); give at most {len(layers)} stages, or"
                 f" a deeper model{_why_closed(layers)}"
             )
-    costs, cuts = _choose(whole, layers, count, sample, dtype)
+    costs, cuts = _choose(full_model, layers, count, sample, dtype)
     stages = cut_chain(layers, cuts)
     local = stages_of(mesh.pp.rank, ranks, count, layout.home)
     part = ModelPart(model, [layer for number in local for layer in stages[number]])
-    ties = _tie(whole, part, _shared_parameters(layout, model, stages))
-    return replace(whole, model=part, layers=layers, cuts=cuts, costs=costs, ties=ties)
+    ties = _tie(full_model, part, _shared_parameters(layout, model, stages))
+    return replace(full_model, model=part, layers=layers, cuts=cuts, costs=costs, ties=ties)
 
 
 def _choose(
-    whole: Arrangement, layers: Sequence[ChainLayer], count: int, sample: Array | None, dtype: str
+    full_model: Arrangement,
+    layers: Sequence[ChainLayer],
+    count: int,
+    sample: Array | None,
+    dtype: str,
 ) -> tuple[tuple[LayerCost, ...], tuple[range, ...]]:
-    """Return the layers' costs, where they were measured, and each stage's range of layers; the
-    same on all ranks.
-    """
-    mesh, layout, backend = whole.mesh, whole.layout, whole.backend
+    """Return the layers' costs, if measured, and the layers of each stage; equal on all ranks."""
+    mesh, layout, backend = full_model.mesh, full_model.layout, full_model.backend
     if layout.split != AUTO:
         with agreed(mesh.world):
             return (), _by_hand([int(length) for length in layout.split], len(layers), count)
@@ -308,7 +311,9 @@ def _choose(
             )
     with training():
         measured = measure(
-            of_chain(whole.model, layers, dtype, backend), Tensor(backend.asarray(sample)), backend
+            of_chain(full_model.model, layers, dtype, backend),
+            Tensor(backend.asarray(sample)),
+            backend,
         )
     costs = [
         LayerCost(*item)
@@ -317,7 +322,7 @@ def _choose(
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
         bytes_ = [cost.elements * copies for cost in costs]
-        # where ranks hold several stages each, each stage may take its share of the limit
+        # with several stages per rank, each gets its share of the limit
         limit = (
             None if layout.memory_limit is None else layout.memory_limit // layout.virtual_stages
         )
@@ -325,7 +330,7 @@ def _choose(
 
 
 def _why_closed(layers: Sequence[ChainLayer]) -> str:
-    """Return what to do about a model that cannot be cut at all."""
+    """Return the hint for a model that cannot be cut at all."""
     kinds = [type(module).__name__ for layer in layers for _, module in layer.members]
     return (
         f"; only nn.Sequential and nn.Residual are cut open, not a {kinds[0]}"
@@ -349,11 +354,11 @@ def _by_hand(lengths: Sequence[int], layers: int, count: int) -> tuple[range, ..
 def _shared_parameters(
     layout: Layout, model: Module, stages: Sequence[Sequence[ChainLayer]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the stages of each parameter that stands in several.
+    """Return the stages of each parameter that several stages use.
 
     Raises:
         LayoutError: with pipedream, whose stages have copies of different versions; and for running
-            statistics, which would follow each stage's own microbatches.
+            statistics, which would depend on each stage's own microbatches.
     """
     where: dict[int, set[int]] = {}
     for number, layers in enumerate(stages):
@@ -382,10 +387,10 @@ def _shared_parameters(
 
 
 def _tie(
-    whole: Arrangement, part: ModelPart, shared: Mapping[str, Sequence[int]]
+    full_model: Arrangement, part: ModelPart, shared: Mapping[str, Sequence[int]]
 ) -> tuple[Tie, ...]:
     """Return this rank's ties. Collective over the pipeline."""
-    mesh, home = whole.mesh, whole.layout.home
+    mesh, home = full_model.mesh, full_model.layout.home
     local = dict(part.named_parameters())
     ties: list[Tie] = []
     groups: dict[tuple[int, ...], Group] = {}
@@ -401,13 +406,13 @@ def _tie(
 
 
 def _check_memory(arrangement: Arrangement, dtype: str) -> None:
-    """Refuse a layout whose largest part is above the limit; collective."""
+    """Refuse a layout whose largest part is above the limit. Collective."""
     layout, mesh = arrangement.layout, arrangement.mesh
     itemsize = np.dtype(dtype).itemsize
-    # older versions of the weights
+    # pipedream keeps older versions of the weights
     stashed = mesh.pp.size - 1 - mesh.pp.rank if layout.asynchronous else 0
 
-    def need(stage: int, away: str | None = None) -> int:
+    def need(stage: int, offloaded: str | None = None) -> int:
         ranks = mesh.replicas
         result = predict_bytes(
             *(
@@ -419,7 +424,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
                 layout.state_arrays,
                 layout.unit_bytes,
             ),
-            offloaded=layout.offload_state if away is None else away,
+            offloaded=layout.offload_state if offloaded is None else offloaded,
         )
         return result.total + result.parameters * stashed
 
@@ -463,7 +468,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
     )
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
-    if layout.expert_parallel:  # which goes with none of these
+    if layout.expert_parallel:  # which excludes all of these
         advice = ["let more replicas share out the experts"]
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer"
@@ -473,10 +478,10 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
 
 
 def describe_stages(arrangement: Arrangement) -> list[str]:
-    """Return which layers are in which stage, a line each."""
+    """Return each stage's rank and layers, a line each."""
     lines = []
     total = sum(cost.seconds for cost in arrangement.costs)
-    what = (
+    basis = (
         "the time"
         if all(cost.timed for cost in arrangement.costs)
         else "parameters and activations"
@@ -485,7 +490,7 @@ def describe_stages(arrangement: Arrangement) -> list[str]:
         first, last = arrangement.layers[cut.start].name, arrangement.layers[cut.stop - 1].name
         layers = f"layer {first}" if len(cut) == 1 else f"layers {first} to {last} ({len(cut)})"
         share = sum(arrangement.costs[i].seconds for i in cut) / total if total else 0.0
-        measured = f", {share:.0%} of {what}" if arrangement.costs else ""
+        measured = f", {share:.0%} of {basis}" if arrangement.costs else ""
         rank = arrangement.layout.home(number, arrangement.mesh.pp.size)
         lines.append(f"stage {number}: pipeline rank {rank}, {layers}{measured}")
     return lines

@@ -2,19 +2,18 @@
 
     worker = AsynchronousWorker(model, optimizer, group, Sync("ssp", staleness=4))
     for epoch in range(10):
-        segment = worker.run(loader, epoch, 0, loader.batches_per_epoch, step=..., lr=lambda step: 0.1)
+        segment = worker.run(loader, epoch, 0, loader.batches_per_epoch, step=..., lr=rate)
         print(worker.evaluate(test_loader.epoch(0)).accuracy, segment.staleness.mean())
 
-Every rank runs the same calls. Between two of them all ranks have the same weights, so that
-evaluations and checkpoints are those of any other run; within `run` each continues as soon as its
-coupling lets it: it takes a task, computes its gradient, which sends no message, and hands it over.
+Every rank makes the same calls. Between two calls all ranks have the same weights, so evaluations
+and checkpoints work as in any other run. Within `run` each rank continues as soon as its coupling
+lets it: it takes a task, computes its gradient without communication, and hands it to the coupling.
 
     ServerCoupling       pull weights and a task from rank 0, push the gradient there (asp, ssp)
-    AveragingCoupling    update the own weights by part `rank` of each batch, and average them at
-                         times (local, gossip)
+    AveragingCoupling    update the local weights by part `rank` of each batch, and average them now
+                         and then (local, gossip)
 
-    rank 0     | its own parts; between layers it takes gradients and gives weights and parts
-               ............|
+    rank 0     | its own parts; between layers it receives gradients and sends weights and tasks ...
     rank 1     | pull |  gradient of batch 0, part 0  | push | pull |  batch 1, part 1 ...
     rank 2     | pull |  gradient of batch 0, part 1         | push | pull | ...
 
@@ -61,17 +60,17 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.synchrony.sync import Sync
 
 SHOWN_WORKERS = 16
-# of a gradient, in its Push
+# the fields of a gradient's Push that are reported
 REPORTED = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "input_s")
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A computed gradient, in the model's storage, divided by the whole batch's targets.
+    """A computed gradient, in the model's storage, divided by the full batch's targets.
 
     Attributes:
-        task, batch: what it was computed for.
-        totals: of the part, a step.
+        task, batch: its task, and the task's batch.
+        totals: of the part, as one step.
         norm: the norm of the gradient of the part's mean loss, before clipping; not finite if the
             loss is not.
         lr: the learning rate of the batch.
@@ -85,24 +84,25 @@ class Gradient:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient are numbers, so that it may be used."""
+        """Whether loss and gradient are finite, and so usable."""
         return isfinite(self.totals.loss_sum) and isfinite(self.norm)
 
 
 class Coupling(ABC):
-    """How ranks out of step share what they learn. Making one is collective, and so is `open`.
+    """The exchange between ranks out of step. Making one is collective, and so is `open`.
 
     Args:
-        trainer: whose model it is.
+        trainer: the model's trainer.
         sync: the settings.
 
     Attributes:
-        waited_s: seconds for which this rank waited for others; whoever reads it sets it to 0.
-        served_s: seconds spent on others' messages while a gradient was computed, likewise.
+        waited_s: seconds that this rank waited for others; the reader resets it to 0.
+        served_s: seconds spent on other ranks' messages while a gradient was computed; the reader
+            resets it to 0.
         reporters: see `Trainer`.
-        serve: on a rank that serves others, too, looks after their messages while a gradient is
-            computed; else None.
-        rest: there, the same up to a time of `nnmpi.clock`.
+        serve: on a rank that serves others, polls their messages while a gradient is computed; None
+            on other ranks.
+        sleep_until: on such a rank, serves until a time of `nnmpi.clock`.
     """
 
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
@@ -119,30 +119,30 @@ class Coupling(ABC):
 
     @abstractmethod
     def tasks(self) -> Iterator[tuple[Task, Batch]]:
-        """Give what this rank is to compute; the weights are those to compute it with."""
+        """Yield this rank's tasks and their batches; the weights are then those to compute with."""
 
     @abstractmethod
     def use(self, gradient: Gradient) -> None:
-        """Do with a gradient what is done with it."""
+        """Push a computed gradient, or update with it."""
 
     @abstractmethod
     def close(self, totals: Totals) -> tuple[SegmentReport, int]:
-        """Make all weights equal; return this rank's work and, on rank 0, all batches."""
+        """Make all weights equal; return this rank's report and, on rank 0, all batches."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give all ranks the optimizer's state, and communicators back. Collective."""
+        """Give all ranks the optimizer's state, and free communicators. Collective."""
 
 
 class ServerCoupling(Coupling):
-    """Gradients go to a server on rank 0, and weights come from there; see `parallel.server`.
+    """Gradients go to a server on rank 0, and weights come from it; see `parallel.server`.
 
-    Rank 0 looks after its messages after the forward pass, after each layer of the backward pass,
-    while it waits, and while it is slowed down. What it does for others is in the time of its step,
+    Rank 0 polls its messages after the forward pass, after each layer of the backward pass, while
+    it waits, and while it is slowed down. Its time for other ranks is a part of its step's time,
     but is not multiplied by a straggler's factor.
 
     Attributes:
-        server: on rank 0; None on the others.
+        server: on rank 0; None on the other ranks.
     """
 
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
@@ -161,7 +161,7 @@ class ServerCoupling(Coupling):
     def open(self, segment: TrainingSegment) -> None:
         """See `Coupling.open`."""
         super().open(segment)
-        self._last_report_s = self._begin_s  # when a gradient was told of
+        self._last_report_s = self._begin_s  # of the last reported gradient
         self._updates = 0 if self.server is None else self.server.version
         self._talk.open(segment.batches.start, segment.batches.stop, self.sync.bound)
 
@@ -177,7 +177,7 @@ class ServerCoupling(Coupling):
             if task is None:
                 return
             epoch, number, part = self.segment.epoch, task.batch, task.part
-            if loader.partition != "none":  # of its own, through which it goes again and again
+            if loader.partition != "none":  # the rank's own samples, again and again
                 epoch, number, part = (
                     *divmod(self.trainer.steps, loader.batches_per_epoch),
                     self.group.rank,
@@ -219,7 +219,7 @@ class ServerCoupling(Coupling):
         return report, batches
 
     def release(self) -> None:
-        """See `Coupling.release`; until then rank 0 alone has the optimizer's state."""
+        """See `Coupling.release`; before, rank 0 alone has the optimizer's state."""
         for arrays in self.trainer.optimizer.slots().values():
             self._talk.broadcast(arrays)
         self._talk.free()
@@ -232,7 +232,7 @@ class ServerCoupling(Coupling):
         self.served_s += clock.now() - begin
 
     def _count(self, worker: int, push: Push) -> None:
-        """Tell of a gradient that has come, on rank 0; after a signal no further batch is begun."""
+        """Report an arrived gradient on rank 0; after a signal no further batch begins."""
         assert self.server is not None
         if not push.broken:
             before_s, self._last_report_s = self._last_report_s, clock.now()
@@ -250,10 +250,10 @@ class AveragingCoupling(Coupling):
 
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
-        what = (self.group, trainer.model.storage, trainer.optimizer)
+        shared = (self.group, trainer.model.storage, trainer.optimizer)
         self._is_local = sync.mode == "local"
         local = sync.local_steps, sync.outer_lr, sync.outer_momentum
-        self._averaging = LocalSGD(*what, *local) if self._is_local else Gossip(*what)
+        self._averaging = LocalSGD(*shared, *local) if self._is_local else Gossip(*shared)
         self._check = PeriodicCheck(self.group)
 
     def open(self, segment: TrainingSegment) -> None:
@@ -267,7 +267,7 @@ class AveragingCoupling(Coupling):
         super().open(segment)
         self._averaging.begin()
         self._staleness, self._signal, self._broken = Staleness(group.size), 0, False
-        self._ends = False
+        self._stops = False
 
     def tasks(self) -> Iterator[tuple[Task, Batch]]:
         """See `Coupling.tasks`."""
@@ -278,7 +278,7 @@ class AveragingCoupling(Coupling):
             for number in segment.batches:
                 self._step_s = clock.now()
                 yield Task(number, self.group.rank), next(batches)
-                if self._ends:
+                if self._stops:
                     return
 
     def use(self, gradient: Gradient) -> None:
@@ -293,7 +293,7 @@ class AveragingCoupling(Coupling):
             with timeline.span("update", "update"):
                 optimizer.step()
         else:
-            optimizer.steps += 1  # counted alike on all ranks
+            optimizer.steps += 1  # equal on all ranks
         if self.group.is_root and not self._broken:
             segment.progress(
                 Progress(task.batch, 0, totals, gradient.norm, clock.now() - self._begin_s)
@@ -313,7 +313,7 @@ class AveragingCoupling(Coupling):
                     or []
                 )
             self._signal = max([self._signal, *(int(signal) for signal, _ in notes)])
-            self._ends = self._signal > 0 or any(broken for _, broken in notes)
+            self._stops = self._signal > 0 or any(broken for _, broken in notes)
         self.waited_s += clock.now() - begin
 
     def close(self, totals: Totals) -> tuple[SegmentReport, int]:
@@ -349,25 +349,24 @@ class AsynchronousWorker(Trainer):
         model: initialized; all ranks begin with rank 0's parameters and buffers.
         optimizer: made over `model.storage`.
         group: all ranks.
-        sync: how they continue; see `synchrony.sync`.
+        sync: the mode; see `synchrony.sync`.
         loss: see `Worker`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         numerics: the precision, and the largest gradient norm of one worker's part.
         seed: of the run; keys dropout masks.
-        backend: where the model lives; NumPy by default.
-        slow: how long steps last at least, and stragglers.
+        backend: of the model; NumPy by default.
+        slow: minimum step times, and stragglers.
 
     Attributes:
-        coupling: how ranks share what they learn.
-        steps: of this rank in the whole run: its own, after those of a run that is resumed.
+        coupling: the exchange between the ranks.
+        steps: of this rank in the whole run, after those of a resumed run.
 
-    Batch normalization takes the statistics of a worker's own part; the running ones are averaged
+    Batch normalization takes the statistics of a worker's own part; running statistics are averaged
     when the ranks meet.
 
     Raises:
-        UsageError: for an optimizer of other arrays than the model's, a model that has a strategy
-            already, a loss that is a mean, and a way of synchronization that this number of ranks
-            cannot have.
+        UsageError: for an optimizer of other arrays than the model's, a model with a strategy, a
+            loss that is a mean, and a mode that excludes this number of ranks.
 
     Example:
         >>> def program(group):
@@ -377,7 +376,8 @@ class AsynchronousWorker(Trainer):
         ...         model, optim.SGD(model.storage, lr=0.1), group, nnmpi.Sync("ssp", staleness=2)
         ...     )
         ...     loader = data.Loader(train, 30, rank=group.rank, world=group.size)
-        ...     segment = worker.run(loader, 0, 0, loader.batches_per_epoch, step=0, lr=lambda step: 0.1)
+        ...     batches = loader.batches_per_epoch
+        ...     segment = worker.run(loader, 0, 0, batches, step=0, lr=lambda step: 0.1)
         ...     return segment.totals.steps
         >>> nnmpi.simulate(program, ranks=3)[0]
         4
@@ -427,9 +427,9 @@ class AsynchronousWorker(Trainer):
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         group, coupling = self.group, self.coupling
         with group.meeting("begin"):
-            group.barrier()  # so that nobody counts as waiting what others still had to do
+            group.barrier()  # so that other ranks' earlier work does not count as waiting
         begin = ended = clock.now()
-        totals, broken, trained = Totals(), "", 0  # trained: steps, not counting parts without rows
+        totals, broken, trained = Totals(), "", 0  # trained: steps with rows
         self.steps = segment.step if self.steps < 0 else self.steps
         coupling.open(segment)
         for task, batch in coupling.tasks():
@@ -465,7 +465,7 @@ class AsynchronousWorker(Trainer):
         return report
 
     def compute(self, batch: Batch, step: int) -> tuple[Totals, float]:
-        """Compute a part's gradient into `storage.grads`, divided by the whole batch's targets.
+        """Compute a part's gradient into `storage.grads`, divided by the full batch's targets.
 
         The gradients of all parts of a batch add up to that of its mean loss.
 
@@ -474,8 +474,8 @@ class AsynchronousWorker(Trainer):
                 synchronous run.
 
         Returns:
-            The sums of the part, and the norm of the gradient of its mean loss, by which it is
-            clipped.
+            The sums of the part, and the norm of the gradient of its mean loss, which clipping
+            uses.
         """
         refuse_inside("a worker's step")
         storage = self.model.storage
@@ -500,13 +500,13 @@ class AsynchronousWorker(Trainer):
         )
 
     def _explain(self, gradient: Gradient, step: int) -> str:
-        """Return the sentence about a gradient that is not finite, after computing it again."""
+        """Return the sentence about a non-finite gradient, after computing it again."""
         with use_precision(self.precision):
-            place = locate_nonfinite(
+            origin = locate_nonfinite(
                 self.model, *self._passes.suspect(gradient.batch, step, isfinite)
             )
             return nonfinite_message(
-                step + 1, gradient.totals.loss, place, f"rank {self.group.rank}"
+                step + 1, gradient.totals.loss, origin, f"rank {self.group.rank}"
             )
 
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
@@ -515,7 +515,7 @@ class AsynchronousWorker(Trainer):
             return evaluate_all(self.group, batches, self._passes.evaluate)
 
     def summary(self) -> list[str]:
-        """Return lines about how stale gradients were, and what was sent, since the last call."""
+        """Return lines about staleness and sent bytes since the last call."""
         text, self._unreported = self._unreported, SegmentReport()
         return describe_segments(text)
 
@@ -526,22 +526,22 @@ class AsynchronousWorker(Trainer):
 
 
 def meet(
-    group: Group, own: SegmentReport, broken: str, batches: int, seconds: float
+    group: Group, local: SegmentReport, broken: str, batches: int, seconds: float
 ) -> SegmentReport:
-    """Return what all ranks did in a segment. Collective.
+    """Return all ranks' report of a segment. Collective.
 
     Args:
-        own: what this rank did; each of its gradients is a step.
-        broken: the sentence about a loss or gradient that was not finite; else empty.
-        batches, seconds: of the segment; those of rank 0 count.
+        local: this rank's report; each of its gradients is a step.
+        broken: the sentence about a non-finite loss or gradient; otherwise empty.
+        batches, seconds: of the segment; rank 0's are used.
 
     Raises:
-        DivergenceError: on all ranks, when one of them found a value that is not finite.
+        DivergenceError: on all ranks, when one of them got a non-finite value.
     """
     values = {
-        **vars(own),
-        "totals": vars(own.totals),
-        "staleness": own.staleness and own.staleness.to_json(),
+        **vars(local),
+        "totals": vars(local.totals),
+        "staleness": local.staleness and local.staleness.to_json(),
     }
     gathered = group.gather([values, broken, batches, seconds])
     for _, sentence, *_ in gathered:
@@ -559,8 +559,7 @@ def meet(
 def average_buffers(model: Module, group: Group, steps: int) -> None:
     """Average running statistics over the ranks, weighted by their steps. Collective.
 
-    A rank's own statistics have seen its own samples alone; where nobody did a step nothing
-    changes.
+    A rank's own statistics are of its own samples alone. Without any step nothing changes.
     """
     total = group.sum_floats([steps])[0]
     if group.size == 1 or not total:

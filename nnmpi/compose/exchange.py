@@ -1,29 +1,29 @@
-"""What becomes of gradients: one interface for a Worker, and a class for each way.
+"""Gradient sums and updates: one interface for a Worker, and a class for each way.
 
-    begin(batch)                        a step begins
-    enter(m), begin_backward(last), end_backward(m)         a microbatch goes forward, and back
-    final(parameters)                   their gradients are complete: the sum may begin, beside the
-                                        rest of the pass
-    finish()                            the passes are over: wait for sums that are under way
-    meet(numbers) -> sums, norm         the one meeting of all ranks: losses and the gradient's
-                                        length
-    update(factor)                      new weights, from the gradients times a factor
+    begin(batch)                            a step begins
+    begin_forward(m)                        a microbatch's forward begins
+    begin_backward(last), end_backward(m)   its backward
+    final(parameters)                       their gradients are complete: start their sum, under the
+                                            rest of the pass
+    finish()                                the passes are over: wait for the sums
+    meet(numbers) -> sums, norm             the one meeting of all ranks: losses and the gradient norm
+    update(factor)                          new weights, from the gradients times a factor
 
-    ZeroExchange        each rank keeps a part of gradients, state and weights     parallel.zero
-    FixedExchange       sums in an order that depends on nothing                   parallel.fixed_reduction
-    NodeExchange        sums and updates in memory that a node's ranks share       parallel.fused
-    Exchange            all-reduces of buckets, under the backward pass or after   parallel.data
+    ZeroExchange     each rank has a shard of gradients, state and weights  parallel.zero
+    FixedExchange    sums in an order that does not depend on the layout    parallel.fixed_reduction
+    NodeExchange     sums and updates in memory that a node's ranks share   parallel.fused
+    Exchange         all-reduces of buckets, during the backward or after   parallel.data
 
 To add one: a class here or in a file of its own, and its name in `EXCHANGES`; the first that fits
-is taken.
+is used.
 
-The length is that of the whole model's gradient, of which each rank has a part. Every element
-counts once:
+The gradient norm is that of the full model's gradient, and each rank has a part of it. Every
+element counts once:
 
-    replicated over dp      the sum over a replica's ranks is the whole already
+    replicated over dp      the sum over a replica's ranks is complete
     replicated over tp      only the first rank of the tensor group counts it
     tied over stages        only the first stage counts it
-    shards                  each counts its own
+    shards                  each rank counts its own
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from nnmpi.tensor.parameter import FlatStorage
 if TYPE_CHECKING:
     from nnmpi.compose.trainer import Trainer
 
-NUMBERS_BYTES = 3 * 8  # loss, right answers and targets in float64
+NUMBERS_BYTES = 3 * 8  # loss, correct predictions and targets in float64
 
 
 class Exchange:
@@ -59,24 +59,24 @@ class Exchange:
     Other exchanges derive from it.
 
     Args:
-        trainer: whose gradients they are.
-        options: how they are summed.
+        trainer: the owner of the gradients.
+        options: of their sums.
 
     Attributes:
         parallel: the strategy, as a loop of your own uses it.
-        weights: what lets weights come before they are computed with; None where they are there.
-        keeps_own: whether each rank still has its own gradients when a step has failed.
-        is_fused: whether the sum is fused with the update, which uses the gradients up.
-        holders: among how many ranks a node's single copy of parameters and optimizer state is
-            shared out; 1 where each rank has its own.
-        notice: what is not as it was asked for, and why; else empty.
+        weights: gathers weights before they are computed with; None if no gather is needed.
+        keeps_own: whether each rank still has its own gradients after a failed step.
+        is_fused: whether the sum is fused with the update, which overwrites the gradients.
+        holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
+            each rank has its own.
+        notice: an option that could not be used as given, and why; otherwise empty.
     """
 
     is_optional: ClassVar[bool] = False
     keeps_own: ClassVar[bool] = True
     is_fused: ClassVar[bool] = False
     holders = 1
-    _meeting = NATIVE, NUMBERS_BYTES  # by which all-reduce the ranks meet, and for how many bytes
+    _meeting = NATIVE, NUMBERS_BYTES  # of the ranks: the all-reduce, and its bytes
     weights: ShardedDataParallel | None = None
 
     def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
@@ -88,7 +88,7 @@ class Exchange:
             trainer.backend,
         )
         self.replicas = where.mesh.replicas
-        self._is_whole = not where.stages  # then hooks tell which gradients are final
+        self._is_whole = not where.stages  # a full model: hooks report final gradients
         self._updates = where.layout.asynchronous
         self.optimizer.ranks = self.replicas
         self.parallel = self._start(options)
@@ -98,20 +98,20 @@ class Exchange:
 
     @classmethod
     def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
-        """Return whether this is the way for a trainer."""
+        """Return whether this exchange is for a trainer."""
         return True
 
     def _start(self, options: GradientExchange) -> DataParallel:
-        how = (options.allreduce, options.bucket_bytes, options.overlap)
+        args = (options.allreduce, options.bucket_bytes, options.overlap)
         return DataParallel(
-            self.model, self.replicas, *how, self.backend, runs_backward=self._is_whole
+            self.model, self.replicas, *args, self.backend, runs_backward=self._is_whole
         )
 
     def begin(self, batch: Batch) -> None:
         """Begin a step; refuse a batch whose shares do not fit this exchange.
 
-        Layers that communicate would not meet in whole microbatches, which are for a fixed order of
-        sums alone.
+        Microbatches of one rank are for a fixed order of sums alone: layers that communicate would
+        not meet in them.
         """
         if len(batch.cuts) != batch.microbatches:
             raise UsageError(
@@ -119,20 +119,20 @@ class Exchange:
                 ' Loader(whole_microbatches=True) deals them for reduction "fixed"; leave it out'
             )
 
-    def enter(self, microbatch: int) -> None:
-        """A microbatch's forward begins."""
+    def begin_forward(self, microbatch: int) -> None:
+        """Begin a microbatch's forward."""
 
     def begin_backward(self, last: bool) -> None:
-        """A microbatch is about to go backward through a whole model."""
+        """Begin a microbatch's backward, in a full model."""
         self.parallel.begin_pass(last)
 
     def end_backward(self, microbatch: int) -> None:
-        """A microbatch has gone backward through a whole model."""
+        """End a microbatch's backward, in a full model."""
         self.parallel.finish_pass()
         self.parallel.end_pass()
 
     def abort(self) -> None:
-        """An exception has ended the pass."""
+        """End the pass after an exception."""
         self.parallel.end_pass()
 
     def final(self, numbers: Sequence[int]) -> None:
@@ -140,7 +140,7 @@ class Exchange:
         self.parallel.reduce(numbers)
 
     def progress(self) -> None:
-        """Let sums that are under way move on."""
+        """Poll the sums in flight."""
         self.parallel.exchange.progress()
 
     def finish(self) -> Traffic:
@@ -156,7 +156,7 @@ class Exchange:
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
         """Return sums of some numbers over all ranks, the gradient norm, and the traffic.
 
-        The length is NaN where weights are updated within a pass.
+        The norm is NaN if weights are updated within a pass.
         """
         with self.group.meeting("numbers"):
             sums = self.group.sum_floats(numbers)
@@ -203,12 +203,12 @@ class Exchange:
             check_equal(tie.group, {tie.name: parameters[tie.name].data}, problem)
 
     def release(self) -> None:
-        """Take everything off the model again; a second call does nothing."""
+        """Detach from the model; a second call does nothing."""
         self.optimizer.ranks = None
         self.parallel.release()
 
     def _add_ties(self) -> None:
-        """Add up the gradients of parameters that stand in stages of several ranks."""
+        """Sum the gradients of parameters that stages on several ranks share."""
         ties = self.arrangement.ties
         local = (
             {span.parameter.name: span.parameter for span in self.model.storage.spans}
@@ -225,14 +225,14 @@ class Exchange:
 
 
 class NodeExchange(Exchange):
-    """Sums gradients and updates weights in one go, in memory that the ranks of a node share."""
+    """Sums gradients and updates weights at once, in memory that the ranks of a node share."""
 
-    is_optional = True  # there may be no such memory
+    is_optional = True  # a node may have no such memory
     is_fused = True
 
     @classmethod
     def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
-        """See `Exchange`: where it is asked for, or pays and nothing else is asked for."""
+        """See `Exchange.fits`: by the option, or if it pays and nothing excludes it."""
         if options.fused_update is not None:
             return options.fused_update
         model = trainer.model
@@ -248,7 +248,7 @@ class NodeExchange(Exchange):
         self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
         self.holders = self._fused.memory.size
         self._gradient_bytes = sum(grad.nbytes for grad in self.model.storage.grads)
-        # as a shared all-reduce, which writes more, and reads as much
+        # priced as a shared all-reduce, which writes more, and reads as much
         self._meeting = SHARED, self._gradient_bytes
         try:
             return DataParallel(
@@ -259,7 +259,7 @@ class NodeExchange(Exchange):
             raise
 
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
-        """See `Exchange.meet`; the numbers are added up with the gradients."""
+        """See `Exchange.meet`; the numbers are summed with the gradients."""
         with self.group.meeting("gradients"):
             norm, sums = self._fused.reduce(numbers)
         return sums, norm, Traffic(0.0, self._gradient_bytes, 1, self._predicted_s)
@@ -279,7 +279,7 @@ class NodeExchange(Exchange):
 
 
 class ZeroExchange(Exchange):
-    """Reduce-scatters gradients: each rank has its shard of them, of state and of weights."""
+    """Reduce-scatters gradients: each rank has its shard of gradients, state and weights."""
 
     keeps_own = False
 
@@ -302,14 +302,14 @@ class ZeroExchange(Exchange):
         return result
 
     def finish(self) -> Traffic:
-        """See `Exchange.finish`; ties come first, since each rank then has another shard."""
+        """See `Exchange.finish`; ties come first, as each rank has another shard afterwards."""
         self._add_ties()
         self.parallel.finish()
         return self.parallel.traffic
 
 
 class FixedExchange(Exchange):
-    """Sums the microbatches' gradients in one tree, whatever the number of replicas."""
+    """Sums the microbatches' gradients in one tree, for any number of replicas."""
 
     keeps_own = False
 
@@ -319,8 +319,8 @@ class FixedExchange(Exchange):
         return trainer.arrangement.layout.fixed
 
     def _start(self, options: GradientExchange) -> DataParallel:
-        # all ranks together, in the first batch
-        self._asks = self.arrangement.layout.activation_memory is not None
+        # checked once, in the first batch, on all ranks
+        self._is_unchecked = self.arrangement.layout.activation_memory is not None
         self._sums = FixedReduction(self.model, self.replicas, self.backend)
         return self._sums
 
@@ -332,16 +332,16 @@ class FixedExchange(Exchange):
                 ' reduction "fixed" each is one replica\'s alone; give'
                 " Loader(whole_microbatches=True)"
             )
-        asks, self._asks = self._asks, False
-        if asks and 0 in self.group.gather(len(batch.cuts)):
+        unchecked, self._is_unchecked = self._is_unchecked, False
+        if unchecked and 0 in self.group.gather(len(batch.cuts)):
             raise UsageError(
                 "ranks without samples cannot take part in a plan for the activations of reduction"
                 " fixed; give a larger batch, fewer ranks, or no activation_memory"
             )
         self._sums.begin(batch.microbatches)
 
-    def enter(self, microbatch: int) -> None:
-        """See `Exchange.enter`: batch statistics are of this microbatch."""
+    def begin_forward(self, microbatch: int) -> None:
+        """See `Exchange.enter`: batch statistics belong to this microbatch."""
         self._sums.microbatch = microbatch
 
     def end_backward(self, microbatch: int) -> None:
@@ -350,13 +350,13 @@ class FixedExchange(Exchange):
         self._sums.add(microbatch)
 
     def add_up(self, losses: Mapping[int, float]) -> float:
-        """See `Exchange.add_up`: in the same tree, by the first rank for all."""
+        """See `Exchange.add_up`: in the same tree; the first rank returns the sum."""
         with self.group.meeting("losses"):
             total = self._sums.sum_numbers(dict(losses), self.group)
         return total if self.group.is_root else 0.0
 
     def describe(self) -> str:
-        """See `Exchange.describe`: a single replica, too, has microbatches."""
+        """See `Exchange.describe`: a single replica has microbatches, too."""
         return super().describe() if self.group.size == 1 else self._describe()
 
     def _describe(self) -> str:
@@ -367,7 +367,7 @@ EXCHANGES: tuple[type[Exchange], ...] = (ZeroExchange, FixedExchange, NodeExchan
 
 
 def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
-    """Return the first of EXCHANGES that fits a trainer, and that there is room for. Collective."""
+    """Return the first of EXCHANGES that fits a trainer and the memory. Collective."""
     notice = ""
     for kind in EXCHANGES[:-1]:
         if kind.fits(trainer, options):
@@ -383,12 +383,12 @@ def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
-    """Return the Euclidean length of the global gradient; collective over the replica's ranks."""
+    """Return the Euclidean norm of the global gradient. Collective over the replica's ranks."""
     if arrangement.is_plain:
         return global_norm(storage.grads)
-    # then replicas have other parts, and all add what they would write
-    apart = arrangement.layout.expert_parallel
-    counts = arrangement.writes if apart else arrangement.counts
+    # with expert parallelism replicas have different shards, and each adds those that it writes
+    has_experts = arrangement.layout.expert_parallel
+    counts = arrangement.writes if has_experts else arrangement.counts
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()
@@ -396,6 +396,6 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     ]
     total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)  # rounded once
     mesh = arrangement.mesh
-    group = mesh.world if arrangement.layout.zero or apart else mesh.model
+    group = mesh.world if arrangement.layout.zero or has_experts else mesh.model
     with group.meeting("norm"):
         return math.sqrt(group.sum_floats([total])[0])

@@ -298,7 +298,7 @@ class Executor:
             if self._replay is None:
                 self._loop()
             else:
-                self._replay.go(kind, self._loop, refusal)
+                self._replay.run_or_replay(kind, self._loop, refusal)
             if self._boundaries:
                 self._drain()
         except BaseException:

@@ -54,10 +54,10 @@ class Layout:
         activation_memory: most bytes of activations per rank; the rest is recomputed (see
             `memory.recompute`). "least" saves as little as possible: each pipeline stage saves
             only its input. None saves everything. A pipeline takes "least" or None.
-        offload: where activations are offloaded if that is faster than recomputing them: a folder
-            (for a file), or "host" for those of a device (see `memory.store`); None for nowhere.
-        offload_state: what stays there and is read in when needed: "optimizer" (its state) or "all"
-            (also the weights; requires `zero` 3); None for nothing.
+        offload: the destination of activations if that is faster than recomputing them: a folder
+            (for a file), or "host" for a device's arrays (see `memory.store`); None for none.
+        offload_state: the arrays that stay there and are read in when needed: "optimizer" (its
+            state) or "all" (also the weights; requires `zero` 3); None for none.
         sp: ranks that share the positions of each sequence.
         sp_attention: attention over sharded positions: "ulysses" or "ring" (see
             `parallel.sequence`).
@@ -98,7 +98,7 @@ class Layout:
     offload_state: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the options as far as no model and no ranks are needed."""
+        """Check the options, as far as that needs no model and no ranks."""
         if isinstance(self.schedule, str):
             _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
         if isinstance(self.activation_memory, str):
@@ -194,8 +194,8 @@ class Layout:
     def __repr__(self) -> str:
         """Name the options that differ from the default."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        given = (f"{name}={value!r}" for name, value, default in values if value != default)
-        return f"Layout({', '.join(given)})"
+        changed = (f"{name}={value!r}" for name, value, default in values if value != default)
+        return f"Layout({', '.join(changed)})"
 
     @property
     def fixed(self) -> bool:
@@ -268,11 +268,12 @@ class Numerics:
     """Precision and gradient clipping of a worker.
 
     Attributes:
-        precision: of products, see `backend.precision`; None for that of the context in which the
-            worker is made. With fp16 losses are scaled, and all ranks skip an update whose
-            gradient overflows on any rank. fp16 is for synchronous runs.
+        precision: of products, see `backend.precision`; None for the precision of the context in
+            which the worker is made. With fp16 losses are scaled, and all ranks skip an update
+            whose gradient overflows on any rank. fp16 is for synchronous runs.
         clip: largest gradient norm; None for no limit. A synchronous run without servers clips the
-            gradient of the global batch, an asynchronous run that of each worker's part.
+            gradient of the global batch; an asynchronous run clips the gradient of each worker's
+            part.
 
     Example:
         >>> model = models.mlp((4,), 3, hidden=[16]).initialize(seed=0)
@@ -291,6 +292,6 @@ class Numerics:
 DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
 
 
-def _one_of(what: str, value: str, names: Sequence[str]) -> None:
+def _one_of(option: str, value: str, names: Sequence[str]) -> None:
     if value not in names:
-        raise UsageError(f"{what} {value!r} is unknown; choose one of {', '.join(names)}")
+        raise UsageError(f"{option} {value!r} is unknown; choose one of {', '.join(names)}")

@@ -432,7 +432,7 @@ class Passes(Caller):
         """Begin a microbatch's forward; return the mode that it runs in."""
         now, cut = self._now, self._now.cuts[microbatch]
         if self.exchange is not None:
-            self.exchange.enter(cut.number)
+            self.exchange.begin_forward(cut.number)
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)

@@ -1,4 +1,4 @@
-"""Which features do not go together, and why: one table.
+"""The features that exclude each other, and why: one table.
 
 python -m nnmpi.compose.refusals            prints it as a matrix, and the reasons below
 """
@@ -71,19 +71,19 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 
 
-def refuse(given: Mapping[str, str]) -> None:
-    """Refuse features that do not go together.
+def refuse(used: Mapping[str, str]) -> None:
+    """Refuse features that exclude each other.
 
     Args:
-        given: the features in use, each as the user asked for it.
+        used: the features in use, each as the user gave it.
 
     Raises:
-        LayoutError: naming the first two, and why.
+        LayoutError: naming the first two, and the reason.
     """
     for (first, other), reason in REFUSED.items():
-        if first in given and other in given:
+        if first in used and other in used:
             raise LayoutError(
-                f"{given[first]} does not go with {given[other]}: {reason}; leave one of them out"
+                f"{used[first]} does not go with {used[other]}: {reason}; leave one of them out"
             )
 
 

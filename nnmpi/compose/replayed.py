@@ -1,14 +1,15 @@
-"""Passes that a Worker records and replays, as `nnmpi.compile` does; and when it may.
+"""Passes that a Worker records and replays, as `nnmpi.compile` does; and when that is safe.
 
-    a batch of new shapes      1st time     computed as it stands
-                               2nd time     computed, and every call on arrays noted (see
+    a batch of new shapes      1st time     eager
+                               2nd time     eager, and every call on arrays is recorded (see
                                             `nn.compiled`)
-                               later        the calls made again: the same bits, no graph, no checks
+                               later        the calls are replayed: the same bits, no graph, no
+                                            checks
 
-What Python decides in a forward pass would be decided once for ever. So a model is replayed only
-where nothing in it decides by values: where all of its modules, and the loss, are nnmpi's own, or
-say so (`Module.replayable`). What it is made of is looked at before each replay. With another
-layer, rate or array in the old one's place it is computed as it stands again, and recorded anew.
+A replay would freeze any decision that Python makes in a forward pass. So a model is replayed only
+if nothing in it decides by values: if all of its modules, and the loss, are nnmpi's own, or declare
+it (`Module.replayable`). Its parts are compared before each replay. With another layer, rate or
+array in place of the old one the pass is eager, and recorded again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,36 +27,35 @@ from nnmpi.nn.module import Buffer, Module
 OWN = "nnmpi"
 MOST_SHAPES = 256  # that are remembered: sentences may have any length
 LOOKED_AT = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
-MOST_CHANGES = 16  # of the model; one that changes all the time is not worth recording
+MOST_CHANGES = 16  # of the model; recording does not pay if it changes all the time
 
 
 class Replay(Compiled):
     """An executor's passes, replayed from the third pass of an input shape on, if safe.
 
-        recorded    F0 F1 B0 F2 B1 B2       each call on arrays, and between them what else the loop does: sending,
-                                            receiving, waiting, sums; what a microbatch has let go of in memory, a later
-                                            one takes
-        replayed                            the same calls in the same order: so memory is used
-                                            again in the recorded order, after its old content was
-                                            last needed
+        recorded    F0 F1 B0 F2 B1 B2       each call on arrays, and the loop's other work between
+                                            them: sends, receives, waits, sums. A later microbatch
+                                            reuses memory that an earlier one has freed.
+        replayed                            the same calls in the same order, so memory is reused
+                                            in the recorded order, after the last use of its content
 
-    Arrays that come from outside, inputs, seeds and messages, are copied to their places; what is
-    sent is a copy.
+    Arrays from outside (inputs, seeds and messages) are copied to the recorded arrays; sent arrays
+    are copies.
 
     Args:
-        model: that runs.
-        refusal: why no pass may be replayed, whatever it is; else empty.
+        model: the model of the passes.
+        refusal: why no pass may be replayed at all; otherwise empty.
 
     Attributes:
-        replays: how many passes were replayed so far.
+        replays: the number of replayed passes.
     """
 
     def __init__(self, model: Module, refusal: str = "") -> None:
         super().__init__(lambda: None)
         self._model, self._reason = model, refusal
         self._refused = bool(self._reason)
-        self._seen: set[Any] = set()
-        self._holders: list[Iterable[object]] = []  # what holds what the model is made of
+        self._shapes: set[Any] = set()
+        self._holders: list[Iterable[object]] = []  # iterate over the model's parts
         self._parts: list[object] | None = None
         self._changes = self.replays = 0
 
@@ -65,16 +65,18 @@ class Replay(Compiled):
 
     @property
     def held_bytes(self) -> int:
-        """What the recordings keep of memory between two passes."""
+        """The memory that recordings hold between two passes, in bytes."""
         return self.pool.size_bytes
 
-    def go(self, kind: tuple[Any, ...], run: Callable[[], None], refusal: str = "") -> None:
+    def run_or_replay(
+        self, kind: tuple[Any, ...], run: Callable[[], None], refusal: str = ""
+    ) -> None:
         """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
 
         Args:
-            kind: what tells recordings apart: shapes, dtypes, and what else the calls depend on.
+            kind: the recording's key: shapes, dtypes, and all else that the calls depend on.
             run: the loop over the pass's program.
-            refusal: why this one may not be recorded and replayed; else empty.
+            refusal: why this pass may not be recorded and replayed; otherwise empty.
         """
         self._step, mode = run, current()
         if mode.observe is not None or active() is not None:
@@ -85,29 +87,29 @@ class Replay(Compiled):
             return
         key = (mode.fused, setting(), precision(), *kind)
         if self._parts is None or not self._is_unchanged():
-            run()  # first: layers find out in it which of them are computed as one
-            self._begin_anew(key)
+            run()  # first, since layers decide in it which of them are computed as one
+            self._inspect(key)
             return
-        held = self._held.get(key)
-        if held is not None and held.recorder.is_valid():
+        recording = self._held.get(key)
+        if recording is not None and recording.recorder.is_valid():
             self.replays, self._reason = self.replays + 1, ""
-            held.replay((), mode)
+            recording.replay((), mode)
             return
         self._reason = "inputs of these shapes have not come often enough"
-        if held is not None:  # somebody has put another array in a parameter's place, or frozen it
+        if recording is not None:  # a parameter got another array, or was frozen
             del self._held[key]
             self._reason = "a parameter has another array, or was frozen"
-        elif key in self._seen and len(self._held) < MOST_RECORDINGS:
+        elif key in self._shapes and len(self._held) < MOST_RECORDINGS:
             self._record(key, (), mode)
             return
-        elif len(self._seen) < MOST_SHAPES:
-            self._seen.add(key)
+        elif len(self._shapes) < MOST_SHAPES:
+            self._shapes.add(key)
         run()
 
-    def _begin_anew(self, key: Any) -> None:
-        """Look what a model is made of that is not known yet, or has changed."""
+    def _inspect(self, key: Any) -> None:
+        """List the parts of a new or changed model, and decide whether it may be replayed."""
         self._held.clear()
-        self._seen = {key}
+        self._shapes = {key}
         self._changes += 1
         modules = list(self._model.named_modules())
         strangers = [
@@ -128,7 +130,7 @@ class Replay(Compiled):
         self._parts = list(chain.from_iterable(self._holders))
 
     def _is_unchanged(self) -> bool:
-        """Return whether the model is made of the same objects as before."""
+        """Return whether the model has the same parts as before."""
         before, now = self._parts or [], list(chain.from_iterable(self._holders))
         return len(now) == len(before) and all(map(is_, now, before))
 
@@ -139,8 +141,8 @@ def is_own(thing: Any) -> bool:
 
 
 def _is_replayable(module: Module) -> bool:
-    """Return whether a module decides nothing by values: all that it calls is nnmpi's own, or
-    itself says so.
+    """Return whether a module decides nothing by values: all its callables are nnmpi's own, or
+    declare it.
     """
     kind, local = type(module), vars(module)
     if not is_own(kind):
@@ -156,9 +158,7 @@ def _is_replayable(module: Module) -> bool:
 
 
 def _holders(module: Module) -> Iterator[Iterable[object]]:
-    """Yield what goes through what a module is made of, as it is at that time; where each begins is
-    told, too.
-    """
+    """Yield iterables over the current parts of a module; each container comes before its items."""
     local = vars(module)
     yield from ((local,), local.values())
     for value in local.values():
@@ -171,7 +171,7 @@ def _holders(module: Module) -> Iterator[Iterable[object]]:
 
 
 class _ArrayOf:
-    """Goes through the one array that a buffer has now."""
+    """Iterates over a buffer's current array."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer

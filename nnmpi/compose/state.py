@@ -31,7 +31,7 @@ def optimizer_state(
 
 
 def gradient_state(model: Module, group: Group, arrangement: Arrangement) -> ModelState:
-    """Return the gradients that the last step used, by their parameters' full names."""
+    """Return the gradients of the last step, by their parameters' full names."""
     grads = _views(model.storage, model.storage.grads)
     return _state(model, group, arrangement, {"": grads}, arrangement.parameters)
 
@@ -43,7 +43,7 @@ def _state(
     arrays: Mapping[str, Mapping[str, Any]],
     order: Iterable[str],
 ) -> ModelState:
-    """Return arrays by the beginning of their names, and the leaf's that they belong to."""
+    """Return arrays by a prefix of their names, and the name of their parameter or buffer."""
     leaves = _leaves(model)
     entries = [
         StateEntry(start + name, array, leaves[name].region, arrangement.writes(name, leaves[name]))
@@ -58,5 +58,5 @@ def _leaves(model: Module) -> dict[str, Parameter | Buffer]:
 
 
 def _views(storage: FlatStorage, flats: Sequence[Array]) -> dict[str, Any]:
-    """Return this rank's parts of arrays that lie as the storage's, by parameter."""
+    """Return this rank's parts of arrays with the storage's layout, by parameter."""
     return {span.parameter.name: storage.view(span, flats) for span in storage.spans}

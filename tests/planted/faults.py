@@ -163,8 +163,8 @@ FAULTS = (
     Fault(
         "zero bubble: weights' halves too early",
         "nnmpi/schedule/there_and_back.py",
-        "if m < before[place] and (",
-        "if m < before[place] and not halves[rank] and (",
+        "if m < before[index] and (",
+        "if m < before[index] and not halves[rank] and (",
         "tests/schedule",
     ),
     Fault(
@@ -242,7 +242,7 @@ FAULTS = (
     Fault(
         "gradient's length: replicas count, too",
         "nnmpi/compose/exchange.py",
-        "group = mesh.world if arrangement.layout.zero or apart else mesh.model",
+        "group = mesh.world if arrangement.layout.zero or has_experts else mesh.model",
         "group = mesh.world",
         "tests/equivalence/test_rows.py",
     ),
