@@ -6,7 +6,7 @@
     final(parameters)                       their gradients are complete: start their sum, under the
                                             rest of the pass
     finish()                                the passes are over: wait for the sums
-    meet(numbers) -> sums, norm             the one meeting of all ranks: losses and the gradient norm
+    meet(numbers) -> sums, norm             the ranks' only meeting: losses, gradient norm
     update(factor)                          new weights, from the gradients times a factor
 
     ZeroExchange     each rank has a shard of gradients, state and weights  parallel.zero

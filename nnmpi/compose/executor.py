@@ -1,13 +1,14 @@
 """The executor: one loop over the instructions of a step's program, for every layout.
 
-    whole model      F0 B0 F1 B1 ...                     a program of one stage; without B where nothing is learned
-    rank 0 of 3      F0 F1 F2 .  .  .  .  .  B0--- F3 B1--- ...       what is done when is the schedule's business (see
-    rank 1 of 3      .  F0 F1 .  .  B0--- F2 B1--- F3 ...             `schedule`; this is 1F1B)
+    full model       F0 B0 F1 B1 ...           a program of one stage; without B for inference
+
+    rank 0 of 3      F0 F1 F2 .  .  .  .  .  B0--- F3 B1--- ...       1F1B; the order is the
+    rank 1 of 3      .  F0 F1 .  .  B0--- F2 B1--- F3 ...             schedule's (see `schedule`)
     rank 2 of 3      .  .  F0 B0--- F1 B1--- F2 B2--- F3 ...
 
 Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Efficient large-scale
 language model training on GPU clusters using Megatron-LM", 2021. Receives are posted one ahead,
-sends are on their way while the rank computes, and every microbatch has buffers of its own.
+sends travel while the rank computes, and every microbatch has buffers of its own.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.tensor.cut import whole
 from nnmpi.tensor.tensor import Tensor
 
-INFERENCE, WHOLE = "inference", "1f1b"  # on one rank: a microbatch forward, and at once backward
+INFERENCE, SERIAL = "inference", "1f1b"  # 1F1B on one rank: each forward, then its backward
 
 
-@lru_cache(maxsize=64)  # all simulated ranks, and all replicas there, have the same one
+@lru_cache(maxsize=64)  # simulated ranks, and replicas among them, share it
 def _executable(
     name: Generator, ranks: int, microbatches: int, virtual: int, home: Home
 ) -> Schedule:
@@ -62,12 +63,12 @@ def _executable(
 class Program(NamedTuple):
     """A rank's instructions in order, its receives by kind and stage, and its cost in forwards.
 
-    The one update behind a pass is left out, which is its caller's, and in a whole model the sums:
-    hooks tell of them.
+    It omits the one update after a pass, which is the caller's, and in a full model the reductions:
+    hooks report final gradients.
     """
 
     items: tuple[tuple[Instruction, ...], ...]
-    coming: Mapping[tuple[Kind, int], tuple[int, ...]]
+    receives: Mapping[tuple[Kind, int], tuple[int, ...]]
     schedule: Schedule
     weight: float
 
@@ -82,62 +83,64 @@ def _program(rank: int, *shape: Any) -> Program:
         for item in result
         if any(element.microbatch is not None or element.kind not in left_out for element in item)
     )
-    coming: dict[tuple[Kind, int], list[int]] = {}
+    receives: dict[tuple[Kind, int], list[int]] = {}
     for instruction in schedule.instructions(rank):
         if instruction.kind in RECEIVES and instruction.microbatch is not None:
-            coming.setdefault((instruction.kind, instruction.stage), []).append(
+            receives.setdefault((instruction.kind, instruction.stage), []).append(
                 instruction.microbatch
             )
     weight = sum(_WEIGHTS.get(element.kind, 0.0) for item in items for element in item)
     return Program(
-        items, {channel: tuple(those) for channel, those in coming.items()}, schedule, weight
+        items,
+        {channel: tuple(numbers) for channel, numbers in receives.items()},
+        schedule,
+        weight,
     )
 
 
 class Caller:
-    """The executor's client: how to compute, and what to do with gradients. By default nothing.
+    """The executor's client: computes losses, and handles gradients. By default it does nothing.
 
     Attributes:
-        length: of whole sequences, where a microbatch has this rank's positions of them.
-        slow: how long what is computed in training is to last.
+        length: of full sequences, if a microbatch has this rank's positions of them.
+        slow: minimum times and stragglers in training.
     """
 
     length: int | None = None
     slow: Slow = NOT_SLOW
 
     def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
-        """Return the mode to run in; `again` where a forward is repeated."""
+        """Return the mode for a forward; `again` for a recomputation."""
         raise NotImplementedError
 
-    def whole(self, x: Tensor, microbatch: int) -> Tensor:
-        """Return what `Executor.end` makes of the model's result, where the model is not cut."""
+    def run_uncut(self, x: Tensor, microbatch: int) -> Tensor:
+        """Return `Executor.end` of the model's result; used if the model is not cut."""
         raise NotImplementedError
 
     def head(self, result: Tensor, microbatch: int) -> Tensor:
-        """Return what is wanted of the last stage's result: the scalar whose gradient is taken."""
+        """Return the last stage's output for the model's result: the scalar to differentiate."""
         raise NotImplementedError
 
     def begin_backward(self, microbatch: int) -> None:
-        """A microbatch is about to go backward."""
+        """A microbatch's backward begins."""
 
     def end_backward(self, microbatch: int) -> None:
-        """A microbatch has gone backward."""
+        """A microbatch's backward has ended."""
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
         """Start the sum of a stage's final gradients over the replicas, without waiting.
 
-        Where the schedule updates after every microbatch they are those of this microbatch, else of
-        all.
+        They are this microbatch's if the schedule updates after every microbatch, else of all.
         """
 
     def progress(self) -> None:
-        """Let sums that are under way move on; called after every item of the program."""
+        """Poll the sums in flight; called after every item of the program."""
 
     def step(self, stage: int, microbatch: int) -> None:
         """Update a stage's parameters, in schedules that update after every microbatch."""
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
-        """Slow a share of a step down as `slow` says; return what to wait for.
+        """Slow down a share of a step by `slow`; return the seconds waited.
 
         See `Slow.wait`.
         """
@@ -151,10 +154,10 @@ class Executor:
     """Runs this rank's stages of a model, instruction by instruction. Collective to make.
 
     Args:
-        caller: whom it works for.
-        where: how the model lies on the ranks.
-        backend: where the arrays live.
-        replay: records and replays passes; None to run each.
+        caller: the client.
+        where: the model's distribution over the ranks.
+        backend: of the arrays.
+        replay: records and replays passes; None to run each eagerly.
         synchronous_sends: let no message leave before its receive is posted (for tests; see
             `comm.point_to_point`).
 
@@ -182,31 +185,34 @@ class Executor:
         self._home = where.layout.home
         if not where.stages:
             self.rank, self.ranks, self.count = 0, 1, 1
-            self._schedule: Generator = WHOLE
+            self._schedule: Generator = SERIAL
             self.stages = {
                 0: Stage(
-                    lambda tensors, _, m: ([caller.whole(self._to_sharded(tensors[0]), m)], True),
+                    lambda tensors, _, m: (
+                        [caller.run_uncut(self._to_sharded(tensors[0]), m)],
+                        True,
+                    ),
                     caller.mode,
                 )
             }
         else:
-            group, place = where.mesh.pp, where.mesh.coordinates
+            group, coordinates = where.mesh.pp, where.mesh.coordinates
             self.rank, self.ranks, self.count = group.rank, group.size, len(where.cuts)
             self._schedule = where.layout.schedule
             self.stages = {number: self._make_stage(where, number) for number in where.stages}
-            self._label = f"d{place.d}t{place.t}" + (
-                f"s{place.s}" if where.mesh.sp.size > 1 else ""
+            self._label = f"d{coordinates.d}t{coordinates.t}" + (
+                f"s{coordinates.s}" if where.mesh.sp.size > 1 else ""
             )
             self._messages = Messages(group, synchronous_sends)
-            ends = {
+            boundaries = {
                 s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1
             }
-            for s in sorted(ends):
+            for s in sorted(boundaries):
                 for peer in {self._home(s, self.ranks), self._home(s + 1, self.ranks)} - {
                     self.rank
                 }:
                     self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
-        # By microbatch and the stage that takes them, which may be of another rank: then they wait
+        # By microbatch and the stage that uses them. That may be another rank's: then they wait
         # to be sent.
         self._values: dict[tuple[int, int], BoundaryArrays] = {}
         self._grads: dict[tuple[int, int], Sequence[Array]] = {}
@@ -228,24 +234,22 @@ class Executor:
         is_last = number == self.count - 1
         saved = stashed_at(where.layers, where.cuts[number].start)
         chain = run_chain(number, where.stages[number], saved, self.end if is_last else None)
-        run = chain if self._sequence is None else self._shared(chain, is_last)
+        run = chain if self._sequence is None else self._for_positions(chain, is_last)
         return Stage(run, self._caller.mode, is_last, where.layout.recomputes)
 
-    def _shared(self, chain: Run, is_last: bool) -> Run:
-        """Return the same for this rank's positions of sequences, which it has between the ends of
-        a stage.
-        """
+    def _for_positions(self, chain: Run, is_last: bool) -> Run:
+        """Return the same for this rank's positions of sequences, inside of a stage."""
 
         def run(
             tensors: Sequence[Tensor], single: bool, microbatch: int
         ) -> tuple[list[Tensor], bool]:
-            ends, single = chain(list(map(self._to_sharded, tensors)), single, microbatch)
-            return (ends if is_last else list(map(self._to_local, ends))), single
+            outputs, single = chain(list(map(self._to_sharded, tensors)), single, microbatch)
+            return (outputs if is_last else list(map(self._to_local, outputs))), single
 
         return run
 
     def _to_sharded(self, x: Tensor) -> Tensor:
-        """Say of a tensor that it is of this rank's positions, if it is."""
+        """Mark a stage's input as this rank's positions of sequences, if it is."""
         length = self._caller.length
         return (
             x if self._sequence is None or length is None else self._sequence.as_sharded(x, length)
@@ -256,15 +260,15 @@ class Executor:
         return x if self._sequence is None or length is None else self._sequence.as_local(x, length)
 
     def end(self, result: Tensor, microbatch: int) -> Tensor:
-        """Return the head's outputs for the model's result, which may be sharded."""
+        """Return the head's output for the model's result, gathered if it is sharded."""
         result = self._to_local(result)
         return self._caller.head(result if self._cuts_classes else whole(result), microbatch)
 
     def plan(self, microbatches: int, name: Generator | None = None) -> Schedule:
-        """Return the schedule for so many microbatches, with transfers, after it has been checked.
+        """Return the checked schedule for this many microbatches, with transfers.
 
         Raises:
-            UsageError, ScheduleError: when the schedule cannot have so many, or is wrong.
+            UsageError, ScheduleError: when the schedule does not support this many, or is wrong.
         """
         return _executable(*self._shape(name or self._schedule, microbatches))
 
@@ -281,10 +285,10 @@ class Executor:
         """Run microbatches forward, and backward given seeds, by this rank's program. Collective.
 
         Args:
-            inputs: every microbatch's input, on all ranks (only its shape matters beyond the first
-                stage).
-            seeds: every microbatch's gradient of the last stage's scalar; empty to infer.
-            kind, refusal: see `Replay.go`.
+            inputs: every microbatch's input, on all ranks (beyond the first stage only its shape is
+                used).
+            seeds: every microbatch's gradient of the last stage's scalar; empty for inference.
+            kind, refusal: see `Replay.run_or_replay`.
         """
         begin = clock.now()
         self._passes += 1
@@ -312,15 +316,15 @@ class Executor:
         return self._report
 
     def free(self) -> None:
-        """Give the communicator back to MPI. Collective."""
+        """Free the communicator. Collective."""
         if self._messages is not None:
             self._messages.free()
 
     def _loop(self) -> None:
         """Carry out the instructions in their order.
 
-        It may be recorded: what is no computation on arrays goes through `perform`, and what comes
-        from outside through `feed`; so a replay does the same beside the calls that compute.
+        The loop may be recorded. So all work besides computation on arrays goes through `perform`,
+        and inputs from outside through `feed`; a replay repeats both.
         """
         paced = self._now.schedule.trains and bool(self._caller.slow)
         watched = paced or self._messages is not None or self._timeline is not None
@@ -335,7 +339,8 @@ class Executor:
                 if paced and kind in _WEIGHTS:
                     perform(self.pace)
                 if watched:
-                    stages = self.stages.values() if kind is Kind.F else ()  # backwards only let go
+                    # the peak is after a forward: backwards only free memory
+                    stages = self.stages.values() if kind is Kind.F else ()
                     live, waiting = (
                         sum(entry.live for entry in stages),
                         sum(entry.waiting_bytes for entry in stages),
@@ -356,33 +361,31 @@ class Executor:
         self._share = _WEIGHTS.get(kind, 0.0) / (self._now.weight or 1.0)
 
     def pace(self, part: float = 1.0) -> None:
-        """Let the instruction that is computed have lasted as long as so much of it is to."""
-        computed_s = (
-            clock.now()
-            - self._began
-            - self._paused_s
-            - (self._world.collective_s - self._collective_s)
-        )
+        """Wait until the current instruction has lasted for this part of its slowed-down time."""
+        met_s = self._world.collective_s - self._collective_s
+        computed_s = clock.now() - self._began - self._paused_s - met_s
         self._paused_s += self._caller.pace(computed_s, self._share * part, self._paused_s)
 
-    def _end(self, one: Instruction, live: int, waiting_bytes: int) -> None:
-        """Note what an instruction took."""
-        kind, report, begin, end = one.kind, self._report, self._began, clock.now()
+    def _end(self, instruction: Instruction, live: int, waiting_bytes: int) -> None:
+        """Note the time and memory of an instruction."""
+        kind, report, begin, end = instruction.kind, self._report, self._began, clock.now()
         if kind in COMPUTE:
-            report.samples.append((one, end - begin))
+            report.samples.append((instruction, end - begin))
             report.compute_s += end - begin
             report.peak_live = max(report.peak_live, live)
             report.peak_waiting = max(report.peak_waiting, waiting_bytes)
         elif kind in SENDS:
             self._world.collective_s += end - begin
         if self._timeline is not None and kind not in RECEIVES:
-            self._show(one, begin, end)
+            self._show(instruction, begin, end)
 
-    def _show(self, one: Instruction, begin_s: float, end_s: float) -> None:
+    def _show(self, instruction: Instruction, begin_s: float, end_s: float) -> None:
         if self._timeline is not None:
-            category, track = _LOOKS[one.kind]
-            sends, takes = self._arrow(one)
-            self._timeline.add(str(one), category, track, begin_s, end_s, None, sends, takes)
+            category, track = _STYLES[instruction.kind]
+            sends, takes = self._arrow(instruction)
+            self._timeline.add(
+                str(instruction), category, track, begin_s, end_s, None, sends, takes
+            )
 
     # ---- computing ----
 
@@ -411,28 +414,29 @@ class Executor:
         """Post one receive for each kind and stage ahead of its use, so that its message can travel
         during computation.
 
-        Not all: each has a buffer of its own. A channel's receives are posted in the program's
-        order, only earlier, and that is the order of its sends: so MPI pairs them as before.
+        Not all of them: each needs a buffer of its own. A channel's receives are posted earlier
+        than in the program, but in its order, which is the order of the sends: so MPI pairs them as
+        before.
         """
         self._keys: list[InputKey] = [(tuple(x.shape), program.schedule.trains) for x in inputs]
-        self._coming = {channel: deque(result) for channel, result in program.coming.items()}
+        self._to_post = {channel: deque(result) for channel, result in program.receives.items()}
         self._posted: dict[tuple[Kind, int, int], Callable[[], BoundaryArrays]] = {}
-        # Where a message's receive is posted ahead, the one before it has left or can leave when it
-        # is sent.
+        # With receives posted one ahead, a channel's last message has left or can leave when the
+        # next one is sent, so `send` may wait for it.
         self._waits = all(
             end.is_agreed(key) for end in self._boundaries.values() for key in self._keys
         )
-        for kind, stage in self._coming:
+        for kind, stage in self._to_post:
             self._post_next(kind, stage)
 
     def _drain(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all messages have left."""
         assert self._messages is not None
         waited = clock.now()
         self._messages.drain()
         for boundary in self._boundaries.values():
             boundary.drop_sent()
-        self._came = BoundaryArrays((), ())  # what came last has its memory back
+        self._came = BoundaryArrays((), ())  # frees the last received arrays
         end = clock.now()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
@@ -449,9 +453,7 @@ class Executor:
     def _send_over(
         self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any
     ) -> None:
-        """Send arrays over a boundary; copies of them where they lie in a recording's memory, which
-        is used again.
-        """
+        """Send arrays over a boundary; copies of a recording's arrays, whose memory is reused."""
         result, end = BoundaryArrays(*values), self._boundaries[boundary]
         if copy:
             result = result._replace(arrays=tuple(item.copy(order="K") for item in result.arrays))
@@ -463,21 +465,20 @@ class Executor:
         self._report.sent.append((element, [array.nbytes for array in sent]))
 
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Make sure that this receive is posted, and the next one between the two stages.
+        """Post this receive, unless it is posted, and the channel's next one.
 
-        For the first microbatch of some shape it waits: the message must tell what the next ones
-        look like.
+        The first microbatch of a shape is waited for: its message has the later ones' signature.
         """
         if (kind, stage, microbatch) not in self._posted:
-            self._coming[kind, stage].popleft()
-            known = self._boundary(kind, stage).is_agreed(self._keys[microbatch])
+            self._to_post[kind, stage].popleft()
+            agreed = self._boundary(kind, stage).is_agreed(self._keys[microbatch])
             self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
-            if not known:
+            if not agreed:
                 self._arrive(kind, stage, microbatch)
         self._post_next(kind, stage)
 
     def _arrive(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Wait for what a receive brings, unless it was waited for before."""
+        """Wait for a receive's arrays, unless that was done before."""
         if (kind, stage, microbatch) not in self._posted:
             return
         perform(self._wait, kind, stage, microbatch)
@@ -495,10 +496,10 @@ class Executor:
         self._show(kind.at(stage, microbatch), begin, end)
 
     def _post_next(self, kind: Kind, stage: int) -> None:
-        """Post the next receive that a stage has of this kind, if it is known what will come."""
-        coming = self._coming[kind, stage]
-        if coming and self._boundary(kind, stage).is_agreed(self._keys[coming[0]]):
-            microbatch = coming.popleft()
+        """Post a stage's next receive of this kind, if its signature is agreed."""
+        receives = self._to_post[kind, stage]
+        if receives and self._boundary(kind, stage).is_agreed(self._keys[receives[0]]):
+            microbatch = receives.popleft()
             self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
 
     def _boundary(self, kind: Kind, stage: int) -> StageBoundary:
@@ -509,22 +510,26 @@ class Executor:
             self._keys[microbatch], back=kind is not Kind.RECV_ACT
         )
 
-    def _arrow(self, one: Instruction) -> tuple[str, str]:
-        """Return the names of the messages that an instruction sends and takes, for the trace."""
-        is_send, is_gradient = one.kind in SENDS, one.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
-        if not is_send and one.kind not in RECEIVES:
+    def _arrow(self, instruction: Instruction) -> tuple[str, str]:
+        """Return the trace's names of the messages that an instruction sends and receives."""
+        is_send, is_gradient = (
+            instruction.kind in SENDS,
+            instruction.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD),
+        )
+        if not is_send and instruction.kind not in RECEIVES:
             return "", ""
-        boundary = one.stage - (1 if is_gradient == is_send else 0)
-        name = f"{self._label}/{self._passes}/{boundary}/{'grad' if is_gradient else 'act'}/{one.microbatch}"
+        boundary = instruction.stage - (1 if is_gradient == is_send else 0)
+        kind = "grad" if is_gradient else "act"
+        name = f"{self._label}/{self._passes}/{boundary}/{kind}/{instruction.microbatch}"
         return (name, "") if is_send else ("", name)
 
 
-# What instructions take where each is to take a share of a step: a backward multiplies twice where
-# a forward does once.
+# The weights of instructions in a step's time: a backward multiplies two matrices where a forward
+# multiplies one.
 _WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 _LAST = (Kind.B, Kind.I)
 _USES = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
-_LOOKS = {
+_STYLES = {
     Kind.F: ("forward", timeline.COMPUTE),
     **dict.fromkeys((Kind.B, Kind.I, Kind.W), ("backward", timeline.COMPUTE)),
     Kind.SEND_ACT: ("activation", timeline.SEND),

@@ -1,13 +1,14 @@
-"""Inference wherever the model's parts lie: forward passes without an optimizer; and text.
+"""Inference with a distributed model: forward passes without an optimizer; and text.
 
 x  --> all stages -->  outputs on the last one  --> every rank of the replica has them
 
-Text is written token by token, and every rank takes part in every token:
+Text is generated token by token, and every rank takes part in every token:
 
-    prompt  t0 t1 t2  --> all stages, once -->  logits of t2  --> t3 is drawn      layers keep what later tokens need:
-    t3                --> all stages       -->  logits of t3  --> t4               `ops.attention.KeyValues`
+    prompt  t0 t1 t2  --> all stages, once -->  logits of t2  --> t3 is drawn
+    t3                --> all stages       -->  logits of t3  --> t4
 
-When the context is full, the last half of it is read again as a new beginning.
+Layers keep keys and values for later tokens: `ops.attention.KeyValues`. When the context is full,
+its last half is read again as a new beginning.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +34,14 @@ class Inference(Caller):
     """Computes a model's outputs. Collective over a replica's ranks, to make and to call.
 
     Args:
-        where: the arrangement of a model that has its values.
-        backend: where it computes.
-        precision: what products read.
-        mode: in which layers are called.
-        last: whether only outputs of each sequence's last position are wanted.
+        where: the arrangement of an initialized model.
+        backend: of the computation.
+        precision: of products.
+        mode: a context for the layers' calls.
+        last: whether to return only the outputs of each sequence's last position.
 
     Attributes:
-        model: gives a whole model's result; it may be replaced by what gives the same.
+        model: computes an uncut model's result; an equivalent function may replace it.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Inference(Caller):
         self.model: Callable[..., Any] = where.model
         self._where, self._backend, self._precision, self._last = where, backend, precision, last
         self._mode = mode
-        self._found: dict[int, Array] = {}  # by microbatch, on the last stage
-        # dtype and shape of the outputs, by the input's shape
-        self._looks: dict[tuple[int, ...], list[Any]] = {}
+        self._outputs: dict[int, Array] = {}  # by microbatch, on the last stage
+        # the outputs' dtype and shape, by the input's shape
+        self._signatures: dict[tuple[int, ...], list[Any]] = {}
         self._executor = Executor(self, where, backend)
 
     def __call__(self, x: Array) -> Array:
-        """Return the outputs for samples, in host memory, on all ranks of the replica.
+        """Return the outputs for samples, in host memory, on all ranks of the replica. Collective.
 
         Args:
             x: (rows, *sample_shape), at least one row, the same on these ranks.
@@ -70,50 +71,48 @@ class Inference(Caller):
             self.length = x.shape[1]
             x = where.sequence.take(x)
         batch = self._backend.asarray(x)
-        self._found.clear()
+        self._outputs.clear()
         cuts = split(len(x), min(len(x), max(len(where.cuts), 1)))
         with use_precision(self._precision), no_grad():
             self._executor.run([batch[cut.start : cut.stop] for cut in cuts])
         local = (
-            np.concatenate([self._found[number] for number in sorted(self._found)])
-            if self._found
+            np.concatenate([self._outputs[number] for number in sorted(self._outputs)])
+            if self._outputs
             else None
         )
-        return self._shared(self._whole(local), shape)
+        return self._broadcast(self._complete(local), shape)
 
     def release(self) -> None:
-        """Give back what it holds of MPI. Collective."""
+        """Free the communicator. Collective."""
         self._executor.free()
 
-    def _whole(self, own: Array | None) -> Array | None:
-        """Return the outputs of all classes and positions, on the last stage's ranks; None
-        elsewhere.
-        """
+    def _complete(self, local: Array | None) -> Array | None:
+        """Return the outputs of all classes and positions on the last stage's ranks; else None."""
         tp, classes, sequence = self._where.mesh.tp, self._where.classes, self._where.sequence
-        if own is not None and classes:
-            full = np.zeros((*own.shape[:-1], classes), own.dtype)
-            mine = part(classes, tp.size, tp.rank)
-            full[..., mine.start : mine.stop] = own
+        if local is not None and classes:
+            full = np.zeros((*local.shape[:-1], classes), local.dtype)
+            owned = part(classes, tp.size, tp.rank)
+            full[..., owned.start : owned.stop] = local
             tp.all_reduce(full.reshape(-1))
-            own = full
-        if own is None or sequence is None:
-            return own
+            local = full
+        if local is None or sequence is None:
+            return local
         with no_grad():
-            return sequence.gather(Tensor(own), sequence.placement(self.length or 0)).numpy()
+            return sequence.gather(Tensor(local), sequence.placement(self.length or 0)).numpy()
 
-    def _shared(self, outputs: Array | None, shape: tuple[int, ...]) -> Array:
-        """Return what the last stage's rank has on all ranks of the pipeline."""
+    def _broadcast(self, outputs: Array | None, shape: tuple[int, ...]) -> Array:
+        """Return the last stage's outputs on all ranks of the pipeline."""
         pp = self._where.mesh.pp
         if pp.size == 1:
             assert outputs is not None
             return outputs
         root = self._where.layout.home(len(self._where.cuts) - 1, pp.size)
-        if shape not in self._looks:
-            self._looks[shape] = pp.gather(
+        if shape not in self._signatures:
+            self._signatures[shape] = pp.gather(
                 None if outputs is None else [str(outputs.dtype), *outputs.shape]
             )[root]
-        dtype, *look = self._looks[shape]
-        result = np.empty(look, dtype) if outputs is None else outputs
+        dtype, *expected = self._signatures[shape]
+        result = np.empty(expected, dtype) if outputs is None else outputs
         pp.broadcast(result.reshape(-1), root)
         return result
 
@@ -121,15 +120,15 @@ class Inference(Caller):
         """See `Caller`."""
         return self._mode()
 
-    def whole(self, x: Tensor, microbatch: int) -> Tensor:
+    def run_uncut(self, x: Tensor, microbatch: int) -> Tensor:
         """See `Caller`."""
         return self._executor.end(self.model(x), microbatch)
 
     def head(self, result: Tensor, microbatch: int) -> Tensor:
-        """Keep the outputs of a microbatch."""
+        """Save the outputs of a microbatch."""
         expected = result.data[:, -1:] if self._last else result.data
         outputs = Tensor(to_float32(self._backend.xp, expected)).numpy()
-        self._found[microbatch] = np.array(outputs, order="C")
+        self._outputs[microbatch] = np.array(outputs, order="C")
         return result
 
 
@@ -137,12 +136,12 @@ class Inference(Caller):
 
 
 class TokenGenerator:
-    """Writes text. Making one is collective.
+    """Generates text. Making one is collective.
 
     Args:
-        where: the arrangement of a model that has its values.
-        backend: where it computes.
-        precision: what products read.
+        where: the arrangement of an initialized model.
+        backend: of the computation.
+        precision: of products.
     """
 
     def __init__(self, where: Arrangement, backend: Backend, precision: str = "float32") -> None:
@@ -155,15 +154,15 @@ class TokenGenerator:
     def write(
         self, prompt: Sequence[int], context: int | None, choose: Callable[[Array], int]
     ) -> Iterator[int]:
-        """Yield one token after another, for ever. Collective.
+        """Yield one token after another, without end. Collective.
 
         Args:
-            prompt: what the text begins with.
+            prompt: the tokens at the beginning.
             context: the most tokens that the model sees; None for any number.
             choose: (logits) -> token; the same on all ranks.
 
         Raises:
-            UsageError: for an empty prompt, or one that is longer than the context.
+            UsageError: for an empty prompt, or a prompt longer than the context.
         """
         if not prompt:
             raise UsageError("the prompt is empty; give at least one token")
@@ -172,22 +171,22 @@ class TokenGenerator:
                 f"the prompt has {len(prompt)} tokens, but the model sees at most {context};"
                 " shorten it"
             )
-        seen, read = list(prompt), 0
+        tokens, read = list(prompt), 0
         while True:
-            if context is not None and len(seen) > context:
-                seen, read = seen[-max(1, context // 2) :], 0
+            if context is not None and len(tokens) > context:
+                tokens, read = tokens[-max(1, context // 2) :], 0
             if not read:
                 self._memory.clear()
-                # it knows what is remembered
-                self._inference.model, again = self._model, Compiled(self._model)
-            logits = self._inference(np.array([seen[read:]], np.int64))[0, -1]
-            # one token behind others: the same calls each time
-            self._inference.model, read = again, len(seen)
-            seen.append(choose(logits.astype(np.float64)))
-            yield seen[-1]
+                # new: a recording refers to the memory that was cleared
+                self._inference.model, compiled = self._model, Compiled(self._model)
+            logits = self._inference(np.array([tokens[read:]], np.int64))[0, -1]
+            # single tokens: compiled, since each makes the same calls
+            self._inference.model, read = compiled, len(tokens)
+            tokens.append(choose(logits.astype(np.float64)))
+            yield tokens[-1]
 
     def release(self) -> None:
-        """Give back what it holds of MPI. Collective."""
+        """Free the communicator. Collective."""
         self._inference.release()
 
 
@@ -203,13 +202,13 @@ def choose_token(
     Args:
         logits: (vocabulary,).
         draw: draws one number.
-        temperature: below 1 likely tokens become likelier; with 0 it is the likeliest.
-        top_k: only so many of the likeliest can be drawn; 0 for all.
-        top_p: only the likeliest ones that together have this probability can be drawn (Holtzman et
-            al., "The curious case of neural text degeneration", 2020); 1 for all.
+        temperature: below 1 likely tokens become likelier; 0 chooses the likeliest.
+        top_k: draw from this many of the likeliest; 0 for all.
+        top_p: draw from the likeliest that together have this probability (Holtzman et al., "The
+            curious case of neural text degeneration", 2020); 1 for all.
 
     Raises:
-        DivergenceError: for logits that are not finite, of which no token is the likeliest.
+        DivergenceError: for logits that are not finite, which have no likeliest token.
     """
     if not np.isfinite(logits).all():
         raise DivergenceError(
@@ -217,21 +216,24 @@ def choose_token(
         )
     if temperature == 0:
         return int(logits.argmax())
-    places = (
+    candidates = (
         np.argpartition(-logits, top_k - 1)[:top_k]
         if 0 < top_k < len(logits)
         else np.arange(len(logits))
     )
-    if top_p < 1:  # only then the whole vocabulary is sorted, which takes longer than all else here
-        places = places[np.argsort(-logits[places], kind="stable")]
-    with np.errstate(over="ignore"):  # of the least temperatures
-        weights = np.exp((logits[places] - logits.max()) / temperature)
+    if top_p < 1:  # only then: a sort of the vocabulary takes longer than all else here
+        candidates = candidates[np.argsort(-logits[candidates], kind="stable")]
+    with np.errstate(over="ignore"):  # of very small temperatures
+        weights = np.exp((logits[candidates] - logits.max()) / temperature)
     if top_p < 1:
         before = np.cumsum(weights) - weights  # of the likelier ones
         weights[before >= top_p * weights.sum()] = 0
     sums = np.cumsum(weights)
     return int(
-        places[
-            min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(places) - 1)
+        candidates[
+            min(
+                int(np.searchsorted(sums, draw.random() * sums[-1], side="right")),
+                len(candidates) - 1,
+            )
         ]
     )

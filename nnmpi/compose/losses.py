@@ -1,21 +1,21 @@
 """Losses and scores of a model's outputs.
 
-    mse, mae, huber     quantities      score: minus the squared error, from which RMSE and R2 come
-    bce                 yes or no       score: how many outputs are on the right side of 0
-    cross-entropy       classes         score: how many labels have the largest logit
+    mse, mae, huber     quantities      score: minus the squared error; RMSE and R2 derive from it
+    bce                 yes or no       score: the number of outputs on the right side of 0
+    cross-entropy       classes         score: the number of labels with the largest logit
 
-    DeviceBatch         a part of a batch where the model lives, with its labels checked on the host
+    DeviceBatch         a part of a batch on the model's backend, with its labels checked on the
+                        host
     DeferredScalars     losses and scores of a step, read from a device all at once at its end
 
-A score is a sum over targets, the higher the better; `stats.Totals` reads their mean. A target is a
-sample here, with all its elements: its loss and its score are means over them, so that the mean
-over samples is the mean over all elements of the global batch.
+A score is a sum over targets, the higher the better; `stats.Totals` computes its mean. A target is
+a sample here, with all its elements: its loss and its score are means over them, so the mean over
+samples is the mean over all elements of the global batch.
 
-To read a number from a device is to wait until it has done all that was given to it before, and
-meanwhile nobody gives it anything to do. So a step's losses and right answers are read at its end,
-in one copy. NumPy's numbers are there at once, and are taken as they come. For the same reason
-labels and indices are checked on the host, before they go to a device or while it works: a kernel
-cannot raise an error.
+Reading a number from a device waits for all work queued before, and the device is idle until the
+host queues more. So a step's losses and correct predictions are read at its end, in one copy.
+NumPy's numbers are read at once. For the same reason labels and indices are checked on the host,
+before or while a device computes: a kernel cannot raise an error.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class SumError:
     """The sum over samples of each one's mean error, for float targets.
 
     Args:
-        name: one of ERRORS; of bce the outputs are logits.
+        name: one of ERRORS; with bce the outputs are logits.
 
     Raises:
-        ShapeError: when called, for outputs that are not as many as the targets.
+        ShapeError: when called, for more or fewer outputs than targets.
     """
 
     def __init__(self, name: str) -> None:
@@ -82,12 +82,12 @@ class SumError:
                 f"the model's outputs have shape {outputs.shape} and the targets {targets.shape};"
                 f" let it give {expected} for each sample"
             )
-        alike = outputs if outputs.shape == targets.shape else outputs.reshape(targets.shape)
-        total = self._function(alike, targets, reduction="sum")
+        reshaped = outputs if outputs.shape == targets.shape else outputs.reshape(targets.shape)
+        total = self._function(reshaped, targets, reduction="sum")
         return total if item == 1 else total / item
 
     def score(self, outputs: Tensor, device_batch: DeviceBatch) -> Array | float:
-        """Return the sum of the samples' scores; on a device a 0-d array, not waited for."""
+        """Return the sum of the samples' scores; on a device a 0-d array, without waiting."""
         targets = device_batch.y
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets)
@@ -100,14 +100,14 @@ class SumError:
 class SumCrossEntropy:
     """The sum of the labels' cross-entropies. Called with logits and labels.
 
-    Where a sample has several labels, those that are `IGNORED` count for nothing. Where it has one,
-    it counts: looking for what does not would take a sixth of a small model's step.
+    In samples with several labels, those that are `IGNORED` do not count. A single label always
+    counts: a search for ignored ones would take a sixth of a small model's step.
 
     Args:
         label_smoothing: see `ops.cross_entropy`.
-        group: the ranks over which classes are sharded, so that logits are of this rank's
-            classes alone: no rank gathers them.
-        classes: of all these ranks; 0 where they are not shared out.
+        group: the ranks that shard the classes, so that the logits are of this rank's classes
+            alone: they are not gathered.
+        classes: on all these ranks; 0 if they are not sharded.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SumCrossEntropy:
         return self._function(logits, labels, ignore_index=_ignored(self, labels))
 
     def score(self, logits: Tensor, device_batch: DeviceBatch) -> Array | float:
-        """Return how many labels have their row's largest logit."""
+        """Return the number of labels with their row's largest logit."""
         if self._group is None:
             return count_correct(logits, device_batch)
         labels = (
@@ -146,17 +146,17 @@ def sum_cross_entropy(
 
 
 class LabelLoss:
-    """The sum of a user's loss over labels, or over samples of numbers.
+    """The sum of a user's loss over labels, or over samples of quantities.
 
     Args:
-        function: (logits, labels) -> values of the labels' shape. Labels that are floats may have
-            several elements in a sample: its loss is their mean, or the function gives one value
-            for each sample.
+        function: (logits, labels) -> values of the labels' shape. Float labels may have several
+            elements in a sample: its loss is their mean, or the function returns one value for each
+            sample.
 
     Raises:
-        UsageError: when called, for values of other shapes. One number is refused: nobody sees
-            whether it is a sum or a mean. (A function with an argument `reduction="sum"` says so,
-            and is taken as it is.)
+        UsageError: when called, for values of other shapes. A single number is refused: it could be
+            a sum or a mean. (A function with an argument `reduction="sum"` declares a sum, and is
+            used as it is.)
     """
 
     def __init__(self, function: SumLoss) -> None:
@@ -185,10 +185,10 @@ class LabelLoss:
 
 
 def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
-    """Return the loss of a name, the cross-entropy for None, or one of a function.
+    """Return the loss of a name, the cross-entropy for None, or a function's loss.
 
     Raises:
-        UsageError: for a name that is not known, and a mean.
+        UsageError: for an unknown name, and a mean.
     """
     if callable(loss):
         reduction = "sum" if is_own_loss(loss) else _reduction(loss)
@@ -209,12 +209,10 @@ def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> S
 
 
 def _reduction(loss: SumLoss) -> object:
-    """Return how a loss says by its arguments that it puts labels together; "none" where it says
-    nothing.
-    """
+    """Return a loss's reduction by its arguments or attributes; "none" without one."""
     if isinstance(loss, Module):
         return getattr(loss, "options", vars(loss)).get("reduction", "none")
-    with suppress(TypeError, ValueError):  # a callable that has no signature
+    with suppress(TypeError, ValueError):  # a callable without a signature
         parameter = inspect.signature(loss).parameters.get("reduction")
         return "none" if parameter is None else parameter.default
     return "none"
@@ -226,10 +224,10 @@ def is_own_loss(loss: SumLoss) -> bool:
 
 
 def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
-    """Refuse a loss that ignores what is counted, or would take this rank's classes alone for all.
+    """Refuse a loss that ignores counted labels, or would use this rank's classes as all.
 
     Raises:
-        UsageError: naming what to do.
+        UsageError: with the remedy.
     """
     ignored = getattr(loss, "keywords", {}).get("ignore_index")
     if ignored is not None and ignored >= 0:
@@ -253,10 +251,11 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
 
 
 def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
-    """Return what a loss makes of logits.
+    """Return the loss of logits.
 
     Raises:
-        UsageError: for what is no Tensor, or not a sum; for an exception in a loss, with its line.
+        UsageError: for another result than a Tensor with one sum; for an exception in a loss, with
+            its line.
     """
     try:
         result: object = loss(logits, labels)
@@ -279,24 +278,23 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
 
 
 def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
-    """Return the number of right labels; for numbers the score of their squared errors.
+    """Return the number of correct labels; for quantities the score of their squared errors.
 
-    On a device that is an array of one number, for which nobody has waited. Where neither is
-    defined it is NaN.
+    On a device that is an array of one number, not waited for. Without either it is NaN.
     """
     y = device_batch.y
     if y.dtype.kind == "f":
         return squared_errors(logits, y)
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
-    # of bfloat16 not every library finds the largest
+    # not every library finds the largest of bfloat16
     values = to_float32(namespace(logits.data), logits.data)
     equal: Array = values.argmax(axis=-1) == y
     return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()
 
 
 def squared_errors(outputs: Tensor, targets: Array) -> Array | float:
-    """Return minus the sum of samples' mean squared errors; NaN for misfitting outputs."""
+    """Return minus the sum of samples' mean squared errors; NaN if the shapes do not fit."""
     if not _fits(outputs, targets):
         return nan
     xp = namespace(outputs.data)
@@ -309,34 +307,36 @@ def _fits(outputs: Tensor, targets: Array) -> bool:
 
 
 class DeferredScalars:
-    """Sums by name, in float64, of numbers that arise on the host or a device."""
+    """Sums by name, in float64, of numbers from the host or a device."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
 
     def clear(self) -> None:
-        """Forget all numbers."""
+        """Drop all numbers."""
         self._values.clear()
 
     def add(self, name: Hashable, value: Array | float) -> None:
-        """Add a number to the sum of this name; nothing is waited for.
+        """Add a number to the sum of this name, without waiting.
 
         Args:
-            value: a Python number, or an array of one element, here or on the device.
+            value: a Python number, or an array of one element, on the host or the device.
         """
         self._values[name] = (
             self._values[name] + _number(value) if name in self._values else _number(value)
         )
 
     def read(self) -> dict[Hashable, float]:
-        """Return the sums by name, waiting once for a device, and not at all without numbers."""
-        there = {
+        """Return the sums by name; waits once for a device, not at all without its numbers."""
+        on_device = {
             name: value for name, value in self._values.items() if not isinstance(value, float)
         }
-        if not there:
+        if not on_device:
             return dict(self._values)
-        numbers = to_host(namespace(next(iter(there.values()))).concatenate(list(there.values())))
-        return self._values | dict(zip(there, map(float, numbers), strict=True))
+        numbers = to_host(
+            namespace(next(iter(on_device.values()))).concatenate(list(on_device.values()))
+        )
+        return self._values | dict(zip(on_device, map(float, numbers), strict=True))
 
 
 def _number(value: Array | float) -> Any:
@@ -347,10 +347,10 @@ def _number(value: Array | float) -> Any:
 
 
 class DeviceBatch(NamedTuple):
-    """What a model gets of a batch.
+    """A batch on the model's backend.
 
     Attributes:
-        x, y: samples and labels where the model lives.
+        x, y: samples and labels.
         labels: the labels on the host; None if they are only on a device.
         length: see `data.loader.Batch`.
     """
@@ -367,11 +367,11 @@ class DeviceBatch(NamedTuple):
 
 
 def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
-    """Return a batch where a backend has its arrays.
+    """Return a batch on a backend.
 
     Raises:
-        ShapeError: for an index, on its way to a device, that no embedding of the model has a row
-            for.
+        ShapeError: for an index, on its way to a device, without a row in any of the model's
+            embeddings.
     """
     if backend.is_device and isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
         _check_indices(batch.x, model)
@@ -381,22 +381,24 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
 
 
 def check_labels(loss: SumLoss, device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
-    """Look at a microbatch's labels on the host, where a loss on a device does not.
+    """Check a microbatch's labels on the host, which a loss on a device does not.
 
-    Of losses that are not nnmpi's own nothing is known, and nothing is checked.
+    Other losses than nnmpi's cross-entropy may define labels differently; they are not checked.
 
     Args:
-        loss: that they are for.
+        loss: of the labels.
         device_batch: the microbatch.
-        first: the place of its first row in the batch.
+        first: the index of its first row in the batch.
         logits: of this rank, for it.
 
     Raises:
-        ShapeError: for a label that is no class.
+        ShapeError: for a label outside the classes.
     """
     labels = device_batch.labels
-    known = isinstance(loss, SumCrossEntropy) or getattr(loss, "func", loss) is cross_entropy
-    if labels is None or isinstance(device_batch.y, np.ndarray) or not known:
+    is_cross_entropy = (
+        isinstance(loss, SumCrossEntropy) or getattr(loss, "func", loss) is cross_entropy
+    )
+    if labels is None or isinstance(device_batch.y, np.ndarray) or not is_cross_entropy:
         return
     count = getattr(loss, "classes", 0) or logits.shape[-1]
     if (
@@ -410,15 +412,15 @@ def check_labels(loss: SumLoss, device_batch: DeviceBatch, first: int, logits: T
         labels != ignored if ignored is not None else True
     )
     if wrong.any():
-        place = np.argwhere(wrong)[0]
+        index = np.argwhere(wrong)[0]
         raise ShapeError(
-            f"label {int(labels[tuple(place)])} in row {first + place[0]} of the batch is outside"
+            f"label {int(labels[tuple(index)])} in row {first + index[0]} of the batch is outside"
             f" 0..{count - 1}"
         )
 
 
 def _ignored(loss: SumLoss, labels: Array) -> int | None:
-    """Return which label counts for nothing in a cross-entropy; None for none."""
+    """Return the label that a cross-entropy ignores; None for none."""
     if isinstance(loss, SumCrossEntropy):
         return IGNORED if labels.ndim > 1 else None
     return getattr(loss, "keywords", {}).get("ignore_index")

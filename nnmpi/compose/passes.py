@@ -1,15 +1,15 @@
 """Batches through the executor: losses, scores and gradients.
 
-    Passes              of a Worker: gradients are summed over the replicas while backward goes on
+    Passes              of a Worker: gradients are summed over the replicas during the backward pass
     evaluate_all        loss and score over many batches, as means over the ranks
 
-    the last backward of stage s       --> reduce(s)         its sum over the replicas begins, beside the rest
-    all done                           --> finish            wait for the sums; add up tied parameters over stages
+    the last backward of stage s    --> reduce(s)    start its sum over the replicas
+    all are done                    --> finish       wait for the sums; sum tied parameters over
+                                                     stages
 
 PipeDream (Narayanan et al., 2019) updates after every microbatch instead, without a flush. Each
-backward then uses the weights that its forward used: an update goes into a new copy of the stage's
-weights, and the graphs of microbatches on their way keep the old ones until they have gone back
-(weight stashing).
+backward then uses the weights of its forward: an update writes a new copy of the stage's weights,
+and the graphs of microbatches in flight keep the old copies until their backward (weight stashing).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
-# so many are enough for a mean, and old ones may be of another load of the machine
+# enough for a mean; older passes may be of another load of the machine
 PASSES_KEPT = 20
 
 
@@ -86,9 +86,9 @@ def evaluate_all(
     On a device the sums are read once, at the end.
 
     Args:
-        evaluate: adds loss and right answers to what is to be read, and returns whether this rank's
-            count.
-        parts: how many ranks' batches have the same samples, each some of their positions.
+        evaluate: adds loss and score of a batch to the scalars, and returns whether this rank's
+            batches count.
+        parts: the number of ranks with other positions of the same samples.
     """
     begin = clock.now()
     scalars, rows, own_targets = DeferredScalars(), 0, 0
@@ -111,13 +111,13 @@ def evaluate_all(
 
 @dataclass
 class Running:
-    """A batch on its way: its microbatches, and what came of them on this rank.
+    """A batch in flight: its microbatches, and their results on this rank.
 
     Attributes:
         cuts: of the batch into microbatches.
-        trains: whether it goes backward.
-        scale: what the gradients are multiplied by (see `optim.clip`).
-        versions: of the weights that each microbatch's forward has used.
+        trains: whether there is a backward.
+        scale: a factor of the gradients (see `optim.clip`).
+        versions: by microbatch: the version of the weights in its forward.
     """
 
     batch: Batch
@@ -145,7 +145,7 @@ class Running:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What recordings of batches are told apart by."""
+        """The key of a batch's recording."""
         full, rows = self.device_batch, tuple(cut.stop - cut.start for cut in self.cuts)
         return (
             self.trains,
@@ -162,22 +162,22 @@ class Passes(Caller):
     """Takes batches through a trainer's model, forward and backward. Collective throughout.
 
     Args:
-        trainer: whose model, losses and seed they are, and which says how the model lies on the
-            ranks; its optimizer is used here only where every microbatch is an update.
-        exchange: what becomes of gradients; None where no other rank computes along: then
-            microbatches without rows are left out.
+        trainer: the owner of model, losses, seed and arrangement. Its optimizer is used here only
+            if every microbatch is an update.
+        exchange: sums the gradients; None if no other rank computes the same batch: then
+            microbatches without rows are skipped.
         synchronous_sends: see `comm.point_to_point.Messages`.
 
     Attributes:
-        scalars: the numbers that are to be known of a step at its end.
+        scalars: the numbers of a step that are read at its end.
         replay: records and replays.
-        poll: called before each backward pass on a rank that serves others, too; None elsewhere.
-        updates: whether weights are updated on the way, and not once by the Worker.
-        counts: whether this rank's losses count: it has the last stage, and of those that share it,
-            it is the first.
-        planned: the model as it runs by a plan, once it has, where there is a budget for
-            activations.
-        paused_s: of the last batch, the seconds for which it was slowed down on purpose.
+        poll: called before each backward pass on a rank that also serves others; None on other
+            ranks.
+        updates: whether weights are updated within a pass, and not once by the Worker.
+        counts: whether this rank's losses count: it has the last stage, and is the first of the
+            ranks that share it.
+        planned: the model under its plan, after the first pass with a budget for activations.
+        paused_s: the seconds that the last batch was slowed down on purpose.
     """
 
     def __init__(
@@ -195,13 +195,13 @@ class Passes(Caller):
             trainer.seed,
             trainer.optimizer,
         )
-        # It is called on every rank, since it may communicate where the classes are sharded.
+        # Called on every rank, since it communicates if the classes are sharded.
         loss = trainer.loss
         self._score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
         self.scalars = DeferredScalars()
         self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
         self.planned: RecomputedModel | None = None
-        self._told: Plan = ()  # the plan that was told of last
+        self._reported: Plan = ()  # the last reported plan
         self._store: Store | None = None
         budget = None if where.stages else where.layout.activation_memory
         if budget is not None and where.layout.offload is not None:
@@ -220,7 +220,7 @@ class Passes(Caller):
             self.executor.count - 1 in self.executor.stages and where.mesh.coordinates.t == 0
         )
         self._numbers = _numbers(where)
-        # by parameter: stages of this rank whose part of its gradient is not there yet
+        # by parameter: this rank's stages that still have to add to its gradient
         self._left = Counter[int]()
         self._last_seed: tuple[float, Array] | None = None
         self._most_rows = 0
@@ -228,18 +228,18 @@ class Passes(Caller):
         self._report = StepReport()
         self._passes: deque[StepReport] = deque(maxlen=PASSES_KEPT)
 
-    # ---- what a trainer calls ----
+    # ---- for the trainer ----
 
     def train(
         self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True
     ) -> StepReport:
-        """Compute the gradients of the mean loss, summed over replicas; do not wait for a device.
+        """Compute the gradients of the mean loss, summed over replicas; wait for no device.
 
-        What is known of the step by then is returned; `sums` has its numbers.
+        The report has all that is known by then; `sums` returns the step's numbers.
 
         Args:
             step: the number of the update, which keys dropout.
-            scale: what the gradients are multiplied by (see `optim.clip`).
+            scale: a factor of the gradients (see `optim.clip`).
             may_replay: whether passes may be recorded and replayed.
         """
         cuts = batch.cuts
@@ -282,8 +282,8 @@ class Passes(Caller):
     def sums(self) -> tuple[float, float, int]:
         """Return this rank's contribution of the last batch: losses, score, counted labels.
 
-        Of ranks that compute the same, one counts and the others give zeros. On a device it waits
-        for the numbers. It may communicate, so call it on all ranks.
+        Of ranks with equal results one counts; the others return zeros. On a device it waits for
+        the numbers. It may communicate, so call it on all ranks.
         """
         values, now = self.scalars.read(), self._now
         numbers = range(len(now.cuts) if self.counts else 0)
@@ -298,7 +298,7 @@ class Passes(Caller):
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """Add a batch's LOSS and SCORE in evaluation mode, if this rank counts; return whether.
 
-        It is called within `no_grad`.
+        Call it within `no_grad`.
         """
         cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
         now = self._begin(batch, 0, scalars, cuts, trains=False)
@@ -308,7 +308,7 @@ class Passes(Caller):
         return self.counts
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
-        """Return the error that says where a loss or gradient that is not finite came from."""
+        """Return the error with the origin of a non-finite loss or gradient."""
         if (
             self.is_cut
             or self._where.layout.expert_parallel
@@ -317,18 +317,18 @@ class Passes(Caller):
             return explain_gradients(
                 self.world, self.model, step + 1, value, "microbatches and replicas"
             )
-        x, again = self.suspect(
+        x, compute = self.suspect(
             batch, step, lambda loss: all(map(isfinite, self.world.sum_floats([loss])))
         )
-        return explain(self.world, self.model, x, again, step + 1, value)
+        return explain(self.world, self.model, x, compute, step + 1, value)
 
     def suspect(
         self, batch: Batch, step: int, is_finite: Callable[[float], bool]
     ) -> tuple[Array, Callable[[], Tensor]]:
-        """Return the input and model of the first microbatch with a non-finite loss, or the last.
+        """Return the input and loss of the first microbatch with a non-finite loss, or the last.
 
         Args:
-            is_finite: asked of each microbatch's loss, computed again.
+            is_finite: tests a microbatch's loss, which is computed again.
         """
         now = self._begin(batch, step, DeferredScalars(), batch.cuts)
 
@@ -344,12 +344,10 @@ class Passes(Caller):
         return next((item for item in tries if not is_finite(item[1]().item())), tries[-1])
 
     def summary(self) -> list[str]:
-        """Return lines on the batches since the last call: the plan's cost, the pipeline's
-        passes.
-        """
+        """Return lines about the batches since the last call: the plan's cost, pipeline passes."""
         planned = self.planned
-        if planned is not None and planned.plan != self._told:
-            self._told = planned.plan
+        if planned is not None and planned.plan != self._reported:
+            self._reported = planned.plan
             return [planned.describe()]
         if not self._passes:
             return []
@@ -357,7 +355,7 @@ class Passes(Caller):
             self._where.mesh.pp,
             [pass_.passed for pass_ in self._passes if pass_.passed is not None],
         )
-        # those of fewer are an epoch's short last batch
+        # passes with fewer are of an epoch's short last batch
         most = max(pass_.microbatches for pass_ in passes)
         lines = [
             _forecast(
@@ -370,13 +368,13 @@ class Passes(Caller):
         old = max((item for report in self._passes for item in report.staleness), default=0)
         self._passes.clear()
         if self.updates:
-            # only schedules that update during a pass, such as pipedream, have weights that are old
+            # only schedules that update within a pass, such as pipedream, use old weights
             stale = group.gather(old)
             lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
         return lines
 
     def release(self) -> None:
-        """Take everything off the model again; a second call does nothing."""
+        """Detach from the model; a second call does nothing."""
         if self._store is not None:
             self._store.close()
         if self.exchange is not None and not self.exchange.parallel.released:
@@ -400,10 +398,9 @@ class Passes(Caller):
         return self._now
 
     def _seeds(self, now: Running) -> list[Array]:
-        """Return the gradients of the microbatches' loss sums: the loss scale / the labels in an
-        update's mean.
+        """Return the gradients of the microbatches' loss sums: loss scale / labels of the update.
 
-        The division is that of `DataParallel.backward`; with pipedream an update is of one
+        `DataParallel.backward` does the same division. With pipedream an update is of one
         microbatch.
         """
         return [self._seed_of(self._weight(now, cut)) for cut in now.cuts]
@@ -414,9 +411,7 @@ class Passes(Caller):
         return now.scale / max(targets, 1)
 
     def _seed_of(self, value: float) -> Array:
-        """Return a number as (), float64, where the model lives; `backward` converts it to the
-        loss's dtype.
-        """
+        """Return a number as (), float64, on the backend; `backward` casts it to the loss dtype."""
         if self._last_seed is None or self._last_seed[0] != value:
             self._last_seed = value, self.backend.xp.full((), value, "float64")
         return self._last_seed[1]
@@ -429,7 +424,7 @@ class Passes(Caller):
         return within(partial(self._training, microbatch, again))
 
     def _training(self, microbatch: int, again: bool) -> dict[str, Any]:
-        """Begin a microbatch's forward; return the mode that it runs in."""
+        """Begin a microbatch's forward; return its mode."""
         now, cut = self._now, self._now.cuts[microbatch]
         if self.exchange is not None:
             self.exchange.begin_forward(cut.number)
@@ -445,10 +440,10 @@ class Passes(Caller):
         return {"training": True, "again": again, **local}
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
-        """Return the loss of a microbatch, and note it and its score."""
+        """Return the loss of a microbatch, and note loss and score."""
         now, again = self._now, current().again
         device_batch = now.part(microbatch)
-        if not again:  # before the loss: a device reads out of range silently
+        if not again:  # before the loss: a device would read out of range silently
             check_labels(now.loss, device_batch, now.cuts[microbatch].start, logits)
         labels = feed(lambda: self._now.part(microbatch).y)
         loss = summed(now.loss, logits, labels)
@@ -463,8 +458,8 @@ class Passes(Caller):
             now.scalars.add((LOSS, microbatch) if now.trains else LOSS, loss)
             now.scalars.add((SCORE, microbatch) if now.trains else SCORE, score)
 
-    def whole(self, x: Tensor, microbatch: int) -> Tensor:
-        """Return the loss of a microbatch, within the budget for activations if there is one."""
+    def run_uncut(self, x: Tensor, microbatch: int) -> Tensor:
+        """Return the loss of a microbatch, within the budget for activations, if any."""
         if self._budget is None or not self._now.trains:
             return self.executor.end(self.model(x), microbatch)
         if self.planned is None:
@@ -476,7 +471,7 @@ class Passes(Caller):
             x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_rows
         )
 
-    # ---- what the executor calls: see `Caller` ----
+    # ---- for the executor: see `Caller` ----
 
     def begin_backward(self, microbatch: int) -> None:
         """See `Caller`."""
@@ -504,9 +499,7 @@ class Passes(Caller):
         return result
 
     def _pace_layer(self, number: int) -> None:
-        """Let a backward have come as far as this gradient, by its elements, before its sum
-        begins.
-        """
+        """Slow a backward down by the share of its final gradients, before this one's sum begins."""
         if self.slow:
             self._final += self.model.storage.spans[number].parameter.size
             self.executor.pace(self._final / self.model.storage.size)
@@ -517,7 +510,7 @@ class Passes(Caller):
             self.exchange.abort()
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
-        """See `Caller`: a parameter in several stages is final after the last of them."""
+        """See `Caller`: a parameter of several stages is final after the last of them."""
         if microbatch is not None:
             return
         assert self.exchange is not None
@@ -539,7 +532,7 @@ class Passes(Caller):
         storage = self.model.storage
         storage.move(data=[data.copy() for data in storage.data])
         for span in storage.spans:
-            # the move has forgotten the gradients, but they are still where they were
+            # `move` clears the gradients, but their buffers still have the values
             span.parameter.grad = span.parameter.buffer
         now.staleness.append(self._optimizer.steps - now.versions.pop(microbatch))
         self._optimizer.step()
@@ -548,13 +541,13 @@ class Passes(Caller):
 
 @lru_cache(maxsize=16)
 def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
-    """Return the microbatches of a batch that is evaluated: as many as there are stages."""
+    """Return the microbatches of an evaluated batch: as many as there are stages."""
     result = enumerate(split(rows, max(1, min(rows, count))))
     return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in result)
 
 
 def _refusal(where: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
-    """Return why passes of a layout cannot be replayed; nothing where they can."""
+    """Return why passes of a layout cannot be replayed; empty if they can."""
     layout = where.layout
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
@@ -582,11 +575,10 @@ _BUFFER_MOVES = (
 
 
 def _foreign_buffers(model: Module, where: Arrangement) -> list[tuple[str, Buffer]]:
-    """Return buffers, with their names, that the forwards of users' modules must not change in this
-    layout.
+    """Return buffers, with names, that forwards of users' modules must not change in this layout.
 
-    That is where replicas have other rows each, or a forward is done again. A class that has
-    `all_reduce` knows both.
+    That is if replicas have different rows, or a forward is computed again. A class with
+    `all_reduce` handles both.
     """
     layout = where.layout
     if where.mesh.replicas.size == 1 and layout.activation_memory is None and not layout.recomputes:
@@ -603,9 +595,7 @@ def _foreign_buffers(model: Module, where: Arrangement) -> list[tuple[str, Buffe
 
 
 def _warn_of_strangers(model: Module, loss: Tensor) -> None:
-    """Warn of a parameter that gets a gradient, but belongs to no layer of the model: no update
-    will change it.
-    """
+    """Warn of a parameter with a gradient that no layer of the model has: no update changes it."""
     local = {id(parameter) for _, parameter in model.named_parameters()}
     for leaf in leaves_of(loss):
         if isinstance(leaf, Parameter) and id(leaf) not in local:
@@ -620,7 +610,7 @@ def _warn_of_strangers(model: Module, loss: Tensor) -> None:
 
 
 def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
-    """Return, for each stage of this rank, the numbers of its parameters in the storage."""
+    """Return the storage numbers of each stage's parameters, for this rank's stages."""
     number_of = {id(span.parameter): i for i, span in enumerate(arrangement.model.storage.spans)}
     return {
         stage: sorted(
@@ -636,11 +626,11 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
 
 
 def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[PassReport]) -> str:
-    """Return how passes of one schedule went, measured beside simulated. Collective over the
-    pipeline's ranks.
+    """Return the measured times of a schedule's passes beside simulated ones, as text. Collective
+    over the pipeline's ranks.
 
-    A pass is the longest of the ranks' medians; a bubble is the share of their time in which they
-    did not compute.
+    A pass takes the longest of the ranks' medians. The bubble is the share of the ranks' time
+    without computation.
     """
     local = [
         [item.kind, item.stage, seconds] for report in reports for item, seconds in report.samples
@@ -658,7 +648,7 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
     ]
     text = group.gather([local, totals, max(report.peak_live for report in reports)])
     samples = [
-        (Kind(kind).at(stage), seconds) for theirs, _, _ in text for kind, stage, seconds in theirs
+        (Kind(kind).at(stage), seconds) for costs, _, _ in text for kind, stage, seconds in costs
     ]
     simulation = simulate_schedule(schedule, measured_costs(schedule.stages, samples))
     measured_s = max(total_s for _, (total_s, _), _ in text)

@@ -10,10 +10,9 @@ from sys import float_info
 from nnmpi.comm.gradients import Traffic
 from nnmpi.schedule.schedule import Instruction
 
-ROUNDING = 1e-4  # of a step's time: less than is printed of it
+ROUNDING = 1e-4  # of a step's time: less does not show in its printed digits
 
-
-PARTS = {  # of a step's time: what is printed, recorded and drawn of it
+PARTS = {  # of a step's time, as printed, recorded and drawn
     "compute_s": "compute",
     "wait_s": "waiting for stages",
     "sync_s": "synchronization",
@@ -22,12 +21,12 @@ PARTS = {  # of a step's time: what is printed, recorded and drawn of it
 
 
 def rmse(score: float) -> float:
-    """Return the root of the mean squared error whose score this is, a mean over samples."""
+    """Return the root of the mean squared error from its score, a mean over samples."""
     return sqrt(-score) if score <= 0 else nan
 
 
 def perplexity(loss: float) -> float:
-    """Return e to a mean loss; inf where that is too large a number."""
+    """Return e to a mean loss; inf if that overflows."""
     return exp(loss) if loss < log(float_info.max) else inf
 
 
@@ -45,23 +44,23 @@ def r2(score: float, variance: float) -> float:
 class Totals:
     """Sums over a number of steps; all fields add up.
 
-    It is not frozen, since each step makes several, and making a frozen one takes more than four
-    times as long.
+    It is not frozen: each step makes several, and a frozen one takes more than four times as long
+    to make.
 
     Attributes:
         steps, samples: counts.
-        targets: the labels that count: the tokens that were to be predicted; elsewhere the samples.
-        loss_sum, score_sum: sums over targets; see `compose.losses` for what a score is.
+        targets: the labels that count: the tokens to predict; without sequences the samples.
+        loss_sum, score_sum: sums over targets; `compose.losses` defines the score.
         compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for
             batches.
-        hidden_s: seconds of computing while messages were under way.
-        comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that
-            did it.
-        predicted_s: seconds that the fitted model gives that communication, in those of the steps
-            that it knows.
+        hidden_s: seconds of computing while messages were in flight.
+        comm_bytes, comm_calls: the bytes of arrays summed over ranks, and the collectives that
+            summed them.
+        predicted_s: the fitted model's seconds for that communication, in the steps that it can
+            predict.
         predicted_steps: the number of those steps.
         wait_s: seconds of waiting for other stages of a pipeline: its bubble.
-        wall_s: seconds from the end of the step before to the end of each.
+        wall_s: seconds from the end of the last step to the end of each.
     """
 
     steps: int = 0
@@ -81,13 +80,13 @@ class Totals:
     wait_s: float = 0.0
 
     def plus(self, other: Totals) -> Totals:
-        """Return the sums of both."""
+        """Return the sums of both reports."""
         total = copy(self)
         total.add(other)
         return total
 
     def add(self, other: Totals) -> None:
-        """Add another's sums to these."""
+        """Add another report's sums to these."""
         local, more = self.__dict__, other.__dict__
         for name in SUMS:
             local[name] += more[name]
@@ -100,37 +99,37 @@ class Totals:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss of a target."""
+        """The mean loss of a target."""
         return self.loss_sum / self.targets if self.targets else 0.0
 
     @property
     def score(self) -> float:
-        """Return the mean score of a target; see `compose.losses`."""
+        """The mean score of a target; see `compose.losses`."""
         return self.score_sum / self.targets if self.targets else 0.0
 
     @property
     def accuracy(self) -> float:
-        """The fraction of right answers, 0 to 1; NaN for numbers, whose scores are negative."""
+        """The fraction of correct predictions, 0 to 1; NaN for quantities, with negative scores."""
         return self.score if self.score >= 0 else nan
 
     @property
     def rmse(self) -> float:
-        """The root of the mean squared error; NaN where classes are predicted."""
+        """The root of the mean squared error; NaN for classes."""
         return rmse(self.score)
 
     @property
     def perplexity(self) -> float:
-        """E to the mean loss: between as many tokens a model that guesses would be as unsure."""
+        """E to the mean loss: a uniform guess among this many tokens has the same loss."""
         return perplexity(self.loss)
 
     @property
     def samples_per_second(self) -> float:
-        """Return samples per second of wall time."""
+        """Samples per second of wall time."""
         return self.samples / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def targets_per_second(self) -> float:
-        """Return targets per second of wall time."""
+        """Targets per second of wall time."""
         return self.targets / self.wall_s if self.wall_s > 0 else 0.0
 
     def per_step(self, seconds: float) -> float:
@@ -139,7 +138,7 @@ class Totals:
 
     @property
     def predicted_step_s(self) -> float | None:
-        """Return what the model gives the communication of a step; None if it knows none."""
+        """The model's prediction for a step's communication; None without one."""
         return self.predicted_s / self.predicted_steps if self.predicted_steps else None
 
     def communication(self) -> str:
@@ -183,17 +182,16 @@ SUMS = tuple(each.name for each in fields(Totals))
 
 @dataclass
 class PassReport:
-    """What one pass through the pipeline was on this rank.
+    """One pass through the pipeline on this rank.
 
     Attributes:
-        microbatches: how many went through.
-        samples: what was computed, and how many seconds each took.
-        compute_s: seconds in which it computed.
-        wait_s: seconds in which it waited for what other stages send: the bubble, and messages that
-            take their time.
-        sent: the bytes of each array of activations and gradients that it sent, by what sent it.
-        peak_live: the most microbatches whose activations it held at once.
-        peak_waiting: the most bytes that it held of those whose activations are computed again.
+        microbatches: their number.
+        samples: each computed instruction with its seconds.
+        compute_s: seconds of computing.
+        wait_s: seconds of waiting for other stages' messages: the bubble, and slow messages.
+        sent: each send with the bytes of its arrays.
+        peak_live: the most microbatches whose activations were in memory at once.
+        peak_waiting: the peak bytes of inputs that wait for recomputation.
         total_s: from the first instruction to the last.
     """
 
@@ -208,7 +206,7 @@ class PassReport:
 
     @property
     def sent_bytes(self) -> list[int]:
-        """The bytes of each array that it sent."""
+        """The bytes of each sent array."""
         return [nbytes for _, lengths in self.sent for nbytes in lengths]
 
 
@@ -217,14 +215,13 @@ class StepReport(Totals):
     """One update, equal on all ranks except times; loss and score are means over all targets.
 
     Attributes:
-        grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is
-            an update.
-        passed: what the pass through the pipeline was on this rank; None without a pipeline.
-        staleness: by how many updates the weights of each microbatch's forward were older than
-            those that its gradient changed; empty where there is only one update.
-        loss_scale: what the gradients of this step were multiplied by on their way; 1 without loss
-            scaling.
-        skipped: whether there was no update, as a scaled gradient was beyond the range of float16.
+        grad_norm: the norm of the global gradient, before clipping; NaN if every microbatch is an
+            update.
+        passed: the pass through the pipeline on this rank; None without a pipeline.
+        staleness: by microbatch: the number of updates between its forward and its own update;
+            empty if there is only one update.
+        loss_scale: the factor of this step's gradients on their way; 1 without loss scaling.
+        skipped: whether the update was skipped because a scaled gradient overflowed float16.
     """
 
     grad_norm: float = nan
@@ -234,7 +231,7 @@ class StepReport(Totals):
     skipped: bool = False
 
     def count(self, traffic: Traffic) -> None:
-        """Add what was communicated for it."""
+        """Add a communication of this step."""
         self.hidden_s += traffic.hidden_s
         self.comm_bytes += traffic.bytes
         self.comm_calls += traffic.calls

@@ -4,17 +4,17 @@
     print(segment.totals.loss, trainer.evaluate(test_loader.epoch(0)).accuracy)
 
 The batches between two such points are a segment. At its ends all ranks have the same weights, so
-that evaluations and checkpoints are those of any other run. Within it the ranks may meet after
-every step, or each continues at its own speed:
+evaluations and checkpoints work as in any other run. Within it the ranks may meet after every step,
+or each continues at its own speed:
 
     in step       rank 0   |--0--|.....|--1--|.....|--2--|.....|--3--|.....|  `compose.worker`
                   rank 1   |----0------|----1------|----2------|----3------|
     out of step   worker 0 |--0--|--2--|--4--|--5--|--7--|        |           `compose.asynchronous`
                   worker 1 |----1-----|----3-----|----6-----|     |
 
-    Trainer             the interface; TrainingSegment: what it is asked to train on
-    Progress            what it tells on the way; SegmentReport: at the end; the sums in both are in
-                        `stats`
+    Trainer             the interface; TrainingSegment: its input
+    Progress            its reports on the way; SegmentReport: its report at the end; the sums of
+                        both are in `stats`
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Progress:
 
     Attributes:
         batch: the number of its batch in the epoch.
-        worker: who computed it; 0 for a step that all did together.
-        totals: over its samples, with the worker's times; one step. Its `wall_s` are the seconds
-            since the one before.
+        worker: the number of the worker that computed it; 0 for a joint step.
+        totals: over its samples, with the worker's times; one step. `wall_s` are the seconds since
+            the last report.
         norm: the gradient norm of these samples' mean loss, before clipping.
         at_s: the seconds of the segment so far.
     """
@@ -73,16 +73,16 @@ class SegmentReport:
     """A segment, equal on all ranks, except in-step times, which are this rank's.
 
     Attributes:
-        totals: over the batches that were done (fewer than asked for after a signal), and the
-            samples of the gradients that were used. Out of step the times are means over the
-            workers, and `wall_s` lasts until all are there.
-        signal: the number of the signal that ended it early, else 0.
+        totals: over the completed batches (fewer than given after a signal), and the samples of the
+            used gradients. Out of step, times are means over the workers, and `wall_s` lasts until
+            all have ended.
+        signal: the number of the signal that ended it early, or 0.
 
     For ranks out of step:
         messages, bytes: of gradients and weights, each counted once, over all ranks.
-        updates: the number of updates; with local SGD and gossip, those of one worker.
-        staleness: of the used gradients, by worker. None where it is undefined (gossip).
-        lead: the largest number of steps a worker was ahead of the slowest when it began one.
+        updates: the number of updates; with local SGD and gossip, of one worker.
+        staleness: of the used gradients, by worker. None if it is undefined (gossip).
+        lead: the largest lead of a worker over the slowest when it began a step, in steps.
         disagreement: the ranks' distance from their mean weights before they met, relative to the
             mean's norm.
     """
@@ -110,7 +110,7 @@ class SegmentReport:
 
     @property
     def batches(self) -> int:
-        """How many batches were done."""
+        """The number of completed batches."""
         return self.totals.steps
 
 
@@ -121,7 +121,7 @@ PollSignal: TypeAlias = Callable[[], int]
 
 @dataclass(frozen=True)
 class TrainingSegment:
-    """What a trainer is to train on; see `Trainer.run`.
+    """The input of a trainer's `run`.
 
     Attributes:
         batches: the numbers of the batches in the epoch.
@@ -153,7 +153,7 @@ class Training:
     def state(self) -> tuple[ModelState, ModelState]:
         """Return the full model's and optimizer's arrays, over all ranks.
 
-        The optimizer's are called "slot/parameter"; for its numbers, see `scalars`.
+        The optimizer's names are "slot/parameter"; for its numbers, see `scalars`.
         """
         return model_state(self.model, self.group, self.arrangement), optimizer_state(
             self.model, self.optimizer, self.group, self.arrangement
@@ -164,7 +164,7 @@ class Training:
         return {"steps": self.optimizer.steps}
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
-        """Put back what `scalars` gave, of this trainer or of another kind."""
+        """Restore the result of `scalars`, of this or another kind of trainer."""
         self.optimizer.steps = index(values["steps"])
 
 
@@ -174,14 +174,14 @@ class Trainer(Training, ABC):
     Attributes:
         model, optimizer, group, seed, slow: as given.
         loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
-        backend: where the model lives.
+        backend: of the model.
         precision: of products, see `backend.precision`.
         clip: the largest gradient norm, or None.
-        arrangement: how the model lies on the ranks.
-        in_step: whether the ranks meet after every step. Then `progress` is reported every step on
-            every rank; else on rank 0 alone, of gradients as they come in, and what becomes of a
-            whole segment is in its report.
-        reporters: how many calls of `progress` there are for each batch, one for each worker.
+        arrangement: the model's distribution over the ranks.
+        in_step: whether the ranks meet after every step. Then `progress` is called every step on
+            every rank; otherwise on rank 0 alone, for each gradient that arrives, and the segment's
+            report has the results of all ranks.
+        reporters: the calls of `progress` for each batch, one for each worker.
     """
 
     in_step = False
@@ -210,7 +210,7 @@ class Trainer(Training, ABC):
         self.precision = mode_of() if numerics.precision is None else numerics.precision
         self.clip = numerics.clip
         self.slow = slow
-        self._is_own = arrangement is None  # so `release` gives its groups back
+        self._is_own = arrangement is None  # so `release` frees its groups
         self.arrangement = (
             replicate(model, group, self.backend) if arrangement is None else arrangement
         )
@@ -220,7 +220,7 @@ class Trainer(Training, ABC):
         check_numerics(self)
 
     def __repr__(self) -> str:
-        """Say what is trained, with what, and on which ranks."""
+        """Return model, optimizer and ranks as text."""
         model = f"{type(self.model).__name__} of {self.model.storage.size:,} parameters"
         where = f"rank {self.group.rank} of {self.arrangement.mesh.mesh}"
         return f"{type(self).__name__}({model}, {self.optimizer!r}, {where})"
@@ -239,20 +239,20 @@ class Trainer(Training, ABC):
         """Train on the batches first..stop-1 of an epoch, and meet. Collective.
 
         Args:
-            loader: of the training data. Through servers, any rank's; else this rank's own part.
-            step: the number of batches before them in the whole run, which keys dropout and the
+            loader: of the training data. Through servers, any rank's; otherwise this rank's part.
+            step: the number of earlier batches in the whole run, which keys dropout and the
                 learning rate.
-            lr: the learning rate of a step.
+            lr: step -> learning rate.
             progress: called for every step, or on rank 0 for every gradient; see `in_step`.
-            poll_signal: whether this rank got a signal, and which; then all end after a whole
-                batch.
+            poll_signal: returns the number of a signal that this rank got, or 0; after a signal all
+                ranks end with a full batch.
 
         Returns:
-            What was done; its totals may be of fewer steps, after a signal.
+            The segment's report; after a signal its totals may have fewer steps.
 
         Raises:
             DivergenceError: on all ranks, when a loss or gradient was not finite; it was not used.
-            UsageError: for a loader of another part than this rank's, where it matters.
+            UsageError: for a loader of another rank's part, if the mode needs this rank's.
         """
         tell, ask = progress or (lambda _: None), poll_signal or (lambda: 0)
         return self._run(TrainingSegment(loader, epoch, range(first, stop), step, lr, tell, ask))
@@ -263,12 +263,10 @@ class Trainer(Training, ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
-        """Return loss and score over this rank's parts of batches, summed over ranks.
-        Collective.
-        """
+        """Return loss and score of this rank's parts of batches, summed over ranks. Collective."""
 
     def details(self, report: Totals) -> dict[str, Any]:
-        """Return what else than sums is to be recorded of the step that was done last, by name."""
+        """Return the last step's numbers that are no sums, by name."""
         return {}
 
     def describe_exchange(self) -> str:
@@ -277,14 +275,14 @@ class Trainer(Training, ABC):
 
     @abstractmethod
     def summary(self) -> Sequence[str]:
-        """Return lines about what was done since the last call. Collective."""
+        """Return lines about the work since the last call. Collective."""
 
     def memory(self) -> Sequence[str]:
-        """Return lines about the most memory that was taken, if that is known. Collective."""
+        """Return lines about the memory peak, if it is known. Collective."""
         return ()
 
     def release(self) -> None:
-        """Detach everything from the model, which is then each rank's own. Collective.
+        """Detach everything from the model, which each rank then has to itself. Collective.
 
         A second call does nothing.
         """
@@ -294,15 +292,15 @@ class Trainer(Training, ABC):
 
 
 def check_optimizer(model: Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that would update other arrays than the model's.
+    """Refuse an optimizer of other arrays than the model's.
 
     Raises:
-        UsageError: saying what to do.
+        UsageError: with the remedy.
     """
     if not isinstance(optimizer, Optimizer):
-        what = type(optimizer).__name__
+        name = type(optimizer).__name__
         raise UsageError(
-            f"a {what} stands where the optimizer belongs: nnmpi.Worker(model, optimizer, group)"
+            f"a {name} stands where the optimizer belongs: nnmpi.Worker(model, optimizer, group)"
         )
     if optimizer.storage is not model.storage:
         raise UsageError(
@@ -314,13 +312,13 @@ def check_optimizer(model: Module, optimizer: Optimizer) -> None:
 def check_numerics(trainer: Trainer) -> None:
     """Refuse ranks with different numerics, and impossible precisions. Collective.
 
-    Replicas of different optimizers go apart without a word, or wait for one another for ever; the
-    gradients of different losses would be added up.
+    Replicas with different optimizers would drift apart silently, or wait for one another forever;
+    gradients of different losses would be summed.
 
     Raises:
-        UsageError: on all ranks, where they ask for different precisions, losses, seeds, clipping
-            or optimizers; for an unknown precision, bf16 without ml_dtypes, tf32 without a device,
-            and any but float32 for one of float64.
+        UsageError: on all ranks, when they have different precisions, losses, seeds, clipping or
+            optimizers; for an unknown precision, bf16 without ml_dtypes, tf32 without a device, and
+            any precision but float32 for a float64 model.
     """
     mode, model, backend = trainer.precision, trainer.model, trainer.backend
     text = [
@@ -355,10 +353,9 @@ def check_numerics(trainer: Trainer) -> None:
 
 
 def _update(trainer: Trainer) -> list[str]:
-    """Return how this rank would update, as text: the rule, and its numbers that must be the same
-    on all ranks.
+    """Return this rank's update rule as text, with the numbers that must be equal on all ranks.
 
-    How groups of parameters decay is left out in a pipeline, whose stages have different ones.
+    A pipeline omits the decay of parameter groups, since its stages have different groups.
     """
     optimizer = trainer.optimizer
     names = [
@@ -373,7 +370,7 @@ def _update(trainer: Trainer) -> list[str]:
 
 
 def _described(loss: Any) -> str:
-    """Return a loss as text: its name and, where it has any, its options."""
+    """Return a loss as text: its name and its options, if any."""
     if isinstance(loss, LabelLoss):
         return _described(loss.function)
     if isinstance(loss, partial):

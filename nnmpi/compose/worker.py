@@ -11,8 +11,8 @@ All ranks make the same calls and get the same reports: global means, not a rank
 `arrangement` the model may be sharded (see `compose.arrange`). Without one, every rank holds the
 full model.
 
-A step asks its `exchange` (buckets, fused update, ZeRO or fixed order, see `compose.exchange`)
-what to do with gradients. No strategy is named in `step`: adding one changes no line here.
+A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fixed order, see
+`compose.exchange`). `step` names no strategy: a new one changes no line here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,12 +172,12 @@ class Worker(Trainer):
         super().release()
 
     def step(self, batch: Batch | Any, y: Any = None, lr: float | None = None) -> StepReport:
-        """Do one update with this rank's shard of a global batch; collective.
+        """Do one update with this rank's shard of a global batch. Collective.
 
             for batch in loader: worker.step(batch)
             worker.step(x, y)                   # rows of this replica, any number, and their labels
 
-        On a device the host waits once per step: it reads loss, correct answers and gradient norm
+        On a device the host waits once per step: it reads loss, score and gradient norm
         in one copy after the gradients are summed. So a gradient that is not finite is found
         before the update, and clipping needs no second wait. The update and the next batch's copy
         overlap with the host's preparation of the next step.
@@ -239,9 +239,8 @@ class Worker(Trainer):
             if self.passes.replay.held_bytes != self._recorded_bytes:  # something was recorded
                 self._recorded_bytes = self.passes.replay.held_bytes
                 self._note_memory({ACTIVATIONS: self._recorded_bytes})
-            numbers = (
-                self.passes.sums()
-            )  # on a device the step's only wait; the update is not waited for
+            # on a device this is the step's only wait; the update is not waited for
+            numbers = self.passes.sums()
             if exchanged:
                 report.count(_traffic(exchanged))
             if self.slow:
@@ -311,17 +310,17 @@ class Worker(Trainer):
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
         storage, shares = self.model.storage, self.exchange.holders
-        parameters, gradients, rest = storage.held_bytes()
+        parameters, gradients, buffers = storage.held_bytes()
         state = self.optimizer.state_bytes // shares
         return {
             PARAMETERS: parameters // shares,
             GRADIENTS: gradients,
             STATE: state,
-            COMMUNICATION: rest,
+            COMMUNICATION: buffers,
         }
 
     def _predict_memory(self) -> dict[str, int]:
-        """Return the same by formula, for the ledger to compare; empty where no formula applies."""
+        """Return the same by formula, for the ledger's comparison; empty if no formula applies."""
         where, storage = self.arrangement, self.model.storage
         if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
@@ -354,8 +353,8 @@ class Worker(Trainer):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 
-    def _note_memory(self, held: Mapping[str, int], activations: int = 0) -> None:
-        self.ledger.note(held)
+    def _note_memory(self, held_bytes: Mapping[str, int], activations: int = 0) -> None:
+        self.ledger.note(held_bytes)
         trace = current()
         if trace is not None:
             now = trace.clock()
@@ -393,11 +392,11 @@ class Worker(Trainer):
         return more
 
     def _batch_of(self, x: Any, y: Any) -> Batch:
-        """Return this replica's shard of a batch made of all replicas' rows; collective."""
+        """Return this replica's shard of a batch of all replicas' rows. Collective."""
         if y is None:
-            what = type(x).__name__
+            kind = type(x).__name__
             raise UsageError(
-                f"step takes a batch of a data.Loader, or samples and labels, not a {what} alone: "
+                f"step takes a batch of a data.Loader, or samples and labels, not a {kind} alone: "
                 "for batch in loader: worker.step(batch), or worker.step(x, y)"
             )
         samples, labels = (np.atleast_1d(read_array(values, "step")) for values in (x, y))
@@ -508,7 +507,7 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: b
     """
     model, backend, where = worker.model, worker.backend, worker.arrangement
     mesh = where.mesh.mesh
-    given = replace(where.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
+    used = replace(where.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
     for feature, is_used, text in (
         (refusals.STATE_OUT, model.storage.state_store is not None, "state out of memory"),
         (refusals.FUSED, fused_update, "the fused update"),
@@ -518,8 +517,8 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: b
         (refusals.CLIP, worker.clip is not None, "clip"),
     ):
         if is_used:
-            given[feature] = text
-    refusals.refuse(given)
+            used[feature] = text
+    refusals.refuse(used)
     if arrangement is None:
         if isinstance(model, ModelPart) or any(
             parameter.region is not None for parameter in model.parameters()

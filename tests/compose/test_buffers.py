@@ -62,7 +62,11 @@ def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
     where = arrange(model, group, layout, np.zeros((8, 6)), "float64")
     where.model.initialize(seed=0, dtype="float64", storage=where.storage)
     worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
-    replica = {"rank": where.data_rank, "world": where.data_ranks, "whole": layout.fixed}
+    replica = {
+        "rank": where.data_rank,
+        "world": where.data_ranks,
+        "whole_microbatches": layout.fixed,
+    }
     loader = Loader(data, 16, microbatches=2, dtype="float64", workers=0, **replica)
     losses = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
     mean = worker.state()[0].to_dict().get("2.mean")  # on rank 0

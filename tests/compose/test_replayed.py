@@ -99,7 +99,10 @@ def train(
     where = arrange(make(), group, layout)
     where.model.initialize(seed=1, storage=where.storage)
     optimizer = optim.SGD(where.model.storage, lr=0.05, momentum=0.9)
-    cuts = {"microbatches": options.pop("microbatches", 1), "whole": options.pop("whole", False)}
+    cuts = {
+        "microbatches": options.pop("microbatches", 1),
+        "whole_microbatches": options.pop("whole", False),
+    }
     worker = Worker(where.model, optimizer, group, arrangement=where, seed=3, **options)
     loader = Loader(data(), BATCH, rank=where.data_rank, world=where.data_ranks, workers=0, **cuts)
     seen, replays = [], 0

@@ -161,7 +161,7 @@ def parts(setup: Setup, rank: int = 0, world: int = 1, whole: bool = False) -> I
     """Yield a part of each batch, or all of it."""
     options = {
         "microbatches": setup.microbatches,
-        "whole": whole,
+        "whole_microbatches": whole,
         "dtype": setup.dtype,
         "workers": 0,
     }
