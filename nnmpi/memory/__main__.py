@@ -32,7 +32,7 @@ from nnmpi.pages.page import write_page
 from nnmpi.pages.picture import Bar, Picture
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
-# Each with the shape of a sample; None for so many tokens.
+# A model, and the shape of a sample; None for TOKENS different tokens.
 MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
     "mlp": (lambda: mlp((28, 28, 1), 10), (28, 28, 1)),
     "cnn": (lambda: cnn((28, 28, 1), 10), (28, 28, 1)),
@@ -52,37 +52,36 @@ SIGNS = {
 SIGNS |= {"D": "freed", "A": "freed"}
 LEGEND = """F forward, K forward and kept (small: again), B backward, D what came is dropped
 O begins to go out, A is away, I begins to come in"""
-MOST_LAYERS = 64  # that fit a page
-POINTS = 11  # budgets from the least to the most
+MOST_LAYERS = 64  # that a page has room for
+POINTS = 11  # budgets from the least to an ordinary pass's
 
 
 def main(words: Sequence[str]) -> str:
-    """Return the picture and the figures of the plan that the words ask for.
+    """Return the picture and the figures of a plan by options.
 
     Raises:
-        UsageError: for words that make none, a budget below the least, or a file that cannot be
-            written.
+        UsageError: for wrong options, a budget below the least, or a file that cannot be written.
     """
-    given = _parser().parse_args(words)
-    if given.model is None:
-        announce(f"a plan of {given.layers} layers", 9e-6 * given.layers**3)
-    costs = _equal(given.layers) if given.model is None else _measured(given)
-    bandwidth = None if given.bandwidth is None else float(parse_bytes(given.bandwidth))
+    options = _parser().parse_args(words)
+    if options.model is None:
+        announce(f"a plan of {options.layers} layers", 9e-6 * options.layers**3)
+    costs = _equal(options.layers) if options.model is None else _measured(options)
+    bandwidth = None if options.bandwidth is None else float(parse_bytes(options.bandwidth))
     plans = OptimalPlans(costs)
-    budget = _budget(given.budget, plans)
+    budget = _budget(options.budget, plans)
     plan = plans.plan(budget) if bandwidth is None else swapping_plan(plans, budget, bandwidth)
     price, ordinary = price_plan(costs, plan, bandwidth or inf), price_plan(costs, keep_all(costs))
     files = []
-    if given.svg is not None:
-        picture(price).save(given.svg)
-    if given.html is not None:
+    if options.svg is not None:
+        picture(price).save(options.svg)
+    if options.html is not None:
         write_page(
-            given.html,
+            options.html,
             "plan",
             f"memory plans of {len(costs)} layers",
             compare(plans, budget, bandwidth),
         )
-        files.append(f"{given.html} runs it in a browser")
+        files.append(f"{options.html} runs it in a browser")
     return "\n".join(
         [
             price.draw(),
@@ -100,7 +99,7 @@ def main(words: Sequence[str]) -> str:
             (
                 f"this plan {format_bytes(price.peak)} ({price.peak} bytes),"
                 f" {format_seconds(price.seconds)}, {price.seconds / ordinary.seconds:.3f} of the"
-                f" ordinary time; layers gone through again: {price.again}"
+                f" ordinary time; layers gone through again: {price.recomputed}"
             ),
             *(
                 [f"moved     {format_bytes(price.moved)}, at {format_bytes(int(bandwidth))}/s"]
@@ -119,16 +118,16 @@ def _equal(count: int) -> list[LayerCost]:
     ]
 
 
-def _measured(given: argparse.Namespace) -> Costs:
-    """Return the costs of a model's layers."""
-    make, shape = MODELS[given.model]
+def _measured(options: argparse.Namespace) -> Costs:
+    """Return the measured costs of a model's layers."""
+    make, shape = MODELS[options.model]
     model, draw = make().initialize(seed=0), np.random.default_rng(0)
     if shape is None:
-        x = y = draw.integers(0, TOKENS, (given.batch, CONTEXT))
+        x = y = draw.integers(0, TOKENS, (options.batch, CONTEXT))
     else:
         x, y = (
-            draw.normal(size=(given.batch, *shape)).astype("float32"),
-            draw.integers(0, 10, given.batch),
+            draw.normal(size=(options.batch, *shape)).astype("float32"),
+            draw.integers(0, 10, options.batch),
         )
     forward = RecomputedModel(model, None)
     with training():
@@ -138,7 +137,7 @@ def _measured(given: argparse.Namespace) -> Costs:
 
 
 def picture(price: PlanPrice) -> Picture:
-    """Return what lies in memory of each layer, action by action."""
+    """Return the picture of each layer's memory, action by action."""
     spans = [
         Bar(f"layer {name}" if name.isdigit() else name, at, at + 1, kind, sign.strip("=-."))
         for i, name in enumerate(price.layers)
@@ -154,15 +153,15 @@ def picture(price: PlanPrice) -> Picture:
 
 
 def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) -> dict[str, Any]:
-    """Return what a page needs to show the plans of a chain under several budgets, as JSON values.
+    """Return a page's data, the plans of a chain under several budgets, as JSON values.
 
     Args:
         plans: of the chain.
-        budget: with which the page begins.
-        bandwidth: bytes per second that go out or come in; None where nothing leaves memory.
+        budget: the page's first choice.
+        bandwidth: of the store, in bytes per second; None for no swapping.
 
     Raises:
-        UsageError: for a chain that does not fit a page, or a budget below the least.
+        UsageError: for a chain too long for a page, or a budget below the least.
     """
     costs = plans.costs
     if len(costs) > MOST_LAYERS:
@@ -175,7 +174,7 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
         figures = {
             "peak": price.peak,
             "seconds": round(price.seconds, DIGITS),
-            "again": price.again,
+            "again": price.recomputed,
         }
         return {"actions": price.rows, **figures, "moved": price.moved}
 
@@ -195,9 +194,7 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
 
 
 def _budget(text: str, plans: OptimalPlans) -> int:
-    """Return the bytes that a text means: bytes, or a part of the way from the least to an ordinary
-    pass.
-    """
+    """Return a budget in bytes: from bytes, or per cent from the least to an ordinary pass's."""
     if text.endswith("%") and text[:-1].isdecimal() and int(text[:-1]) <= 100:
         return plans.least + (plans.all - plans.least) * int(text[:-1]) // 100
     return parse_bytes(text)

@@ -1,12 +1,12 @@
-"""The layers of a chain one by one: each run alone, with a graph of its own, and measured.
+"""The layers of a chain one by one: each run with a graph of its own, and measured.
 
     Sequential(conv, relu, pool, Residual(..), Sequential(c, d))
 
         0: conv, relu, pool     computed as one      1: Residual      2: c      3: d
 
-A memory plan's layer is a closed run of the chain's (see `nn.chain`): between two of them passes
-one tensor, in memory of its own. Stages of pipelines may begin inside of one. `measure` takes both;
-nobody else measures layers.
+A layer of a memory plan is a closed run of the chain's layers (see `nn.chain`): a single tensor, in
+memory of its own, passes from one to the next. A pipeline may also cut inside of one. `measure`
+measures both kinds for all of nnmpi.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
-from nnmpi.memory.store import BYTE_S, KeptArrays, Store, owner_id, saved_memory
+from nnmpi.memory.store import BYTE_S, SavedArrays, Store, owner_id, saved_memory
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, open_chain
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
@@ -37,7 +37,7 @@ REPEATS = 3
 
 
 class Value(NamedTuple):
-    """An array between two layers, or a slice of a larger one, from the inside out."""
+    """An array between two layers, or a shard of a larger one; `cuts` from the inside out."""
 
     array: Array
     cuts: tuple[TensorCut, ...] = ()
@@ -47,14 +47,14 @@ class Value(NamedTuple):
         return self.marked(Tensor(self.array))
 
     def marked(self, x: Tensor) -> Tensor:
-        """Return a tensor of these values as the part that it is."""
+        """Return a tensor of these values with the cuts of its shard."""
         for cut in self.cuts:
             x = mark(x, cut)
         return x
 
 
-def plain(x: Tensor) -> tuple[Tensor, tuple[TensorCut, ...]]:
-    """Return a tensor as this rank has it, in the same graph, and what says which part it is."""
+def local_tensor(x: Tensor) -> tuple[Tensor, tuple[TensorCut, ...]]:
+    """Return a tensor as this rank's plain tensor, in the same graph, and its cuts."""
     cuts: list[TensorCut] = []
     while x.cut is not None:
         cuts.append(x.cut)
@@ -63,7 +63,7 @@ def plain(x: Tensor) -> tuple[Tensor, tuple[TensorCut, ...]]:
 
 
 class _GraphInput(Function):
-    """Where a layer's graph begins: keeps no value, and takes the gradient."""
+    """The beginning of a layer's graph: saves no value, and takes the gradient."""
 
     __slots__ = ("taken",)
 
@@ -77,18 +77,18 @@ class _GraphInput(Function):
 
 
 class LayerGraph:
-    """One layer's graph for one backward pass, without input and result; `keep` makes it."""
+    """One layer's graph for one backward pass, without input and result; made by `run_saving`."""
 
     def __init__(self, first: _GraphInput | None, end: Tensor) -> None:
         self._input, self._node, self._tape = first, end.node, end.tape
 
     @property
     def operations(self) -> Sequence[Function]:
-        """What is on its tape."""
+        """The operations on its tape."""
         return self._tape.find().nodes if self._tape is not None else ()
 
     def backward(self, grad: Array) -> Array | None:
-        """Return the gradient of the input; what was kept goes."""
+        """Return the gradient of the input; frees the saved arrays."""
         end = Tensor.blank()
         end.node, end.tape = self._node, self._tape
         self._node, self._tape = None, Tape()
@@ -97,31 +97,31 @@ class LayerGraph:
         return None if first is None else first.taken
 
 
-def keep(layer: Layer, value: Value, needed: bool) -> tuple[Value, LayerGraph]:
-    """Return what a layer makes of a value, and its graph.
+def run_saving(layer: Layer, value: Value, needed: bool) -> tuple[Value, LayerGraph]:
+    """Return a layer's result for a value, and its graph.
 
     Args:
-        needed: whether what comes to it needs a gradient.
+        needed: whether the value needs a gradient.
     """
     first, x = None, Tensor(value.array, requires_grad=needed)
     if needed:
         first = _GraphInput()
         x = first(x)
-        first.edges = (None,)  # nothing is passed on to the leaf, which would keep the value
-    y, cuts = plain(layer(value.marked(x)))
+        first.edges = (None,)  # no edge to the leaf, which would keep the value alive
+    y, cuts = local_tensor(layer(value.marked(x)))
     return Value(y.data, cuts), LayerGraph(first, y)
 
 
-def forward(layer: Layer, value: Value) -> Value:
-    """Return what a layer makes of a value, without a graph."""
+def run_without_graph(layer: Layer, value: Value) -> Value:
+    """Return a layer's result for a value, without a graph."""
     with no_grad():
-        x, cuts = plain(layer(value.tensor()))
+        x, cuts = local_tensor(layer(value.tensor()))
     return Value(x.data, cuts)
 
 
 @contextmanager
-def again(mode: Mode | None = None) -> Iterator[None]:
-    """Recompute in the original mode, leaving running statistics alone."""
+def recomputing(mode: Mode | None = None) -> Iterator[None]:
+    """Run in the original mode for a recomputation, which leaves running statistics alone."""
     before = current()
     restore((before if mode is None else mode)._replace(again=True))
     try:
@@ -131,8 +131,8 @@ def again(mode: Mode | None = None) -> Iterator[None]:
         restore(before)
 
 
-def gathered(layer: Module, weights: Any | None) -> Layer:
-    """Return a layer's computation, which first gathers weights that a strategy holds."""
+def with_weights(layer: Module, weights: Any | None) -> Layer:
+    """Return a layer's computation after a gather of its weights, if a strategy shards them."""
 
     def run(x: Tensor) -> Any:
         assert weights is not None
@@ -143,11 +143,12 @@ def gathered(layer: Module, weights: Any | None) -> Layer:
 
 
 def find_layers(model: Module, value: Value, weights: Any | None = None) -> list[range]:
-    """Return which layers of a model's chain go into each of a plan's, given what comes to it.
+    """Return the chain's layers in each layer of a plan.
 
     Args:
-        model, value: as said.
-        weights: who lets the model's weights come, if they are not there.
+        model: with the chain.
+        value: its input.
+        weights: the strategy that gathers the model's weights; None if they are always there.
 
     Raises:
         UsageError: when the model's result is no single tensor.
@@ -155,10 +156,10 @@ def find_layers(model: Module, value: Value, weights: Any | None = None) -> list
     x: Any = value.tensor()
     starts, before = [0], x
     chain = open_chain(model)
-    with again(), no_grad():
+    with recomputing(), no_grad():
         for run in closed_runs(chain):
             part = ModelPart(model, chain[run.start : run.stop])
-            x = gathered(part, weights)(x)
+            x = with_weights(part, weights)(x)
             if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(
                 before.data, x.data
             ):
@@ -173,8 +174,8 @@ def find_layers(model: Module, value: Value, weights: Any | None = None) -> list
 
 
 @contextmanager
-def unwatched(parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Let no strategy hear of gradients in the block."""
+def without_hooks(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Remove the parameters' hooks and guards in the block: strategies get no gradients."""
     watchers = [(parameter.hook, parameter.guard) for parameter in parameters]
     for item in parameters:
         item.hook = item.guard = None
@@ -186,8 +187,8 @@ def unwatched(parameters: Sequence[Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _gradients_apart(parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Leave the gradients after the block as they were before."""
+def _gradients_restored(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Restore the parameters' gradients after the block."""
     grads = [parameter.grad for parameter in parameters]
     saved = [None if grad is None else grad.copy() for grad in grads]
     for item in parameters:
@@ -202,7 +203,7 @@ def _gradients_apart(parameters: Sequence[Parameter]) -> Iterator[None]:
 
 
 class Measured(NamedTuple):
-    """A layer to measure: its name, what computes it as in a chain, and its parameters."""
+    """A layer to measure: its name, its computation as in a chain, and its parameters."""
 
     name: str
     run: Run
@@ -212,7 +213,7 @@ class Measured(NamedTuple):
 def of_chain(
     model: Module, layers: Sequence[ChainLayer], dtype: str, backend: Backend
 ) -> Iterator[Measured]:
-    """Yield a chain's layers to measure, with values meanwhile; leave it uninitialized.
+    """Yield a chain's layers to measure, each initialized only until the next.
 
     So a model can be measured that does not fit into memory.
     """
@@ -229,24 +230,24 @@ def of_chain(
 def measure(
     layers: Iterable[Measured], x: Tensor, backend: Backend, store: Store | None = None
 ) -> list[LayerCost]:
-    """Return what each layer takes for this input. Collective where layers are.
+    """Return each layer's costs for this input. Collective if layers communicate.
 
-    No more than one layer is kept at a time, and the values around it.
+    Only one layer's saved arrays are in memory at a time, and the values around it.
 
     Args:
         layers: in their order.
-        x: what comes to the first one.
-        backend: where they compute.
-        store: where what is kept may go, which is tried; None for nowhere.
+        x: the first one's input.
+        backend: of the layers.
+        store: a destination of saved arrays, which is tried out; None for none.
     """
     result: list[LayerCost] = []
     around = _Around.of(x, {})
-    with again():
+    with recomputing():
         for layer in layers:
-            with unwatched(layer.parameters), _gradients_apart(layer.parameters):
+            with without_hooks(layer.parameters), _gradients_restored(layer.parameters):
                 cost, after = _measure_layer(layer, around, backend)
-                # the caller has the chain's input
-                cost = replace(cost, keeps_input=cost.keeps_input and bool(result))
+                # the caller keeps the chain's input anyway
+                cost = replace(cost, saves_input=cost.saves_input and bool(result))
                 if store is not None:
                     nbytes = moved_bytes([*result, replace(cost, moves=True)], len(result))
                     cost = replace(
@@ -256,7 +257,7 @@ def measure(
             around = after
     if any(clock.reproducible(cost.keep_s) for cost in result):
         return result
-    units = [BYTE_S * (1 + cost.elements + cost.value + cost.kept) for cost in result]
+    units = [BYTE_S * (1 + cost.elements + cost.value + cost.saved) for cost in result]
     return [
         replace(cost, forward_s=unit, keep_s=unit, backward_s=2 * unit, input_s=unit, timed=False)
         for cost, unit in zip(result, units, strict=True)
@@ -264,8 +265,8 @@ def measure(
 
 
 class _Around(NamedTuple):
-    """What passes between two layers: arrays, which of them need gradients, and the names of kept
-    ones, the last.
+    """The values between two layers: arrays, whether each needs a gradient, and the names of the
+    stashed ones, which come last.
     """
 
     values: tuple[Value, ...]
@@ -274,40 +275,39 @@ class _Around(NamedTuple):
     single: bool
 
     @classmethod
-    def of(cls, x: Any, kept: Stashed) -> _Around:
+    def of(cls, x: Any, stashed: Stashed) -> _Around:
         single = not isinstance(x, tuple | list)
         plains = [
-            (plain(item), item.requires_grad) for item in [*([x] if single else x), *kept.values()]
+            (local_tensor(item), item.requires_grad)
+            for item in [*([x] if single else x), *stashed.values()]
         ]
         values = tuple(Value(local.data, cuts) for (local, cuts), _ in plains)
-        return cls(values, tuple(needs for _, needs in plains), tuple(kept), single)
+        return cls(values, tuple(needs for _, needs in plains), tuple(stashed), single)
 
     def run(self, layer: Measured) -> tuple[list[Tensor], Any, Stashed]:
-        """Return leaves with these values, and what a layer makes of them."""
+        """Return leaves with these values, the layer's result, and the stashed values."""
         leaves = [
             Tensor(value.array, requires_grad=needs)
             for value, needs in zip(self.values, self.needs, strict=True)
         ]
-        given = [value.marked(leaf) for value, leaf in zip(self.values, leaves, strict=True)]
-        count = len(given) - len(self.names)
-        saved = dict(zip(self.names, given[count:], strict=True))
-        return leaves, layer.run(given[0] if self.single else tuple(given[:count]), saved), saved
+        inputs = [value.marked(leaf) for value, leaf in zip(self.values, leaves, strict=True)]
+        count = len(inputs) - len(self.names)
+        saved = dict(zip(self.names, inputs[count:], strict=True))
+        return leaves, layer.run(inputs[0] if self.single else tuple(inputs[:count]), saved), saved
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all of it."""
+        """The bytes of all values."""
         return sum(value.array.nbytes for value in self.values)
 
     @property
     def owners(self) -> set[int]:
-        """What tells their memories from others."""
+        """The ids of their memories."""
         return {owner_id(value.array) for value in self.values}
 
 
 def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[LayerCost, _Around]:
-    """Return what a layer takes, the fastest of some times, and what it makes of what comes to
-    it.
-    """
+    """Return a layer's costs, the fastest of some repetitions, and the values after it."""
 
     def time(call: Callable[[], Any]) -> tuple[float, Any]:
         backend.synchronize()
@@ -321,25 +321,25 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
         with no_grad():
             forward_s, _ = time(lambda: before.run(layer))
         keep_s, (leaves, x, retained) = time(lambda: before.run(layer))
-        ends = [
-            plain(item)[0]
+        outputs = [
+            local_tensor(item)[0]
             for item in [*(x if isinstance(x, tuple | list) else [x]), *retained.values()]
         ]
         after = _Around.of(x, retained)
-        tapes = {id(tape): tape for end in ends if end.tape and (tape := end.tape.find())}
+        tapes = {id(tape): tape for end in outputs if end.tape and (tape := end.tape.find())}
         saved = saved_memory((node for tape in tapes.values() for node in tape.nodes), outside)
-        needing = [end for end in ends if end.requires_grad]
+        differentiable = [end for end in outputs if end.requires_grad]
         input_s = weights_s = 0.0
-        if needing:
+        if differentiable:
             root = CommonRoot(
-                [namespace(item.data).ones_like(item.data, order="C") for item in needing]
-            )(*needing)
-            seed, rest = namespace(root.data).ones_like(root.data), Deferred()
-            input_s, _ = time(lambda: root.backward(seed, deferred=rest))  # noqa: B023
-            weights_s, _ = time(rest.finish)
-        gradient = sum(leave.data.nbytes for leave in leaves if leave.grad is not None)
+                [namespace(item.data).ones_like(item.data, order="C") for item in differentiable]
+            )(*differentiable)
+            seed, weights_half = namespace(root.data).ones_like(root.data), Deferred()
+            input_s, _ = time(lambda: root.backward(seed, deferred=weights_half))  # noqa: B023
+            weights_s, _ = time(weights_half.finish)
+        gradient = sum(leaf.data.nbytes for leaf in leaves if leaf.grad is not None)
         rounds.append((forward_s, keep_s, input_s + weights_s, input_s))
-        del leaves, x, retained, ends, tapes, needing
+        del leaves, x, retained, outputs, tapes, differentiable
     owners = before.owners, after.owners
     forward_s, keep_s, backward_s, input_s = map(min, zip(*rounds[1:], strict=True))
     return LayerCost(
@@ -360,22 +360,20 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
 def _moves(
     layer: Measured, before: _Around, nbytes: int, first: bool, backend: Backend, store: Store
 ) -> bool:
-    """Send what a layer keeps away, and bring it back; return whether nobody else holds some of
-    it.
-    """
+    """Offload a layer's saved arrays and fetch them; return whether that freed their memory."""
     (value,), (needs,) = before.values, before.needs
     outside = [parameter.data for parameter in layer.parameters]
     if first:
-        outside.append(value.array)  # the caller has it
+        outside.append(value.array)  # the caller keeps it
     else:
         value = value._replace(array=value.array.copy())
-    graph = keep(lambda x: layer.run(x, {}), value, needs)[1]
+    graph = run_saving(lambda x: layer.run(x, {}), value, needs)[1]
     del value
-    saved = KeptArrays(graph.operations, outside, backend)
+    saved = SavedArrays(graph.operations, outside, backend)
     memory = saved.watch()
     saved.send(store)
-    saved.leave()
+    saved.release()
     gone = all(item() is None for item in memory)
     saved.fetch()
-    saved.arrive()
+    saved.wait()
     return gone and saved.nbytes == nbytes

@@ -1,19 +1,19 @@
-"""The ledger: what of a rank's memory is for what, now and at most, beside what was predicted.
+"""The ledger: a rank's memory by purpose, now and at its peak, beside predictions.
 
     parameters              the arrays that the model computes with, or this rank's part of them
     gradients               as many, or this rank's part
     optimizer state         the arrays of the optimizer's slots
-    activations             what operations save for their backward, or what a plan takes; what
-                            recordings keep
-    communication buffers   where arrays are gathered to, or wait to be summed
+    activations             arrays that operations save for their backward, or of a plan; memory of
+                            recordings
+    communication buffers   gathered arrays, and arrays that wait for their sum
     batches                 samples and labels of the step
 
-What stays is asked of those who hold it, whenever it may have changed. What operations save is
-counted when a backward begins, of each microbatch that is on its way; what they take for a moment
-is not. That is done in one step, or where a trace is recorded, and holds for the others: in the
-second step, and after that in each of a larger batch.
+The owners report lasting arrays whenever these may have changed. Saved arrays are counted when a
+backward begins, for each microbatch in flight; temporary arrays of operations are not counted. The
+count is made in one step and holds for later ones: in the second step, then in each step with a
+larger batch, and while a trace is recorded.
 
-    nnmpi.memory.report().held["gradients"]        bytes, of the worker that was made last
+    nnmpi.memory.report().held["gradients"]        bytes, of the newest worker
 """
 
 from __future__ import annotations
@@ -40,10 +40,19 @@ class MemoryReport:
     """Bytes of one rank by kind.
 
     Attributes:
-        held: now; between two steps no activations but what recorded passes keep.
-        peaks: the most of each kind.
-        peak: the most of all kinds together.
-        predicted: what formulas said before, of the kinds that they know.
+        held: now; between two steps the activations are those of recorded passes.
+        peaks: the peak of each kind.
+        peak: the peak of all kinds together.
+        predicted: by formulas, for the kinds that have one.
+
+    Example:
+        >>> def program(group):
+        ...     model = nn.Linear(3, 2).initialize(seed=0)
+        ...     nnmpi.Worker(model, optim.Adam(model.storage), group)
+        ...     report = nnmpi.memory.report()
+        ...     return report.held["optimizer state"], report.predicted["optimizer state"]
+        >>> nnmpi.simulate(program, ranks=1)  # 8 parameters, two slots, rows of 64 bytes
+        [(256, 256)]
     """
 
     held: Mapping[str, int]
@@ -65,27 +74,27 @@ class MemoryLedger:
         self._named: dict[str, int] = {}
         _ledger.set(self)
 
-    def note(self, held: Mapping[str, int]) -> None:
-        """Say how many bytes of some kinds there are now."""
+    def note(self, amounts: Mapping[str, int]) -> None:
+        """Set the present bytes of some kinds."""
         if all(
-            self._held.get(kind) == nbytes <= self._peaks[kind] for kind, nbytes in held.items()
+            self._held.get(kind) == nbytes <= self._peaks[kind] for kind, nbytes in amounts.items()
         ):
             return  # as in most steps
-        self._held |= held
-        for kind, nbytes in held.items():
+        self._held |= amounts
+        for kind, nbytes in amounts.items():
             self._peaks[kind] = max(self._peaks[kind], nbytes)
         self._peak = max(self._peak, sum(self._held.values()))
         self._named = {}
 
     @contextmanager
     def measuring(self, of_all: Callable[[int], int]) -> Iterator[None]:
-        """Count what the block's operations save as activations.
+        """Count the arrays that the block's operations save, as activations.
 
         Args:
-            of_all: the most bytes of one microbatch -> those of all that were on their way at once,
+            of_all: the peak bytes of one microbatch -> of all that were in flight at once; called
                 after the block.
         """
-        before, most = self._held[ACTIVATIONS], 0  # what recordings keep
+        before, most = self._held[ACTIVATIONS], 0  # before: of recordings
 
         def see(operations: Sequence[Function]) -> None:
             nonlocal most
@@ -95,7 +104,7 @@ class MemoryLedger:
                 for item in edges
                 if isinstance(item, Variable) and item.buffer is not None
             ]
-            # of the plan that it is part of
+            # an operation of a plan reports the plan's bytes
             planned = [getattr(operation, "planned_bytes", 0) for operation in operations]
             most = max(most, sum(saved_memory(operations, local).values()), *planned)
 
@@ -117,15 +126,24 @@ class MemoryLedger:
         return self._named
 
     def report(self) -> MemoryReport:
-        """Return what there is, was at most, and was predicted."""
+        """Return the bytes now, at their peak, and predicted."""
         return MemoryReport(dict(self._held), dict(self._peaks), self._peak, dict(self._predicted))
 
 
 def report() -> MemoryReport:
-    """Return the memory of the worker that was made last here, of this rank.
+    """Return this rank's memory by purpose, for the newest worker.
 
     Raises:
-        UsageError: where there is none.
+        UsageError: without a worker.
+
+    Example:
+        >>> def program(group):
+        ...     model = nn.Linear(3, 2).initialize(seed=0)
+        ...     worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group)
+        ...     worker.step(np.ones((4, 3)), np.zeros(4, int))
+        ...     return nnmpi.memory.report().peaks["batches"]
+        >>> nnmpi.simulate(program, ranks=1)  # 4 x 3 float32 samples, 4 int64 labels
+        [80]
     """
     ledger = _ledger.get()
     if ledger is None:

@@ -1,7 +1,7 @@
 """The fastest plan within a memory budget for unequal layers: dynamic programming.
 
-For the layers s..t, given the value before them and the gradient behind them, there are two ways to
-begin, and a third for layers that may leave memory:
+The layers s..t, given the value before them and the gradient after them, can begin in two ways, and
+in a third if layer s can be offloaded:
 
     keep     K s, then s + 1..t, then B s
     again    F s .. F m-1, dropping all but the value before s; then m..t; then s..m-1, from that
@@ -10,28 +10,31 @@ begin, and a third for layers that may leave memory:
 
     least time(s, t, bytes) = min over these, and over m
 
-This is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
-heterogeneous chains: how to train deep neural networks with limited memory", 2019). A value that is
-held is held until the layers behind it have gone back (plans are memory-persistent, as there), and
-no layer is kept before those below it; among those plans this one is the fastest. For equal layers
+This is rotor's algorithm (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing
+for heterogeneous chains: how to train deep neural networks with limited memory", 2019). A saved
+value stays until the layers after it have gone back (plans are memory-persistent, as there), and no
+layer is kept before the layers below it. Among such plans this one is the fastest. For equal layers
 with one kept at a time it is Revolve's (Griewank and Walther, "Algorithm 799: Revolve", 2000).
-Where they round bytes to 500 pieces, here each (s, t) has its whole curve of least time over bytes:
-the points at which more bytes save time, exactly, so that no byte of the budget is lost.
+Rotor rounds bytes to 500 slots. Here each (s, t) has its exact curve of least time over bytes, with
+a point wherever more bytes save time, so no byte of the budget is lost.
 
-Each (s, t) has two curves. In one the value before s is somebody else's, who holds it; in the other
-it belongs to these layers, which count it and may drop it as soon as nothing needs it: after K s,
-if what is kept does not contain it.
+Each (s, t) has two curves. In one, the value before s is held by earlier layers. In the other these
+layers own it: they count it, and may drop it as soon as nothing needs it, after K s if that does
+not save it.
 
-What leaves memory and comes back takes time that depends on what is computed beside it. So the
-programme is run for some prices of a layer that leaves, which may be the dearer the later the layer
-is, as it is needed sooner. Its plans move a layer all at once; then out and in are drawn apart, and
-the fastest of these plans is taken:
+The time of a transfer depends on the computation beside it. So the program is run for some prices
+of an offloaded layer. A price may rise with the layer's index, since a later layer is needed
+sooner. Its plans move a layer all at once; then out and in are drawn apart, and the fastest of
+these plans is used:
 
-    the programme's       K0 O0 A0 K1 D1 K2 D2 B2 B1 I0 B0         A  as late as the memory lasts, the first one first
-    drawn apart           K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0         I  as early as it allows, the next one first
+    the program's     K0 O0 A0 K1 D1 K2 D2 B2 B1 I0 B0
+    drawn apart       K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0
+
+Drawn apart, A comes as late as the memory lasts, in the order of O; I comes as early as the memory
+allows, the layer needed next first.
 
 This is KARMA's mix of swapping and recomputation (Wahib et al., "Scaling distributed deep learning
-workloads beyond the memory capacity with KARMA", 2020). To find the best of all such plans is
+workloads beyond the memory capacity with KARMA", 2020). Finding the best of all such plans is
 NP-hard (Beaumont et al., "Efficient combination of rematerialization and offloading for training
 DNNs", 2021).
 """
@@ -50,11 +53,11 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, price_plan
 from nnmpi.units import format_bytes
 
-# that a curve keeps at most; where it has more, the plan may be a little slower than the best
+# the most points of a curve; with more, the plan may be a little slower than the best
 POINTS = 2048
 KEEP, SWAP = -1, -2
-TIE_S = 1e-15  # what moving a byte costs at least, so that nothing moves that may as well stay
-# The parts of its transfers that a layer is priced at, and by which power of its place that rises.
+TIE_S = 1e-15  # the least cost of moving a byte, so that nothing moves without need
+# A layer's price: this part of its transfers' time, times this power of its relative index.
 SWAP_PRICES = ((0.0, 0), *((part, power) for part in (0.2, 0.5, 1.0) for power in (0, 1, 3)))
 
 
@@ -63,9 +66,9 @@ class TimeCurve:
     """Least time over bytes.
 
     Attributes:
-        bytes: that each point needs, rising.
+        bytes: of each point, rising.
         seconds: falling.
-        choice: `KEEP`, `SWAP`, or where the layers are parted.
+        choice: `KEEP`, `SWAP`, or m, the layer at which the run is split.
     """
 
     bytes: Any
@@ -77,12 +80,11 @@ class OptimalPlans:
     """All plans of least time for a chain, one for each budget.
 
     Args:
-        costs: of the layers, the loss the last one.
-        swap_s: the seconds that a byte of each layer is priced at if it leaves memory; none where
-            nothing leaves.
+        costs: of the layers; the last one is the loss.
+        swap_s: the price of offloading a byte of each layer, in seconds; empty for no offloading.
 
     Attributes:
-        least: the budget below which there is no plan.
+        least: the least budget with a plan.
     """
 
     def __init__(self, costs: Costs, swap_s: Sequence[float] = ()) -> None:
@@ -91,14 +93,14 @@ class OptimalPlans:
         self._moves = {
             i: (nbytes, nbytes * (TIE_S + item)) for i, (nbytes, item) in enumerate(sizes) if nbytes
         }
-        self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to layer i
+        self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i is layer i's input
         self._grads = [*(cost.gradient for cost in costs), 0]
         self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
         last = len(costs) - 1
         for length, s, owned in product(range(len(costs)), range(len(costs)), (False, True)):
-            place = (s, s + length, owned)
+            run = (s, s + length, owned)
             if s + length <= last:
-                self._curves[place] = self._curve(*place)
+                self._curves[run] = self._curve(*run)
         self.least = int(self._curves[0, last, False].bytes[0])
 
     @cached_property
@@ -127,23 +129,21 @@ class OptimalPlans:
         )
 
     def budgets(self, count: int) -> list[int]:
-        """Return so many budgets, evenly from the least to that of an ordinary pass."""
+        """Return this many budgets, evenly from the least to an ordinary pass's."""
         return [self.least + (self.all - self.least) * i // (count - 1) for i in range(count)]
 
-    def _kept(self, s: int, owned: bool) -> tuple[int, bool]:
-        """Return the bytes that stay with layer s until its backward, and whether its result is
-        among them.
-        """
+    def _saved_bytes(self, s: int, owned: bool) -> tuple[int, bool]:
+        """Return the bytes saved for layer s's backward, and whether they include its result."""
         cost = self.costs[s]
-        saved = cost.kept + (self._values[s] if owned and cost.keeps_input else 0)
-        return saved + (self._values[s + 1] if cost.keeps_result else 0), cost.keeps_result
+        saved = cost.saved + (self._values[s] if owned and cost.saves_input else 0)
+        return saved + (self._values[s + 1] if cost.saves_result else 0), cost.saves_result
 
     def _curve(self, s: int, t: int, owned: bool) -> TimeCurve:
-        """Return the curve of the layers s..t, whose value before s is their own, or not."""
+        """Return the curve of the layers s..t, which own the value before s, or not."""
         cost, grads, values = self.costs[s], self._grads, self._values
         behind, local = grads[t + 1], values[s] if owned else 0
-        saved, holds = self._kept(s, owned)
-        first = behind + local + cost.kept + values[s + 1]
+        saved, holds = self._saved_bytes(s, owned)
+        first = behind + local + cost.saved + values[s + 1]
         least = max(first, saved + grads[s + 1] + cost.gradient)
         spent = cost.keep_s + cost.backward_s
         if s == t:
@@ -167,7 +167,7 @@ class OptimalPlans:
         return _lower(points)
 
     def _write(self, plan: list[Action], s: int, t: int, owned: bool, budget: int) -> None:
-        """Write down the plan for the layers s..t within a budget."""
+        """Append the plan for the layers s..t within a budget."""
         while True:
             curve = self._curves[s, t, owned]
             # the best within the budget
@@ -179,7 +179,7 @@ class OptimalPlans:
                 plan += [Action(Act.FORWARD, i), Action(Act.DROP, i)]
             self._write(plan, choice, t, True, budget - (self._values[s] if owned else 0))
             t = choice - 1
-        saved, holds = self._kept(s, owned)
+        saved, holds = self._saved_bytes(s, owned)
         plan += [Action(Act.KEEP, s), *[Action(Act.DROP, s)] * owned]
         if choice == SWAP:
             plan += [Action(Act.OUT, s), Action(Act.AWAY, s)]
@@ -194,20 +194,18 @@ class OptimalPlans:
 
 
 def _both(
-    right: TimeCurve, own: int, left: TimeCurve, floor: int, seconds: float
+    right: TimeCurve, value: int, left: TimeCurve, floor: int, seconds: float
 ) -> tuple[Any, Any]:
-    """Return the curve of two parts one after the other, in the same bytes."""
-    need = np.unique(np.concatenate([right.bytes + own, left.bytes]))
-    need = need[np.searchsorted(need, max(right.bytes[0] + own, left.bytes[0])) :]
-    first = right.seconds[np.searchsorted(right.bytes + own, need, "right") - 1]
+    """Return the curve of two runs one after the other, within the same bytes."""
+    need = np.unique(np.concatenate([right.bytes + value, left.bytes]))
+    need = need[np.searchsorted(need, max(right.bytes[0] + value, left.bytes[0])) :]
+    first = right.seconds[np.searchsorted(right.bytes + value, need, "right") - 1]
     second = left.seconds[np.searchsorted(left.bytes, need, "right") - 1]
     return np.maximum(need, floor), first + second + seconds
 
 
 def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
-    """Return the lowest of some curves: of each number of bytes the least time, of equal times the
-    fewest bytes.
-    """
+    """Return the lower envelope of some curves: at each number of bytes the least time."""
     need = np.concatenate([item for item, _, _ in points])
     seconds = np.concatenate([item for _, item, _ in points])
     choice = np.repeat([item for _, _, item in points], [len(item) for item, _, _ in points])
@@ -216,7 +214,7 @@ def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
     best = np.concatenate([[np.inf], np.minimum.accumulate(seconds)[:-1]])
     better = seconds < best
     need, seconds, choice = need[better], seconds[better], choice[better]
-    if len(need) > POINTS:  # the ends stay
+    if len(need) > POINTS:  # thin out, but keep both ends
         some = np.linspace(0, len(need) - 1, POINTS).astype(int)
         need, seconds, choice = need[some], seconds[some], choice[some]
     return TimeCurve(need, seconds, choice)
@@ -226,9 +224,9 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
     """Return the fastest plan found within a budget, without swapping if that is as fast.
 
     Args:
-        plans: without anything moved.
+        plans: without swapping.
         budget: in bytes.
-        bandwidth: bytes per second that go out or come in.
+        bandwidth: of the store, in bytes per second.
 
     Raises:
         UsageError: for a budget below the least.
@@ -251,21 +249,23 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
 
 
 def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
-    """Return a plan that waits for what leaves only when the memory is needed."""
+    """Return a plan that waits for a transfer out only when the memory is needed."""
     state, late, last = PlanState(costs), list[Action](), len(costs) - 1
-    rest = [action for action in plan if action.act is not Act.AWAY]
-    while rest:
-        # the loss's actions together: nobody can do anything between them
+    remaining = [action for action in plan if action.act is not Act.AWAY]
+    while remaining:
+        # the loss's actions as one: no other action can come between them
         count = (
-            rest.index(Action(Act.BACKWARD, last)) + 1 if rest[0] == Action(Act.KEEP, last) else 1
+            remaining.index(Action(Act.BACKWARD, last)) + 1
+            if remaining[0] == Action(Act.KEEP, last)
+            else 1
         )
         trial = state.copy()
         if (
-            all(trial.has_for(item) and trial.do(item) <= budget for item in rest[:count])
+            all(trial.has_for(item) and trial.do(item) <= budget for item in remaining[:count])
             or not state.leaving
         ):
-            late += rest[:count]
-            state, rest = trial, rest[count:]
+            late += remaining[:count]
+            state, remaining = trial, remaining[count:]
         else:
             late.append(Action(Act.AWAY, state.leaving[0]))
             state.do(late[-1])
@@ -273,13 +273,13 @@ def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
 
 
 def _come_early(costs: Costs, plan: Plan, budget: int) -> Plan:
-    """Return a plan that begins to bring layers in as early as the memory allows."""
+    """Return a plan that starts transfers in as early as the memory allows."""
     state, last = PlanState(costs), len(costs) - 1
     rows = [(action, state.do(action)) for action in plan]
     for layer in [action.layer for action in plan if action.act is Act.IN]:
-        place = next(i for i, (action, _) in enumerate(rows) if action == Action(Act.IN, layer))
-        moved, best = moved_bytes(costs, layer), place
-        for i in reversed(range(place)):
+        index = next(i for i, (action, _) in enumerate(rows) if action == Action(Act.IN, layer))
+        moved, best = moved_bytes(costs, layer), index
+        for i in reversed(range(index)):
             before, peak = rows[i]
             if (
                 before.act in (Act.IN, Act.OUT)
@@ -289,6 +289,6 @@ def _come_early(costs: Costs, plan: Plan, budget: int) -> Plan:
                 break
             if before.layer < last or before.act is Act.KEEP:
                 best = i
-        later = [(action, peak + moved) for action, peak in rows[best:place]]
-        rows[best : place + 1] = [(rows[place][0], later[0][1]) if later else rows[place], *later]
+        later = [(action, peak + moved) for action, peak in rows[best:index]]
+        rows[best : index + 1] = [(rows[index][0], later[0][1]) if later else rows[index], *later]
     return tuple(action for action, _ in rows)

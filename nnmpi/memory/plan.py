@@ -1,25 +1,25 @@
 """A plan for a pass through a chain of layers: actions, checked, priced and drawn.
 
-    values      x0 --[0]--> x1 --[1]--> x2 --[2]--> x3        x0 is the input, which the caller has; layer 2 is the loss
-    gradients      <--[0]-- g1 <--[1]-- g2 <--[2]--
+    values      x0 --[0]--> x1 --[1]--> x2 --[2]--> x3     x0 is the input, which the caller keeps;
+    gradients      <--[0]-- g1 <--[1]-- g2 <--[2]--        layer 2 is the loss
 
-    F i    forward     computes value i + 1 of value i; nothing else stays
-    K i    keep        the same, and what layer i's backward needs stays
-    B i    backward    computes gradient i of gradient i + 1 and of what was kept, which goes
-    D i    drop        value i goes, unless something that was kept is (or looks into) its memory
-    O i    out         what was kept of layer i begins to go out of memory
-    A i    away        it has: its memory is free; waits until it is so
-    I i    in          it gets memory again, and begins to come back; B i waits until it is there
+    F i    forward     computes value i + 1 from value i; saves nothing else
+    K i    keep        the same, and saves the arrays that layer i's backward needs
+    B i    backward    computes gradient i from gradient i + 1 and the saved arrays; frees these
+    D i    drop        frees value i, unless a saved array is (or is a view of) its memory
+    O i    out         starts the transfer of layer i's saved arrays to the store
+    A i    away        waits for its end; their memory is free then
+    I i    in          allocates memory, and starts the transfer back; B i waits for its end
 
     all kept        K0 K1 D1 K2 D2 B2 B1 B0                     most memory, each layer forward once
     least memory    F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0   the layers again and again
-    swapped         K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0            layer 0 is elsewhere meanwhile
+    swapped         K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0            layer 0 is in the store meanwhile
 
-    computes     | K0 | K1 | K2 B2 | B1 | B0 |        what goes out and comes in goes one by one,
-    transfers         |- O0 -|     |- I0 -|           beside what is computed
+    computes     | K0 | K1 | K2 B2 | B1 | B0 |        transfers run one by one, beside computation
+    transfers         |- O0 -|     |- I0 -|
 
-`price_plan` runs a plan on numbers alone: whether each action has what it needs, the bytes at each
-moment, the time.
+`price_plan` runs a plan on numbers alone. It checks that each action has its inputs, and computes
+the bytes at each moment and the time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from nnmpi.errors import UsageError
 from nnmpi.pages.page import preformat
 
 Plan = tuple["Action", ...]
-COLUMNS = 100  # of a plan that is drawn, before its rows continue below
+COLUMNS = 100  # of a drawn plan, before its rows continue below
 DIGITS = 9  # of seconds in the rows of a price
 
 
 class Act(Enum):
-    """What is done; the letters in which plans are written."""
+    """The kinds of actions, by their letters in written plans."""
 
     FORWARD = "F"
     KEEP = "K"
@@ -53,7 +53,7 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a plan: on a layer, or for `DROP` on the value that comes to that layer."""
+    """One action of a plan, on a layer; `DROP` is on the layer's input value."""
 
     act: Act
     layer: int
@@ -67,27 +67,26 @@ class LayerCost:
     """A layer's bytes and seconds; the last layer is the loss, saved and run back once.
 
     Attributes:
-        name: for people.
+        name: for output.
         value: bytes of the layer's result.
-        gradient: bytes of the gradient of what comes to the layer.
-        kept: bytes that stay for its backward, besides what comes to it and its result.
-        keeps_input, keeps_result: whether what comes to it, and its result, stay for its backward,
-            too.
+        gradient: bytes of its input's gradient.
+        saved: bytes saved for its backward, besides its input and its result.
+        saves_input, saves_result: whether its backward also needs its input, and its result.
         forward_s, keep_s, backward_s: seconds.
-        moves: whether all that stays for its backward can be moved elsewhere and back.
-        input_s: of the first half of a backward in halves, which gives the gradient of what came
-            in.
+        moves: whether all saved arrays can be moved to a store and back.
+        input_s: seconds of the first half of a halved backward, which computes the input's
+            gradient.
         elements: of its parameters on this rank.
-        timed: whether its seconds were measured; else they stand for its parameters and
-            activations.
+        timed: whether its seconds were measured; otherwise they are proportional to its parameters
+            and activations.
     """
 
     name: str
     value: int
     gradient: int
-    kept: int
-    keeps_input: bool
-    keeps_result: bool
+    saved: int
+    saves_input: bool
+    saves_result: bool
     forward_s: float
     keep_s: float
     backward_s: float
@@ -113,44 +112,44 @@ class LayerCost:
 Costs = Sequence[LayerCost]
 
 
-def kept_bytes(costs: Costs, layers: range) -> int:
+def saved_bytes(costs: Costs, layers: range) -> int:
     """Return the bytes saved for the backward passes of consecutive layers."""
-    values = {i for i in layers if costs[i].keeps_result} | {
-        i - 1 for i in layers if i and costs[i].keeps_input
+    values = {i for i in layers if costs[i].saves_result} | {
+        i - 1 for i in layers if i and costs[i].saves_input
     }
-    return sum(costs[i].kept for i in layers) + sum(costs[i].value for i in values)
+    return sum(costs[i].saved for i in layers) + sum(costs[i].value for i in values)
 
 
 def moved_bytes(costs: Costs, layer: int) -> int:
     """Return the bytes swapped with a layer, all that it saves; 0 if it cannot move."""
-    return kept_bytes(costs, range(layer, layer + 1)) * costs[layer].moves
+    return saved_bytes(costs, range(layer, layer + 1)) * costs[layer].moves
 
 
 @dataclass(frozen=True)
 class PlanPrice:
-    """What a plan takes.
+    """A plan's bytes and seconds.
 
     Attributes:
-        peak: the most bytes at any moment.
-        seconds: of all actions, and what is waited for between them.
-        again: how many of the actions go forward through a layer that was gone through before.
-        moved: bytes that go out, and come back.
+        peak: the peak bytes.
+        seconds: of all actions, with the waits between them.
+        recomputed: the forward actions on layers that have been forward before.
+        moved: the bytes that go out; as many come back.
         rows: one for each action, as JSON values, in seconds and bytes:
 
                 ["K", 0, "=- ", begin, computes, end, peak, after, transfer]
 
-            An action waits from `begin` to `computes`, and computes until `end`. Meanwhile there
-            are at most `peak` bytes, and then `after`. A transfer is [begin, end] of `O` and `I`,
-            else null. The text has a sign for each layer: the action's letter on its own, a small
-            one where a layer is gone through again; else a line where a value waits, a double one
-            where a layer is kept, a dot where it is away. `D` is on the layer that the value would
-            come to.
+            An action waits from `begin` to `computes`, and computes until `end`. Meanwhile the
+            memory is at most `peak` bytes, and then `after`. A transfer is [begin, end] of `O` and
+            `I`, else null. The text has a sign for each layer: the action's letter on its own
+            layer, lower case if the layer has been forward before; "=" on a kept layer, "." on an
+            offloaded one, "-" on a layer whose input value waits. `D` is on the layer of its input
+            value.
         layers: their names.
     """
 
     peak: int
     seconds: float
-    again: int
+    recomputed: int
     moved: int
     rows: list[list[Any]]
     layers: tuple[str, ...]
@@ -179,91 +178,91 @@ class PlanPrice:
 
 
 class PlanState:
-    """What there is in the middle of a plan, as numbers.
+    """The memory in the middle of a plan, as numbers.
 
     Args:
         costs: of the layers.
-        bandwidth: bytes per second that go out or come in.
+        bandwidth: of the store, in bytes per second.
 
     Attributes:
-        seconds: until now.
-        leaving: layers whose arrays are on their way out, the first one first.
-        done: layer -> when its last transfer is over, in seconds.
-        again: layers gone through again until now.
+        seconds: so far.
+        leaving: layers with a transfer out in progress, in the order of their start.
+        done: layer -> the end of its last transfer, in seconds.
+        recomputed: forward actions so far on layers that had been forward before.
     """
 
     def __init__(self, costs: Costs, bandwidth: float = inf) -> None:
         self._costs, self._bandwidth = costs, bandwidth
-        self._values, self._kept, self._grad = {0}, set[int](), len(costs)
-        self._seen, self._away, self._back = set[int](), set[int](), set[int]()
+        self._values, self._saved, self._grad = {0}, set[int](), len(costs)
+        self._computed, self._offloaded, self._returned = set[int](), set[int](), set[int]()
         self._moves = [moved_bytes(costs, i) for i in range(len(costs))]
         self.done: dict[int, float] = {}
-        self._idle_s = 0.0  # from when on nothing is transferred
+        self._idle_s = 0.0  # the end of the last transfer
         self.leaving: tuple[int, ...] = ()
-        self.seconds, self.again = 0.0, 0
+        self.seconds, self.recomputed = 0.0, 0
 
     def copy(self) -> PlanState:
-        """Return one that continues from here by itself."""
+        """Return a copy that continues independently."""
         other = copy(self)
         vars(other).update({name: copy(item) for name, item in vars(self).items()})
         return other
 
     @property
     def bytes(self) -> int:
-        """Those that there are now."""
-        costs, saved = self._costs, self._kept
-        held = sum(costs[i].kept for i in saved) + sum(self._moves[i] for i in self._back)
-        inputs = {i for i in saved if costs[i].keeps_input} | {
-            i + 1 for i in saved if costs[i].keeps_result
+        """The present bytes."""
+        costs, saved = self._costs, self._saved
+        held = sum(costs[i].saved for i in saved) + sum(self._moves[i] for i in self._returned)
+        inputs = {i for i in saved if costs[i].saves_input} | {
+            i + 1 for i in saved if costs[i].saves_result
         }
         held += sum(costs[i - 1].value for i in self._values | inputs if 0 < i < len(costs))
         return held + (costs[self._grad].gradient if self._grad < len(costs) else 0)
 
     @property
     def is_over(self) -> bool:
-        """Whether each layer has gone back, and nothing is left."""
+        """Whether each layer has gone back, and the memory is empty."""
         return not (
             self._grad
-            or self._kept
-            or self._away
-            or self._back
+            or self._saved
+            or self._offloaded
+            or self._returned
             or self._values - {0, len(self._costs)}
         )
 
     def has_for(self, action: Action) -> bool:
-        """Return whether there is what an action needs."""
+        """Return whether an action has its inputs."""
         i, act = action.layer, action.act
         if act is Act.BACKWARD:
             return self._grad == i + 1 and (
-                i in self._back or (i in self._kept and i not in self.leaving)
+                i in self._returned or (i in self._saved and i not in self.leaving)
             )
         if act is Act.OUT:
-            return i in self._kept and i not in self.leaving and self._costs[i].moves
+            return i in self._saved and i not in self.leaving and self._costs[i].moves
         if act is Act.AWAY:
             return i in self.leaving
-        return i in self._away if act is Act.IN else i in self._values and i < len(self._costs)
+        return i in self._offloaded if act is Act.IN else i in self._values and i < len(self._costs)
 
     def signs(self, action: Action) -> str:
-        """Return how the layers are during an action, see `PlanPrice`."""
-        saved, i = self._kept | self._back, action.layer
+        """Return the sign of each layer during an action, see `PlanPrice`."""
+        saved, i = self._saved | self._returned, action.layer
         row = [
             (
                 "="
                 if j in saved
                 else "."
-                if j in self._away
+                if j in self._offloaded
                 else "-"
                 if j and j in self._values
                 else " "
             )
             for j in range(len(self._costs))
         ]
-        again = i in self._seen and action.act in (Act.FORWARD, Act.KEEP)
-        row[i] = action.act.value.lower() if again else action.act.value
+        recomputed = i in self._computed and action.act in (Act.FORWARD, Act.KEEP)
+        row[i] = action.act.value.lower() if recomputed else action.act.value
         return "".join(row)
 
     def do(self, action: Action) -> int:
-        """Perform an action whose inputs are there; return the peak bytes meanwhile."""
+        """Perform an action that has its inputs; return the peak bytes meanwhile."""
         i, act, before = action.layer, action.act, self.bytes
         cost, peak = self._costs[i], before
         if act is Act.DROP:
@@ -274,26 +273,26 @@ class PlanState:
             if act is Act.OUT:
                 self.leaving += (i,)
             else:
-                self._away.discard(i)
-                self._back.add(i)
+                self._offloaded.discard(i)
+                self._returned.add(i)
         elif act is Act.AWAY:
             self.seconds = max(self.seconds, self.done[i])
             self.leaving = tuple(item for item in self.leaving if item != i)
-            self._kept.discard(i)
-            self._away.add(i)
+            self._saved.discard(i)
+            self._offloaded.add(i)
         elif act is Act.BACKWARD:
             peak += cost.gradient
-            if i in self._back:
-                self._back.discard(i)
+            if i in self._returned:
+                self._returned.discard(i)
                 self.seconds = max(self.seconds, self.done[i])
-            self._kept.discard(i)
+            self._saved.discard(i)
             self._grad = i
         else:
-            self.again += i in self._seen
-            self._seen.add(i)
+            self.recomputed += i in self._computed
+            self._computed.add(i)
             self._values.add(i + 1)
             if act is Act.KEEP:
-                self._kept.add(i)
+                self._saved.add(i)
         self.seconds += cost.takes(act)
         return max(peak, self.bytes)
 
@@ -303,11 +302,19 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
 
     Args:
         costs: of the layers.
-        plan: for them.
-        bandwidth: bytes per second that go out or come in, for a plan that moves some.
+        plan: of the layers.
+        bandwidth: of the store, in bytes per second, for a plan with transfers.
 
     Raises:
-        UsageError: naming the first action that lacks what it needs, or what is missing at the end.
+        UsageError: naming the first action without its inputs, or the omissions at the end.
+
+    Example:
+        >>> from nnmpi.memory.plan import LayerCost, parse_plan, price_plan
+        >>> cost = LayerCost("", 10, 10, 0, True, False, 1.0, 1.0, 2.0)
+        >>> kept = price_plan([cost, cost], parse_plan("K0 K1 D1 B1 B0"))
+        >>> again = price_plan([cost, cost], parse_plan("F0 K1 D1 B1 K0 D1 B0"))
+        >>> kept.seconds, again.seconds
+        (6.0, 7.0)
     """
     state, moved, rows = PlanState(costs, bandwidth), 0, list[list[Any]]()
     for action in plan:
@@ -334,14 +341,16 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
             " dropped"
         )
     names = tuple(cost.name for cost in costs)
-    return PlanPrice(max(row[6] for row in rows), state.seconds, state.again, moved, rows, names)
+    return PlanPrice(
+        max(row[6] for row in rows), state.seconds, state.recomputed, moved, rows, names
+    )
 
 
 def parse_plan(text: str) -> Plan:
-    """Return the plan that a text such as "F0 K1 B1 D1 K0 B0" writes down.
+    """Return the plan of a text such as "F0 K1 B1 D1 K0 B0".
 
     Raises:
-        UsageError: for a word that is no action.
+        UsageError: for a word that is not an action.
     """
     letters = [act.value for act in Act]
     actions = []
@@ -356,7 +365,7 @@ def parse_plan(text: str) -> Plan:
 
 
 def keep_all(costs: Costs) -> Plan:
-    """Return the plan of an ordinary pass, in which everything is kept that a backward needs."""
+    """Return the plan of an ordinary pass, which saves all that a backward needs."""
     plan: list[Action] = []
     for i in range(len(costs)):
         plan += [Action(Act.KEEP, i), *[Action(Act.DROP, i)] * (i > 0)]

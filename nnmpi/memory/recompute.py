@@ -5,8 +5,8 @@
         loss = forward(x, lambda logits: ops.cross_entropy(logits, y))
     loss.backward()
 
-Each layer stands on the tape as one operation, with its parameters as inputs, so that strategies
-hear of gradients as they do otherwise. What the operations do is the plan:
+Each layer is one operation on the tape, with its parameters as inputs, so strategies get gradients
+as usual. The plan decides what the operations do:
 
     tape     [layer 0]  [layer 1]  [loss]   | backward |   [loss]   [layer 1]      [layer 0]
     plan     F0        F1 D1     K2                      B2 D2    F0 K1 B1 D1   K0 B0
@@ -30,14 +30,14 @@ from nnmpi.memory.layers import (
     LayerGraph,
     Measured,
     Value,
-    again,
     find_layers,
-    forward,
-    gathered,
-    keep,
+    local_tensor,
     measure,
-    plain,
-    unwatched,
+    recomputing,
+    run_saving,
+    run_without_graph,
+    with_weights,
+    without_hooks,
 )
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import (
@@ -49,7 +49,7 @@ from nnmpi.memory.plan import (
     moved_bytes,
     price_plan,
 )
-from nnmpi.memory.store import KeptArrays, Store, measure_bandwidth
+from nnmpi.memory.store import SavedArrays, Store, measure_bandwidth
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, without_stash
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
@@ -58,18 +58,18 @@ from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
 
 Head = Callable[[Tensor], Tensor]
-BETWEEN = (Act.DROP, Act.OUT, Act.AWAY, Act.IN)  # computes nothing
+BETWEEN = (Act.DROP, Act.OUT, Act.AWAY, Act.IN)  # actions without computation
 
 
 class PlannedPass:
-    """One pass through a chain by a plan: what is held between its actions.
+    """One pass through a chain by a plan: the arrays between its actions.
 
     Args:
-        layers: of the model, without the loss, whose actions in the plan are the caller's.
-        plan: for them and the loss.
-        value: what comes to the first layer.
-        backend: where they are.
-        store: where what is kept goes, if the plan sends some out.
+        layers: of the model, without the loss; the caller does the loss's actions.
+        plan: for the layers and the loss.
+        value: the first layer's input.
+        backend: of the layers.
+        store: the destination of saved arrays, if the plan offloads some.
         weights: see `RecomputedModel`.
     """
 
@@ -85,34 +85,34 @@ class PlannedPass:
         self._weights = weights
         self._layers, self._plan, self._next = layers, plan, 0
         self._input, self._backend, self._store = value.array, backend, store
-        self._values, self._graphs, self._kept = (
+        self._values, self._graphs, self._swapped = (
             {0: value},
             dict[int, LayerGraph](),
-            dict[int, KeptArrays](),
+            dict[int, SavedArrays](),
         )
         self._needed, self._waiting = [False] * len(layers), set(range(len(layers)))
         self._mode, self._precision = current(), precision()
 
     def forward(self, layer: int, needed: bool) -> Value:
-        """Do what the plan has for a layer's first forward; return its result.
+        """Do the plan's actions for a layer's first forward; return its result.
 
         Args:
-            layer: the layers come in order.
-            needed: whether what comes to it needs a gradient.
+            layer: called in the layers' order.
+            needed: whether its input needs a gradient.
         """
         self._needed[layer] = needed
         self._do_next()
         value = self._values[layer + 1]
         if layer + 1 == len(self._layers):
-            del self._values[layer + 1]  # it is the loss's
-        self._do_rest()
+            del self._values[layer + 1]  # the loss holds it
+        self._do_between()
         return value
 
     def backward(self, layer: int, grad: Array) -> Array | None:
         """Run the plan up to a layer's backward pass; return the gradient of its input.
 
         Raises:
-            GraphError: when it was done before.
+            GraphError: when it was done already.
         """
         if layer not in self._waiting:
             raise GraphError(
@@ -120,19 +120,19 @@ class PlannedPass:
             )
         self._waiting.discard(layer)
         while (action := self._plan[self._next]).act is not Act.BACKWARD or action.layer != layer:
-            with use_precision(self._precision), again(self._mode):
+            with use_precision(self._precision), recomputing(self._mode):
                 self._do_next()
         self._next += 1
-        if layer in self._kept:
-            self._kept.pop(layer).arrive()
+        if layer in self._swapped:
+            self._swapped.pop(layer).wait()
         if self._weights is not None:
             self._weights.begin_backward(self._layers[layer])
         result = self._graphs.pop(layer).backward(grad)
-        self._do_rest()
+        self._do_between()
         return result
 
     def _do_next(self) -> None:
-        """Do the next action, which is no backward of a layer."""
+        """Do the next action, which is not a layer's backward."""
         action = self._plan[self._next]
         self._next += 1
         layer = action.layer
@@ -144,32 +144,34 @@ class PlannedPass:
                 self._input,
                 *(parameter.data for parameter in self._layers[layer].parameters()),
             ]
-            self._kept[layer] = KeptArrays(self._graphs[layer].operations, outside, self._backend)
-            self._kept[layer].send(self._store)
+            self._swapped[layer] = SavedArrays(
+                self._graphs[layer].operations, outside, self._backend
+            )
+            self._swapped[layer].send(self._store)
         elif action.act is Act.AWAY:
-            self._kept[layer].leave()
+            self._swapped[layer].release()
         elif action.act is Act.IN:
-            self._kept[layer].fetch()
+            self._swapped[layer].fetch()
         elif layer == len(self._layers):
-            return  # the caller's
+            return  # the caller does it
         elif action.act is Act.FORWARD:
-            self._values[layer + 1] = forward(
-                gathered(self._layers[layer], self._weights), self._values[layer]
+            self._values[layer + 1] = run_without_graph(
+                with_weights(self._layers[layer], self._weights), self._values[layer]
             )
         else:
-            with unwatched(self._layers[layer].parameters()):
-                # the tape's own operation is heard of
-                called = gathered(self._layers[layer], self._weights)
-                result = keep(called, self._values[layer], self._needed[layer])
+            with without_hooks(self._layers[layer].parameters()):
+                # hooks run for the tape's own operation, not for this inner graph
+                called = with_weights(self._layers[layer], self._weights)
+                result = run_saving(called, self._values[layer], self._needed[layer])
             self._values[layer + 1], self._graphs[layer] = result
 
-    def _do_rest(self) -> None:
+    def _do_between(self) -> None:
         while self._next < len(self._plan) and self._plan[self._next].act in BETWEEN:
             self._do_next()
 
 
 class PlannedLayer(Function):
-    """A layer on the tape: its forward and backward are the plan's next actions, up to its own."""
+    """A layer on the tape: its forward and backward do the plan's actions up to its own."""
 
     __slots__ = ("cuts", "layer", "planned_bytes", "run")
 
@@ -189,25 +191,34 @@ class PlannedLayer(Function):
 class RecomputedModel:
     """A model whose passes stay within a memory budget by recomputation.
 
-    What counts are the arrays that a pass makes, all of them, from its input to the parameters'
-    gradients: what is kept for the backward pass, the values and gradients between layers, and what
-    operations need on their way. What each layer takes is measured with the first input, and with
-    each larger one.
+    The budget counts all arrays that a pass makes, from its input to the parameters' gradients:
+    saved arrays, values and gradients between layers, and temporary arrays of operations. Each
+    layer's costs are measured with the first input, and with each larger one.
 
     Args:
-        model: initialized; best a `Sequential`, as only that can be cut.
-        budget: in bytes; "least" for the least possible; None for what an ordinary pass takes.
-        backend: where it lives; NumPy by default.
-        group: the ranks that compute along, which must do the same; None where that is no matter.
-        store: where to what is kept may go and come back, where that is faster than to compute it
-            again (see `memory.store`); None for nowhere.
-        weights: the strategy that lets the model's weights come, if they are not there (see
+        model: initialized; use a `Sequential`, as only that can be cut.
+        budget: in bytes; "least" for the least possible; None for an ordinary pass's bytes.
+        backend: of the model; NumPy by default.
+        group: the ranks that compute the same passes, and must choose the same plan; None if they
+            need not agree.
+        store: the destination of saved arrays, used if that is faster than recomputation (see
+            `memory.store`); None for none.
+        weights: the strategy that gathers the model's weights, if they are sharded (see
             `parallel.zero`).
 
     Attributes:
-        plans: those of the last measurement, without anything moved.
-        plan: the one that is run.
-        bandwidth: bytes per second that go to the store or come back, as measured.
+        plans: of the last measurement, without swapping.
+        plan: the current plan.
+        bandwidth: of the store, measured, in bytes per second.
+
+    Example:
+        >>> model = models.mlp((64,), 3, hidden=[64] * 4).initialize(seed=0)
+        >>> forward = nnmpi.memory.RecomputedModel(model, budget="least")
+        >>> x, y = np.ones((256, 64), "float32"), np.zeros(256, int)
+        >>> loss = forward(x, lambda logits: ops.cross_entropy(logits, y))
+        >>> loss.backward()
+        >>> forward.plans.least < forward.plans.all, forward.price.recomputed > 0
+        (True, True)
     """
 
     def __init__(
@@ -231,12 +242,12 @@ class RecomputedModel:
 
     @property
     def price(self) -> PlanPrice:
-        """What the plan takes."""
+        """The plan's bytes and seconds."""
         assert self.plans is not None
         return price_plan(self.plans.costs, self.plan, self.bandwidth)
 
     def describe(self) -> str:
-        """Return what the plan takes, beside an ordinary pass, in a sentence."""
+        """Return the plan's bytes and time, beside an ordinary pass's, in a sentence."""
         assert self.plans is not None
         price, ordinary = self.price, price_plan(self.plans.costs, keep_all(self.plans.costs))
         out = sum(action.act is Act.OUT for action in self.plan)
@@ -246,7 +257,7 @@ class RecomputedModel:
             moved = f"{out} go out and come back ({format_bytes(price.moved)} at {rate}/s), "
         return (
             f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if"
-            f" all were kept; {price.again} of {len(self._layers)} layers are computed again,"
+            f" all were kept; {price.recomputed} of {len(self._layers)} layers are computed again,"
             f" {moved}predicted {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
@@ -255,20 +266,20 @@ class RecomputedModel:
 
         Args:
             x: the input.
-            head: makes the loss of the model's result; if it comes after the call, what it takes is
-                not in the budget.
-            size: what tells a larger input from a smaller one; by default the elements of x. All
+            head: computes the loss from the model's result. A loss computed after the call is not
+                in the budget.
+            size: measure again if this is larger than before; by default the elements of x. All
                 ranks give the same.
 
         Raises:
-            UsageError: for a budget that is too small, and in a step that is compiled.
+            UsageError: for too small a budget, and in a compiled step.
         """
         x = x if isinstance(x, Tensor) else Tensor(self._backend.asarray(x))
-        head = _as_it_is if head is None else head
+        head = _identity if head is None else head
         if not recording() or current().observe is not None:
             return head(self.model(x))
         refuse_inside("recomputation")
-        x, cuts = plain(x)
+        x, cuts = local_tensor(x)
         size = x.data.size if size is None else size
         if size > self._size:
             self.measure(Value(x.data, cuts), x.requires_grad, head)
@@ -282,10 +293,10 @@ class RecomputedModel:
         return head(Value(x.data, node.cuts).marked(x))
 
     def measure(self, value: Value, needed: bool, head: Head) -> None:
-        """Measure the layers with this value, and choose the plan. Collective where layers are.
+        """Measure the layers with this value, and choose the plan. Collective if layers are.
 
         Raises:
-            UsageError: for a budget that is too small, or a model that a strategy runs.
+            UsageError: for too small a budget, or a model that a strategy runs.
         """
         group, budget = self._group, self.budget
         is_taken, chain = "forward" in vars(self.model), open_chain(self.model)
@@ -298,20 +309,21 @@ class RecomputedModel:
         runs = find_layers(self.model, value, self._weights)
         if group is not None:
             runs = [
-                range(*ends) for ends in group.gather([(run.start, run.stop) for run in runs])[0]
+                range(*bounds)
+                for bounds in group.gather([(run.start, run.stop) for run in runs])[0]
             ]
-            # what a rank without samples sees says nothing
+            # from rank 0: a rank without samples cannot tell its layers apart
         self._layers = tuple(ModelPart(self.model, chain[run.start : run.stop]) for run in runs)
         measured = [
             Measured(
                 _name(chain[run.start]),
-                partial(without_stash, gathered(layer, self._weights)),
+                partial(without_stash, with_weights(layer, self._weights)),
                 layer.parameters(),
             )
             for run, layer in zip(runs, self._layers, strict=True)
         ]
         measured.append(
-            Measured("result" if head is _as_it_is else "loss", partial(without_stash, head), ())
+            Measured("result" if head is _identity else "loss", partial(without_stash, head), ())
         )
         with nullcontext() if group is None else agreed(group):
             x = value.marked(Tensor(value.array, requires_grad=needed))
@@ -336,10 +348,10 @@ class RecomputedModel:
                 self.store.reserve(self.price.moved)
 
     def find_plan(self, budget: int) -> Plan:
-        """Return the fastest plan for a budget, or with a store the fastest one found.
+        """Return the fastest plan for a budget; with a store, the fastest one found.
 
         Raises:
-            UsageError: for a budget that is too small.
+            UsageError: for too small a budget.
         """
         assert self.plans is not None
         if self.store is None:
@@ -347,15 +359,13 @@ class RecomputedModel:
         return swapping_plan(self.plans, budget, self.bandwidth)
 
     def release(self) -> None:
-        """Let the store go."""
+        """Close the store."""
         if self.store is not None:
             self.store.close()
 
 
 def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
-    """Return what each layer takes on the rank where it is most; it moves if it does on all
-    ranks.
-    """
+    """Return each layer's largest costs of any rank; it moves if it moves on all ranks."""
     result = []
     for rows in zip(*measured, strict=True):
         most = LayerCost(*map(max, zip(*rows, strict=True)))
@@ -363,7 +373,7 @@ def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
     return result
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 

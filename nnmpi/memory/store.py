@@ -1,15 +1,15 @@
 """The store of swapped arrays: a mapped file, or for a device page-locked host memory.
 
-    states, weights     store.zeros(length, dtype)          an array like any other, which lies there for good
-    activations         send(arrays) --> fetch(arrays)      copied out and back, one by one, beside what is computed
+    states, weights     store.zeros(length, dtype)     an array as any other, always in the store
+    activations         send(arrays), fetch(arrays)    copied out and back, beside computation
 
-Of a mapped file the operating system has in memory what there is room for, and reads ahead; it
-gives that up before anything else. Kernels of a device reach the host's memory over the bus.
+The operating system caches a mapped file in free memory, and reads ahead; it evicts that cache
+before anything else. A device's kernels access the host's memory over the bus.
 
-    operations' saved      x [:, 3:]   mask   y        views of arrays, and what else there is
+    operations' saved      x [:, 3:]   mask   y       views of arrays, and other values
                              |        |     |
-    KeptArrays            | memory 0 | memory 1 |      each memory once, as bytes; the operations hold places in them
-                                |  send     ^  fetch
+    SavedArrays           | memory 0 | memory 1 |     each memory once, as bytes; the operations
+                              |  send     ^  fetch    hold locations in them instead
     Store
 """
 
@@ -39,42 +39,55 @@ from nnmpi.units import format_bytes
 HOST = "host"
 ACTIVATIONS = "activations"
 ROUNDS = 3
-BYTE_S = 1e-9  # what a byte costs where things take no time, or none that may decide about plans
-TRIAL_BYTES = 16 << 20  # that are moved to measure how quick that is, at most
-LEAST_BYTES = 16  # a single number is not worth an account
+BYTE_S = 1e-9  # the time of a byte if clocks are simulated, or may not decide about plans
+TRIAL_BYTES = 16 << 20  # the most bytes moved to measure the bandwidth
+LEAST_BYTES = 16  # smaller arrays are not worth the bookkeeping
 
-Pairs = list[tuple[Any, Any]]  # to what is copied, and from what
+Pairs = list[tuple[Any, Any]]  # (destination, source) of copies
 
 
 class Store:
-    """Where swapped arrays go. The file has no name, so it vanishes with the process.
+    """The destination of swapped arrays. Its file has no name, so it vanishes with the process.
 
-    What is computed on a device and what is moved continue two streams, which wait for one
-    another's events.
+    On a device computation and transfers run in two streams, which wait for each other's events.
 
     Args:
-        where: a folder, for a file, for the host; "host", the host's memory, for a device.
-        backend: whose arrays go there; NumPy by default.
-        what: they are, for messages.
+        where: for NumPy a folder, for a file; for a device "host", the host's memory.
+        backend: of the arrays; NumPy by default.
+        contents: the name of the arrays, for messages.
 
     Raises:
-        UsageError: for the other one of the two, and when no file can be made.
+        UsageError: for a device with a folder, NumPy with "host", and when no file can be made.
+
+    Example:
+        >>> import tempfile
+        >>> from nnmpi.memory.store import Store
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store, memory = Store(folder), np.arange(4, dtype="uint8")
+        ...     stored = store.send([memory])
+        ...     stored.wait()
+        ...     memory[:] = 0
+        ...     stored.fetch([memory])
+        ...     stored.wait()
+        ...     store.close()
+        >>> memory.tolist()
+        [0, 1, 2, 3]
     """
 
     def __init__(
-        self, where: str | Path, backend: Backend | None = None, what: str = ACTIVATIONS
+        self, where: str | Path, backend: Backend | None = None, contents: str = ACTIVATIONS
     ) -> None:
-        self.where, self.what, self._end = where, what, 0
+        self.where, self.contents, self._end = where, contents, 0
         self._free: dict[int, list[Array]] = {}
         self._backend = backend = numpy_backend() if backend is None else backend
         if backend.is_device != (str(where) == HOST):
             raise UsageError(
-                f"{what} on {backend.device} go out to the host's memory, not to {where}; give"
+                f"{contents} on {backend.device} go out to the host's memory, not to {where}; give"
                 f" offload {HOST}"
                 if backend.is_device
                 else (
-                    f"{what} are in the host's memory already, so they cannot go out to it; give"
-                    " offload a folder"
+                    f"{contents} are in the host's memory already, so they cannot go out to it;"
+                    " give offload a folder"
                 )
             )
         if backend.is_device:
@@ -84,47 +97,51 @@ class Store:
             self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UsageError(
-                f"no file for {what} can be made in {where} ({error.strerror}); give offload"
+                f"no file for {contents} can be made in {where} ({error.strerror}); give offload"
                 " another folder"
             ) from None
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "nnmpi-offload")
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that a file has room for so much at once.
+        """Make sure that a file has room for this many bytes at once.
 
         Raises:
-            UsageError: when it has not.
+            UsageError: without that room.
         """
         try:
             if nbytes and not self._backend.is_device:
                 os.posix_fallocate(self._file.fileno(), 0, nbytes)
         except OSError as error:
+            remedy = (
+                "a larger activation_memory"
+                if self.contents == ACTIVATIONS
+                else "leave them in memory"
+            )
             raise UsageError(
-                f"{self.what} need a file of {format_bytes(nbytes)} in {self.where}, and there is"
-                " no room for it "
-                f"({error.strerror}); make room, give offload another folder, or "
-                f"{'a larger activation_memory' if self.what == ACTIVATIONS else 'leave them in memory'}"
+                f"{self.contents} need a file of {format_bytes(nbytes)} in {self.where}, and there"
+                f" is no room for it ({error.strerror}); make room, give offload another folder, or"
+                f" {remedy}"
             ) from None
 
     def zeros(self, length: int, dtype: Any) -> Array:
-        """Return an array of the backend's that lies here.
+        """Return an array of the backend in the store.
 
         Raises:
-            UsageError: when there is no room for it.
+            UsageError: without room for it.
         """
         xp, nbytes = self._backend.xp, length * np.dtype(dtype).itemsize
         if not nbytes:
             return xp.zeros(length, dtype)
-        place = self._take(nbytes)
+        room = self._take(nbytes)
         if not self._backend.is_device:
-            return place.view(dtype)
-        place[...] = 0
-        memory = xp.cuda.UnownedMemory(place.ctypes.data, nbytes, place)
+            return room.view(dtype)
+        room[...] = 0
+        memory = xp.cuda.UnownedMemory(room.ctypes.data, nbytes, room)
         return xp.ndarray((length,), dtype, xp.cuda.MemoryPointer(memory, 0))
 
     def _take(self, nbytes: int) -> Array:
-        """Return new bytes; of a file they are 0."""
+        """Return new bytes; in a file they are 0."""
         if not nbytes:  # of a rank without samples
             return np.empty(0, "uint8")
         if self._backend.is_device:
@@ -136,18 +153,18 @@ class Store:
         return np.frombuffer(mapped, np.uint8, nbytes)
 
     def send(self, memory: Sequence[Array]) -> StoredBytes:
-        """Start writing memory, in contiguous pieces that stay unchanged until it ends.
+        """Start writing arrays of bytes, which must not change until it ends.
 
         Raises:
-            UsageError: when there is no room for it.
+            UsageError: without room for it.
         """
         size = sum(map(len, memory))
-        places = self._free.setdefault(size, [])
-        return StoredBytes(self, places.pop() if places else self._take(size), memory)
+        rooms = self._free.setdefault(size, [])
+        return StoredBytes(self, rooms.pop() if rooms else self._take(size), memory)
 
-    def give_back(self, place: Array) -> None:
-        """Let others have a place; what they write there comes after all that was begun before."""
-        self._free[len(place)].append(place)
+    def reuse(self, room: Array) -> None:
+        """Let later calls reuse bytes; their copies run after all that were started before."""
+        self._free.setdefault(len(room), []).append(room)
 
     def copy(self, pairs: Pairs) -> Callable[[], Any]:
         """Start a copy after all earlier ones; return its wait (on a device, for kernels)."""
@@ -164,13 +181,13 @@ class Store:
         return lambda: cuda.get_current_stream().wait_event(over)
 
     def move(self, pairs: Pairs) -> None:
-        """Copy now, and drop the pairs, whose memory the thread may else hold too long."""
+        """Copy now, and drop the pairs: the thread would keep their memory alive longer."""
         while pairs:
             to, origin = pairs.pop()
             to[...] = origin
 
     def close(self) -> None:
-        """Let go of what was sent; arrays that lie here stay as long as somebody has them."""
+        """Drop sent arrays, and close the file. Arrays of `zeros` stay valid."""
         if self._backend.is_device:
             self._stream.synchronize()
         else:
@@ -180,12 +197,12 @@ class Store:
 
 
 class StoredBytes:
-    """Some memory that has gone to a store, or is on its way."""
+    """Some memory in a store, or on its way."""
 
-    def __init__(self, store: Store, place: Array, memory: Sequence[Array]) -> None:
-        self._store, self._place = store, place
-        ends = accumulate(map(len, memory), initial=0)
-        self._pieces = [place[start:end] for start, end in pairwise(ends)]
+    def __init__(self, store: Store, room: Array, memory: Sequence[Array]) -> None:
+        self._store, self._room = store, room
+        bounds = accumulate(map(len, memory), initial=0)
+        self._pieces = [room[start:end] for start, end in pairwise(bounds)]
         self.wait = store.copy(list(zip(self._pieces, memory, strict=True)))
 
     def fetch(self, memory: Sequence[Array]) -> None:
@@ -193,12 +210,12 @@ class StoredBytes:
         self.wait = self._store.copy(list(zip(memory, self._pieces, strict=True)))
 
     def __del__(self) -> None:
-        """Give the place back."""
-        self._store.give_back(self._place)
+        """Let the store reuse the bytes."""
+        self._store.reuse(self._room)
 
 
 def measure_bandwidth(store: Store, backend: Backend, nbytes: int) -> float:
-    """Return how many bytes per second go out and come in, measured with so many, or 16 MiB."""
+    """Return the bytes per second out and in, measured with this many bytes, at most 16 MiB."""
     memory, seconds = [backend.zeros(max(1, min(nbytes, TRIAL_BYTES)), "uint8")], []
     for _ in range(1 + ROUNDS):
         backend.synchronize()
@@ -213,9 +230,9 @@ def measure_bandwidth(store: Store, backend: Backend, nbytes: int) -> float:
     return moved / (median(seconds[1:]) or moved * BYTE_S)
 
 
-class _Place(NamedTuple):
-    """What stands in an operation for an array that is away: in which memory it lies, where there,
-    and how.
+class _Location(NamedTuple):
+    """An offloaded array's location, which replaces it in an operation: its memory's number, and
+    its layout there.
     """
 
     memory: int
@@ -226,21 +243,20 @@ class _Place(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """The part of an allocation in which arrays lie: from and to which address."""
+    """The part of an allocation with saved arrays: from and to which address."""
 
     owner: Any
     low: int
     high: int
 
 
-class KeptArrays:
-    """The arrays that some operations keep for their backward, to be sent away and to come back.
+class SavedArrays:
+    """The arrays that some operations save for their backward, for sending out and fetching back.
 
     Args:
-        operations: those of a layer.
-        outside: arrays that are there anyway, such as weights, and all that looks into their
-            memory.
-        backend: whose arrays they are.
+        operations: of a layer.
+        outside: arrays that stay in memory anyway, such as weights; views of them stay, too.
+        backend: of the arrays.
     """
 
     def __init__(
@@ -257,11 +273,11 @@ class KeptArrays:
         }
         numbers, extents = {key: i for i, key in enumerate(result)}, list(result.values())
 
-        def place(array: Any) -> Any:
+        def locate(array: Any) -> Any:
             number = numbers.get(owner_id(array))
             if number is None:
                 return array
-            return _Place(
+            return _Location(
                 number,
                 _address(array) - extents[number].low,
                 array.shape,
@@ -270,43 +286,43 @@ class KeptArrays:
             )
 
         for entry in self._operations:
-            entry.saved = _mapped(entry.saved, place)
+            entry.saved = _replaced(entry.saved, locate)
         self._lengths = [extent.high - extent.low for extent in extents]
         self._memory = [_as_bytes(extent, backend) for extent in extents]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes go."""
+        """The bytes to send."""
         return sum(self._lengths)
 
     def watch(self) -> list[weakref.ref[Any]]:
-        """Return what tells whether their memory is there yet; of a device's nothing does."""
+        """Return references that die with their memory; none for a device's."""
         return [weakref.ref(_owner(item)) for item in self._memory if isinstance(item, np.ndarray)]
 
     def send(self, store: Store) -> None:
-        """Begin to write them."""
+        """Start sending them."""
         self._stored = store.send(self._memory)
 
-    def leave(self) -> None:
-        """Wait until they are written, and let their memory go."""
+    def release(self) -> None:
+        """Wait until they are sent, and free their memory."""
         self._stored.wait()
         self._memory.clear()
 
     def fetch(self) -> None:
-        """Take memory, let the operations have their arrays in it, and begin to fill it."""
+        """Allocate memory, put views of it into the operations, and start filling it."""
         xp = self._backend.xp
         self._memory = memory = [xp.empty(length, "uint8") for length in self._lengths]
 
-        def array(place: Any) -> Any:
-            return _view(memory[place.memory], place) if isinstance(place, _Place) else place
+        def array(item: Any) -> Any:
+            return _view(memory[item.memory], item) if isinstance(item, _Location) else item
 
         for operation in self._operations:
-            operation.saved = _mapped(operation.saved, array)
+            operation.saved = _replaced(operation.saved, array)
         self._operations.clear()
         self._stored.fetch(memory)
 
-    def arrive(self) -> None:
-        """Wait until they are there."""
+    def wait(self) -> None:
+        """Wait until they are fetched."""
         self._stored.wait()
         self._memory.clear()
         del self._stored
@@ -316,46 +332,45 @@ def saved_memory(operations: Iterable[Function], outside: Iterable[Array] = ()) 
     """Return the bytes that some operations save for their backward, by the owner of each memory.
 
     Args:
-        outside: arrays that are there anyway, such as weights, and all that looks into their
-            memory.
+        outside: arrays that stay in memory anyway, such as weights; views of them do not count.
     """
     return {owner: item.high - item.low for owner, item in _extents(operations, outside).items()}
 
 
 def _extents(operations: Iterable[Function], outside: Iterable[Array]) -> dict[int, _Extent]:
     result: dict[int, _Extent] = {}
-    known = set(map(owner_id, outside))
+    ignored = set(map(owner_id, outside))
 
     def note(array: Any) -> Any:
         owner = _owner(array)
-        if id(owner) not in known:
+        if id(owner) not in ignored:
             low, high = _bounds(array)
             before = result.get(id(owner), _Extent(owner, low, high))
             result[id(owner)] = _Extent(owner, min(low, before.low), max(high, before.high))
         return array
 
     for operation in operations:
-        _mapped(getattr(operation, "saved", None), note)
+        _replaced(getattr(operation, "saved", None), note)
     return result
 
 
-def _mapped(value: Any, work: Callable[[Any], Any]) -> Any:
-    """Return what an operation saves with something else in place of each array."""
-    if isinstance(value, _Place) or (is_array(value) and value.nbytes >= LEAST_BYTES):
+def _replaced(value: Any, work: Callable[[Any], Any]) -> Any:
+    """Return an operation's saved value with each array replaced."""
+    if isinstance(value, _Location) or (is_array(value) and value.nbytes >= LEAST_BYTES):
         return work(value)
     if isinstance(value, tuple | list):
-        items = [_mapped(item, work) for item in value]
+        items = [_replaced(item, work) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
 def owner_id(array: Array) -> int:
-    """Return what tells one memory from another."""
+    """Return the id of an array's memory."""
     return id(_owner(array))
 
 
 def _owner(array: Any) -> Any:
-    """Return what has an array's memory: for NumPy an array, on a device an allocation."""
+    """Return the owner of an array's memory: for NumPy an array, on a device an allocation."""
     if not isinstance(array, np.ndarray):
         return array.data.mem
     while isinstance(array.base, np.ndarray):
@@ -364,7 +379,7 @@ def _owner(array: Any) -> Any:
 
 
 def _is_whole(owner: Any) -> bool:
-    """Return whether memory goes when nobody has it any more; a file's or a window's does not."""
+    """Return whether memory is freed with its last reference; a file's or a window's is not."""
     return bool(owner.flags.owndata) if isinstance(owner, np.ndarray) else True
 
 
@@ -380,10 +395,10 @@ def _bounds(array: Any) -> tuple[int, int]:
 
 
 def _as_bytes(extent: _Extent, backend: Backend) -> Array:
-    """Return an extent as bytes in a row."""
+    """Return an extent as contiguous bytes."""
     owner, low, high = extent
     if isinstance(owner, np.ndarray):
-        # in the order of memory
+        # axes in the order of memory
         axes = sorted(range(owner.ndim), key=lambda axis: -owner.strides[axis])
         start = _address(owner)
         return owner.transpose(axes).reshape(-1).view(np.uint8)[low - start : high - start]
@@ -392,8 +407,8 @@ def _as_bytes(extent: _Extent, backend: Backend) -> Array:
     )
 
 
-def _view(memory: Any, place: _Place) -> Array:
-    _, offset, shape, strides, dtype = place
+def _view(memory: Any, location: _Location) -> Array:
+    _, offset, shape, strides, dtype = location
     if isinstance(memory, np.ndarray):
         return np.ndarray(shape, dtype, memory, offset, strides)
     return type(memory)(shape, dtype, memory.data + offset, strides)

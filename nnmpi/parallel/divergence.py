@@ -11,7 +11,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import precision, to_float32
 from nnmpi.comm.group import Group
 from nnmpi.errors import DivergenceError
-from nnmpi.memory.layers import unwatched
+from nnmpi.memory.layers import without_hooks
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.tensor.tensor import Tensor
@@ -137,7 +137,7 @@ def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Te
 def _go_backward(model: Module, loss: Tensor) -> str | None:
     """Return this rank's first non-finite gradient as text, or None."""
     parameters = dict(model.named_parameters())
-    with unwatched(list(parameters.values())):
+    with without_hooks(list(parameters.values())):
         for parameter in parameters.values():
             parameter.grad = None
         loss.backward()

@@ -59,9 +59,9 @@ def test_a_plan_waits_for_what_moves():
     away.
     """
     cost = movable(random_chain(random.Random(0), 1) * 2)[0]
-    layer = replace(cost, value=10, gradient=0, kept=90, keeps_input=False, keeps_result=True)
+    layer = replace(cost, value=10, gradient=0, saved=90, saves_input=False, saves_result=True)
     layer = replace(layer, forward_s=1.0, keep_s=1.0, backward_s=2.0)
-    costs = [layer, layer, replace(layer, value=0, keeps_result=False, moves=False)]
+    costs = [layer, layer, replace(layer, value=0, saves_result=False, moves=False)]
     plan = parse_plan("K0 O0 K1 D1 A0 O1 K2 D2 B2 A1 I1 B1 I0 B0")
     price = price_plan(costs, plan, bandwidth=100.0)  # a second each way
     assert [row[7] for row in price.rows] == [
@@ -81,7 +81,7 @@ def test_a_plan_waits_for_what_moves():
         0,
     ]
     # K0 1, K1 2 = A0, K2 3 = O1 over, B2 5, I1 6, B1 8, I0 9, B0 11
-    assert (price.seconds, price.moved, price.again) == (11.0, 200, 0)
+    assert (price.seconds, price.moved, price.recomputed) == (11.0, 200, 0)
     assert price_plan(costs, plan).draw().splitlines()[0].endswith("|KO=A......IB")
     for text, word in (("K0 O0 B0", "B0"), ("K0 A0", "A0"), ("K0 I0", "I0"), ("F0 O0", "O0")):
         with pytest.raises(UsageError, match=f"action {word} of the plan"):

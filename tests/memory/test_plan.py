@@ -125,7 +125,7 @@ def test_equal_layers_meet_revolve():
         # 1000: so that no second one is kept; the loss has no result, which the others have at the
         # same moment
         layers = [LayerCost("", 1, 0, 1000, True, False, 1.0, 1.0, 1.0)] * count
-        layers[-1] = replace(layers[-1], kept=1001)
+        layers[-1] = replace(layers[-1], saved=1001)
         plans = OptimalPlans(layers)
         for slots in range(1, 7):
             again = sum(action.act is Act.FORWARD for action in plans.plan(slots + 1001))
@@ -135,10 +135,10 @@ def test_equal_layers_meet_revolve():
 def test_what_is_kept_is_counted_once():
     """A value that a layer keeps, too, does not count twice, and goes with the last that has it."""
     cost = LayerCost("a", 10, 0, 5, True, True, 1.0, 2.0, 3.0)
-    costs = [cost, cost, replace(cost, value=0, keeps_result=False)]
+    costs = [cost, cost, replace(cost, value=0, saves_result=False)]
     price = price_plan(costs, keep_all(costs))
     assert [row[7] for row in price.rows] == [15, 30, 30, 35, 35, 30, 15, 0]
-    assert (price.peak, price.seconds, price.again) == (35, 15.0, 0)
+    assert (price.peak, price.seconds, price.recomputed) == (35, 15.0, 0)
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,13 @@ def test_what_a_layer_keeps_is_what_its_operations_save():
     forward = RecomputedModel(model, None)
     forward(np.ones((32, 4), "float32")).sum().backward()
     first, *_, last, _ = forward.plans.costs
-    assert (first.value, first.gradient, first.kept, first.keeps_input) == (32 * 8 * 4, 0, 0, False)
-    assert (last.value, last.gradient, last.keeps_input, last.keeps_result) == (
+    assert (first.value, first.gradient, first.saved, first.saves_input) == (
+        32 * 8 * 4,
+        0,
+        0,
+        False,
+    )
+    assert (last.value, last.gradient, last.saves_input, last.saves_result) == (
         32 * 16 * 4,
         32 * 16 * 4,
         False,

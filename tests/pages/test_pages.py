@@ -192,7 +192,7 @@ def test_a_plans_film_is_its_price() -> None:
     plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
     price = price_plan(costs, plan, 8.0)
     actions = price.rows
-    assert (actions[-1][5], price.moved, price.again) == (price.seconds, 32, 0)
+    assert (actions[-1][5], price.moved, price.recomputed) == (price.seconds, 32, 0)
     assert max(action[6] for action in actions) == price.peak and all(
         action[6] >= action[7] for action in actions
     )

@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "memory plan: a kept value is not counted",
         "nnmpi/memory/optimal.py",
-        "first = behind + local + cost.kept + values[s + 1]",
-        "first = behind + local + cost.kept",
+        "first = behind + local + cost.saved + values[s + 1]",
+        "first = behind + local + cost.saved",
         "tests/memory/test_plan.py",
     ),
     Fault(

@@ -40,7 +40,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
-from nnmpi.memory.plan import LayerCost, kept_bytes
+from nnmpi.memory.plan import LayerCost, saved_bytes
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
@@ -594,7 +594,7 @@ class Pricer:
         if one.pp == 1:
             if one.recompute:  # values between layers, and what one layer keeps
                 values = sum(layer.value for layer in layers)
-                most = max(kept_bytes(layers, range(i, i + 1)) for i in range(len(layers)))
+                most = max(saved_bytes(layers, range(i, i + 1)) for i in range(len(layers)))
                 return [round(scale * (values + 2 * most) / share)]
             full = (
                 self.profile.step(rows, "activations")
@@ -607,7 +607,7 @@ class Pricer:
         for rank in range(one.pp):
             stages = {s: cuts[s] for s in schedule.stages_of(rank)}
             entering = {s: self._entering(cut.start, rows) for s, cut in stages.items()}
-            inside = {s: scale * kept_bytes(layers, cut) for s, cut in stages.items()}
+            inside = {s: scale * saved_bytes(layers, cut) for s, cut in stages.items()}
             leaving = sum(
                 self._entering(cut.stop, rows)
                 for cut in stages.values()
