@@ -1,7 +1,7 @@
 """User code by name on the command line: FILE.py:NAME or package.module:NAME.
 
 Wherever a command takes the name of an algorithm, schedule, optimizer, loss, data set or model, it
-takes such a name, too; in the library the function itself stands in its place.
+also takes such a name. In the library, pass the function itself.
 """
 
 import importlib
@@ -19,33 +19,33 @@ class Custom(str):
     """FILE.py:NAME or package.module:NAME, as the value of an option.
 
     Raises:
-        ValueError: for other words.
+        ValueError: for other text.
     """
 
     __slots__ = ()
 
     def __new__(cls, name: str) -> "Custom":
-        """Return the name, if it is one of these."""
+        """Return the name; raise if it is not of this form."""
         if not is_custom(name):
             raise ValueError(name)
         return super().__new__(cls, name)
 
 
 def is_custom(name: object) -> bool:
-    """Return whether this is the name of something that a user wrote."""
+    """Return whether this is the name of a user's function or class."""
     source, colon, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     return bool(colon and source) and function.isidentifier()
 
 
 def is_foreign(name: object) -> bool:
-    """Return whether this is the name of something outside of nnmpi."""
+    """Return whether this is the name of user code outside of nnmpi."""
     return is_custom(name) and (
         str(name).partition(":")[0].endswith(".py") or not str(name).startswith("nnmpi.")
     )
 
 
 def short_name(name: str) -> str:
-    """Return a name that can be part of a folder's: "nets/mine.py:build" -> "mine-build"."""
+    """Return a name for use in a folder's name: "nets/mine.py:build" -> "mine-build"."""
     if not is_custom(name):
         return name
     source, _, function = name.rpartition(":")
@@ -59,13 +59,13 @@ def custom_file(name: object) -> Path | None:
     return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
 
 
-def load_custom(name: str, option: str, wanted: str) -> Any:
+def load_custom(name: str, option: str, signature: str) -> Any:
     """Return the function or class of this name; nnmpi's own names are returned unchanged.
 
     Args:
         name: FILE.py:NAME or package.module:NAME, or another.
-        option: for which it was given, such as "--model", for messages.
-        wanted: its arguments, such as "(sample_shape, classes)", for messages.
+        option: its option, such as "--model", for messages.
+        signature: its arguments, such as "(sample_shape, classes)", for messages.
 
     Raises:
         UsageError: when there is no such file, module or function, or the file cannot be read.
@@ -80,56 +80,56 @@ def load_custom(name: str, option: str, wanted: str) -> Any:
     result = getattr(module, function, None)
     if not callable(result):
         raise UsageError(
-            f"{given}: {source} has no function {function!r}; define {function}{wanted}"
+            f"{given}: {source} has no function {function!r}; define {function}{signature}"
         )
     return result
 
 
-def call_custom(name: str, option: str, wanted: str, *values: Any) -> Any:
-    """Return what the function of this name makes of these values.
+def call_custom(name: str, option: str, signature: str, *values: Any) -> Any:
+    """Return the result of the function of this name for these values.
 
     Args:
-        name, option, wanted: see `load_custom`.
+        name, option, signature: see `load_custom`.
 
     Raises:
-        UsageError: as `load_custom`, and for a function that takes other arguments.
+        UsageError: as `load_custom`, and for a function with other arguments.
     """
-    function = load_custom(name, option, wanted)
+    function = load_custom(name, option, signature)
     try:
         return function(*values)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # from within the function
         raise UsageError(
-            f"{option} {name}: {error}; define {name.rpartition(':')[2]}{wanted}"
+            f"{option} {name}: {error}; define {name.rpartition(':')[2]}{signature}"
         ) from None
 
 
-def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tuple[Any, ...]:
+def call_user(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tuple[Any, ...]:
     """Call a user's function and return its result, such as steps or instructions.
 
     Args:
-        function: gives some of them.
-        kind: what each of them has to be.
-        values: for which it is asked.
+        function: returns an iterable.
+        kind: the type of its items.
+        values: its arguments.
 
     Raises:
-        ScheduleError: for an exception in it, with its line, and for what is not of this kind.
+        ScheduleError: for an exception in it, with its line, and for items of another type.
     """
     try:
         result = function(*values)
-        given = tuple(result) if isinstance(result, Iterable) else (result,)
+        items = tuple(result) if isinstance(result, Iterable) else (result,)
     except NnmpiError:
         raise
-    except (Exception, SystemExit) as error:  # a function that ends the program must not seem right
+    except (Exception, SystemExit) as error:  # SystemExit would end the program without an error
         raise ScheduleError(fault(function, values, error)) from error
-    for item in given:
+    for item in items:
         if not isinstance(item, kind):
             raise ScheduleError(
                 f"{called(function, values)} gives a {type(item).__name__}; give a tuple of"
                 f" {kind.__name__}"
             )
-    return given
+    return items
 
 
 def name_of(named: Any) -> str:
@@ -138,7 +138,7 @@ def name_of(named: Any) -> str:
 
 
 def called(function: Callable[..., Any], shown: Iterable[Any]) -> str:
-    """Return how a function was called: "my_ring(0, 4)"."""
+    """Return a function's call as text: "my_ring(0, 4)"."""
     return f"{name_of(function)}({', '.join(map(str, shown))})"
 
 
@@ -151,19 +151,19 @@ def fault(function: Callable[..., Any], shown: Iterable[Any], error: BaseExcepti
     )
 
 
-def raised(what: str, file: str | None, error: BaseException) -> str:
-    """Return in a sentence which exception this raised, and in which line of a file."""
+def raised(call: str, file: str | None, error: BaseException) -> str:
+    """Return a sentence about an exception, with its line in a file."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename == file
     ]
     where = f" in line {lines[-1]} of {Path(str(file)).name}" if lines else ""
-    return f"{what} raised {type(error).__name__}{where}: {error}"
+    return f"{call} raised {type(error).__name__}{where}: {error}"
 
 
 def load_file(file: Path, given: str) -> Any:
-    """Return the module that a file is; a UsageError begins with what was `given`."""
+    """Return a file as a module; a UsageError begins with `given`."""
     with raised_as(UsageError, f"{given}: {file} cannot be read"):
         if not file.is_file():
             raise UsageError(f"{given}: there is no file {file}")
@@ -172,7 +172,7 @@ def load_file(file: Path, given: str) -> Any:
     spec = importlib.util.spec_from_file_location(title, file)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[title] = module  # where classes that the file defines look for themselves
+    sys.modules[title] = module  # classes of the file look up their module there
     try:
         spec.loader.exec_module(module)
     except SystemExit as left:

@@ -1,8 +1,8 @@
-"""Who owns which index: arithmetic on integers, used for batches, chunks, buckets and layers alike.
+"""Ownership of indices: arithmetic on integers, for batches, chunks, buckets and layers alike.
 
-Nothing here knows of arrays or MPI.
+Nothing here depends on arrays or MPI.
 
-    split(10, 4)      0 1 2 | 3 4 5 | 6 7 | 8 9        sizes differ by at most one, the longer parts come first
+    split(10, 4)      0 1 2 | 3 4 5 | 6 7 | 8 9        sizes differ by at most one, longer first
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,23 @@ from typing import Any
 
 
 def part(n: int, parts: int, index: int) -> range:
-    """Return the indices of `range(n)` that belong to part `index` of `parts`.
+    """Return the indices of `range(n)` in part `index` of `parts`.
 
     Parts are contiguous, in order, and differ in length by at most one; with n < parts the last
     ones are empty.
 
     Args:
-        n: how many indices there are.
-        parts: among how many parts they are divided.
+        n: the number of indices.
+        parts: the number of parts.
         index: the number of the part, from 0.
 
     Raises:
         ValueError: for a negative n, fewer than one part, or an index outside 0..parts-1.
+
+    Example:
+        >>> from nnmpi.shard import part
+        >>> part(10, parts=4, index=1)
+        range(3, 6)
     """
     if n < 0 or parts < 1 or not 0 <= index < parts:
         raise ValueError(f"part {index} of {parts} parts of {n} items does not exist")
@@ -61,7 +66,7 @@ def buckets(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Region:
-    """The part of an array that one rank holds: a range of one axis.
+    """A rank's part of an array: a range of one axis.
 
         Region((4, 6), axis=1, start=2, stop=4)            Region((6, 2), axis=0, start=1, stop=2,
                                                            repeats=2)
@@ -74,13 +79,12 @@ class Region:
                                                                . .
 
     Attributes:
-        shape: of the whole array.
-        axis: the axis that is cut, from 0.
-        start, stop: the range of each repeat that belongs to the part; it may be empty.
-        repeats: the axis is seen as this many equal ranges one after another, and start..stop is
-            taken from each. That is the form of flattened images (height, width, channels) whose
-            channels are cut.
-        second: another range of the axis, which comes behind, where it is seen as one range.
+        shape: of the full array.
+        axis: the sharded axis, from 0.
+        start, stop: the part's range of each repeat; may be empty.
+        repeats: the axis is divided into this many equal ranges, and start..stop is taken from
+            each. Flattened images (height, width, channels) with sharded channels have this form.
+        second: another range of the axis, which follows the first, with one repeat.
 
     Raises:
         ValueError: when the axis or the range does not exist, or the repeats do not divide the
@@ -95,7 +99,7 @@ class Region:
     second: range = range(0)
 
     def __post_init__(self) -> None:
-        """Check that there is such a part."""
+        """Check that the part exists."""
         fits = (
             0 <= self.axis < len(self.shape)
             and self.repeats >= 1
@@ -115,17 +119,17 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part is the whole array."""
+        """Whether the part is the full array."""
         return self.local_shape == self.shape
 
-    def take(self, whole: Any) -> Any:
-        """Return the part of an array of the whole shape; a view or a copy."""
-        return self._seen(whole)[self._index].reshape(self.local_shape)
+    def take(self, full: Any) -> Any:
+        """Return the part of an array of the full shape; a view or a copy."""
+        return self._grouped(full)[self._index].reshape(self.local_shape)
 
-    def put(self, whole: Any, local: Any) -> None:
-        """Write a part into its place in a C-contiguous array of the whole shape."""
-        seen = self._seen(whole)
-        seen[self._index] = local.reshape(seen[self._index].shape)
+    def put(self, full: Any, local: Any) -> None:
+        """Write a part into a C-contiguous array of the full shape."""
+        grouped = self._grouped(full)
+        grouped[self._index] = local.reshape(grouped[self._index].shape)
 
     @property
     def _index(self) -> tuple[Any, ...]:
@@ -136,23 +140,23 @@ class Region:
         )
         return (slice(None), slice(None), local)
 
-    def _seen(self, whole: Any) -> Any:
-        """Return the array as (axes before, repeats, range, axes after)."""
-        if whole.shape != self.shape:
+    def _grouped(self, full: Any) -> Any:
+        """Return a view with the axes (axes before, repeats, range, axes after)."""
+        if full.shape != self.shape:
             raise ValueError(
-                f"a part of an array of shape {self.shape} is not one of shape {whole.shape}"
+                f"a part of an array of shape {self.shape} is not one of shape {full.shape}"
             )
         before, after = prod(self.shape[: self.axis]), prod(self.shape[self.axis + 1 :])
-        return whole.reshape(before, self.repeats, self.shape[self.axis] // self.repeats, after)
+        return full.reshape(before, self.repeats, self.shape[self.axis] // self.repeats, after)
 
 
 def zigzag(n: int, parts: int, index: int) -> tuple[range, range]:
-    """Return the indices of `range(n)` in part `index`, a pair of chunks from both ends.
+    """Return part `index` of `range(n)`, a pair of chunks from both ends.
 
         zigzag(12, 3, ...)     0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11     chunks of split(12, 6)
-                                0     1     2     2     1      0       the part that each belongs to
+                                0     1     2     2     1      0       the part of each chunk
 
-    Work that grows along the axis, such as causal attention's, is the same for all parts then.
+    Work that grows along the axis, such as causal attention's, is then equal for all parts.
 
     Args:
         n, parts, index: see `part`.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import TypeAlias
 
-from nnmpi.custom import ask, name_of
+from nnmpi.custom import call_user, name_of
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.pages.page import preformat
 
@@ -190,7 +190,7 @@ class Collective:
         Raises:
             ScheduleError: for a user's function that fails or returns no steps.
         """
-        return tuple(step for phase in self.phases for step in ask(phase, Step, rank, size))
+        return tuple(step for phase in self.phases for step in call_user(phase, Step, rank, size))
 
     def sent(self, size: int) -> list[float]:
         """Return the buffers that each rank sends: its chunks / size."""

@@ -39,7 +39,7 @@ import numpy as np
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
 from nnmpi.comm.machine import INSTANT_S, Links, Machine
 from nnmpi.comm.prove import Engine
-from nnmpi.custom import ask
+from nnmpi.custom import call_user
 from nnmpi.errors import ScheduleError, UsageError
 
 ITEM_BYTES = 4  # of an element
@@ -86,7 +86,7 @@ def simulate_collective(
         if steps is not None:
             clocks = [max(clocks) + sum(seconds.of_all(*_lengths(step)) for step in steps)] * size
             continue
-        states = seconds.run([ask(phase, Step, rank, size) for rank in range(size)], clocks)
+        states = seconds.run([call_user(phase, Step, rank, size) for rank in range(size)], clocks)
         for rank, state in enumerate(states):
             if not state.is_over:
                 raise ScheduleError(
@@ -102,11 +102,11 @@ def _steps_of_all(phase: Algorithm, size: int) -> Sequence[Step] | None:
 
     Three more ranks are compared: all 4096 would cost what the shortcut saves.
     """
-    steps = ask(phase, Step, 0, size)
+    steps = call_user(phase, Step, 0, size)
     if any(step.to is None or step.from_ is None for step in steps):
         return None
     for rank in {1 % size, size // 2, size - 1}:
-        local = ask(phase, Step, rank, size)
+        local = call_user(phase, Step, rank, size)
         if [_seen_from(rank, step, size) for step in local] != [
             _seen_from(0, step, size) for step in steps
         ]:

@@ -38,7 +38,7 @@ from nnmpi.comm.collective import (
 from nnmpi.comm.duration import price
 from nnmpi.comm.prove import prove_steps
 from nnmpi.comm.render import render_steps
-from nnmpi.custom import ask
+from nnmpi.custom import call_user
 from nnmpi.errors import ScheduleError, counted
 from nnmpi.exercise.exercise import (
     Exercise,
@@ -111,7 +111,7 @@ def measure_collective(
     where = f"on {counted(size, 'rank')}"
     try:
         steps += [
-            few(ask(function, Step, rank, size), 4 * size * contract.chunks(size))
+            few(call_user(function, Step, rank, size), 4 * size * contract.chunks(size))
             for rank in range(size)
         ]
         proof = prove_steps(steps, contract)
@@ -510,7 +510,7 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
     most = 8 * virtual * (microbatches + 1)  # a solution may also list its messages
     try:
         programs = tuple(
-            few(ask(function, Instruction, rank, ranks, microbatches), most)
+            few(call_user(function, Instruction, rank, ranks, microbatches), most)
             for rank in range(ranks)
         )
         for item in chain(*programs):

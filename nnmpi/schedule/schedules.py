@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from types import MappingProxyType
 from typing import TypeAlias
 
-from nnmpi.custom import ask, name_of
+from nnmpi.custom import call_user, name_of
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.schedule import (
     Home,
@@ -313,7 +313,7 @@ def make(
         )
     rule = SCHEDULES[name] if isinstance(name, str) else name
     programs = tuple(
-        ask(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
+        call_user(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
     )
     valid = (range(ranks * virtual), {None, *range(microbatches)})
     for item in chain.from_iterable(programs if callable(name) else ()):
