@@ -81,12 +81,10 @@ class Exchange:
 
     def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
         where = self.arrangement = trainer.arrangement
-        self.model, self.optimizer, self.group, self.backend = (
-            trainer.model,
-            trainer.optimizer,
-            trainer.group,
-            trainer.backend,
-        )
+        self.model = trainer.model
+        self.optimizer = trainer.optimizer
+        self.group = trainer.group
+        self.backend = trainer.backend
         self.replicas = where.mesh.replicas
         self._is_whole = not where.stages  # a full model: hooks report final gradients
         self._updates = where.layout.asynchronous

@@ -174,11 +174,9 @@ class Executor:
         replay: Replay | None = None,
         synchronous_sends: bool = False,
     ) -> None:
-        self._caller, self._sequence, self._world = (
-            caller,
-            where.sequence,
-            where.mesh.world.comm.world,
-        )
+        self._caller = caller
+        self._sequence = where.sequence
+        self._world = where.mesh.world.comm.world
         self._replay, self._cuts_classes = replay, where.classes > 0
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
@@ -341,10 +339,8 @@ class Executor:
                 if watched:
                     # the peak is after a forward: backwards only free memory
                     stages = self.stages.values() if kind is Kind.F else ()
-                    live, waiting = (
-                        sum(entry.live for entry in stages),
-                        sum(entry.waiting_bytes for entry in stages),
-                    )
+                    live = sum(entry.live for entry in stages)
+                    waiting = sum(entry.waiting_bytes for entry in stages)
                     perform(self._end, element, live, waiting)
                 if stage == 0 and kind in _LAST:
                     perform(self._caller.end_backward, microbatch)
@@ -512,10 +508,8 @@ class Executor:
 
     def _arrow(self, instruction: Instruction) -> tuple[str, str]:
         """Return the trace's names of the messages that an instruction sends and receives."""
-        is_send, is_gradient = (
-            instruction.kind in SENDS,
-            instruction.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD),
-        )
+        is_send = instruction.kind in SENDS
+        is_gradient = instruction.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
         if not is_send and instruction.kind not in RECEIVES:
             return "", ""
         boundary = instruction.stage - (1 if is_gradient == is_send else 0)

@@ -190,11 +190,9 @@ class Passes(Caller):
         self.model, self.backend, self.world, self._where = model, backend, trainer.group, where
         self.exchange = exchange
         self.poll: Callable[[], None] | None = None
-        self._losses, self._seed, self._optimizer = (
-            (trainer.loss, trainer.evaluation_loss),
-            trainer.seed,
-            trainer.optimizer,
-        )
+        self._losses = (trainer.loss, trainer.evaluation_loss)
+        self._seed = trainer.seed
+        self._optimizer = trainer.optimizer
         # Called on every rank, since it communicates if the classes are sharded.
         loss = trainer.loss
         self._score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
@@ -267,11 +265,9 @@ class Passes(Caller):
                 if not bool((buffer.data == values).all()):
                     raise UsageError(_BUFFER_MOVES.format(name))
             if self.is_cut:
-                report.passed, report.staleness, report.wait_s = (
-                    passed,
-                    tuple(now.staleness),
-                    passed.wait_s,
-                )
+                report.passed = passed
+                report.staleness = tuple(now.staleness)
+                report.wait_s = passed.wait_s
                 if sent := passed.sent_bytes:
                     report.count(Traffic(0.0, sum(sent), len(sent), nan))
                 self._passes.append(report)
@@ -351,10 +347,8 @@ class Passes(Caller):
             return [planned.describe()]
         if not self._passes:
             return []
-        group, passes = (
-            self._where.mesh.pp,
-            [pass_.passed for pass_ in self._passes if pass_.passed is not None],
-        )
+        group = self._where.mesh.pp
+        passes = [pass_.passed for pass_ in self._passes if pass_.passed is not None]
         # passes with fewer are of an epoch's short last batch
         most = max(pass_.microbatches for pass_ in passes)
         lines = [

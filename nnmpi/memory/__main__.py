@@ -125,10 +125,8 @@ def _measured(options: argparse.Namespace) -> Costs:
     if shape is None:
         x = y = draw.integers(0, TOKENS, (options.batch, CONTEXT))
     else:
-        x, y = (
-            draw.normal(size=(options.batch, *shape)).astype("float32"),
-            draw.integers(0, 10, options.batch),
-        )
+        x = draw.normal(size=(options.batch, *shape)).astype("float32")
+        y = draw.integers(0, 10, options.batch)
     forward = RecomputedModel(model, None)
     with training():
         forward(x, lambda logits: cross_entropy(logits, y))

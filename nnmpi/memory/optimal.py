@@ -44,7 +44,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -96,12 +95,11 @@ class OptimalPlans:
         self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i is layer i's input
         self._grads = [*(cost.gradient for cost in costs), 0]
         self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
-        last = len(costs) - 1
-        for length, s, owned in product(range(len(costs)), range(len(costs)), (False, True)):
-            run = (s, s + length, owned)
-            if s + length <= last:
-                self._curves[run] = self._curve(*run)
-        self.least = int(self._curves[0, last, False].bytes[0])
+        for length in range(len(costs)):
+            for s in range(len(costs) - length):
+                for owned in (False, True):
+                    self._curves[s, s + length, owned] = self._curve(s, s + length, owned)
+        self.least = int(self._curves[0, len(costs) - 1, False].bytes[0])
 
     @cached_property
     def all(self) -> int:

@@ -85,11 +85,9 @@ class PlannedPass:
         self._weights = weights
         self._layers, self._plan, self._next = layers, plan, 0
         self._input, self._backend, self._store = value.array, backend, store
-        self._values, self._graphs, self._swapped = (
-            {0: value},
-            dict[int, LayerGraph](),
-            dict[int, SavedArrays](),
-        )
+        self._values = {0: value}
+        self._graphs = dict[int, LayerGraph]()
+        self._swapped = dict[int, SavedArrays]()
         self._needed, self._waiting = [False] * len(layers), set(range(len(layers)))
         self._mode, self._precision = current(), precision()
 

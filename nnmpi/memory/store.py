@@ -262,10 +262,8 @@ class SavedArrays:
     def __init__(
         self, operations: Iterable[Function], outside: Iterable[Array], backend: Backend
     ) -> None:
-        self._backend, self._operations = (
-            backend,
-            [operation for operation in operations if hasattr(operation, "saved")],
-        )
+        self._backend = backend
+        self._operations = [operation for operation in operations if hasattr(operation, "saved")]
         result = {
             key: item
             for key, item in _extents(self._operations, outside).items()

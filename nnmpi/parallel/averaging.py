@@ -167,10 +167,8 @@ class LocalSGD(Averaging):
             raise UsageError(f"local SGD cannot average every {every} steps; give at least 1")
         super().__init__(group, storage, optimizer)
         self.every = every
-        self.outer_lr, self.outer_momentum = (
-            number("outer_lr", outer_lr),
-            number("outer_momentum", outer_momentum, 1),
-        )
+        self.outer_lr = number("outer_lr", outer_lr)
+        self.outer_momentum = number("outer_momentum", outer_momentum, 1)
         if (outer_lr, outer_momentum) != (1, 0):
             optimizer.extra_slots["outer_weights"] = [item.copy() for item in storage.data]
             optimizer.extra_slots["outer_momentum"] = [item * 0 for item in storage.data]
@@ -234,10 +232,9 @@ class Gossip(Averaging):
             ]
             for entry in sums:
                 entry.start()
-            # The rank sleeps, and uses no core, while its neighbours are late. All are polled.
-            self.group.comm.world.wait_until(
-                lambda: min([item.poll() for item in sums], default=True)
-            )
+            # The rank sleeps, and uses no core, while its neighbours are late. A list, so that all
+            # sums are polled each time: `all` of a generator would stop at the first late one.
+            self.group.comm.world.wait_until(lambda: all([item.poll() for item in sums]))  # noqa: C419
             scale(data, 1 / (2 * steps))  # each step has doubled the number of buffers in the sum
         self.messages += steps * len(data)
         self.bytes += steps * sum(array.nbytes for array in data)

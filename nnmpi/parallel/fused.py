@@ -171,10 +171,8 @@ class FusedUpdate:
     def release(self) -> None:
         """Give model and optimizer private memory again, and free the shared memory. Collective."""
         storage, memory = self.storage, self.memory
-        data, grads = (
-            [array.copy() for array in storage.data],
-            [np.zeros_like(array) for array in storage.grads],
-        )
+        data = [array.copy() for array in storage.data]
+        grads = [np.zeros_like(array) for array in storage.grads]
         storage.move(data, grads)
         storage.common = False
         self.optimizer.move(np.zeros)

@@ -138,11 +138,9 @@ class ParameterServer:
     """
 
     def __init__(self, storage: FlatStorage, optimizer: Optimizer, workers: int) -> None:
-        self.controller, self._storage, self._model_optimizer = (
-            ConsistencyController(workers),
-            storage,
-            optimizer,
-        )
+        self.controller = ConsistencyController(workers)
+        self._storage = storage
+        self._model_optimizer = optimizer
         self.master, self._sums = (
             [namespace(array).zeros(array.shape, array.dtype) for array in storage.data]
             for _ in range(2)
@@ -326,10 +324,8 @@ class PushPull:
         # at the server, by worker: gradients received, version of the weights sent
         self._received_count, self._sent_version = [0] * group.size, [0] * group.size
         self._reply: Reply | None = None
-        self._over, self._awaits_reply = (
-            True,
-            False,
-        )  # asked: whether the server owes this worker a reply
+        self._over = True
+        self._awaits_reply = False  # whether the server owes this worker a reply
         self._before = (0, 0)
 
     @property

@@ -35,11 +35,10 @@ def main(words: Sequence[str]) -> str:
     options = _parser().parse_args(words)
     virtual = options.virtual_stages or usual_stages(options.pipeline)
     name = load_custom(options.pipeline, "--pipeline", "(rank, ranks, microbatches)")
-    description = (
-        f"a schedule of {options.stages} x {virtual} stages and {options.microbatches} microbatches"
-    )
-    announce(description, 2.5e-4 * options.stages * virtual * options.microbatches)
-    schedule = lower(make(name, options.stages, options.microbatches, virtual))
+    stages, microbatches = options.stages, options.microbatches
+    work = f"a schedule of {stages} x {virtual} stages and {microbatches} microbatches"
+    announce(work, 2.5e-4 * stages * virtual * microbatches)
+    schedule = lower(make(name, stages, microbatches, virtual))
     check(schedule)
     result = simulate_schedule(schedule, _costs(options, schedule))
     lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, result, options)]
@@ -50,8 +49,8 @@ def main(words: Sequence[str]) -> str:
         animations = compare(
             beside | {schedule.name: (name, virtual)},
             schedule.name,
-            options.stages,
-            options.microbatches,
+            stages,
+            microbatches,
             partial(_costs, options),
         )
         write_page(options.html, "schedule", f"pipeline schedule {schedule.name}", animations)

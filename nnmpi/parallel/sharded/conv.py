@@ -84,15 +84,11 @@ class Halo(Function):
     def __init__(self, group: Group, windows: RowWindows, value: float) -> None:
         self.group, self.value = group, value
         size, rank = group.size, group.rank
-        owned, needs = (
-            [windows.owned(size, r) for r in range(size)],
-            [windows.needed(size, r) for r in range(size)],
-        )
+        owned = [windows.owned(size, r) for r in range(size)]
+        needs = [windows.needed(size, r) for r in range(size)]
         self.owned, self.needed = owned[rank], needs[rank]
-        self.lent, self.borrowed = (
-            [_common(owned[rank], need) for need in needs],
-            [_common(item, needs[rank]) for item in owned],
-        )
+        self.lent = [_common(owned[rank], need) for need in needs]
+        self.borrowed = [_common(item, needs[rank]) for item in owned]
 
     def forward(self, x: Array) -> Array:
         n, _, w, c = x.shape

@@ -130,10 +130,8 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
     local = np.full((2, len(rows)), -np.inf)  # float64 holds every class exactly
     if rows.shape[1]:
         best = rows.argmax(axis=1)
-        local[0], local[1] = (
-            rows[np.arange(len(rows)), best],
-            best + part(classes, group.size, group.rank).start,
-        )
+        local[0] = rows[np.arange(len(rows)), best]
+        local[1] = best + part(classes, group.size, group.rank).start
     parts = group.all_gather_v(local.reshape(-1), [local.size] * group.size)
     # (rank, value or class, row)
     everyone = np.stack([values.reshape(local.shape) for values in parts])

@@ -20,7 +20,5 @@ The results are those of `data`. Source: Rajbhandari et al., "ZeRO: memory optim
 training trillion parameter models", 2020. Begin with `cut_units` in `storage`, then its layout.
 
     storage       sharded flat storage: layout to the byte, gathers and sums
-
-    storage       flat storage of which each rank keeps a part: what lies where, gathers and sums
     strategy      ShardedDataParallel: forward and backward, unit by unit
 """
