@@ -17,6 +17,9 @@
 To add one: a class here or in a file of its own, and its name in `EXCHANGES`; the first that fits
 is used.
 
+No exchange compresses gradients: that would break equality with the serial run, and by the
+planner it would hardly pay on the links that were tried.
+
 The gradient norm is that of the full model's gradient, and each rank has a part of it. Every
 element counts once:
 

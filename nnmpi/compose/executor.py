@@ -348,6 +348,7 @@ class Executor:
                 perform(self._progress)
 
     def _progress(self) -> None:
+        # A second thread that calls MPI instead was slower: 0.65 ms against 0.47.
         assert self._messages is not None
         self._messages.progress()
         self._caller.progress()

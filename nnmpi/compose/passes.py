@@ -257,6 +257,7 @@ class Passes(Caller):
             if self.is_cut and Kind.I in self.executor.plan(len(cuts)).kinds:
                 refusal = "half a backward is done by what the graph knows"
             elif self.is_cut and len(batch.y) < self._most_rows:
+                # a pipeline replays batches of the largest size only
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
             before = [buffer.data.copy() for _, buffer in self._watched]
@@ -493,7 +494,7 @@ class Passes(Caller):
         return result
 
     def _pace_layer(self, number: int) -> None:
-        """Slow a backward down by the share of its final gradients, before this one's sum begins."""
+        """Slow a backward down by the share of its final gradients, before the next sum begins."""
         if self.slow:
             self._final += self.model.storage.spans[number].parameter.size
             self.executor.pace(self._final / self.model.storage.size)

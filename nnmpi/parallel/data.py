@@ -50,8 +50,9 @@ class DataParallel:
         bucket_bytes: the longest bucket, unless one parameter is longer; None to choose (see
             `comm.gradients`).
         overlap: whether buckets are summed while the backward pass still runs, or all at its end.
-            None to choose: overlap pays between nodes and with arrays on a device, and does not pay
-            on the cores of one node.
+            None to choose: overlap pays between nodes and with arrays on a device. On one node it
+            does not, since a core that computes has no cycles to copy with (an MLP
+            took 0.53 ms against 0.47, a large one 31 against 29).
         backend: the backend of the model's arrays; NumPy by default.
         sums_gradients: whether gradients are summed here; otherwise each rank keeps its own.
         runs_backward: whether the caller uses `backward`; otherwise the caller runs the backward
@@ -349,6 +350,8 @@ class DataParallel:
             raise UsageError("this DataParallel (or its worker) was released; make a new one")
 
     def _sum_statistics(self, array: Array) -> Array:
+        # Three small sums per layer and step: the price of results that do not depend on the
+        # number of ranks.
         total: Array = namespace(array).ascontiguousarray(array)
         self.group.all_reduce(total.reshape(-1), check=False)
         self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes))

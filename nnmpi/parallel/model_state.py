@@ -21,8 +21,8 @@ A rank with an error does not raise at once. It saves the error and answers "no"
 remaining transfers, so that no rank blocks waiting for it; after the last array, all ranks raise
 together.
 
-With a shared folder, every rank could write its own slices into one file. Rank 0 writes, since
-ranks need not have a common file system.
+Each rank writing its own region of the file was tried and dropped: one writer is what survives
+kills to the bit.
 """
 
 from __future__ import annotations

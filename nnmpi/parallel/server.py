@@ -42,8 +42,10 @@ sends itself no messages. It posts the receive for a worker's next gradient befo
 reply that lets the worker compute it, so every push finds its receive posted.
 
 In a segment of T steps with N workers in step there are T (N-1) pushes and (T+1) (N-1) replies,
-since every worker gets the weights once at the beginning: 2 (N-1) messages per step. (Li et al.
-2014 shard the weights over several servers. The broadcast at the end of a segment is not counted.)
+since every worker gets the weights once at the beginning: 2 (N-1) messages per step. (The broadcast
+at the end of a segment is not counted.) Li et al. 2014 shard the weights over several servers. That
+was tried and dropped: asp took 21.2 ms a step with 1, 2 and 4 servers, and for synchronous steps an
+all-reduce is better.
 
 A message is a header and the values of the flat arrays. All messages of a kind have the same
 length, so that a receive can be posted before the message's content is decided.
