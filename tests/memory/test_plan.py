@@ -50,13 +50,13 @@ def quickest(costs, budget, bandwidth=inf, bound=inf):
     """
 
     def to_come(state):
-        there = state._kept | state._away | state._back
+        there = state._saved | state._offloaded | state._returned
         return sum(
             costs[i].backward_s + (i not in there) * costs[i].keep_s for i in range(state._grad)
         )
 
     def actions(state):
-        there = state._kept | state._away | state._back
+        there = state._saved | state._offloaded | state._returned
         for action in (Action(act, i) for act in Act for i in range(len(costs))):
             i, act = action.layer, action.act
             forward = act in (Act.FORWARD, Act.KEEP)
@@ -75,10 +75,10 @@ def quickest(costs, budget, bandwidth=inf, bound=inf):
             least = after.do(action) <= budget and after.seconds + to_come(after)
             if least is False or least > bound:
                 continue
-            sets = (after._values, after._kept, after._away, after._back)
+            sets = (after._values, after._saved, after._offloaded, after._returned)
             waits = (
                 after._idle_s,
-                *(after.done[item] for item in sorted(after._back | set(after.leaving))),
+                *(after.done[item] for item in sorted(after._returned | set(after.leaving))),
             )
             times = (after.seconds, *(max(wait, after.seconds) for wait in waits))
             known = seen.setdefault((*map(frozenset, sets), after._grad, after.leaving), [])
