@@ -92,6 +92,7 @@ def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
 
 
 def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
+    """Return the convolution, sharded by rows or channels."""
     return (place_rows_conv if context.sharding is Sharding.ROWS else place_product)(layer, context)
 
 
