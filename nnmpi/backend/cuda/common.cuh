@@ -217,7 +217,7 @@ __device__ __forceinline__ void over_columns(long long rows, long long n, F f) {
 // sizes alone. With one block per column it goes to result, else to partial (gridDim.y, M, n).
 template <int N, int M, class F>
 __device__ __forceinline__ void sum_columns(long long rows, long long n, P* const (&result)[M],
-                                            A* partial, bool add, A* shared, F f) {
+                                            A* partial, A* shared, F f) {
     int width = blockDim.x, mine = threadIdx.y * width + threadIdx.x;
     for (long long first = blockIdx.x * (long long)width * N; first < n;
          first += size_of_grid() * N) {
@@ -245,22 +245,21 @@ __device__ __forceinline__ void sum_columns(long long rows, long long n, P* cons
                     if (gridDim.y > 1)
                         partial[(blockIdx.y * (long long)M + m) * n + c + k] = sums[m][k];
                     else
-                        set(result[m][c + k],
-                            add ? (A)widen(result[m][c + k]) + sums[m][k] : sums[m][k]);
+                        set(result[m][c + k], sums[m][k]);
                 }
         }
     }
 }
 
-// The second phase: result[m] (+)= the sum of partial (parts, M, n) over the parts. Each of the M n
+// The second phase: result[m] = the sum of partial (parts, M, n) over the parts. Each of the M n
 // columns has one thread along x.
 #define NNMPI_COLUMN_TOTALS(M, ...)     \
     P* const result[M] = {__VA_ARGS__}; \
     __shared__ A shared[256];           \
-    column_totals<M>(partial, parts, n, result, add != 0, shared)
+    column_totals<M>(partial, parts, n, result, shared)
 template <int M>
 __device__ __forceinline__ void column_totals(const A* partial, long long parts, long long n,
-                                              P* const (&result)[M], bool add, A* shared) {
+                                              P* const (&result)[M], A* shared) {
     int mine = threadIdx.y * 32 + threadIdx.x;
     long long c = blockIdx.x * 32ll + threadIdx.x;
     A sum = 0;
@@ -274,7 +273,7 @@ __device__ __forceinline__ void column_totals(const A* partial, long long parts,
     __syncthreads();
     if (threadIdx.y || !target) return;
     for (int p = 1; p < 8; ++p) sum += shared[mine + p * 32];
-    set(*target, add ? (A)widen(*target) + sum : sum);
+    set(*target, sum);
 }
 
 // ---------------------------------------------- rows: a team per row, which is a warp or a block

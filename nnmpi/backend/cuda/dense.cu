@@ -27,7 +27,7 @@ template <int N, bool RELU>
 __device__ __forceinline__ void grad_bias(const T* grad, const T* saved, T* out, P* to_bias,
                                           A* partial, A* shared, long long rows, long long n) {
     P* const result[1] = {to_bias};
-    sum_columns<N, 1>(rows, n, result, partial, false, shared,
+    sum_columns<N, 1>(rows, n, result, partial, shared,
                       [&](long long i, long long, A(&sums)[1][N]) {
                           Pack<T, N> above = load<N>(grad + i), below = load<N>(saved + i);
 #pragma unroll
@@ -62,7 +62,7 @@ template <int N>
 __device__ __forceinline__ void only_sum(const T* x, P* out, A* partial, A* shared, long long rows,
                                          long long n) {
     P* const result[1] = {out};
-    sum_columns<N, 1>(rows, n, result, partial, false, shared,
+    sum_columns<N, 1>(rows, n, result, partial, shared,
                       [&](long long i, long long, A(&sums)[1][N]) {
                           Pack<T, N> values = load<N>(x + i);
 #pragma unroll
@@ -79,6 +79,5 @@ extern "C" __global__ void __launch_bounds__(256)
 
 extern "C" __global__ void __launch_bounds__(256)
     column_total(const A* partial, P* out, long long parts, long long n) {
-    const int add = 0;
     NNMPI_COLUMN_TOTALS(1, out);
 }

@@ -204,7 +204,7 @@ class DeviceKernels(KernelLauncher):
         to_shift: Array | None,
     ) -> None:
         """Write the gradients, each unless its target is None."""
-        x, inverse, mean, scale = residuals  # this scale is contiguous, unlike the argument maybe
+        x, inverse, mean, scale = residuals  # this scale is contiguous, the argument may not be
         saved = (xp.ascontiguousarray(grad), x, inverse, mean)
         if to_x is not None:
             self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *x.shape)

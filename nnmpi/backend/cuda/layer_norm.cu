@@ -60,36 +60,35 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     normalize<true>(x, scale, shift, (A)eps, y, inverse, mean, rows, n, shared);
 }
 
-// saved: the normalized rows if mean is null, else x.
 template <bool BLOCK>
-__device__ __forceinline__ void input_gradient(const T* grad, const T* saved, const A* inverse,
+__device__ __forceinline__ void input_gradient(const T* grad, const T* x, const A* inverse,
                                                const A* mean, const P* scale, T* to_x,
                                                long long rows, long long n, A* shared) {
-    int skew = aligned(grad, saved, scale, to_x) && n % PACK == 0 ? 0 : -1;
+    int skew = aligned(grad, x, scale, to_x) && n % PACK == 0 ? 0 : -1;
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
         long long row = r * n;
-        A factor = inverse[r], less = mean ? mean[r] : (A)0, times = mean ? factor : (A)1;
+        A factor = inverse[r], less = mean[r];
         A total = 0, inner = 0;
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
-            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(saved + row + c);
+            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(x + row + c);
             Pack<P, N> weights = load<N>(scale + c);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 A product = wide(above.at[k]) * (A)widen(weights.at[k]);
                 total += product;
-                inner += product * ((wide(values.at[k]) - less) * times);
+                inner += product * ((wide(values.at[k]) - less) * factor);
             }
         });
         total = combine<BLOCK>(total, Add(), shared) / (A)n;
         inner = combine<BLOCK>(inner, Add(), shared) / (A)n;
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
-            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(saved + row + c);
+            Pack<T, N> above = load<N>(grad + row + c), values = load<N>(x + row + c);
             Pack<P, N> weights = load<N>(scale + c);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                A normal = (wide(values.at[k]) - less) * times;
+                A normal = (wide(values.at[k]) - less) * factor;
                 set(above.at[k],
                     (wide(above.at[k]) * (A)widen(weights.at[k]) - total - normal * inner) *
                         factor);
@@ -100,47 +99,46 @@ __device__ __forceinline__ void input_gradient(const T* grad, const T* saved, co
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    layer_norm_grad_warps(const T* grad, const T* saved, const A* inverse, const A* mean,
+    layer_norm_grad_warps(const T* grad, const T* x, const A* inverse, const A* mean,
                           const P* scale, T* to_x, long long rows, long long n) {
-    input_gradient<false>(grad, saved, inverse, mean, scale, to_x, rows, n, nullptr);
+    input_gradient<false>(grad, x, inverse, mean, scale, to_x, rows, n, nullptr);
 }
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    layer_norm_grad_blocks(const T* grad, const T* saved, const A* inverse, const A* mean,
+    layer_norm_grad_blocks(const T* grad, const T* x, const A* inverse, const A* mean,
                            const P* scale, T* to_x, long long rows, long long n) {
     __shared__ A shared[32];
-    input_gradient<true>(grad, saved, inverse, mean, scale, to_x, rows, n, shared);
+    input_gradient<true>(grad, x, inverse, mean, scale, to_x, rows, n, shared);
 }
 
 template <int N>
-__device__ __forceinline__ void parameter_sums(const T* grad, const T* saved, const A* inverse,
+__device__ __forceinline__ void parameter_sums(const T* grad, const T* x, const A* inverse,
                                                const A* mean, P* to_scale, P* to_shift, A* partial,
                                                A* shared, long long rows, long long n) {
     P* const result[2] = {to_scale, to_shift};
     sum_columns<N, 2>(
-        rows, n, result, partial, false, shared, [&](long long i, long long r, A(&sums)[2][N]) {
-            Pack<T, N> above = load<N>(grad + i), values = load<N>(saved + i);
-            A less = mean ? mean[r] : (A)0, times = mean ? inverse[r] : (A)1;
+        rows, n, result, partial, shared, [&](long long i, long long r, A(&sums)[2][N]) {
+            Pack<T, N> above = load<N>(grad + i), values = load<N>(x + i);
+            A less = mean[r], factor = inverse[r];
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                sums[0][k] += wide(above.at[k]) * ((wide(values.at[k]) - less) * times);
+                sums[0][k] += wide(above.at[k]) * ((wide(values.at[k]) - less) * factor);
                 sums[1][k] += wide(above.at[k]);
             }
         });
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    layer_norm_sums(const T* grad, const T* saved, const A* inverse, const A* mean, P* to_scale,
+    layer_norm_sums(const T* grad, const T* x, const A* inverse, const A* mean, P* to_scale,
                     P* to_shift, A* partial, long long rows, long long n) {
     __shared__ A shared[256 * PACK];
-    if (aligned(grad, saved) && n % PACK == 0)
-        parameter_sums<PACK>(grad, saved, inverse, mean, to_scale, to_shift, partial, shared, rows,
+    if (aligned(grad, x) && n % PACK == 0)
+        parameter_sums<PACK>(grad, x, inverse, mean, to_scale, to_shift, partial, shared, rows,
                              n);
     else
-        parameter_sums<1>(grad, saved, inverse, mean, to_scale, to_shift, partial, shared, rows, n);
+        parameter_sums<1>(grad, x, inverse, mean, to_scale, to_shift, partial, shared, rows, n);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     layer_norm_total(const A* partial, P* to_scale, P* to_shift, long long parts, long long n) {
-    const int add = 0;
     NNMPI_COLUMN_TOTALS(2, to_scale, to_shift);
 }
