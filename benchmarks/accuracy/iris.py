@@ -1,6 +1,7 @@
 """Trains an MLP 4-50-3 on iris with nnmpi and with PyTorch, on the same splits, over several seeds.
 
-    python benchmarks/accuracy/iris.py [--recipes plain recommended] [--seeds 10] [--folds K] [--json FILE]
+    python benchmarks/accuracy/iris.py [--recipes plain,recommended] [--seeds 10]
+        [--folds K] [--json FILE]
 
 A seed chooses the split (120 + 30 rows), the first weights and the order of the samples. The two
 frameworks see the same rows in the same order and draw their first weights from the same
@@ -11,7 +12,6 @@ With --folds K, recipes are compared without the test rows: each seed's 120 trai
 into K parts, each of which is predicted by a network trained on the others.
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -25,11 +25,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 import numpy as np  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
+from benchmarks.harness.command import add_options, file, list_of, one_of, run  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data, models, optim  # noqa: E402
 from nnmpi.backend.random import stream  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
+from nnmpi.command import Parser, positive_count  # noqa: E402
 from nnmpi.compose.worker import Worker  # noqa: E402
 
 HIDDEN = 50
@@ -165,8 +167,8 @@ def report(group: Group, recipe: IrisRecipe, seeds: int, folds: int) -> dict[str
     print("seed" + "".join(f"{name:>10}" for name in frameworks))
     for seed in range(seeds):
         runs = [SplitRun(recipe, train, test, seed) for train, test in splits(seed, folds)]
-        for name, run in frameworks.items():
-            result[name].append(float(np.mean([run(item) for item in runs])))
+        for name, measure in frameworks.items():
+            result[name].append(float(np.mean([measure(item) for item in runs])))
         print(
             f"{seed:4}" + "".join(f"{100 * values[-1]:9.2f}%" for values in result.values()),
             flush=True,
@@ -177,15 +179,15 @@ def report(group: Group, recipe: IrisRecipe, seeds: int, folds: int) -> dict[str
 
 def main() -> None:
     """Run the recipes, each with all seeds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__)
+    recipes = list_of(one_of(*RECIPES, "all"))
+    add_options(
+        parser,
+        ("--recipes", recipes, "plain,recommended", f"of {', '.join(RECIPES)}; or all"),
+        ("--seeds", positive_count, "10", "how many"),
+        ("--folds", int, "0", "of the training rows; 0: the test rows"),
+        ("--json", file, None, "file for the result, with the machine's facts"),
     )
-    parser.add_argument(
-        "--recipes", choices=[*RECIPES, "all"], nargs="+", default=["plain", "recommended"]
-    )
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--folds", type=int, default=0, help="0: use the test rows")
-    parser.add_argument("--json", type=Path, help="file for the result, with the machine's facts")
     options = parser.parse_args()
     group, result = start(), {}
     for name in RECIPES if "all" in options.recipes else options.recipes:
@@ -199,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("iris.py", main))

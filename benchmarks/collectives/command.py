@@ -36,12 +36,13 @@ from nnmpi.comm.buffers import DTYPES
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
 from nnmpi.comm.node_sum import own_slice
-from nnmpi.errors import CommError, DeviceError, HelpAsked, UsageError
+from nnmpi.command import Parser, positive_count
+from nnmpi.errors import CommError, DeviceError, UsageError
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD
 from nnmpi.parallel.fused import FusedUpdate
 from nnmpi.tensor.parameter import FlatStorage, Parameter
-from nnmpi.units import format_bytes
+from nnmpi.units import format_bytes, parse_bytes
 
 ALL_REDUCE = "all-reduce"
 OPERATIONS = (ALL_REDUCE, "broadcast", "all-gather", "reduce-scatter")
@@ -73,12 +74,9 @@ def main(words: Sequence[str], group: Group, backend: Backend | None = None) -> 
         UsageError, DeviceError: on all ranks, for wrong options, or what cannot be had.
         CommError: on all ranks, with --check, for a wrong result.
     """
-    try:
-        options = parse(words)
-    except HelpAsked as asked:
-        if group.is_root:
-            print(asked)
-        return
+    if {"-h", "--help"} & {*words} and not group.is_root:
+        return  # one rank prints the help
+    options = parse(words)
     nodes = len(set(group.nodes()))
     with agreed(group):
         if group.is_root:
@@ -353,79 +351,25 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the options, and `sizes` in bytes.
 
     Raises:
-        HelpAsked: for --help.
         UsageError: for an unknown name, or a value that cannot be used.
     """
-    parser = command.CommandParser(
-        "mpirun -n P python benchmarks/collectives", __doc__.split("\n")[0]
+    parser = Parser("mpirun -n P python benchmarks/collectives", description=__doc__.split("\n")[0])
+    one_of = command.one_of
+    command.add_options(
+        parser,
+        ("--operation", one_of(*OPERATIONS), ALL_REDUCE, ", ".join(OPERATIONS)),
+        ("--algorithms", command.list_of(str), "all", "names; all is all but gloo"),
+        ("--min", parse_bytes, "4", "bytes of the shortest buffer"),
+        ("--max", parse_bytes, "64m", "bytes of the longest one"),
+        ("--factor", positive_count, "4", "from one size to the next"),
+        ("--dtype", one_of(*(item.name for item in DTYPES)), "float32", "of the elements"),
+        ("--backend", one_of("numpy", "cupy"), "numpy", "numpy, or cupy"),
+        ("--iterations", positive_count, None, "calls at each size, not what the budget allows"),
+        ("--budget-s", command.positive_seconds, "2", "seconds for each size"),
+        ("--json", command.file, None, "file for the rows, written after each size"),
     )
-    add, one_of = parser.add_argument, command.one_of
-    add(
-        "--operation",
-        type=one_of(*OPERATIONS),
-        default=ALL_REDUCE,
-        metavar="NAME",
-        help=", ".join(OPERATIONS),
-    )
-    add(
-        "--algorithms",
-        type=command.each(str),
-        default=("all",),
-        metavar="A,B,...",
-        help="names; all is all but gloo",
-    )
-    add(
-        "--min",
-        type=command.nbytes,
-        default=4,
-        metavar="BYTES",
-        help="the shortest buffer (default: 4)",
-    )
-    add(
-        "--max",
-        type=command.nbytes,
-        default=64 * 2**20,
-        metavar="BYTES",
-        help="the longest one (default: 64m)",
-    )
-    add(
-        "--factor",
-        type=command.positive,
-        default=4,
-        metavar="N",
-        help="from one size to the next (default: 4)",
-    )
-    dtypes = one_of(*(item.name for item in DTYPES))
-    add(
-        "--dtype",
-        type=dtypes,
-        default="float32",
-        metavar="NAME",
-        help="of the elements (default: float32)",
-    )
-    add(
-        "--backend",
-        type=one_of("numpy", "cupy"),
-        default="numpy",
-        metavar="NAME",
-        help="numpy, or cupy",
-    )
-    add("--check", action="store_true", help="verify every result of every call")
-    add(
-        "--iterations",
-        type=command.positive,
-        metavar="N",
-        help="calls at each size (default: what the budget allows)",
-    )
-    add(
-        "--budget-s",
-        type=command.positive_seconds,
-        default=2.0,
-        metavar="SECONDS",
-        help="for each size (default: 2)",
-    )
-    add("--json", type=command.file, metavar="FILE", help="write the rows there, after each size")
-    options = parser.parse(words)
+    parser.add_argument("--check", action="store_true", help="verify every result of every call")
+    options = parser.parse_args(words)
     every = algorithms(options.operation, options.backend == "cupy")
     options.everything = "all" in options.algorithms
     unknown = [name for name in options.algorithms if name not in ("all", *every, GLOO)]

@@ -4,7 +4,6 @@ README.md.
 python -m benchmarks.faults kills --ranks 4 --kills 20 --steps 30000
 """
 
-import argparse
 import os
 import random
 import re
@@ -16,6 +15,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from benchmarks.harness.command import add_options
+from nnmpi.command import Parser, positive_count
 from nnmpi.launcher import read_launch
 
 TRAIN = (
@@ -96,19 +97,16 @@ def last_files(folder):
 
 def main(words):
     """Measure, and print what came of it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults kills", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument(
-        "--every", type=float, default=10.0, help="seconds from a start to its kill, on average"
-    )
-    parser.add_argument("--steps", type=int, default=30_000)
-    parser.add_argument("--save-steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--undisturbed-ranks",
-        type=int,
-        help="of the run beside it, for bits alone (default: as many)",
+    parser = Parser("python -m benchmarks.faults kills", description=__doc__)
+    add_options(
+        parser,
+        ("--ranks", positive_count, "4", "of the training"),
+        ("--kills", positive_count, "20", "in all"),
+        ("--every", float, "10", "seconds from a start to its kill, on average"),
+        ("--steps", positive_count, "30000", "of the training"),
+        ("--save-steps", positive_count, "200", "from checkpoint to checkpoint"),
+        ("--seed", int, "0", "of the kills"),
+        ("--undisturbed-ranks", positive_count, None, "of the run beside it (default: as many)"),
     )
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:

@@ -5,7 +5,6 @@ python -m benchmarks.faults table --python .venv/bin/python --python mpich/bin/p
 table.json
 """
 
-import argparse
 import json
 import os
 import re
@@ -16,6 +15,8 @@ import time
 from pathlib import Path
 
 from benchmarks.faults.victim import ACTS, GUILTY
+from benchmarks.harness import command, tables
+from nnmpi.command import Parser
 from nnmpi.launching import kill
 
 FAULTS = [*ACTS, "stop at start-up", "asleep in build", "other data", "slow by 20x"]
@@ -205,19 +206,21 @@ def render(rows):
     """Return the rows as a table: seconds from the fault to its name, and what is wrong."""
     columns = list(dict.fromkeys((row["mpi"], row["way"]) for row in rows))
     result = {(row["mpi"], row["way"], row["fault"]): row for row in rows}
-    lines = [
-        "| fault | " + " | ".join(f"{mpi}, {way}" for mpi, way in columns) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
-    for fault in dict.fromkeys(row["fault"] for row in rows):
-        cells = [result.get((*column, fault)) for column in columns]
-        lines.append(
-            f"| {fault} | " + " | ".join(_cell(row) if row else "" for row in cells) + " |"
-        )
-    return "\n".join(lines)
+    return tables.render(
+        [
+            ("fault", str),
+            *(
+                (f"{mpi}, {way}", lambda fault, key=(mpi, way): _cell(result.get((*key, fault))))
+                for mpi, way in columns
+            ),
+        ],
+        dict.fromkeys(row["fault"] for row in rows),
+    )
 
 
 def _cell(row):
+    if row is None:
+        return ""
     if row["wrong"]:
         return f"**{row['wrong']}**"
     limited = row["fault"].startswith(LIMITED)
@@ -232,14 +235,16 @@ def _cell(row):
 
 def main(words):
     """Go through the table, and print it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults table", description=__doc__)
+    parser = Parser("python -m benchmarks.faults table", description=__doc__)
     parser.add_argument(
         "--python", action="append", help="beside which an mpirun lies; one for each MPI"
     )
-    parser.add_argument("--faults", default=",".join(FAULTS))
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument(
-        "--json", type=Path, help="where the results go; what is there already is not done again"
+    text = "file for the results; what it holds already is not done again"
+    command.add_options(
+        parser,
+        ("--faults", str, ",".join(FAULTS), "which"),
+        ("--ways", str, ",".join(WAYS), "of talking"),
+        ("--json", command.file, None, text),
     )
     options = parser.parse_args(words)
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []

@@ -16,6 +16,7 @@ from benchmarks.harness.command import say
 from benchmarks.harness.tables import labelled
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
+from nnmpi.command import Parser
 from nnmpi.errors import DeviceError
 
 PROGRAM = "python benchmarks/gpu"
@@ -42,24 +43,22 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the options; with --check the cases are the tiny ones.
 
     Raises:
-        HelpAsked: for --help.
         UsageError: for an unknown name, or a value that cannot be used.
     """
     known = tuple(TINY if "--check" in words else CASES)
-    parser = command.CommandParser(PROGRAM, DESCRIPTION)
-    add, one_of = parser.add_argument, command.one_of
-    text = f"what is measured ({','.join(known)}); all by default"
-    add("--cases", type=command.each(one_of(*known)), default=known, metavar="A,B,...", help=text)
-    text = f"precisions ({','.join(MODES)}); all by default"
-    add("--modes", type=command.each(one_of(*MODES)), default=MODES, metavar="A,B,...", help=text)
+    parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False)
+    for option, names, what in (("--cases", known, "models"), ("--modes", MODES, "precisions")):
+        read = command.list_of(command.one_of(*names))
+        command.add_options(parser, (option, read, ",".join(names), what))
+    add = parser.add_argument
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
-    command.add_blocks(parser, block_s=0.1)
+    command.add_blocks(parser, block_s="0.1")
     add(
         "--check",
         action="store_true",
         help="tiny sizes, each part once, verified, no times worth keeping",
     )
-    options = parser.parse(words)
+    options = parser.parse_args(words)
     folder = os.environ.get("OUT")  # what is kept of a machine that is lent
     options.json = options.json or (folder and Path(folder, "gpu.json"))
     if options.check:

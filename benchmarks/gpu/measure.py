@@ -16,7 +16,7 @@ from benchmarks.gpu.cases import FLOAT32, CaseArrays
 from benchmarks.gpu.judge import TrainingCourse, course, examine, rate
 from benchmarks.gpu.trainer import DeviceTrainer, device_s
 from benchmarks.gpu.trainer_nnmpi import NnmpiDeviceTrainer
-from benchmarks.harness.turns import WrongResultError, ratio, shuffled, steps_in_block, summary
+from benchmarks.harness.turns import WrongResultError, in_turns, ratio, steps_in_block, summary
 from benchmarks.training.measure import LR
 from nnmpi.backend.backend import Backend
 
@@ -123,11 +123,10 @@ def time_blocks(trainers: Sequence[tuple[DeviceTrainer, Row]], timing: Timing) -
     steps = steps_in_block(timing.block_s, first, MOST_STEPS)
     for _, row in trainers:
         row.update(steps=steps, device_blocks_s=[])
-    for number in range(-1, timing.rounds):  # the first round warms up
-        for trainer, row in shuffled(trainers, number):
-            seconds = device_s(trainer, steps)
-            if number >= 0:
-                row["device_blocks_s"].append(seconds)
+    for (trainer, row), counts in in_turns(trainers, timing.rounds):
+        seconds = device_s(trainer, steps)
+        if counts:
+            row["device_blocks_s"].append(seconds)
 
 
 def fastest(rows: Sequence[Row], case: str, mode: str, side: str) -> Row | None:

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 from benchmarks.harness import command, plots, results
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import rewrite
-from nnmpi.errors import UsageError
+from nnmpi.command import Parser
+from nnmpi.errors import UsageError, raised_as
 
 Content: TypeAlias = Mapping[str, Any]
 """What a part has measured, as its JSON file holds it."""
@@ -76,24 +77,22 @@ class Suite:
         )
 
     def _parse(self, words: Sequence[str]) -> argparse.Namespace:
-        parser = command.CommandParser(self.program, self.description)
-        add, every = parser.add_argument, tuple(self.parts)
-        names = command.each(command.one_of(*every))
-        add(
-            "--parts",
-            type=names,
-            default=every,
-            metavar="A,B,...",
-            help=f"what to measure ({','.join(every)})",
-        )
-        add("--check", action="store_true", help="reduced: seconds, and no times worth keeping")
+        parser = Parser(self.program, description=self.description)
+        names = ",".join(self.parts)
         text = (
-            "write JSON files there; in the suite's own folder results, its README's tables are"
+            "folder for JSON files; in the suite's own folder results, its README's tables are"
             " rewritten too"
         )
-        add("--results", type=command.file, metavar="DIR", help=text)
-        command.add_data_dir(parser, "without it they are downloaded where a part needs them")
-        return parser.parse(words)
+        mnist = "folder of MNIST's files; without it they are downloaded where a part needs them"
+        command.add_options(
+            parser,
+            ("--parts", command.list_of(command.one_of(*self.parts)), names, "what to measure"),
+            ("--results", command.file, None, text),
+            ("--data-dir", command.file, None, mnist),
+        )
+        text = "reduced: seconds, and no times worth keeping"
+        parser.add_argument("--check", action="store_true", help=text)
+        return parser.parse_args(words)
 
     def _run(self, options: argparse.Namespace) -> int:
         """Measure and print; write the files."""
@@ -101,7 +100,8 @@ class Suite:
         if folder is not None:
             if any(self.parts[name].draw for name in options.parts):
                 plots.check_can_draw("--results")
-            _make(folder)
+            with raised_as(UsageError, f"--results {folder} cannot be made", "give another folder"):
+                folder.mkdir(parents=True, exist_ok=True)
         misses = 0
         for name in options.parts:
             part = self.parts[name]
@@ -150,12 +150,3 @@ def _machine(content: Content) -> str:
         f" Python {facts['python']}, NumPy {facts['numpy']}, {content['mpi']}, {content['blas']}"
         " per rank."
     )
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"--results {folder} cannot be made: {error.strerror}; give another folder"
-        ) from None

@@ -9,8 +9,6 @@ from typing import Any
 
 from nnmpi.errors import UsageError
 
-SUFFIXES = (".png", ".svg", ".pdf")
-
 
 def check_can_draw(option: str) -> None:
     """Make sure that matplotlib is there, before anything is measured.

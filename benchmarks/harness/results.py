@@ -3,13 +3,12 @@ before.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, raised_as
 from nnmpi.files import write_atomically
 
 
@@ -27,14 +26,11 @@ def check_writable(option: str, file: Path | None) -> None:
         return
     if file.is_dir():
         raise UsageError(f"{option} {file} is a folder; give the name of a file in it")
-    try:
-        number, probe = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    except OSError as error:
-        raise UsageError(
-            f"{option} {file} cannot be written: {error.strerror}; give a path that can"
-        ) from None
-    os.close(number)
-    os.unlink(probe)
+    with (
+        raised_as(UsageError, f"{option} {file} cannot be written", "give a path that can"),
+        NamedTemporaryFile(prefix=f".{file.name}.", dir=file.parent),
+    ):
+        pass
 
 
 def write(file: Path | None, content: Mapping[str, Any]) -> None:

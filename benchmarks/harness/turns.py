@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -46,6 +46,15 @@ def shuffled(contestants: Iterable[T], number: int) -> list[T]:
     """
     result = list(contestants)
     return random.Random(number).sample(result, len(result))
+
+
+def in_turns(contestants: Sequence[T], rounds: int, warm_up: int = 1) -> Iterator[tuple[T, bool]]:
+    """Yield each contestant once in each round, and whether the round counts; the first ones warm
+    up.
+    """
+    for number in range(-warm_up, rounds):
+        for contestant in shuffled(contestants, number):
+            yield contestant, number >= 0
 
 
 def quartiles(values: Times) -> list[float]:
@@ -157,11 +166,10 @@ def take_turns(
         after: (contestant, whether the round is kept), called after each step, when all ranks have
             ended it.
     """
-    for number in range(-WARM_UP, rounds):
-        for contestant in shuffled(contestants, number):
-            rest_until(group)
-            group.barrier()
-            contestant.step(keep=number >= 0)
-            rest_until(group)
-            if after is not None:
-                after(contestant, number >= 0)
+    for contestant, keep in in_turns(contestants, rounds, WARM_UP):
+        rest_until(group)
+        group.barrier()
+        contestant.step(keep)
+        rest_until(group)
+        if after is not None:
+            after(contestant, keep)

@@ -1,6 +1,5 @@
 """Activations by budget beside what was predicted: computed again, or swapped to a slow file."""
 
-import argparse
 import sys
 import tempfile
 import time
@@ -8,13 +7,19 @@ import tracemalloc
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-from throttled import ThrottledStore  # beside this file
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from nnmpi import models, nn, ops
-from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.tensor.tensor import Tensor
-from nnmpi.units import parse_bytes
+import numpy as np  # noqa: E402
+
+from benchmarks.harness.command import add_options, run, say  # noqa: E402
+from benchmarks.harness.tables import render  # noqa: E402
+from benchmarks.memory.throttled import ThrottledStore  # noqa: E402
+from nnmpi import models, nn, ops  # noqa: E402
+from nnmpi.command import Parser, positive_count  # noqa: E402
+from nnmpi.memory.recompute import RecomputedModel  # noqa: E402
+from nnmpi.tensor.tensor import Tensor  # noqa: E402
+from nnmpi.units import parse_bytes  # noqa: E402
 
 DRAW = np.random.default_rng(0)
 
@@ -91,55 +96,40 @@ def rows(model, x, y, rounds, bandwidth, folder):
     for plan, result in times.items():
         forward.plan = plan
         price, took = forward.price, median(result)
-        predicted_ms, took_ms = f"{1e3 * price.seconds:.1f}", f"{1e3 * took:.1f}"
-        again, part = str(price.again), f"{100 * price.peak / forward.plans.all:.0f}%"
-        peak = str(traced(forward, model, x, y))
-        yield [
-            part,
-            str(price.peak),
-            peak,
-            again,
-            str(price.moved),
-            predicted_ms,
-            took_ms,
-            f"{took / plain:.2f}",
-        ]
+        yield {
+            "of all": f"{100 * price.peak / forward.plans.all:.0f}%",
+            "peak, predicted": price.peak,
+            "traced": traced(forward, model, x, y),
+            "again": price.again,
+            "moved": price.moved,
+            "predicted, ms": f"{1e3 * price.seconds:.1f}",
+            "took, ms": f"{1e3 * took:.1f}",
+            "of an ordinary pass": f"{took / plain:.2f}",
+        }
     forward.release()
 
 
 def main():
     """Print the tables; end with status 1 where a plan passes what all would take."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="small networks, one round")
-    parser.add_argument("--only", default="", help="networks whose names begin so")
-    parser.add_argument("--rounds", type=int, default=5, help="passes by each plan (5)")
-    parser.add_argument(
-        "--throttle", type=parse_bytes, metavar="BYTES", help="swap to a file of so many per second"
+    add_options(
+        parser,
+        ("--only", str, "", "networks whose names begin so"),
+        ("--rounds", positive_count, "5", "passes by each plan"),
+        ("--throttle", parse_bytes, None, "bytes per second of a file to swap to"),
     )
     given = parser.parse_args()
     right = True
     for name, model, x, y in cases(given.check):
         if name.startswith(given.only):
-            print(f"\n{name}\n\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
+            rounds = 1 if given.check else given.rounds
             with tempfile.TemporaryDirectory() as folder:
-                for row in rows(
-                    model, x, y, 1 if given.check else given.rounds, given.throttle, folder
-                ):
-                    right &= float(row[0][:-1]) <= 100
-                    print(f"| {' | '.join(row)} |", flush=True)
+                plans = list(rows(model, x, y, rounds, given.throttle, folder))
+            say(f"{name}\n\n{render([(title, title) for title in plans[0]], plans)}")
+            right &= all(float(row["of all"][:-1]) <= 100 for row in plans)
     return 0 if right else 1
 
 
-TITLES = (
-    "of all",
-    "peak, predicted",
-    "traced",
-    "again",
-    "moved",
-    "predicted, ms",
-    "took, ms",
-    "of an ordinary pass",
-)
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("python benchmarks/memory", main))

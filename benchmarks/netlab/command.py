@@ -14,8 +14,9 @@ from benchmarks.netlab.bench import bench
 from benchmarks.netlab.lab import MAX_HOSTS, Speed, made
 from benchmarks.netlab.launch import environment
 from benchmarks.netlab.steps import CASES, steps
-from nnmpi.command import Parser
+from nnmpi.command import Parser, positive_count
 from nnmpi.errors import UsageError
+from nnmpi.units import parse_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,66 +61,51 @@ def _parser() -> argparse.ArgumentParser:
         result.set_defaults(act=act)
         return result
 
-    read, positive = command.each, command.positive
-    benches = add(
-        "bench",
-        bench,
-        "make a lab, measure collectives across it beside their prediction, take it down",
-    )
-    for name, reader, default, text in (
+    read = command.list_of
+    rates = read(Speed)
+    text = "make a lab, measure collectives across it beside their prediction, take it down"
+    benches = add("bench", bench, text)
+    command.add_options(
+        benches,
         ("--operation", command.one_of(*OPERATIONS), ALL_REDUCE, ", ".join(OPERATIONS)),
-        ("--hosts", read(_hosts), "2,4,8,16", "numbers of hosts (default %(default)s)"),
-        ("--rate", read(Speed), "100mbit", "rates of the links (default %(default)s)"),
-        ("--sizes", read(_size), "1m,2m", "bytes of the buffers (default %(default)s)"),
+        ("--hosts", read(_hosts), "2,4,8,16", "numbers of hosts"),
+        ("--rate", rates, "100mbit", "rates of the links"),
+        ("--sizes", read(_size), "1m,2m", "bytes of the buffers"),
         ("--algorithms", read(str), None, "names (default: all of the operation but hierarchical)"),
-        ("--repeats", positive, 5, "times that each is measured (default %(default)s)"),
-    ):
-        benches.add_argument(
-            name, type=reader, default=default, metavar=name[2:].upper(), help=text
-        )
-    stepping = add(
-        "steps", steps, "training steps over the links beside the same command with --simulate"
+        ("--repeats", positive_count, "5", "times that each is measured"),
     )
-    names, everything = (
-        read(command.one_of(*(case.name for case in CASES))),
-        ",".join(case.name for case in CASES),
-    )
-    stepping.add_argument(
-        "--hosts", type=read(_hosts), help="only these numbers of hosts (default: all of each case)"
-    )
-    stepping.add_argument(
-        "--rate", type=read(Speed), default="100mbit,200mbit", help="default %(default)s"
-    )
-    stepping.add_argument("--cases", type=names, default=everything, help="default %(default)s")
-    stepping.add_argument(
-        "--repeats", type=positive, default=3, help="runs of each (default %(default)s)"
+    text = "training steps over the links beside the same command with --simulate"
+    stepping, names = add("steps", steps, text), [case.name for case in CASES]
+    command.add_options(
+        stepping,
+        ("--hosts", read(_hosts), None, "only these numbers of hosts (default: all of each case)"),
+        ("--rate", rates, "100mbit,200mbit", "rates of the links"),
+        ("--cases", read(command.one_of(*names)), ",".join(names), "ways of training"),
+        ("--repeats", positive_count, "3", "runs of each"),
     )
     for item in (stepping, benches):
         text = "an MCA parameter, or a variable of MPICH's"
         item.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
-        item.add_argument(
-            "--json",
-            type=command.file,
-            metavar="FILE",
-            help="write the result, what there is of it",
-        )
+        text = "file for the result, what there is of it"
+        command.add_options(item, ("--json", command.file, None, text))
     run = add("run", _run, "run a command on the head of a lab, where mpirun is started")
-    run.add_argument(
-        "--rate", type=command.one(Speed), default="100mbit", help="default %(default)s"
+    command.add_options(
+        run,
+        ("--rate", Speed, "100mbit", "rate of the links"),
+        ("--hosts", _hosts, "4", "number of hosts"),
     )
-    run.add_argument("--hosts", type=_hosts, default=4, help="default %(default)s")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND...")
     return parser
 
 
 def _hosts(word: str) -> int:
     if not word.isdecimal() or not 2 <= int(word) <= MAX_HOSTS:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of hosts from 2 to {MAX_HOSTS}")
+        raise UsageError(f"{word!r} is not a number of hosts from 2 to {MAX_HOSTS}")
     return int(word)
 
 
 def _size(word: str) -> int:
-    nbytes = command.nbytes(word)
+    nbytes = parse_bytes(word)
     if nbytes < 4 or nbytes % 4:
         raise UsageError(f"a buffer of float32 has a multiple of 4 bytes, not {nbytes}")
     return nbytes

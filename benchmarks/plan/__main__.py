@@ -1,6 +1,5 @@
 """The planner's prices beside what its layouts take here. See README.md."""
 
-import argparse
 import json
 import sys
 import time
@@ -10,9 +9,12 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
+from benchmarks.harness import command  # noqa: E402
+from benchmarks.harness.tables import render  # noqa: E402
 from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
+from nnmpi.command import Parser, positive_count  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.train.build import build_full_model  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
@@ -113,7 +115,7 @@ def run(words, group, wanted, rounds, say):
 
 
 def judge(found):
-    """Return a line of figures about one model's layouts."""
+    """Return a row of figures about one model's layouts, by title."""
     rows = found["rows"]
     errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
     again = [
@@ -132,41 +134,38 @@ def judge(found):
         for off, row in zip(kept_off, rows, strict=True)
         if row["pp"] == row["tp"] == row["sp"] == 1
     ]
-    return [
-        found["command"].split()[1],
-        str(found["ranks"]),
-        str(len(rows)),
-        *(f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %" for off in (errors, again)),
-        f"{rows[0]['took_s'] / fastest:.3f} / {found['auto_took_s'] / fastest:.3f}",
-        f"{state_off} B",
-        f"{100 * max(plain, default=0):.2f} / {100 * max(kept_off):.0f} %",
-        f"{found['layouts']} in {found['search_s']:.2f} s",
-    ]
+    return {
+        "model": found["command"].split()[1],
+        "ranks": found["ranks"],
+        "layouts run": len(rows),
+        "step: mean / worst error": _mean_and_worst(errors),
+        "the same layout in another round": _mean_and_worst(again),
+        "regret: predicted to be the best / --layout auto": (
+            f"{rows[0]['took_s'] / fastest:.3f} / {found['auto_took_s'] / fastest:.3f}"
+        ),
+        "state off": f"{state_off} B",
+        "activations off: whole replicas / all": (
+            f"{100 * max(plain, default=0):.2f} / {100 * max(kept_off):.0f} %"
+        ),
+        "priced": f"{found['layouts']} in {found['search_s']:.2f} s",
+    }
 
 
-TITLES = (
-    "model",
-    "ranks",
-    "layouts run",
-    "step: mean / worst error",
-    "the same layout in another round",
-    "regret: predicted to be the best / --layout auto",
-    "state off",
-    "activations off: whole replicas / all",
-    "priced",
-)
+def _mean_and_worst(off):
+    return f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %"
 
 
 def main():
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="a small model, few layouts")
-    parser.add_argument("--only", default="", help=f"one of {', '.join(CASES)}")
-    parser.add_argument(
-        "--layouts", type=int, default=24, help="how many are run of each model (24)"
+    command.add_options(
+        parser,
+        ("--only", str, "", f"one of {', '.join(CASES)}"),
+        ("--layouts", positive_count, "24", "how many are run of each model"),
+        ("--rounds", positive_count, "3", "how often each is run"),
+        ("--json", command.file, None, "file for everything, added to what is there"),
     )
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is run (3)")
-    parser.add_argument("--json", type=Path, help="write everything there, or add to what is there")
     given = parser.parse_args()
     keep_freed_memory()  # as the train command does
     group = start()
@@ -184,14 +183,12 @@ def main():
         run(words, group, 4 if given.check else given.layouts, given.rounds, say) for words in cases
     ]
     if group.is_root:
-        print("|", " | ".join(TITLES), "|")
-        print("|" + "---|" * len(TITLES))
-        for item in result:
-            print("|", " | ".join(judge(item)), "|", flush=True)
+        rows = [judge(item) for item in result]
+        print(render([(title, title) for title in rows[0]], rows))
         if given.json is not None:
             before = json.loads(given.json.read_text()) if given.json.exists() else []
             given.json.write_text(json.dumps([*before, *result], indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("python benchmarks/plan", main))

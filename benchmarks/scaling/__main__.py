@@ -14,7 +14,8 @@ from benchmarks.harness import command  # noqa: E402
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_collective  # noqa: E402
 from nnmpi.comm.duration import price  # noqa: E402
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
-from nnmpi.units import format_bytes, format_seconds  # noqa: E402
+from nnmpi.command import Parser, positive_count  # noqa: E402
+from nnmpi.units import format_bytes, format_seconds, parse_bytes  # noqa: E402
 
 ODD_RANKS = (3, 6, 12, 24, 48, 100, 384, 1000)  # not all jobs have a power of two
 INSIDE = Link.line(0.5e-6, 1 / 10e9)  # through memory: 0.5 us, 10 GB/s for each pair of ranks
@@ -34,19 +35,13 @@ EQUAL = 1 + 1e-9  # as good as the fastest, but for rounding
 
 def run() -> None:
     """Simulate and print."""
-    parser = command.CommandParser("python benchmarks/scaling", "Simulated all-reduces by ranks.")
-    parser.add_argument(
-        "--max-ranks",
-        type=command.positive,
-        default=4096,
-        metavar="N",
-        help="the most ranks (4096)",
+    parser = Parser("python benchmarks/scaling", description="Simulated all-reduces by ranks.")
+    command.add_options(
+        parser,
+        ("--max-ranks", positive_count, "4096", "the most ranks"),
+        ("--sizes", command.list_of(parse_bytes), "1k,64k,1m,64m", "of messages"),
     )
-    sizes, text = command.each(command.nbytes), "of messages (1k,64k,1m,64m)"
-    parser.add_argument(
-        "--sizes", type=sizes, default="1k,64k,1m,64m", metavar="BYTES,...", help=text
-    )
-    options = parser.parse(sys.argv[1:])
+    options = parser.parse_args()
     counts = sorted({*(1 << bit for bit in range(1, 13)), *ODD_RANKS})
     for description, build in MACHINES.items():
         print(description)

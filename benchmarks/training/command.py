@@ -15,6 +15,7 @@ from benchmarks.training import tables
 from benchmarks.training.cases import CASES
 from benchmarks.training.measure import Row, compare, measure
 from nnmpi.backend.blas import read_cpu
+from nnmpi.command import Parser, positive_count
 from nnmpi.errors import UsageError
 
 PROGRAM = "python benchmarks/training"
@@ -39,33 +40,26 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the options.
 
     Raises:
-        HelpAsked: for --help.
         UsageError: for an unknown name, a value that cannot be used, or ranks that do not divide a
             batch.
     """
-    parser = command.CommandParser(PROGRAM, DESCRIPTION)
-    add, ranks, names = (
-        parser.add_argument,
-        command.each(command.positive),
-        command.each(command.one_of(*CASES)),
+    parser = Parser(PROGRAM, description=DESCRIPTION)
+    names = command.list_of(command.one_of(*CASES))
+    command.add_options(
+        parser,
+        ("--ranks", command.list_of(positive_count), "1,2", "numbers of processes"),
+        ("--cases", names, None, f"models ({EVERY})"),
     )
-    add(
-        "--ranks",
-        type=ranks,
-        default=(1, 2),
-        metavar="P,...",
-        help="numbers of processes (default: 1,2)",
-    )
-    add("--cases", type=names, metavar="A,B,...", help=f"models ({EVERY})")
+    add = parser.add_argument
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
-    command.add_blocks(parser, block_s=0.2)
+    command.add_blocks(parser, block_s="0.2")
     add("--readme", action="store_true", help="replace the tables of the README beside the program")
     text = (
         "reduced: each part once, verified, no times worth keeping, and without --cases fewer of"
         f" them ({CHECKED})"
     )
     add("--check", action="store_true", help=text)
-    options = parser.parse(words)
+    options = parser.parse_args(words)
     options.cases = options.cases or (CHECKED if options.check else EVERY).split(",")
     if options.check:
         options.rounds, options.block_s = 2, 0.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.turns import ratio, shuffled, steps_in_block, summary
+from benchmarks.harness.turns import in_turns, ratio, steps_in_block, summary
 from benchmarks.training.cases import CASES
 from benchmarks.training.contestants import JIT, PURE, STOCK, TUNED, nnmpi_field, torch_field
 from benchmarks.training.judge import CaseFiles, Judge
@@ -77,11 +77,11 @@ def time_blocks(
         block_s, [_block(team, WARM_UP) and _block(team, 1)[-1] for team in teams]
     )
     result: Mapping[Team, list[list[float]]] = {team: [[] for _ in CLOCKS] for team in teams}
-    for number in range(-1, rounds):  # the first round warms up
-        for team in shuffled(teams, number):
-            for seconds, taken in zip(result[team], _block(team, steps), strict=True):
-                if number >= 0:
-                    seconds.append(taken / steps)
+    for team, counts in in_turns(teams, rounds):
+        block = _block(team, steps)
+        if counts:
+            for seconds, taken in zip(result[team], block, strict=True):
+                seconds.append(taken / steps)
     return steps, result
 
 

@@ -19,7 +19,7 @@ from benchmarks.training.contestants import COMPILED, WORKER, Contestant
 from benchmarks.training.member import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend import keep_freed_memory
-from nnmpi.backend.blas import installed_mkl
+from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 
@@ -55,17 +55,8 @@ class NnmpiTrainer(Trainer):
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
-        pools = [
-            pool
-            for pool in threadpoolctl.threadpool_info()
-            if "numpy" in str(pool.get("filepath", ""))
-        ]
-        names = [
-            f"{pool['internal_api']} {pool['version']} ({pool.get('architecture', 'unknown')})"
-            for pool in pools
-        ]
-        mkl = installed_mkl()
-        result = {"blas": ", ".join(names if mkl is None else [f"mkl {mkl.version}", *names])}
+        mkl, blas = installed_mkl(), name_blas(blas_pool(threadpoolctl.threadpool_info()))
+        result = {"blas": blas if mkl is None else f"mkl {mkl.version}, {blas}"}
         return result if self._group is None else {**result, "mpi": self._group.comm.world.library}
 
     def close(self) -> None:

@@ -25,9 +25,11 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 
+from benchmarks.harness.command import add_options, file, list_of, one_of, run  # noqa: E402
 from benchmarks.harness.launch import environment  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data  # noqa: E402
+from nnmpi.command import Parser, positive_count  # noqa: E402
 from nnmpi.launching import find_mpirun  # noqa: E402
 
 LIMIT_S = 1200.0
@@ -120,31 +122,27 @@ def take(command: Sequence[str], folder: Path) -> tuple[float, str]:
 
 def main() -> None:
     """Print a line for each case."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__)
+    add_options(
+        parser,
+        ("--cases", list_of(one_of(*RUNS)), "iris,digits", f"of {', '.join(RUNS)}"),
+        ("--ranks", list_of(positive_count), "1,2", "numbers of processes"),
+        ("--epochs", positive_count, None, "of each run (default: 100, 20 and 3)"),
+        ("--repeats", positive_count, "5", "of each command"),
+        ("--torch-python", str, sys.executable, "the Python that has PyTorch"),
+        ("--data-dir", file, None, "folder with MNIST's files"),
     )
-    parser.add_argument(
-        "--cases", default="iris,digits", help=f"of {', '.join(RUNS)}, with commas (iris,digits)"
-    )
-    parser.add_argument("--ranks", default="1,2", help="with commas (1,2)")
-    parser.add_argument("--epochs", type=int, help="of each run (100, 20 and 3)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each command (5)")
-    parser.add_argument(
-        "--torch-python", default=sys.executable, help="the Python that has PyTorch (this one)"
-    )
-    parser.add_argument("--data-dir", type=Path, help="folder with MNIST's files")
     options = parser.parse_args()
     print(machine_facts()["cpu"])
     columns = ("case", "ranks", "nnmpi, s", "PyTorch, s", "nnmpi / PyTorch", "test accuracy")
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
-    lists = (options.cases, options.ranks)
-    for name, ranks in product(*(words.split(",") for words in lists)):
+    for name, ranks in product(options.cases, options.ranks):
         seconds: dict[str, list[float]] = {"nnmpi": [], "PyTorch": []}
         accuracies: dict[str, str] = {}
         for _ in range(options.repeats):
             with tempfile.TemporaryDirectory(prefix="nnmpi-") as place:
                 write_data(name, Path(place), options.data_dir)
-                for who, command in commands(name, int(ranks), options, Path(place)).items():
+                for who, command in commands(name, ranks, options, Path(place)).items():
                     taken, accuracies[who] = take(command, Path(place))
                     seconds[who].append(taken)
         ours, theirs = min(seconds["nnmpi"]), min(seconds["PyTorch"])
@@ -155,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("whole.py", main))
