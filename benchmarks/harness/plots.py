@@ -1,6 +1,4 @@
-"""Figures, which `nnmpi.pages.picture` makes and writes: whether they can be drawn, and their
-colours.
-"""
+"""Colours of figures, and a check for matplotlib; `nnmpi.pages.picture` makes the figures."""
 
 import importlib
 import importlib.util
@@ -11,13 +9,13 @@ from nnmpi.errors import UsageError
 
 
 def check_can_draw(option: str) -> None:
-    """Make sure that matplotlib is there, before anything is measured.
+    """Refuse to start a measurement whose pictures could not be drawn.
 
     Args:
-        option: what asks for the picture, for the error.
+        option: the option that asks for pictures, for the error.
 
     Raises:
-        UsageError: when it is not installed.
+        UsageError: if matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(

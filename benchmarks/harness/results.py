@@ -1,6 +1,4 @@
-"""The JSON files of results: replaced as a whole, so that an interruption leaves what was measured
-before.
-"""
+"""The JSON files of results, replaced atomically: an interruption leaves the previous content."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +11,14 @@ from nnmpi.files import write_atomically
 
 
 def check_writable(option: str, file: Path | None) -> None:
-    """Find out before anything is measured whether a file can be made, without making it.
+    """Check before a measurement that the file can be made, without making it.
 
     Args:
-        option: that named the file.
-        file: None when the option was not given; then all is well.
+        option: the option that names the file.
+        file: None without the option.
 
     Raises:
-        UsageError: when it is a folder, or its own folder is missing or refuses files.
+        UsageError: for a folder, and if its folder is missing or refuses files.
     """
     if file is None:
         return
@@ -34,10 +32,6 @@ def check_writable(option: str, file: Path | None) -> None:
 
 
 def write(file: Path | None, content: Mapping[str, Any]) -> None:
-    """Give the file this content; do nothing without a file.
-
-    Raises:
-        OSError: when the disk is full or gone.
-    """
+    """Write the content, if there is a file."""
     if file is not None:
         write_atomically(file, (json.dumps(content, indent=1) + "\n").encode())

@@ -1,7 +1,7 @@
-"""Tables from rows and columns: Markdown for a README, text for a screen; and tables put into a
+"""Tables from rows and columns: Markdown for a README, text for a screen; and the tables inside a
 README.
 
-A column is a title and what stands in its cells: a key of the rows, or a function of a row.
+A column is a title and a cell: a key of the rows, or a function of a row.
 
     render((("case", "case"), ("ms", lambda row: ms(row["step_s"]))), rows, markdown=True)
 """
@@ -24,8 +24,8 @@ def render(columns: Columns, rows: Iterable[Any], markdown: bool = True) -> str:
 
     Args:
         columns: title and cell of each.
-        rows: mappings, or whatever the columns' functions take.
-        markdown: otherwise columns are as wide as what stands in them, without lines between them.
+        rows: mappings, or the arguments of the columns' functions.
+        markdown: False: aligned text.
     """
     cells = [
         [title for title, _ in columns],
@@ -42,23 +42,22 @@ def render(columns: Columns, rows: Iterable[Any], markdown: bool = True) -> str:
 
 
 class GrowingTable:
-    """A table that is printed row by row while it is measured, so that widths are known before the
-    rows.
+    """A table that is printed row by row during the measurement, with fixed widths.
 
     Args:
-        columns: title, width and cell of each; cells stand to the right, or to the left for a
-            negative width.
+        columns: title, width and cell of each; cells are right-aligned, left-aligned for a negative
+            width.
     """
 
     def __init__(self, *columns: tuple[str, int, Cell]) -> None:
         self._columns = columns
 
     def head(self) -> str:
-        """Return the line above the rows."""
+        """Return the heading."""
         return "".join(_pad(title, width) for title, width, _ in self._columns).rstrip()
 
     def line(self, row: Any) -> str:
-        """Return a row as it is printed."""
+        """Return a row's line."""
         return "".join(_pad(_text(cell, row), width) for _, width, cell in self._columns).rstrip()
 
 
@@ -71,14 +70,14 @@ def _pad(text: str, width: int) -> str:
 
 
 def labelled(pairs: Iterable[tuple[str, Any]]) -> str:
-    """Return names and values, a line for each pair; the values stand below one another."""
+    """Return names and values, a line for each pair, the values aligned."""
     result = list(pairs)
     width = max((len(name) for name, _ in result), default=0) + 1
     return "\n".join(f"{name + ':':<{width}} {value}" for name, value in result)
 
 
 def rewrite(file: Path, tables: Mapping[str, str]) -> None:
-    """Put tables into a README, between the marks that say where they belong.
+    """Replace tables in a README, between their marks.
 
         <!-- times -->
         | ... |
@@ -89,7 +88,7 @@ def rewrite(file: Path, tables: Mapping[str, str]) -> None:
         tables: by the names in the marks.
 
     Raises:
-        UsageError: when a name has no marks in the file; nothing is written then.
+        UsageError: for a name without marks in the file; then nothing is written.
     """
     text = file.read_text()
     for name, table in tables.items():
@@ -105,7 +104,7 @@ def rewrite(file: Path, tables: Mapping[str, str]) -> None:
 
 
 def number(value: float | None, form: str = ".2f") -> str:
-    """Return a number in this format; a dash for None, which stands for what was not measured."""
+    """Return a number in this format; a dash for None, which means not measured."""
     return MISSING if value is None else format(value, form)
 
 
@@ -115,13 +114,13 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Return milliseconds with three digits that say something."""
+    """Return milliseconds with three significant digits."""
     value = 1e3 * seconds
     return f"{value:.{max(0, 2 - len(str(int(value))) + (value < 1) + 1)}f}"
 
 
 def ms1(seconds: float) -> str:
-    """Return milliseconds with one digit behind the point."""
+    """Return milliseconds with one decimal."""
     return f"{1e3 * seconds:.1f}"
 
 
@@ -136,7 +135,7 @@ def spread(middle: float, quartiles: Sequence[float], text: Callable[[float], st
     Args:
         middle: the median.
         quartiles: the first and the third.
-        text: makes words of a number.
+        text: formats a number.
     """
     first, third = quartiles
     return f"{text(middle)} ({text(first)} to {text(third)})"

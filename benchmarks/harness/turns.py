@@ -1,11 +1,11 @@
-"""Contestants that take turns, and what is made of their times.
+"""Interleaved contestants, and statistics of their times.
 
-round 0    A  C  B       one step, call or block of each contestant, in another order every round;
-round 1    B  A  C       whoever does not run sleeps
+round 0    A  C  B       one step, call or block of each contestant, in a new order every round;
+round 1    B  A  C       contestants that do not run sleep
 round 2    C  B  A
 
-What else the machine does then meets all of them alike; a ratio is the median of the rounds'
-ratios.
+Other load on the machine then hits all contestants alike, and a slow minute cancels out of a
+round's ratio. A ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -28,37 +28,28 @@ if TYPE_CHECKING:  # most users of this module have no MPI in their own process
 
 T = TypeVar("T")
 Times: TypeAlias = Sequence[float] | NDArray[np.float64]
-WARM_UP = 2  # rounds of `take_turns` that are not kept
+WARM_UP = 2  # uncounted rounds of `take_turns`
 
 
 class WrongResultError(NnmpiError):
-    """A contestant that does not compute what the reference does: it is found out before anything
-    is timed.
-    """
+    """A contestant whose result differs from the reference's, found before anything is timed."""
 
 
 def shuffled(contestants: Iterable[T], number: int) -> list[T]:
-    """Return the contestants in the order of a round, which every rank finds for itself.
-
-    Args:
-        contestants: the same in every round.
-        number: of the round.
-    """
+    """Return the contestants in the order of round `number`, the same on every rank."""
     result = list(contestants)
     return random.Random(number).sample(result, len(result))
 
 
 def in_turns(contestants: Sequence[T], rounds: int, warm_up: int = 1) -> Iterator[tuple[T, bool]]:
-    """Yield each contestant once in each round, and whether the round counts; the first ones warm
-    up.
-    """
+    """Yield each contestant once in each round, and whether the round counts or only warms up."""
     for number in range(-warm_up, rounds):
         for contestant in shuffled(contestants, number):
             yield contestant, number >= 0
 
 
 def quartiles(values: Times) -> list[float]:
-    """Return the first and the third quartile, which lie among the values; of one value, itself."""
+    """Return the first and third quartile, by linear interpolation; of one value, itself."""
     if len(values) == 1:
         return [float(values[0])] * 2
     first, _, third = quantiles(map(float, values), n=4, method="inclusive")
@@ -66,57 +57,54 @@ def quartiles(values: Times) -> list[float]:
 
 
 def summary(name: str, seconds: Times) -> dict[str, Any]:
-    """Return the median and the quartiles of some times, as fields of a row: "NAME_s" and
-    "NAME_quartiles_s".
-    """
+    """Return median and quartiles of times, as fields of a row: "NAME_s", "NAME_quartiles_s"."""
     return {f"{name}_s": float(median(seconds)), f"{name}_quartiles_s": quartiles(seconds)}
 
 
 def ratio(name: str, over: Times, under: Times) -> dict[str, Any]:
-    """Return the median and the quartiles of the rounds' ratios, as fields of a row: "NAME" and
+    """Return median and quartiles of the rounds' ratios over / under, as fields of a row: "NAME",
     "NAME_quartiles".
 
     Args:
         name: of the field.
-        over, under: the times of two contestants, round by round; of `over` / `under` the ratio is.
+        over, under: the times of two contestants, round by round.
     """
     result = [a / max(b, 1e-12) for a, b in zip(over, under, strict=True)]
     return {name: float(median(result)), f"{name}_quartiles": quartiles(result)}
 
 
 def steps_in_block(block_s: float, step_s: Sequence[float], most: int | None = None) -> int:
-    """Return how many steps make a block of about so many seconds, for all contestants the same.
+    """Return the steps of a block of about `block_s` seconds, the same for all contestants.
 
     Args:
-        block_s: how long a block of the contestant in the middle should take.
+        block_s: seconds of a block of the median contestant.
         step_s: the time of one step of each contestant.
-        most: steps.
+        most: limit on the steps.
     """
     steps = max(1, round(block_s / max(median(step_s), 1e-6)))
     return steps if most is None else min(steps, most)
 
 
 def rest_until(group: Group) -> None:
-    """Return when all ranks have come here; collective.
+    """Wait for all ranks, asleep. Collective.
 
-    Whoever comes early sleeps: MPI's own waiting would take a core from those who compute.
+    MPI's own barrier spins, which would take a core from the ranks that compute.
     """
     group.sum_floats([0.0], asleep=True)
 
 
 class StepContestant:
-    """A worker and its batch, whose steps are timed. Making one is collective over the worker's
+    """A worker and its batch, whose steps are timed. Construction is collective over the worker's
     ranks.
 
     Args:
         name: of the contestant.
         worker: does the steps.
         batch: of every step.
-        runs: whether this rank has a part in what is timed; the ranks of the others sleep
-            meanwhile.
+        runs: False on ranks that only sleep while the others are timed.
 
     Attributes:
-        spans_s: begin and end of each kept step on this rank's clock.
+        spans_s: begin and end of each counted step on this rank's clock.
     """
 
     def __init__(self, name: str, worker: Worker, batch: Batch, runs: bool = True) -> None:
@@ -124,7 +112,7 @@ class StepContestant:
         self.spans_s: list[list[float]] = []
 
     def step(self, keep: bool) -> None:
-        """Do a step, if this rank has a part in it."""
+        """Do a step on the ranks that run; record its span if it counts."""
         if not self.runs:
             return
         begin = time.perf_counter()
@@ -135,11 +123,11 @@ class StepContestant:
             self.note(report)
 
     def note(self, report: Any) -> None:
-        """Look at the report of a step that is kept; nothing is done with it here."""
+        """Hook: receives the report of each counted step."""
 
     def seconds(self, group: Group) -> NDArray[np.float64]:
-        """Return (steps,) the time of each kept step, from when the last rank began to when the
-        last one ended.
+        """Return (steps,) the seconds of each counted step, from the last rank's begin to the last
+        rank's end.
 
         Collective; the ranks of the group must share a clock.
         """
@@ -156,15 +144,13 @@ def take_turns(
     rounds: int,
     after: Callable[[C, bool], None] | None = None,
 ) -> None:
-    """Let every contestant do a step in each round, and some rounds before, which are not kept.
-    Collective.
+    """Run a step of every contestant in each round, after uncounted rounds to warm up. Collective.
 
     Args:
         contestants: the same on all ranks.
         group: all ranks.
-        rounds: that are kept.
-        after: (contestant, whether the round is kept), called after each step, when all ranks have
-            ended it.
+        rounds: that count.
+        after: (contestant, whether the round counts), called once all ranks have ended a step.
     """
     for contestant, keep in in_turns(contestants, rounds, WARM_UP):
         rest_until(group)
