@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.harness import results
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import GrowingTable
-from benchmarks.netlab.lab import Lab, LabError, Speed, made
+from benchmarks.netlab.lab import Lab, LabError, Speed, lab_of
 from benchmarks.netlab.launch import mpi_name, parse_settings, run_job
 from nnmpi.comm.algorithms.registry import COLLECTIVES, HIERARCHICAL, NATIVE, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
@@ -21,23 +21,22 @@ from nnmpi.units import format_bytes
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """An algorithm at a size on so many hosts: measured, predicted, and counted.
+    """An algorithm at one size and number of hosts: measured, predicted, and counted.
 
     Attributes:
         mpi: the library and its version.
         rate: of the links.
         hosts: how many.
-        operation: what was done.
-        bytes: of the buffer; in an all-gather, of all that comes together.
+        operation: such as "all-reduce".
+        bytes: of the buffer; of an all-gather, of the result.
         algorithm: its name.
-        seconds: of each repetition, from the common start until the last rank had finished.
-        predicted_s: what the model says.
-        auto: the algorithm that `auto` would choose at this size on these hosts; empty for what is
-            no all-reduce.
-        expected_bytes: what all ranks together had to send in these repetitions; 0 where it is not
-            known.
-        sent_bytes: what the hosts' links have counted.
-        cores: how many processor cores all ranks together have used, on average.
+        seconds: of each repetition, from the common start to the last rank's end.
+        predicted_s: by the cost model.
+        auto: the algorithm that `auto` would choose at this size on these hosts; empty for other
+            operations than all-reduce.
+        expected_bytes: that all ranks together must send in these repetitions; 0 if unknown.
+        sent_bytes: that the hosts' links counted.
+        cores: processor cores that all ranks together used, on average.
     """
 
     mpi: str
@@ -55,7 +54,7 @@ class LinkTimes:
 
     @property
     def measured_s(self) -> float:
-        """The median."""
+        """The median of the repetitions."""
         return median(self.seconds)
 
     @property
@@ -64,12 +63,12 @@ class LinkTimes:
         return self.measured_s / self.predicted_s
 
     def check_crossed(self) -> None:
-        """Return if the messages went over the links.
+        """Check that the messages crossed the links.
 
         Raises:
-            LabError: when fewer bytes were counted there than the operation must send.
+            LabError: if the links counted fewer bytes than the operation must send.
         """
-        # each element must travel N-1 times to be summed, or to be known; in an all-reduce both
+        # each element travels N-1 times to be summed, N-1 times to reach all ranks, or both
         ways = 2 if self.operation == ALL_REDUCE.name else 1
         least = self.expected_bytes or ways * (self.hosts - 1) * self.bytes * len(self.seconds)
         if self.sent_bytes < least:
@@ -80,7 +79,7 @@ class LinkTimes:
 
 
 TABLE = GrowingTable(
-    # title, width, what stands there
+    # title, width, cell
     ("rate", 8, lambda row: row.rate),
     ("hosts", 6, lambda row: row.hosts),
     ("size", 8, lambda row: format_bytes(row.bytes)),
@@ -95,11 +94,11 @@ TABLE = GrowingTable(
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Measure everything, print it row by row, and write it as JSON, also when it is interrupted.
+    """Measure everything, print it row by row, and write it as JSON, even after an interruption.
 
     Raises:
         UsageError: for an unknown algorithm.
-        LabError: when the lab cannot be made, a job fails, or messages did not cross the links.
+        LabError: if the lab cannot be made, a job fails, or messages bypassed the links.
     """
     names = tuple(
         how for what, how in COLLECTIVES if what == options.operation and how != HIERARCHICAL
@@ -113,7 +112,7 @@ def bench(options: argparse.Namespace) -> None:
     rows: list[LinkTimes] = []
     print(f"{mpi}; {machine_facts()}; median of {options.repeats}", flush=True)
     try:
-        with made(max(options.hosts), options.rate[0]) as lab:
+        with lab_of(max(options.hosts), options.rate[0]) as lab:
             for speed in options.rate:
                 lab.set_speed(speed)
                 for hosts in options.hosts:
@@ -137,9 +136,9 @@ def _measure(
     links: list[dict[str, Any]],
     rows: list[LinkTimes],
 ) -> None:
-    """Run the job on so many hosts; add to the links and rows."""
+    """Run the job on `hosts` hosts; append to `links` and `rows`."""
     job = {name: getattr(options, name) for name in ("operation", "sizes", "algorithms", "repeats")}
-    # a job hangs after thrice what servers would take for all of it
+    # a job counts as hung after three times a parameter server's time for all of it
     server_s = sum(2 * (hosts - 1) * nbytes for nbytes in options.sizes) / speed.payload_bytes_per_s
     limit_s = 60.0 + 3 * (options.repeats + 2) * (len(options.algorithms) + 1) * server_s
     begin = time.monotonic()
@@ -174,13 +173,13 @@ def _measure(
 
 
 def fit_of(link: Mapping[str, Any], hosts: int, mpi: str) -> Fit:
-    """Return the fit of a lab: one rank on every host, and between them links alike.
+    """Return the fit of a lab: one rank per host, equal links between them.
 
-    What is made of steps is predicted by simulating them with alpha, beta and gamma. Of MPI's own
-    all-reduce there are no steps to look at: it was measured, apart from the rows.
+    Algorithms made of steps are predicted by simulating these with alpha, beta and gamma. The steps
+    of MPI's own all-reduce are unknown: it is measured, apart from the rows.
 
     Args:
-        link: what the worker measured before its first row.
+        link: the worker's measurement before its first row.
         hosts: how many.
         mpi: the library.
     """

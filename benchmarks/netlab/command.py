@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.collectives.command import ALL_REDUCE, OPERATIONS
 from benchmarks.harness import command, results
 from benchmarks.netlab.bench import bench
-from benchmarks.netlab.lab import MAX_HOSTS, Speed, made
+from benchmarks.netlab.lab import MAX_HOSTS, Speed, lab_of
 from benchmarks.netlab.launch import environment
 from benchmarks.netlab.steps import CASES, steps
 from nnmpi.command import Parser, positive_count
@@ -28,22 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.check_writable("--json", getattr(options, "json", None))
         return act(options)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):  # by way of what takes down the lab
+    for number in (signal.SIGTERM, signal.SIGHUP):  # exit through the lab's cleanup
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     return command.run("netlab", work)
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Make a lab, run a command on its head, where mpirun finds the hosts, and return its
-    status.
-    """
+    """Make a lab, run a command on its head, where mpirun reaches the hosts; return its status."""
     if not options.command:
         raise UsageError("run needs a command: run mpirun ... or run sh")
-    with made(options.hosts, options.rate) as lab:
+    with lab_of(options.hosts, options.rate) as lab:
         process = subprocess.Popen(
             (*lab.enter_head(), *options.command), env=environment(lab.agent)
         )
-        # the terminal's Ctrl-C is for the command, which may be a shell
+        # Ctrl-C belongs to the command, which may be a shell
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return process.wait()
 

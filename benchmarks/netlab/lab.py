@@ -1,20 +1,18 @@
-"""A lab: hosts around a switch, each on a link of limited speed, and a head without a limit where
-mpirun runs.
+"""A lab: hosts around a switch, each on a link of limited speed, and a head without a limit, which
+runs mpirun.
 
                           switch (a bridge)
        .--------------.-------+------.--------------.
        | head         | h0           | h1           | h2
-    eth0, no limit  eth0 100mbit   eth0 100mbit   eth0 100mbit       a token bucket at both ends of each link
-    10.77.0.254     10.77.0.1      10.77.0.2      10.77.0.3
+    eth0, no limit  eth0 100mbit   eth0 100mbit   eth0 100mbit     a token bucket at
+    10.77.0.254     10.77.0.1      10.77.0.2      10.77.0.3        both ends of each link
 
-A host is a process with a network, a name, a memory and processes of its own. What ranks on one
-machine could exchange by other ways than the link is taken away: shared memory (an IPC namespace,
-and an own /dev/shm), reading one another's memory (a PID namespace). The file system is the
-machine's, as if by NFS.
+A host is a process with its own namespaces: network, host name, IPC, mounts, PIDs. They close every
+other channel between ranks on one machine: shared memory (IPC namespace, private /dev/shm) and
+reading another process's memory (PID namespace). The file system is the machine's, as if by NFS.
 
-All of it lives in one PID namespace: when its first process (the switch's) ends, nothing is left
-but a folder. Nothing is added to the machine's own network, and no name is taken there, so labs do
-not meet.
+The lab lives in one PID namespace: when its first process (the switch's) ends, only a folder is
+left. The machine's own network stays untouched, so several labs can run side by side.
 """
 
 import os
@@ -35,32 +33,30 @@ TOOLS = ("ip", "tc", "unshare", "nsenter")
 MAX_HOSTS = 200
 START_LIMIT_S = 20.0
 
-# A bucket smaller than 16 KB cannot keep up with the clock ticks at 200 Mbit/s. A packet must stay
-# below it: one larger than the bucket would leave at the speed of memory. The queue is longer than
-# the largest send buffer takes (64 KB at 50 Mbit/s: 11 ms), so that nothing is dropped.
+# A bucket smaller than 16 KB cannot keep up with the clock ticks at 200 Mbit/s. A packet must be
+# smaller than the bucket: a larger one would leave at the speed of memory. The queue holds more
+# than the largest send buffer (64 KB at 50 Mbit/s: 11 ms), so that nothing is dropped.
 BURST_BYTES, MOST_PACKET_BYTES, QUEUE_MS = 16 * 1024, 12000, 50
-# TCP's payload in a full packet and the packet with all headers that the bucket counts, in bytes.
+# Bytes of a full packet: TCP's payload, and with all headers, which the bucket counts.
 PAYLOAD_BYTES, PACKET_BYTES = 1448, 1514
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # Settings of the hosts' TCP, below /proc/sys/net.
 SYSTEM = {
-    # The common default elsewhere; some systems have bbr, which probes for the speed instead of
-    # filling the link.
+    # A loss-based algorithm fills the link. Some systems default to bbr, which probes for the rate.
     "ipv4/tcp_congestion_control": "reno",
-    # A pause between two rounds must not make the next one begin slowly.
+    # The round after a pause must not begin with a slow start.
     "ipv4/tcp_slow_start_after_idle": "0",
-    # At most 64 KB of a message lie in the system: with the default of 4 MB a send of 1 MB is
-    # "done" at once, and the next message shares the link with it, which no schedule of steps
-    # means.
+    # The system buffers at most 64 KB of a message. With the default of 4 MB a send of 1 MB is
+    # "done" at once, and the next message shares the link with it, against the schedule of steps.
     "ipv4/tcp_wmem": "4096 16384 65536",
-    # A connection must not begin with what an earlier one learnt.
+    # A connection must not inherit an earlier one's metrics.
     "ipv4/tcp_no_metrics_save": "1",
-    # One address per host, or MPI tries the others too.
+    # One address per host: MPI would try the others too.
     "ipv6/conf/all/disable_ipv6": "1",
 }
 
-# The first process of a host (or of the switch) collects orphans: a shell that waits for its
+# The first process of a host (or of the switch) must reap orphans: a shell that waits for its
 # children does.
 _LIVE = """
 echo ready
@@ -83,7 +79,7 @@ done <<END
 END
 {_LIVE}"""
 
-# The switch ends by itself when its maker dies, and all other processes of the lab with it.
+# The switch reads its parent's pipe: it ends when the parent dies, and with it the entire lab.
 _SWITCH = f"""
 set -eu
 hostname "$1"
@@ -94,7 +90,7 @@ exec 3<&0
 exec 3<&- </dev/null
 {_LIVE}"""
 
-# The launch agent stands for ssh, so that mpirun can start processes on the hosts.
+# The launch agent replaces ssh, by which mpirun would start processes on the hosts.
 _AGENT = """#!/bin/sh
 # agent [-OPTION]... HOST COMMAND...    (options are ignored)
 while :; do case $1 in -*) shift ;; *) break ;; esac; done
@@ -107,8 +103,8 @@ exec nsenter --target "$pid" {enter} --wd="$PWD" -- env TMPDIR="$tmp" sh -c "$*"
 """
 
 _ALL = ("net", "uts", "ipc", "mount", "pid")
-_OWN = ("--net", "--uts", "--ipc", "--mount", "--propagation", "private")
-_OWN_PROCESSES = ("--pid", "--fork", "--mount-proc", "--kill-child")
+_NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--propagation", "private")
+_PID_NAMESPACE = ("--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 class LabError(NnmpiError):
@@ -117,19 +113,19 @@ class LabError(NnmpiError):
 
 @dataclass(frozen=True)
 class Speed:
-    """How a link is limited.
+    """The speed of a link.
 
     Args:
-        rate: bits per second as tc writes them: "100mbit".
+        rate: bits per second in tc's notation: "100mbit".
 
     Raises:
-        UsageError: for a rate that tc would not read.
+        UsageError: for another notation.
     """
 
     rate: str
 
     def __post_init__(self) -> None:
-        """Refuse a rate that is not one."""
+        """Check the notation."""
         if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", self.rate):
             raise UsageError(
                 f"{self.rate!r} is not a rate; write it like 100mbit, 1gbit or 500kbit"
@@ -137,7 +133,7 @@ class Speed:
 
     @property
     def payload_bytes_per_s(self) -> float:
-        """What TCP can carry at most, headers taken off."""
+        """TCP's highest payload rate, without headers."""
         return float(self.rate[:-4]) * UNITS[self.rate[-4:]] / 8 * PAYLOAD_BYTES / PACKET_BYTES
 
 
@@ -155,14 +151,12 @@ class Host:
 
     @property
     def lab_pid(self) -> int:
-        """The number of its first process as the lab's own processes see it."""
+        """The PID of its first process inside the lab's namespace."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         return int(status.partition("NSpid:")[2].split()[1])
 
     def enter(self, *kinds: str) -> tuple[str, ...]:
-        """Return the beginning of a command that runs in this host; all its namespaces unless some
-        are named.
-        """
+        """Return the prefix of a command that runs in this host's namespaces; default: all."""
         return (
             "nsenter",
             "--target",
@@ -173,10 +167,10 @@ class Host:
 
 
 class Lab:
-    """A lab; `made` makes one and takes it down.
+    """A lab; `lab_of` makes and ends one.
 
     Args:
-        folder: of the lab: its hosts' temporary files and logs, and the launch agent.
+        folder: for the hosts' temporary files and logs, and the launch agent.
 
     Attributes:
         names: of the hosts: h0, h1 ...
@@ -190,11 +184,10 @@ class Lab:
         self._processes: list[subprocess.Popen[str]] = []
 
     def make(self, count: int) -> None:
-        """Start everything, in this order: the switch, the head, the hosts with their links, the
-        agent.
+        """Start the switch, the head, the hosts with their links, and the agent, in this order.
 
         Raises:
-            LabError: when the system refuses a part of it.
+            LabError: if the system refuses a part of it.
         """
         self.names = [f"h{i}" for i in range(count)]
         lines = [
@@ -202,7 +195,8 @@ class Lab:
             *(f"{_address(name)} {name}" for name in ["head", *self.names]),
         ]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
-        local = ("unshare", *_OWN, *_OWN_PROCESSES, "sh", "-c", _SWITCH, str(self.folder), "switch")
+        shell = ("sh", "-c", _SWITCH, str(self.folder), "switch")
+        local = ("unshare", *_NAMESPACES, *_PID_NAMESPACE, *shell)
         self._switch = self._start("switch", local, generations=1)
         self._head = self._start_host("head")
         self._hosts = [self._start_host(name) for name in self.names]
@@ -221,42 +215,30 @@ class Lab:
             )
 
     def enter_head(self) -> tuple[str, ...]:
-        """Return the beginning of a command that runs on the head, in the working folder of its
-        caller.
-        """
+        """Return the prefix of a command that runs on the head, in the caller's working folder."""
         *enter, last = self._head.enter()
         return (*enter, f"--wd={os.getcwd()}", last, "env", f"TMPDIR={self._tmp('head')}")
 
     def set_speed(self, speed: Speed) -> None:
-        """Limit all links, both ends.
+        """Limit both ends of all links.
 
         Raises:
-            LabError: when the kernel has no token bucket.
+            LabError: if the kernel has no token bucket.
         """
+        packet = ("gso_max_size", str(MOST_PACKET_BYTES))
         bucket = ("rate", speed.rate, "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms")
         for host in self._hosts:
             for enter, device in (
                 (host.enter("net"), "eth0"),
                 (self._switch.enter("net"), host.name),
             ):
-                call(
-                    (
-                        *enter,
-                        "ip",
-                        "link",
-                        "set",
-                        "dev",
-                        device,
-                        "gso_max_size",
-                        str(MOST_PACKET_BYTES),
-                    )
-                )
+                call((*enter, "ip", "link", "set", "dev", device, *packet))
                 call((*enter, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *bucket))
 
     def end(self) -> None:
         """End all processes of the lab."""
         for process in self._processes[:1]:
-            process.kill()  # the switch's, with whose first process all others end
+            process.kill()  # the switch's; all others end with it
         for process in self._processes:
             process.wait()
 
@@ -264,11 +246,9 @@ class Lab:
         return self.folder / name / "tmp"
 
     def _start_host(self, name: str) -> Host:
-        """Start a host; the head has no processes of its own, so that it can start some on the
-        others.
-        """
+        """Start a host. The head shares the lab's PID namespace: it starts processes on all."""
         into = ("nsenter", "--target", str(self._switch.pid), "--mount", "--pid", "--")
-        local = _OWN + (_OWN_PROCESSES if name != "head" else ())
+        local = _NAMESPACES + (_PID_NAMESPACE if name != "head" else ())
         shell = ("sh", "-c", _HOST, str(self.folder), name, str(self.folder / "hosts"))
         host = self._start(
             name, (*into, "unshare", *local, *shell), generations=1 if name == "head" else 2
@@ -282,19 +262,17 @@ class Lab:
         return host
 
     def _start(self, name: str, command: Sequence[str], generations: int) -> Host:
-        """Start the first process of a host, so many generations below a command, and return when
-        it is ready.
-        """
+        """Run a command; return a host once its first process, `generations` below, is ready."""
         self._tmp(name).mkdir(parents=True)
         log = self.folder / name / "log"
         with log.open("w") as sink:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # closed by the system when this process dies
+                stdin=subprocess.PIPE,  # the system closes it when this process dies
                 stdout=subprocess.PIPE,
                 stderr=sink,
                 text=True,
-                # a Ctrl-C at the terminal is for this process, which then takes all down
+                # Ctrl-C at the terminal must reach this process alone, which then ends the lab
                 start_new_session=True,
             )
         self._processes.append(process)
@@ -311,16 +289,16 @@ class Lab:
 
 
 @contextmanager
-def made(count: int, speed: Speed) -> Iterator[Lab]:
-    """Make a lab for the time of a `with`; afterwards, whatever happened, nothing is left of it.
+def lab_of(count: int, speed: Speed) -> Iterator[Lab]:
+    """Make a lab, and end it after the `with` block, also after errors.
 
     Args:
         count: hosts.
         speed: of their links.
 
     Raises:
-        UsageError: for a user who is not root, missing tools, and a number of hosts out of range.
-        LabError: when the system refuses a part of it.
+        UsageError: without root or tools, and for a number of hosts out of range.
+        LabError: if the system refuses a part of it.
     """
     if os.geteuid() != 0:
         raise UsageError(
@@ -352,7 +330,7 @@ def call(command: Sequence[str]) -> None:
     """Run a short command to its end.
 
     Raises:
-        LabError: with the command and its complaint, when its status is not 0.
+        LabError: with the command and its output, if its status is not 0.
     """
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60

@@ -1,6 +1,4 @@
-"""Ranks on the lab's hosts: how Open MPI and MPICH start them, and one job, watched until it has
-ended.
-"""
+"""Ranks on the lab's hosts: the settings with which Open MPI and MPICH start them, and one job."""
 
 import json
 import os
@@ -17,41 +15,40 @@ from benchmarks.netlab.lab import Lab, LabError
 from nnmpi.errors import UsageError
 from nnmpi.launching import find_mpirun
 
-# Settings of the caller's that would mix with the lab's.
+# Prefixes of the caller's settings that would mix with the lab's.
 _FOREIGN = ("OMPI_", "OPAL_", "PRTE_", "PMIX_", "MPIR_", "MPICH_", "HYDRA_", "UCX_", "FI_")
-FOUND = "netlab: "  # before each line in which a worker says what it has found
+RESULT = "netlab: "  # prefix of a worker's lines that hold a measurement
 END = "end"
 
 _OPEN_MPI = {
-    # the head starts all hosts itself: a host that started others would look for a real ssh
+    # The head starts all hosts itself: a host that started others would look for a real ssh.
     "PRTE_MCA_plm_ssh_no_tree_spawn": "1",
-    # plain TCP: the layers above may find ways of their own
+    # Plain TCP: higher layers could bypass the links.
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "tcp,self",
-    # Every host looks as if it had the machine for itself, so that waiting ranks would spin: 16 on
-    # 2 cores.
+    # Open MPI takes each host for a machine without oversubscription, and its waiting ranks spin:
+    # 16 on 2 cores.
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    # the hosts' only real card
+    # the hosts' only real interface
     "OMPI_MCA_btl_tcp_if_include": "eth0",
-    # Without "put": with it, all of a message but its beginning is one piece, and the answer that
-    # the other side's message waits for stands behind it in the queue: two hosts that send to each
-    # other take turns.
+    # Without "put". With it, a message but for its beginning is one fragment, and the
+    # acknowledgement that the peer's message waits for queues behind it: two hosts that send to
+    # each other take turns.
     "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
-    # Up to 1 MB a message leaves without asking. The question and its answer would wait behind the
-    # 64 KB that the host's own message keeps in its link: 2.5 ms for each step of a ring at 100
-    # Mbit/s.
+    # Eager up to 1 MB. A rendezvous would wait behind the 64 KB that the host's own message holds
+    # in its link: 2.5 ms for each step of a ring at 100 Mbit/s.
     **{
         f"OMPI_MCA_btl_tcp_{name}": str(2**20)
         for name in ("eager_limit", "rndv_eager_limit", "max_send_size")
     },
 }
-# Of MPICH: the hosts' only real card; libfabric with its TCP, as the default, UCX, finds ways past
-# the links.
+# MPICH: the hosts' only real interface; libfabric's TCP, because the default, UCX, bypasses the
+# links.
 _MPICH = {"HYDRA_LAUNCHER": "ssh", "HYDRA_IFACE": "eth0", "MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 
 def mpi_name() -> str:
-    """Return the MPI that this Python finds and its version: "Open MPI 5.0.11"."""
+    """Return this Python's MPI library and its version: "Open MPI 5.0.11"."""
     return run_here(None, 1, {})["mpi"]
 
 
@@ -71,7 +68,7 @@ def environment(agent: Path | None = None) -> dict[str, str]:
             "HYDRA_LAUNCHER_EXEC": str(agent),
         }
     saved["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [saved.get("PYTHONPATH")])])
-    for project in ("OMPI", "PRTE"):  # they refuse to run as root, which a lab cannot do without
+    for project in ("OMPI", "PRTE"):  # they refuse root by default, and a lab needs root
         saved[f"{project}_ALLOW_RUN_AS_ROOT"] = saved[f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     saved["OMP_NUM_THREADS"] = saved["OPENBLAS_NUM_THREADS"] = "1"  # many ranks, few cores
     return saved
@@ -100,15 +97,15 @@ def run_ranks(
     """Run a Python program on the first hosts, one rank each, and yield the lines that it prints.
 
     Args:
-        lab: that is up.
-        mpi: what `mpi_name` returned.
+        lab: a running one.
+        mpi: the result of `mpi_name`.
         hosts: how many.
         settings: of the MPI library: MCA parameters, or MPICH's variables.
         words: of the program.
-        limit_s: one that takes longer hangs; the lab is ended then.
+        limit_s: a program that takes longer counts as hung; then the lab is ended.
 
     Raises:
-        LabError: with what it said last, when it fails or hangs.
+        LabError: with the end of its output, if it fails or hangs.
     """
     names, count, is_open = ",".join(lab.names[:hosts]), str(hosts), mpi.startswith("Open MPI")
     if is_open:
@@ -123,7 +120,7 @@ def run_ranks(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # a Ctrl-C at the terminal is for this process, which then takes down the lab
+        # Ctrl-C at the terminal must reach this process alone, which then ends the lab
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -150,16 +147,16 @@ def run_job(
     job: Mapping[str, Any],
     limit_s: float,
 ) -> Iterator[dict[str, Any]]:
-    """Run the worker on the first hosts and yield each of its findings as it is made; arguments as
-    of `run_ranks`.
+    """Run the worker on the first hosts and yield each measurement as it is made; arguments as of
+    `run_ranks`.
 
     Raises:
-        LabError: also when the ranks do not come to their end.
+        LabError: also if the ranks do not reach their end.
     """
     result, words = {}, ("-m", "benchmarks.netlab.worker", json.dumps(job))
     for line in run_ranks(lab, mpi, hosts, settings, words, limit_s):
-        if line.startswith(FOUND):
-            result = json.loads(line.removeprefix(FOUND))
+        if line.startswith(RESULT):
+            result = json.loads(line.removeprefix(RESULT))
             if result["kind"] != END:
                 yield result
     if not result or result["kind"] != END:

@@ -1,11 +1,13 @@
-"""Steps of training over the lab's links, beside the same command on simulated ranks.
+"""Training steps over the lab's links, beside the same command on simulated ranks.
 
-    lab        mpirun -n 4 python -m nnmpi.train --allreduce ring --slow ms=200 ...       a host for each rank
-    simulated  python -m nnmpi.train --simulate 4 --network alpha_us=..,gbit=.. ...      one process, links as measured
+    lab        mpirun -n 4 python -m nnmpi.train --allreduce ring --slow ms=200 ...
+               a host for each rank
+    simulated  python -m nnmpi.train --simulate 4 --network alpha_us=..,gbit=.. ...
+               one process, links as measured
 
-Computing is slowed down to a given time, so that two cores are enough for 16 ranks and both sides
-compute as long. What a message costs is measured once for each rate, by sending one to and fro
-between two hosts; all simulated runs get it.
+`--slow` stretches the computation to a given time, so that two cores are enough for 16 ranks and
+both sides compute equally long. The cost of a message is measured once for each rate, by a
+round trip between two hosts; all simulated runs use it.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from benchmarks.collectives.command import ALL_REDUCE
 from benchmarks.harness import results
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import Columns, ms1, render, rewrite, spread
-from benchmarks.netlab.lab import Lab, LabError, Speed, made
+from benchmarks.netlab.lab import Lab, LabError, Speed, lab_of
 from benchmarks.netlab.launch import environment, mpi_name, parse_settings, run_job, run_ranks
 from nnmpi.errors import UsageError
 from nnmpi.train.trace import TRACE_FILE
 
 FOLDER = Path(__file__).resolve().parent
-WARM_UP = 2  # the first steps make connections
-LIMIT_S = 180.0  # after which a run hangs
+WARM_UP = 2  # uncounted steps: the first ones make connections
+LIMIT_S = 180.0  # a longer run counts as hung
 SETTINGS: Mapping[str, str] = {  # of Open MPI
-    # Messages move on while ranks compute, as the simulated ones do, and as adapters of clusters
-    # let them.
+    # Messages progress while ranks compute, as simulated ones do, and as cluster adapters do in
+    # hardware.
     "btl_tcp_progress_thread": "1",
-    # Ranks that wait sleep between two looks: 16 that spin leave no core for the network.
+    # Waiting ranks sleep between polls: 16 that spin leave no core for the network.
     "threads_pthreads_yield_strategy": "nanosleep",
     "threads_pthreads_nanosleep_time": "50000",
 }
@@ -60,12 +62,12 @@ class StepCase:
     """A way of training.
 
     Attributes:
-        name: of it.
+        name: on the command line.
         options: of the train command.
-        hosts: on how many it is run.
+        hosts: numbers of hosts.
         steps: of a run.
-        scaling: "weak", where each host computes for as long whatever their number, or "strong",
-            where they share that out. Empty for neither.
+        scaling: "weak": computing time per host is constant; "strong": it is divided by the number
+            of hosts; empty: neither applies.
     """
 
     name: str
@@ -75,7 +77,7 @@ class StepCase:
     scaling: str = ""
 
     def words(self, folder: Path, hosts: int) -> list[str]:
-        """Return the words of the train command; the run is FOLDER/run."""
+        """Return the words of the train command; its run folder is FOLDER/run."""
         parts = hosts if self.scaling == "strong" else 1
         slow_ms = 1e3 * (COMPUTING_S / parts + UPDATE_S)
         batch, steps = BATCH * (hosts if self.scaling == "weak" else 1), str(self.steps)
@@ -93,10 +95,10 @@ class StepCase:
         ]
 
     def step_seconds(self, folder: Path) -> float:
-        """Return what a step of the run in FOLDER/run took, of those after the first ones.
+        """Return the mean seconds of a step of the run in FOLDER/run, after the first ones.
 
-        That is from where its forward passes begin to where they begin in the last step; the trace
-        has all ranks'.
+        A step lasts from its first forward pass on any rank to the next step's; the trace has the
+        passes of all ranks.
         """
         with gzip.open(folder / "run" / TRACE_FILE, "rt") as stream:
             events = json.load(stream)["traceEvents"]
@@ -125,9 +127,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A case on so many hosts at a rate: seconds of a step in each run over the links, and
-    simulated.
-    """
+    """Seconds of a step for one case, number of hosts and rate: each run's, and simulated."""
 
     rate: str
     case: str
@@ -142,20 +142,20 @@ class StepTimes:
 
 
 def steps(options: argparse.Namespace) -> None:
-    """Measure and simulate, in so many rounds of all cases; print the table, and write it.
+    """Measure all cases in several rounds, simulate them; print the table, and write it.
 
     Raises:
-        UsageError: for cases that are not run on so many hosts.
-        LabError: when the lab cannot be made, or a run fails.
+        UsageError: if no case runs on these numbers of hosts.
+        LabError: if the lab cannot be made, or a run fails.
     """
-    places = [
+    points = [
         (speed, case, hosts)
         for speed in options.rate
         for case in CASES
         for hosts in case.hosts
         if case.name in options.cases and (options.hosts is None or hosts in options.hosts)
     ]
-    if not places:
+    if not points:
         raise UsageError(
             "none of these cases is run on so many hosts; leave --hosts or --cases out"
         )
@@ -164,15 +164,15 @@ def steps(options: argparse.Namespace) -> None:
     links: dict[str, dict[str, float]] = {}
     seconds: dict[tuple[Speed, StepCase, int], list[float]] = defaultdict(list)
     job = {"operation": ALL_REDUCE, "sizes": (), "algorithms": (), "repeats": 5}
-    with made(max(hosts for *_, hosts in places), places[0][0]) as lab:
+    with lab_of(max(hosts for *_, hosts in points), points[0][0]) as lab:
         for turn in range(options.repeats):
-            for place in places if turn % 2 == 0 else places[::-1]:
-                speed, case, hosts = place
+            for point in points if turn % 2 == 0 else points[::-1]:
+                speed, case, hosts = point
                 lab.set_speed(speed)
                 if speed.rate not in links:
                     (links[speed.rate],) = run_job(lab, mpi, 2, settings, job, LIMIT_S)
-                seconds[place].append(_measure(lab, mpi, settings, case, hosts))
-                print(speed.rate, case.name, hosts, f"{ms1(seconds[place][-1])} ms", flush=True)
+                seconds[point].append(_measure(lab, mpi, settings, case, hosts))
+                print(speed.rate, case.name, hosts, f"{ms1(seconds[point][-1])} ms", flush=True)
     rows = [
         StepTimes(
             speed.rate,
@@ -181,7 +181,7 @@ def steps(options: argparse.Namespace) -> None:
             seconds[speed, case, hosts],
             _simulate(links[speed.rate], case, hosts),
         )
-        for speed, case, hosts in places
+        for speed, case, hosts in points
     ]
     print(table(rows))
     facts = {"machine": machine_facts(), "mpi": mpi, "settings": dict(settings)}
@@ -191,7 +191,7 @@ def steps(options: argparse.Namespace) -> None:
 
 
 def _measure(lab: Lab, mpi: str, settings: Mapping[str, str], case: StepCase, hosts: int) -> float:
-    """Return what a step takes over the links."""
+    """Return the seconds of a step over the links."""
     with tempfile.TemporaryDirectory() as folder:
         for _ in run_ranks(lab, mpi, hosts, settings, case.words(Path(folder), hosts), LIMIT_S):
             pass
@@ -199,7 +199,7 @@ def _measure(lab: Lab, mpi: str, settings: Mapping[str, str], case: StepCase, ho
 
 
 def _simulate(link: Mapping[str, float], case: StepCase, hosts: int) -> float:
-    """Return what a step takes on simulated ranks."""
+    """Return the seconds of a step on simulated ranks."""
     with tempfile.TemporaryDirectory() as folder:
         network = f"alpha_us={1e6 * link['alpha_s']:.6g},gbit={8e-9 / link['beta_s_per_byte']:.6g}"
         words = (*case.words(Path(folder), hosts), "--simulate", str(hosts), "--network", network)
@@ -214,7 +214,7 @@ def _simulate(link: Mapping[str, float], case: StepCase, hosts: int) -> float:
 
 
 def table(rows: Sequence[StepTimes]) -> str:
-    """Return all rows as Markdown, and how far they are off."""
+    """Return all rows as Markdown, and their errors."""
     columns: Columns = (
         ("rate", lambda row: row.rate),
         ("case", lambda row: row.case),

@@ -1,12 +1,12 @@
-"""What one rank does on its host: `python -m benchmarks.netlab.worker JOB`, started by mpirun; the
-job is JSON.
+"""A rank on its host: `python -m benchmarks.netlab.worker JOB`, started by mpirun; the job is JSON.
 
 It measures the link, then each (size, algorithm) several times, verifies every sum, and reads its
-host's own counter before and after. Rank 0 prints a line for each, and one when all ranks have come
-to the end.
+host's byte counter before and after. Rank 0 prints a line for each, and one when all ranks have
+ended.
 
-16 ranks may share 2 cores here: a rank that spins keeps others from sending, and one that waits for
-a core looks like a slow link. So ranks that wait sleep, and go before the machine's other programs.
+16 ranks may share 2 cores here: a rank that spins keeps others from sending, and a rank that waits
+for a core looks like a slow link. So waiting ranks sleep, at a higher priority than ordinary
+programs.
 """
 
 import json
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.collectives.pattern import Pattern
-from benchmarks.netlab.launch import END, FOUND
+from benchmarks.netlab.launch import END, RESULT
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.execution import Execution, NativeExecution
@@ -34,16 +34,16 @@ from nnmpi.shard import split
 
 SHORT_BYTES, LONG_BYTES = 1024, (2**18, 2**21)
 _TAG = 1000
-RESTED_S = 0.02  # a processor that was idle for that long takes longer to notice a message
-# 16 ranks that look every 0.05 ms use 1.5 cores, every 0.2 ms one. It must stay below the 2.6 ms
+RESTED_S = 0.02  # a processor idle for that long takes longer to notice a message
+# 16 ranks that poll every 0.05 ms use 1.5 cores, every 0.2 ms one. It must stay below the 2.6 ms
 # that the 64 KB in the system's send buffer last at 200 Mbit/s, or the link runs dry.
 PAUSE_S = 200e-6
-_PRIORITY = -10  # before ordinary programs (0), behind the system's own (-20)
+_PRIORITY = -10  # above ordinary programs (0), below the system's own (-20)
 _AHEAD_S = 0.02  # of a common start
 
 
 class CollectiveRun:
-    """One algorithm on one size of buffer, ready to be run.
+    """One algorithm on a buffer of one size.
 
     Args:
         comm: all ranks.
@@ -55,12 +55,12 @@ class CollectiveRun:
     def __init__(self, comm: Comm, operation: str, name: str, nbytes: int) -> None:
         self._comm, self._calls, size = comm, 0, comm.size
         self._array = np.empty(nbytes // 4, np.float32)
-        # every operation can be done around a ring
+        # any operation has a ring algorithm
         contract = COLLECTIVES[operation, "ring"].contract
         self._pattern = Pattern(
             contract, comm.rank, size, self._array.size, "float32", numpy_backend()
         )
-        self.own_bytes = 0  # what this rank has to send; not known of MPI's own algorithms
+        self.sent_bytes = 0  # by this rank; 0 for MPI's own algorithms, whose steps are unknown
         if name == NATIVE:
             self._pending: NativeExecution | Execution = NativeExecution(
                 self._array, comm, operation
@@ -68,14 +68,14 @@ class CollectiveRun:
         else:
             steps = find_collective(operation, name, range(size))(comm.rank, size)
             chunks = split(self._array.size, size)
-            self.own_bytes = sum(4 * len(chunks[chunk]) for step in steps for chunk in step.send)
+            self.sent_bytes = sum(4 * len(chunks[chunk]) for step in steps for chunk in step.send)
             self._pending = Execution(steps, self._array, comm, tag=1)
 
     def run(self) -> float:
-        """Return the seconds from a common start until the last rank has finished.
+        """Return the seconds from a common start to the last rank's end.
 
         Raises:
-            CommError: when an element is wrong.
+            CommError: for a wrong element.
         """
         self._calls += 1
         self._pattern.fill(self._array, self._calls)
@@ -96,15 +96,13 @@ class CollectiveRun:
 
 
 def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what was measured, the link first; the same on all ranks except for the link (rank
-    0).
-    """
+    """Yield the measurements, the link first; the link's are valid on rank 0 alone."""
     operation, repeats, sent = (
         job["operation"],
         job["repeats"],
         Path("/sys/class/net/eth0/statistics/tx_bytes"),
     )
-    # MPI's own call, whose steps are not known, is predicted from these
+    # MPI's own call, whose steps are unknown, is predicted from these
     native = []
     for nbytes in sorted({SHORT_BYTES, *job["sizes"]}) if job["sizes"] else ():
         item = CollectiveRun(comm, operation, NATIVE, nbytes)
@@ -113,7 +111,7 @@ def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for nbytes in job["sizes"]:
         for name in job["algorithms"]:
             item = CollectiveRun(comm, operation, name, nbytes)
-            item.run()  # connections are made at the first message
+            item.run()  # the first message makes the connections
             before = np.array([int(sent.read_text()), time.process_time(), time.monotonic()])
             seconds = [item.run() for _ in range(repeats)]
             sent_bytes, used_s, taken_s = [
@@ -122,7 +120,7 @@ def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 time.monotonic(),
             ] - before
             local, sent_bytes, used_s = (
-                gather(comm, [item.own_bytes, sent_bytes, used_s]).sum(axis=0).tolist()
+                gather(comm, [item.sent_bytes, sent_bytes, used_s]).sum(axis=0).tolist()
             )
             yield {
                 "kind": "row",
@@ -138,22 +136,21 @@ def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def calibrate(comm: Comm, rounds: int, trains: bool) -> dict[str, float]:
     """Return alpha_s, beta_s_per_byte and gamma_s_per_byte, on rank 0. Collective.
 
-    Measured between the hosts 0 and 1, without any knowledge of the rate that was set; the other
-    ranks sleep meanwhile:
+    Measured between hosts 0 and 1, without knowledge of the configured rate; the other ranks
+    sleep:
 
-    alpha   half the round trip of a message of 1 KB. Not the intercept of a line through long
-            messages: that comes out anywhere between -1 and +50 ms, because a bucket lets the first
-            bytes through for nothing.
-    beta    the slope between the half round trips of 256 KB and 2 MB: seconds for each further
-            byte. The two lie far apart, because a slope over a short way magnifies what other
-            programs add to one of the times.
-    gamma   the time to add, per byte added.
+    alpha   half the round trip of a message of 1 KB. The intercept of a line through long messages
+            lost: it comes out anywhere from -1 to +50 ms, because a token bucket passes the first
+            bytes at once.
+    beta    the slope between the half round trips of 256 KB and 2 MB: seconds per further byte. The
+            two sizes lie far apart, because a short baseline magnifies the noise of either time.
+    gamma   seconds per byte added.
 
     Args:
         comm: all ranks.
         rounds: how often each is measured.
-        trains: wait as the train command does, by MPI's own wait, and rest before each message, as
-            after computing.
+        trains: wait like the train command, by MPI's own wait, and idle before each message, as a
+            rank does after computing.
     """
     short = _round_trip(comm, SHORT_BYTES, 20 * rounds, trains)
     long = [_round_trip(comm, nbytes, 2 * rounds, trains) for nbytes in LONG_BYTES]
@@ -170,9 +167,7 @@ def calibrate(comm: Comm, rounds: int, trains: bool) -> dict[str, float]:
 
 
 def _round_trip(comm: Comm, nbytes: int, rounds: int, trains: bool) -> float:
-    """Return the median time there and back; the first, which may set up a connection, is not
-    counted.
-    """
+    """Return the median round trip; the first, which may set up a connection, does not count."""
     rank, message, taken = comm.rank, np.zeros(nbytes, np.uint8), [0.0, 0.0]
 
     def finish(request: Request) -> None:
@@ -196,33 +191,33 @@ def _round_trip(comm: Comm, nbytes: int, rounds: int, trains: bool) -> float:
 
 
 def wait(poll: Callable[[], bool]) -> None:
-    """Return when `poll` says true; sleep in between."""
+    """Poll until it is true; sleep in between."""
     while not poll():
         time.sleep(PAUSE_S)
 
 
 def gather(comm: Comm, values: Sequence[float]) -> NDArray[np.float64]:
     """Return every rank's numbers: (ranks, numbers)."""
-    everyones = np.empty((comm.size, len(values)))
+    result = np.empty((comm.size, len(values)))
     local, counts = np.array(values, np.float64), [len(values)] * comm.size
-    wait(partial(comm.test_all, [comm.iallgatherv(local, everyones.reshape(-1), counts)]))
-    return everyones
+    wait(partial(comm.test_all, [comm.iallgatherv(local, result.reshape(-1), counts)]))
+    return result
 
 
 def main() -> None:
     """Do the job of the command line."""
     os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    # where the system shares cores among sessions, this is what counts
+    # with autogroups, cores are shared among sessions, and the session's priority counts
     session = Path("/proc/self/autogroup")
     if session.exists():
         session.write_text(str(_PRIORITY))
     comm = start().comm
     for result in measure(comm, json.loads(sys.argv[1])):
         if comm.rank == 0:
-            print(f"{FOUND}{json.dumps(result)}", flush=True)
+            print(f"{RESULT}{json.dumps(result)}", flush=True)
     gather(comm, [0.0])
     if comm.rank == 0:
-        print(f'{FOUND}{{"kind": "{END}"}}', flush=True)
+        print(f'{RESULT}{{"kind": "{END}"}}', flush=True)
 
 
 if __name__ == "__main__":
