@@ -1,15 +1,14 @@
-"""Times collectives in rounds in one process, every contestant once in each round, and prints a row
-for each.
+"""Times collectives in rounds, every contestant once in each round; prints a row for each.
 
-    round 1  |  A  |  B  |  C  |     the order changes from round to round (and is the same on all ranks), since a call
-    round 2  |  C  |  A  |  B  |     leaves caches and threads in a state that the next one meets
+    round 1  |  A  |  B  |  C  |     a new order every round, the same on all ranks, because a call
+    round 2  |  C  |  A  |  B  |     leaves caches and threads in a state that affects the next one
 
     rank 0   refill | barrier |>--- call ---|                     refill | barrier |>-- ...
     rank 1   refill | barrier  |>--- call -----|                  refill | barrier |>-- ...
                                ^ last to enter  ^ last to leave
 
-Refilling is not timed, but it is needed: without it each rank's part of the result stays in its
-core's cache, and shared memory looks three times better than it is.
+The refill is not timed, but needed: without it each rank's part of the result stays in its core's
+cache, and shared memory looks three times faster than it is.
 """
 
 import argparse
@@ -47,20 +46,19 @@ from nnmpi.units import format_bytes, parse_bytes
 ALL_REDUCE = "all-reduce"
 OPERATIONS = (ALL_REDUCE, "broadcast", "all-gather", "reduce-scatter")
 FUSED = "fused"  # the all-reduce and the optimizer's update in one, over shared memory
-# what it is compared with: MPI's all-reduce, then the update on every rank
-UPDATE = "native+update"
+UPDATE = "native+update"  # FUSED's baseline: MPI's all-reduce, then the update on every rank
 GLOO = "gloo"  # PyTorch's, for comparison
 WARM_UP, LEAST, MOST = 3, 5, 1000  # rounds
-LR = 1.0  # the parameters are then minus the sum, exactly
-# bytes over a rank's link per byte, times (N-1)/N; 1 elsewhere
+LR = 1.0  # makes the parameters minus the sum, exactly
+# busbw: bytes over a rank's link per byte, in units of (N-1)/N; 1 for other operations
 BUS = {ALL_REDUCE: 2.0, "broadcast": 0.0}
 
 
 class Contestant(NamedTuple):
-    """One way to do the operation on one length of buffer."""
+    """One way to do the operation, on a buffer of one length."""
 
     name: str
-    array: Array  # is refilled before each call
+    array: Array  # refilled before each call
     run: Callable[[], Any]
     result: Callable[[], NDArray[Any]]
     prepare: Callable[[], Any] = lambda: None
@@ -68,10 +66,10 @@ class Contestant(NamedTuple):
 
 
 def main(words: Sequence[str], group: Group, backend: Backend | None = None) -> None:
-    """Measure as the words say, or print the help. Collective.
+    """Run the command, or print the help. Collective.
 
     Raises:
-        UsageError, DeviceError: on all ranks, for wrong options, or what cannot be had.
+        UsageError, DeviceError: on all ranks, for wrong options, or a missing device or library.
         CommError: on all ranks, with --check, for a wrong result.
     """
     if {"-h", "--help"} & {*words} and not group.is_root:
@@ -130,7 +128,7 @@ def measure(
 def _contestants(
     options: argparse.Namespace, group: Group, backend: Backend, elements: int
 ) -> Iterator[Contestant]:
-    """Yield all that were asked for; those of "all" that cannot be here are left out with a notice.
+    """Yield the requested contestants; of "all", skip those that cannot run here, with a notice.
     Collective.
     """
     private = backend.zeros(elements, options.dtype)
@@ -171,8 +169,8 @@ def _contestants(
 def _update(
     name: str, options: argparse.Namespace, group: Group, grads: NDArray[Any]
 ) -> Contestant:
-    """Return the sum with plain SGD: MPI's call and all parameters on every rank, or fused, a slice
-    on each.
+    """Return the all-reduce with plain SGD: MPI's call and the full update on every rank, or fused,
+    each rank updating a slice.
     """
     if np.dtype(options.dtype).kind != "f" or not isinstance(grads, np.ndarray):
         raise UsageError(
@@ -199,7 +197,7 @@ def _update(
             fused.update()
 
         local = params[own_slice(params, fused.memory.size, fused.memory.rank)]
-    # else they lie as the update before left them
+    # a check expects minus the sum; otherwise the parameters stay as the last update left them
     zero = (lambda: local.fill(0)) if options.check else (lambda: None)
     return Contestant(name, grads, run, lambda: -params, zero)
 
@@ -207,7 +205,7 @@ def _update(
 def _time(
     field: list[Contestant], group: Group, pattern: Pattern, rounds: range, check: bool
 ) -> NDArray[np.float64]:
-    """Return when this rank entered and left each call: (contestants, 2, rounds). Collective."""
+    """Return this rank's begin and end of each call: (contestants, 2, rounds). Collective."""
     clock, stamps = time.perf_counter, np.empty((len(field), 2, len(rounds)))
     for column, call in enumerate(rounds):
         for row in shuffled(range(len(field)), call):
@@ -239,9 +237,9 @@ def build_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each contestant from stamps of (ranks, contestants, 2, rounds).
 
-    A rank's own time is from its begin to its end; the collective's from when the last has entered
-    to when the last has left. On several nodes, whose clocks differ, that is the longest of the
-    ranks' own.
+    A rank's time lasts from its begin to its end; the collective's from the last rank's begin to
+    the last rank's end. Clocks of several nodes differ, so there it is the longest of the ranks'
+    times.
     """
     local = stamps[:, :, 1] - stamps[:, :, 0]
     one_clock = len(set(group.nodes())) == 1
@@ -279,7 +277,7 @@ def build_rows(
 
 
 def _predict(operation: str, how: str, group: Group, nbytes: int) -> float | None:
-    """Return what the fit says of one call, None where it says nothing."""
+    """Return the fit's prediction of one call, or None."""
     fit = group.fit
     measured = operation == ALL_REDUCE and (
         how == NATIVE or (how == SHARED and fit is not None and fit.shared)
@@ -312,7 +310,7 @@ TABLE = GrowingTable(
 
 
 def _header(options: argparse.Namespace, group: Group, backend: Backend) -> dict[str, Any]:
-    """Return what ran, on what. Collective."""
+    """Return operation, libraries and machine. Collective."""
     result = describe(group)
     fit = (
         "no fit" if group.fit is None else f"of {group.fit.facts['date']}, {group.fit.ranks} ranks"
@@ -332,9 +330,7 @@ def _header(options: argparse.Namespace, group: Group, backend: Backend) -> dict
 
 
 def algorithms(operation: str, on_device: bool = False) -> tuple[str, ...]:
-    """Return the names of all that "all" means for an operation, on host or device arrays: the
-    baseline first.
-    """
+    """Return the names that "all" stands for, on host or device arrays: the baseline first."""
     steps = tuple(how for what, how in COLLECTIVES if what == operation)
     if operation != ALL_REDUCE:
         return (NATIVE, *steps)

@@ -1,6 +1,4 @@
-"""PyTorch's gloo among the same ranks, over the loopback device: a yardstick. Needs torch, which
-nnmpi does not.
-"""
+"""PyTorch's gloo among the same ranks, over the loopback device, for comparison. It needs torch."""
 
 import importlib
 import importlib.util
@@ -20,7 +18,7 @@ LOOPBACK = "lo"
 
 
 def check_gloo(nodes: int) -> None:
-    """Make sure that gloo can run here.
+    """Check that gloo can run here.
 
     Raises:
         UsageError: without torch, or on several nodes.
@@ -40,16 +38,16 @@ def start_gloo(group: Group) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = Path(group.share(folder)) / "gloo"
         join(group.rank, group.size, f"file://{rendezvous}")
-        group.barrier()  # rank 0's folder goes when all have met
+        group.barrier()  # rank 0 removes the folder after it
 
 
 def join(rank: int, size: int, rendezvous: str) -> None:
-    """Join the process group that meets at this address, with one thread in each rank.
+    """Join the process group at this address, with one thread in each rank.
 
     Args:
         rank: of this process.
         size: processes in the group.
-        rendezvous: an address that PyTorch understands: "env://", "file://...".
+        rendezvous: an `init_method` of PyTorch's: "env://", "file://...".
     """
     os.environ.setdefault(INTERFACE, LOOPBACK)
     importlib.import_module("torch").set_num_threads(1)
@@ -57,7 +55,7 @@ def join(rank: int, size: int, rendezvous: str) -> None:
 
 
 def stop_gloo() -> None:
-    """Take the process group apart."""
+    """Destroy the process group."""
     _distributed().destroy_process_group()
 
 

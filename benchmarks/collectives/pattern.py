@@ -1,15 +1,14 @@
-"""What the buffers are filled with, and what they must hold afterwards: whole numbers, so that
-every sum is exact.
+"""The values of the buffers before a call, and the expected ones after it: integers, so that every
+sum is exact.
 
     element i on rank r in call k  =  i % TILE % 11  +  i // TILE % 5  +  r * 7919 % 97 + 1  +  k % 3
 
-where the moduli are smaller if the sum would not fit into the dtype otherwise: what becomes of it
-then is not the same in all MPI libraries (8-bit sums wrap in some and stop at the largest number in
-others).
+The moduli shrink until the sum fits into the dtype: overflow differs between MPI libraries (8-bit
+sums wrap in some and saturate in others).
 
-A chunk in the wrong place, one that is missing or counted twice, and one that is left from the call
-before all give another number. The tile is short and stays in the core's cache: refilling a buffer
-reads nothing else, and leaves the buffer as a backward pass would, written by its own rank.
+A misplaced chunk, a missing one, one counted twice, and one left from the previous call all give
+another number. The tile is short and stays in the core's cache: a refill reads nothing else, and
+leaves the buffer like a backward pass, written by its own rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +25,13 @@ from nnmpi.comm.collective import Contract, count
 from nnmpi.shard import split
 
 TILE = 16381  # elements; a prime, so that no chunk begins where a tile begins
-JUNK = 77  # in chunks that hold nothing yet
+JUNK = 77  # in chunks without a value before the call
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements start..stop-1 that hold a sum of `parts` buffers, whose ranks' weights add up to
-    `weight`.
+    """Elements start..stop-1, which hold a sum of `parts` buffers; `weight` is the sum of their
+    ranks' weights.
     """
 
     start: int
@@ -43,16 +42,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """An element that is not what it must be."""
+    """A wrong element."""
 
     index: int
-    found: float
+    value: float
     expected: float
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """How large the parts of a value may be."""
+    """The largest value of each term of an element."""
 
     tile: int
     block: int
@@ -61,7 +60,7 @@ class Range:
 
     @classmethod
     def fitting(cls, dtype: str, size: int) -> "Range":
-        """Return the range whose sum over so many ranks is exact in this dtype."""
+        """Return the range whose sum over `size` ranks is exact in this dtype."""
         kind = np.dtype(dtype)
         largest = 2 ** (np.finfo(kind).nmant + 1) if kind.kind == "f" else int(np.iinfo(kind).max)
         room = largest // size
@@ -69,13 +68,11 @@ class Range:
         return cls(tile, block, call, min(97, room - tile - block - call))
 
     def weigh(self, rank: int) -> int:
-        """Return a number that tells this rank's values from its neighbours'."""
+        """Return the term that differs between neighbouring ranks."""
         return rank * 7919 % self.weight + 1 if self.weight else 0
 
     def shift(self, block: int, call: int) -> int:
-        """Return a number that tells this tile from those beside it, and this call from the one
-        before.
-        """
+        """Return the terms that differ between neighbouring tiles, and between successive calls."""
         return block % (self.block + 1) + call % (self.call + 1)
 
 
@@ -83,12 +80,12 @@ class Pattern:
     """The values of one operation on buffers of one length.
 
     Args:
-        contract: what each rank has before and after.
+        contract: the chunks of each rank before and after.
         rank: this rank.
         size: the number of ranks.
         elements: of each rank's buffer.
         dtype: of the buffer.
-        backend: where the buffers that are filled lie.
+        backend: of the buffers.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class Pattern:
         self._after = [span for span in after if span.parts]
 
     def fill(self, array: Array, call: int) -> None:
-        """Write what this rank has before call number `call`."""
+        """Write this rank's values before call number `call`."""
         for span in self._before:
             if not span.parts:
                 array[span.start : span.stop] = JUNK
@@ -119,9 +116,7 @@ class Pattern:
                 )
 
     def first_wrong(self, array: NDArray[Any], call: int) -> Wrong | None:
-        """Return the first element of a host array that is not what the operation promises, None if
-        all is well.
-        """
+        """Return the first element of a host array that violates the contract, or None."""
         for span in self._after:
             for start, stop, first, block in _blocks(span):
                 offset = span.weight + span.parts * self._range.shift(block, call)
@@ -137,7 +132,7 @@ class Pattern:
 def _spans(
     parts: Sequence[int | None], chunks: Sequence[range], weights: Sequence[int]
 ) -> Iterator[Span]:
-    """Yield what lies together and holds the same parts."""
+    """Yield runs of chunks that hold the same parts."""
     edges = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1]), len(parts)]
     for first, last in pairwise(edges):
         held = parts[first]
@@ -157,9 +152,7 @@ def _spans(
 
 
 def _blocks(span: Span) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, stop, place in the tile, number of the tile) of the parts of a span that lie in
-    one tile.
-    """
+    """Yield (start, stop, offset in the tile, number of the tile) of a span's pieces by tile."""
     for block in range(span.start // TILE, -(-span.stop // TILE)):
         start, stop = max(span.start, block * TILE), min(span.stop, (block + 1) * TILE)
         yield start, stop, start - block * TILE, block

@@ -2,8 +2,8 @@
 
     python benchmarks/collectives/tables.py results/*.json
 
-Files of the same MPI and the same ranks make one pair of tables: the times, and ratios. In them the
-first file that has an algorithm counts. gloo measured alone, without MPI, is added to every MPI's.
+Files of the same MPI and number of ranks make one pair of tables: times, and ratios. The first file
+with an algorithm counts. gloo measured alone, without MPI, is added to every MPI's.
 """
 
 import json
@@ -23,26 +23,24 @@ from nnmpi.errors import UsageError  # noqa: E402
 from nnmpi.units import format_bytes  # noqa: E402
 
 K, M = 2**10, 2**20
-NO_MPI = "without MPI"  # in the place of an MPI's name, where gloo was measured alone
+NO_MPI = "without MPI"  # the MPI's name in a file of gloo alone
 
 Times: TypeAlias = Mapping[str, float]
 """The medians of one size in microseconds, by algorithm."""
 
 
 Read: TypeAlias = Callable[[Times], tuple[float, str] | None]
-"""(times of one size) -> how many times faster, and which it was; None where one of them was not
-measured.
-"""
+"""(times of one size) -> a ratio, and the algorithm that it is of; None without a measurement."""
 
 
-def _against(own: str, other: str) -> Read:
+def _against(name: str, baseline: str) -> Read:
     return lambda times: (
-        (times[other] / times[own], "") if own in times and other in times else None
+        (times[baseline] / times[name], "") if name in times and baseline in times else None
     )
 
 
 def _auto(times: Times) -> tuple[float, str] | None:
-    """Return the best of all that "auto" can choose from against it."""
+    """Return the best of "auto"'s choices against "auto"."""
     others = {name: times[name] for name in (NATIVE, SHARED, *ALGORITHMS) if name in times}
     if AUTO not in times or not others:
         return None
@@ -51,9 +49,7 @@ def _auto(times: Times) -> tuple[float, str] | None:
 
 
 def _slowest(times: Times) -> tuple[float, str] | None:
-    """Return gloo against the slowest of those of nnmpi's that one would use for gradients inside a
-    node.
-    """
+    """Return gloo against the slowest of nnmpi's usual algorithms for gradients inside a node."""
     local = {name: times[name] for name in (SHARED, AUTO, "ring") if name in times}
     if GLOO not in times or not local:
         return None
@@ -73,8 +69,8 @@ CLAIMS: Mapping[str, Read] = {
 def times_by_size(contents: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
     """Return the medians of one kind of run by size and algorithm.
 
-    The first file that has an algorithm at a size counts, so that ratios are of one interleaved
-    run; of gloo, which is slower beside others than alone, the best of all files.
+    The first file with an algorithm at a size counts, so that ratios are of one interleaved run. Of
+    gloo, which is slower beside others than alone, the best of all files counts.
     """
     result: dict[int, dict[str, float]] = {}
     for content in contents:
@@ -146,12 +142,15 @@ def _ratios(times: Mapping[int, Mapping[str, float]]) -> str:
     return render(columns, times.items())
 
 
-def _cell(found: tuple[float, str] | None) -> str:
-    return MISSING if found is None else f"{found[0]:.2f}" + (f" ({found[1]})" if found[1] else "")
+def _cell(result: tuple[float, str] | None) -> str:
+    if result is None:
+        return MISSING
+    ratio, name = result
+    return f"{ratio:.2f}" + (f" ({name})" if name else "")
 
 
 def read(file: Path) -> Content:
-    """Return what the benchmark wrote: "header" and "rows".
+    """Return a result of the benchmark: "header" and "rows".
 
     Raises:
         UsageError: for another kind of file.

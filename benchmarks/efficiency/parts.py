@@ -1,4 +1,4 @@
-"""The parts of the benchmark: what each measures, its table, and what misses its mark."""
+"""The parts of the benchmark: measurement, table and missed marks of each."""
 
 from collections.abc import Sequence
 from math import isfinite, sqrt
@@ -26,7 +26,7 @@ from benchmarks.synchrony.simulated import simulate_all
 
 SEEDS, SEEDS_CHECK = (0, 1, 2), (0, 1)
 RATES, BATCHES = (0.003, 0.03, 0.3, 1.5, 6.0), (8, 32, 128, 512, SAMPLES)
-RATE, BATCH, EPOCHS = 0.3, 32, 20  # of the runs in which the other one changes
+RATE, BATCH, EPOCHS = 0.3, 32, 20  # fixed while the other one varies
 WORKERS, ITERATIONS = (1, 2, 4, 8, 16, 32, 64), 120
 SCALED, MOST_STEPS, MOST_EPOCHS = (16, 32, 64, 128, 256, 512, 1024), 800, 150
 
@@ -47,7 +47,7 @@ def descent(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def descent_table(content: Content) -> str:
-    """Return what each rate and batch came to, over the seeds."""
+    """Return each rate's and batch's loss and accuracy, over the seeds."""
     rows = []
     for vary, value in plots.kinds(content):
         local = [row for row in content["rows"] if row["vary"] == vary and row[vary] == value]
@@ -70,8 +70,8 @@ _TITLES = {"loss": "test loss, 95 % interval", "accuracy": "test accuracy, %"}
 
 
 def missed_descent(content: Content) -> list[str]:
-    """Return in words where the rate in the middle is not the best, or many small steps learn less
-    than one large.
+    """Return a sentence if a rate at the end is the best, or many small steps learn less than few
+    large ones.
     """
     result = []
     losses = {
@@ -94,7 +94,7 @@ def missed_descent(content: Content) -> list[str]:
 
 
 def scaling(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Count the steps to the goal for larger and larger batches, with the rate by each rule."""
+    """Count the steps to the goal for growing batches, with the rate by each rule."""
     batches, most, rules = (SCALED[:3:2], 500, RULES[:2]) if check else (SCALED, MOST_STEPS, RULES)
     seeds = SEEDS_CHECK if check else SEEDS
     cases = [
@@ -124,9 +124,7 @@ def scaling_table(content: Content) -> str:
 
 
 def steps_to_goal(content: Content, **labels: Any) -> list[float | None]:
-    """Return each seed's steps to the goal, of the runs with these labels; None where it was not
-    reached.
-    """
+    """Return each seed's steps to the goal, of the runs with these labels; None if not reached."""
     local = [
         row for row in content["rows"] if all(row[name] == value for name, value in labels.items())
     ]
@@ -142,8 +140,8 @@ def _steps(values: Sequence[float | None]) -> str:
 
 
 def missed_scaling(content: Content) -> list[str]:
-    """Return in words where a batch four times as large does not need fewer steps with a rate that
-    grows with it.
+    """Return a sentence if a batch four times as large, with a rate that grows with it, does not
+    need fewer steps.
     """
     batches = sorted({row["batch"] for row in content["rows"]})
     first = _mean(steps_to_goal(content, rule="linear", batch=batches[0]))
@@ -163,8 +161,8 @@ def missed_scaling(content: Content) -> list[str]:
 
 
 def workers(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Train with more and more workers, in step and not, each with as many iterations of as many
-    rows.
+    """Train with a growing number of workers, synchronously and asynchronously; iterations and rows
+    per worker stay the same.
     """
     counts, iterations, seeds = ((1, 4), 40, SEEDS_CHECK) if check else (WORKERS, ITERATIONS, SEEDS)
     cases = [
@@ -177,7 +175,7 @@ def workers(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def workers_table(content: Content) -> str:
-    """Return the loss of each number of workers, beside the bounds laid through that of one."""
+    """Return the loss of each number of workers, beside the bounds, scaled to one worker's loss."""
     first = fmean(_of_workers(content, "bsp", 1, "loss"))
     rows = []
     for n in sorted({row["workers"] for row in content["rows"]}):
@@ -204,7 +202,7 @@ def workers_table(content: Content) -> str:
 
 
 def missed_workers(content: Content) -> list[str]:
-    """Return in words where more workers have not learnt more in as many iterations."""
+    """Return a sentence if more workers have not learnt more in as many iterations."""
     most = max(row["workers"] for row in content["rows"])
     result = []
     for mode in ("bsp", "asp"):

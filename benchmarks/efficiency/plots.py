@@ -13,11 +13,11 @@ from benchmarks.synchrony.curve import read
 from nnmpi.pages.picture import new_figure, save_figure
 
 _WORDS = MappingProxyType({"rate": "learning rate", "batch": "batch size"})
-FLOOR, CEILING = 0.04, 4.0  # of the loss's axis: what leaves the picture above diverges
+FLOOR, CEILING = 0.04, 4.0  # of the loss's axis: curves above it diverge
 
 
 def kinds(content: Content) -> list[tuple[str, Any]]:
-    """Return what was varied, and its values, in the order of the runs."""
+    """Return the varied quantity and its values, in the order of the runs."""
     return list(dict.fromkeys((row["vary"], row[row["vary"]]) for row in content["rows"]))
 
 
@@ -42,7 +42,7 @@ def draw_descent(folder: Path, content: Content) -> None:
                 [fmean(point.seconds for point in item) for item in points],
             )
             for line, x in enumerate(along):
-                # on the logarithmic axis of time there is no beginning
+                # the logarithmic axis of time has no zero: skip its first point
                 axes, begin = panels[line][column], line
                 axes.plot(
                     x[begin:],
@@ -124,8 +124,8 @@ def draw_scaling(folder: Path, content: Content) -> None:
 def _draw_steps(
     axes: Any, rows: dict[int, Sequence[dict[str, Any]]], label: str, colour: Any
 ) -> None:
-    """Draw a line through the means of those places where all seeds have reached the goal, with
-    their intervals.
+    """Draw a line through the means of the batches whose seeds all reach the goal, with their
+    intervals.
     """
     result = {}
     for x, local in rows.items():

@@ -1,11 +1,12 @@
-"""The runs: digits, an MLP 64-32-10, SGD at a rate that stays, and how the rate goes with the
-batch.
+"""The runs: digits, an MLP 64-32-10, SGD at a constant rate, and rules for the rate by batch.
 
-rule           rate at a batch of k times BASE_BATCH            reason
-none           r
-linear         k r                                              k small steps in one (Goyal et al., 2017)
-square root    sqrt(k) r                                        the gradient's noise falls so (Krizhevsky, 2014)
-warm-up        k r, reached in the first WARM_SAMPLES samples   the first steps are too steep for k r (Goyal et al.)
+rule         rate at a batch of k BASE_BATCH       reason
+none         r
+linear       k r                                   one step replaces k small ones (Goyal et al.,
+                                                   2017)
+square root  sqrt(k) r                             the gradient's noise scales so (Krizhevsky, 2014)
+warm-up      k r, reached after WARM_SAMPLES       k r diverges in the first steps (Goyal et al.)
+             samples
 """
 
 from math import sqrt
@@ -29,14 +30,14 @@ T95 = (0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57)  # Student's t, 97.5 %, by the n
 def recipe(
     batch: int, rate: float, samples: int, seed: int, evaluations: int = 60, warm: int = 0
 ) -> Recipe:
-    """Return a run of so many samples, as whole batches.
+    """Return a run over `samples` samples, rounded to batches.
 
     Args:
         batch: rows of a global batch.
-        rate: of SGD; it stays, after the warm-up.
-        samples: that are trained on; those of an epoch come again in each.
+        rate: of SGD; constant after the warm-up.
+        samples: of all epochs together.
         seed: of the first weights and the order of the data.
-        evaluations: on the way, at most.
+        evaluations: during the run, at most.
         warm: batches in which the rate rises.
     """
     steps = max(1, round(samples / batch))
@@ -47,7 +48,7 @@ def recipe(
 
 
 def scaled(rule: str, batch: int, samples: int, seed: int) -> Recipe:
-    """Return a run whose rate goes with the batch.
+    """Return a run whose rate depends on the batch.
 
     Args:
         rule: one of RULES.
@@ -60,17 +61,17 @@ def scaled(rule: str, batch: int, samples: int, seed: int) -> Recipe:
 
 
 def one_worker(run: Recipe, /, **labels: Any) -> SimulatedRun:
-    """Return the run on one worker, whose time is this machine's CPU time."""
+    """Return the run on one worker; its time is this machine's CPU time."""
     return SimulatedRun(Sync(), 1, "", run, 0.0, "", {"seed": run.seed, **labels}, cpu_factor=1.0)
 
 
 def many_workers(mode: str, workers: int, iterations: int, seed: int) -> SimulatedRun:
-    """Return a run of so many workers, each with EACH rows at a time and slow now and then.
+    """Return a run of `workers` workers with EACH rows per iteration, each slow at random.
 
     Args:
         mode: of `Sync`.
         workers: N.
-        iterations: I, of each worker; an iteration of all is a global batch.
+        iterations: I, of each worker; one iteration of all workers is a global batch.
         seed: see `recipe`.
     """
     batch = EACH * workers
@@ -79,14 +80,12 @@ def many_workers(mode: str, workers: int, iterations: int, seed: int) -> Simulat
 
 
 def reached(row: dict[str, Any]) -> GoalReached | None:
-    """Return where a run reached the goal, or None."""
+    """Return the point at which a run reached the goal, or None."""
     return reach_goal(read(row["curve"]), GOAL)
 
 
 def confidence(values: list[float]) -> tuple[float, float]:
-    """Return the mean of several seeds' values, and half the width of its 95 % interval (Student's
-    t).
-    """
+    """Return the mean over seeds, and half the width of its 95 % interval (Student's t)."""
     if len(values) == 1:
         return values[0], 0.0
     return fmean(values), T95[len(values)] * stdev(values) / sqrt(len(values))

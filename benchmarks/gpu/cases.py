@@ -1,14 +1,13 @@
-"""The models that are trained on the device, as numbers: the CPU benchmark's, and larger ones that
-fill a card.
+"""The models as numbers: the CPU benchmark's, and larger ones that fill a card.
 
-| case      | model                                    | batch | what is expected to limit it on a large card   |
-|-----------|------------------------------------------|-------|------------------------------------------------|
-| mlp-fill  | linear 4096-8192-8192-10                 | 4096  | products: 2.2 TFLOP a step                     |
-| gpt-fill  | block of 2048 features, 16 heads, T 1024 | 16    | products: 5.2 TFLOP a step; attention's softmax |
-| cnn-1024  | `models.cnn` on 28 x 28 pixels           | 1024  | memory: activations of two convolutions        |
-| cnn       | the same                                 | 64    | starting kernels                               |
-| mlp-large | linear 784-2048-2048-10                  | 256   | starting kernels                               |
-| gpt-block | block of 256 features, 4 heads, T 128    | 8     | starting kernels                               |
+| case      | model                                    | batch | expected limit on a large card      |
+|-----------|------------------------------------------|-------|-------------------------------------|
+| mlp-fill  | linear 4096-8192-8192-10                 | 4096  | products: 2.2 TFLOP a step          |
+| gpt-fill  | block of 2048 features, 16 heads, T 1024 | 16    | products: 5.2 TFLOP a step; softmax |
+| cnn-1024  | `models.cnn` on 28 x 28 pixels           | 1024  | memory: activations of convolutions |
+| cnn       | the same                                 | 64    | kernel launches                     |
+| mlp-large | linear 784-2048-2048-10                  | 256   | kernel launches                     |
+| gpt-block | block of 256 features, 4 heads, T 128    | 8     | kernel launches                     |
 """
 
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         )
     }
 )
-# The same models in sizes that a processor does in no time, for checks of the benchmark itself.
+# The same models in tiny sizes, for checks of the benchmark itself.
 TINY: Mapping[str, Case] = MappingProxyType(
     {
         "mlp-fill": Case("mlp-fill", MLP, 6, (12, 16, 16, 10)),
@@ -50,11 +49,10 @@ TINY: Mapping[str, Case] = MappingProxyType(
 
 
 class CaseArrays:
-    """A case in host memory: its batch, and its first weights in nnmpi's order, which every
-    contestant gets.
+    """A case in host memory, for every contestant: its batch, and its first weights.
 
     Attributes:
-        case: it.
+        case: the argument.
         x, y: the batch, see `Case.data`.
         weights: the first ones, float32, in nnmpi's order and layout.
     """

@@ -20,12 +20,12 @@ from nnmpi.command import Parser
 from nnmpi.errors import DeviceError
 
 PROGRAM = "python benchmarks/gpu"
-DESCRIPTION = """Train the same models with nnmpi and with PyTorch eager on the same device, in turns.
-The README beside the program says how it is measured."""
+DESCRIPTION = """Train the same models with nnmpi and with PyTorch eager on the same device, in
+turns. The README beside the program describes the measurement."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; return its exit status: 1 also when a contestant failed or was wrong."""
+    """Run the command; return its exit status: 1 also if a contestant of nnmpi's failed."""
 
     def work() -> int:
         options = parse(words)
@@ -59,7 +59,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="tiny sizes, each part once, verified, no times worth keeping",
     )
     options = parser.parse_args(words)
-    folder = os.environ.get("OUT")  # what is kept of a machine that is lent
+    folder = os.environ.get("OUT")  # a remote machine's folder of results
     options.json = options.json or (folder and Path(folder, "gpu.json"))
     if options.check:
         options.rounds, options.block_s = 2, 0.0
@@ -67,7 +67,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, backend: Backend) -> int:
-    """Measure and print; write the file. Return 1 if nnmpi failed somewhere, else 0."""
+    """Measure, print, and write the file. Return 1 if a contestant of nnmpi's failed, else 0."""
     results.check_writable("--json", options.json)
     torch_device = _torch_device() if options.torch else None
     if options.torch and torch_device is None:

@@ -1,4 +1,4 @@
-"""The machine's facts: what a report of checks and of speeds on a device begins with."""
+"""The machine's facts, at the head of each report on a device."""
 
 import subprocess
 from contextlib import suppress
@@ -19,7 +19,7 @@ QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.m
 
 
 def collect(backend: Backend) -> dict[str, Any]:
-    """Return host, card, driver and versions by name; what cannot be found out is left out."""
+    """Return host, card, driver and versions by name; for a failed query, its error."""
     result: dict[str, Any] = {
         **machine_facts(),
         "device": backend.device,
@@ -42,20 +42,18 @@ def collect(backend: Backend) -> dict[str, Any]:
     ):
         try:
             result[name] = ask()
-        except Exception as error:  # a report says what is missing, and goes on
+        except Exception as error:  # the report continues without this fact
             result[name] = f"not to be had: {type(error).__name__}: {error}"
     return result
 
 
 def is_stand_in(backend: Backend) -> bool:
-    """Return whether the device is the one of the tests, which computes with NumPy, or the host
-    itself.
-    """
+    """Return whether the device is the tests' stand-in, which computes with NumPy, or the host."""
     return "tests/device/fake" in (backend.xp.__file__ or "") or not backend.is_device
 
 
 def nvidia_smi() -> dict[str, str]:
-    """Return what the driver's tool says of the first card."""
+    """Return the first card's properties, by nvidia-smi."""
     words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     return dict(
@@ -64,7 +62,7 @@ def nvidia_smi() -> dict[str, str]:
 
 
 def mpi_library() -> str:
-    """Return the MPI library that mpi4py finds, in words; MPI is not started."""
+    """Return mpi4py's MPI library as text; MPI is not started."""
     try:
         return str(import_mpi().Get_library_version()).strip().splitlines()[0][:100]
     except LaunchError as error:

@@ -1,10 +1,10 @@
-"""Compares every contestant with a reference in float64 before anything is timed: losses, and what
-the steps changed.
+"""Compares every contestant with a reference in float64 before anything is timed: its losses, and
+the change of its weights.
 
-The change of the weights over some steps of SGD is the sum of their gradients, each at weights that
-the steps before have moved: a wrong gradient, or one that is added to the wrong place, shows in it
-at once. The learning rate is such that a step changes the weights by a fixed share of their length:
-much more than the rounding of a float32 weight, and too little for the steps to go astray.
+The change of the weights over several steps of SGD is the sum of their gradients, each at weights
+that the earlier steps have moved: it shows a wrong gradient, or one added to the wrong parameter.
+The learning rate is chosen so that a step changes the weights by a fixed share of their norm: much
+more than the rounding of a float32 weight, and too little for the runs to diverge from each other.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from benchmarks.gpu.trainer import Arrays, DeviceTrainer
 from benchmarks.harness.turns import WrongResultError
 
 SHARE, STEPS = 2e-3, 5
-# Of losses, relative to the reference's; of the change of the weights, as a share of its length.
-# What rounding gives: float32 has 24 bits, TF32 11, bfloat16 8; a gradient comes through as many
-# roundings as the model has layers.
+# Errors of a loss, and of the change of the weights by its norm, relative to the reference's. They
+# follow from rounding: float32 has 24 bits, TF32 11, bfloat16 8; a gradient passes one rounding for
+# each layer.
 TOLERANCES = {FLOAT32: (1e-5, 1e-3), TF32: (3e-4, 3e-2), BF16: (1e-3, 0.15)}
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a contestant is from the reference.
+    """A contestant's errors against the reference.
 
     Attributes:
         loss: the largest relative error of a step's loss.
-        change: length of the error of the weights' change, as a share of the length of the
-            reference's change.
+        change: norm of the error of the weights' change, relative to the norm of the reference's
+            change.
     """
 
     loss: float
@@ -42,7 +42,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class TrainingCourse:
-    """What some steps gave: the losses, and the change of the weights; and their learning rate."""
+    """The losses of several steps, the change of the weights, and the learning rate."""
 
     losses: list[float]
     change: Arrays
@@ -50,9 +50,7 @@ class TrainingCourse:
 
 
 def rate(trainer: DeviceTrainer, first: Sequence[NDArray[Any]]) -> float:
-    """Return the learning rate with which a step changes the first weights by `SHARE` of their
-    length.
-    """
+    """Return the learning rate with which a step changes the weights by SHARE of their norm."""
     trainer.lr = 1.0
     trainer.restore()
     trainer.step()
@@ -61,8 +59,8 @@ def rate(trainer: DeviceTrainer, first: Sequence[NDArray[Any]]) -> float:
 
 
 def course(trainer: DeviceTrainer, first: Sequence[NDArray[Any]], lr: float) -> TrainingCourse:
-    """Train for some steps from the first weights; the first one is done twice, so that a recorded
-    one is replayed.
+    """Train for STEPS steps from the first weights, after one uncounted step: a compiled one then
+    replays its recording.
 
     Args:
         trainer: any.
@@ -79,12 +77,10 @@ def course(trainer: DeviceTrainer, first: Sequence[NDArray[Any]], lr: float) -> 
     )
 
 
-def compare(found: TrainingCourse, right: TrainingCourse) -> Deviation:
-    """Return how far one course is from another."""
-    losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, right.losses, strict=True)]
-    error = sum(
-        float(((a - b) ** 2).sum()) for a, b in zip(found.change, right.change, strict=True)
-    )
+def compare(mine: TrainingCourse, right: TrainingCourse) -> Deviation:
+    """Return the errors of a course against the reference's."""
+    losses = [abs(a - b) / abs(b) for a, b in zip(mine.losses, right.losses, strict=True)]
+    error = sum(float(((a - b) ** 2).sum()) for a, b in zip(mine.change, right.change, strict=True))
     length = sum(float((b**2).sum()) for b in right.change)
     return Deviation(float(np.max(losses)), sqrt(error / length) if length else float("inf"))
 
@@ -100,7 +96,7 @@ def examine(
         right: the reference's course.
 
     Raises:
-        WrongResultError: when it is further off than its mode's roundings explain.
+        WrongResultError: for an error above its mode's tolerance.
     """
     result = compare(course(trainer, first, right.lr), right)
     for (name, value), limit in zip(asdict(result).items(), TOLERANCES[trainer.mode], strict=True):

@@ -1,11 +1,9 @@
-"""A case in a mode, from its arrays to its rows: trainers are made, judged, asked for their memory,
-and timed in turns.
+"""A case in a mode, from its arrays to its rows: make the trainers, judge them, time them in turns.
 
-    round 0    torch   nnmpi   nnmpi compiled       a block of steps each, timed by events on the device;
-    round 1    nnmpi   torch   ...                  another order every round; nobody else uses the card meanwhile
+    round 0    torch   nnmpi   nnmpi compiled     a block of steps each, timed by device events;
+    round 1    nnmpi   torch   ...                a new order every round, one trainer at a time
 
-All trainers live in one process and on one stream each, so that no context is switched between
-blocks.
+All trainers live in one process, each on its own stream: no context switch between blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,20 +25,20 @@ WARM_UP, MOST_STEPS = 3, 2000
 
 @dataclass(frozen=True)
 class Timing:
-    """How long is measured: blocks of each trainer, and about how long one takes."""
+    """The length of a measurement: blocks of each trainer, and seconds of a block, about."""
 
     rounds: int
     block_s: float
 
 
 def makers(arrays: CaseArrays, mode: str, backend: Backend, torch_device: str | None) -> Makers:
-    """Return what makes each trainer of a case in a mode.
+    """Return a constructor for each trainer of a case in a mode.
 
     Args:
         arrays: the case.
         mode: the precision.
         backend: nnmpi's device.
-        torch_device: PyTorch's; None where it does not take part.
+        torch_device: PyTorch's; None: without PyTorch.
     """
     result: list[Callable[[], DeviceTrainer]] = [
         lambda compiled=compiled: NnmpiDeviceTrainer(arrays, mode, backend, compiled)
@@ -54,12 +52,12 @@ def makers(arrays: CaseArrays, mode: str, backend: Backend, torch_device: str | 
 
 
 def reference(arrays: CaseArrays, backend: Backend, torch_device: str | None) -> TrainingCourse:
-    """Return the course in float64: PyTorch's where it is there, else nnmpi's own.
+    """Return the course in float64, by PyTorch, or by nnmpi without it.
 
     Args:
         arrays: the case.
         backend: nnmpi's device.
-        torch_device: PyTorch's; None where it does not take part.
+        torch_device: PyTorch's; None: without PyTorch.
     """
     trainer: DeviceTrainer
     if torch_device is not None:
@@ -76,15 +74,14 @@ def reference(arrays: CaseArrays, backend: Backend, torch_device: str | None) ->
 def measure(
     arrays: CaseArrays, mode: str, made: Makers, right: TrainingCourse, timing: Timing
 ) -> list[Row]:
-    """Return a row for each trainer; of one that gave a wrong result or could not run, with the
-    reason and no times.
+    """Return a row for each trainer; of a wrong or failed one, with the reason and no times.
 
     Args:
         arrays: the case.
         mode: the precision.
-        made: what makes each trainer.
+        made: the trainers' constructors.
         right: the reference's course.
-        timing: how long is measured.
+        timing: the length of the measurement.
     """
     rows, trainers = [], []
     for make in made:
@@ -96,7 +93,7 @@ def measure(
             _look(trainer, arrays, right, row)
             trainers.append((trainer, row))
         except Exception as error:
-            # the others are measured all the same; the command ends with status 1
+            # the others are still measured; the command ends with status 1
             row.setdefault("name", f"contestant {len(rows)}")
             row["failed"] = f"{type(error).__name__}: {error}"
             row["wrong"] = isinstance(error, WrongResultError)
@@ -108,7 +105,7 @@ def measure(
 
 
 def _look(trainer: DeviceTrainer, arrays: CaseArrays, right: TrainingCourse, row: Row) -> None:
-    """Judge a trainer, and let its row have its errors, as long as nobody else computes."""
+    """Judge a trainer alone on the device, note its errors in its row, and warm it up."""
     row["errors"] = asdict(examine(trainer, arrays.weights, right))
     trainer.lr = LR
     for _ in range(WARM_UP):
@@ -116,7 +113,7 @@ def _look(trainer: DeviceTrainer, arrays: CaseArrays, right: TrainingCourse, row
 
 
 def time_blocks(trainers: Sequence[tuple[DeviceTrainer, Row]], timing: Timing) -> None:
-    """Let the trainers take turns; put the seconds per step, block by block, in their rows."""
+    """Time the trainers in turns; put the seconds per step, block by block, in their rows."""
     if not trainers:
         return
     first = [(device_s(trainer, WARM_UP), device_s(trainer, WARM_UP))[1] for trainer, _ in trainers]
@@ -130,12 +127,12 @@ def time_blocks(trainers: Sequence[tuple[DeviceTrainer, Row]], timing: Timing) -
 
 
 def fastest(rows: Sequence[Row], case: str, mode: str, side: str) -> Row | None:
-    """Return the row with the shortest device time; None without any.
+    """Return the row with the shortest device time, or None.
 
     Args:
         rows: of all cases and modes.
-        case, mode: of those that are compared.
-        side: with what their names begin: "nnmpi" or "torch".
+        case, mode: of the comparison.
+        side: prefix of their names: "nnmpi" or "torch".
     """
     mine = [
         row for row in rows if (row["case"], row["mode"]) == (case, mode) and "failed" not in row
@@ -145,7 +142,7 @@ def fastest(rows: Sequence[Row], case: str, mode: str, side: str) -> Row | None:
 
 
 def ratios(rows: Sequence[Row]) -> list[Row]:
-    """Return how many times as fast as PyTorch's fastest way nnmpi's is: medians of the rounds'
+    """Return the speed of nnmpi's fastest way relative to PyTorch's: medians of the rounds'
     ratios.
     """
     result = []

@@ -1,4 +1,4 @@
-"""The tables of the screen and of the results' README."""
+"""The tables for the screen and the results' README."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Row = Mapping[str, Any]
 
 
 def contestants(rows: Sequence[Row], markdown: bool = False) -> str:
-    """Return every contestant's times and errors; of one that failed, why.
+    """Return every contestant's times and errors; of a failed one, the reason.
 
     Args:
         rows: of one or several cases and modes.
@@ -39,7 +39,7 @@ def contestants(rows: Sequence[Row], markdown: bool = False) -> str:
 
 
 def speeds(rows: Sequence[Row], markdown: bool = False) -> str:
-    """Return how many times as fast as PyTorch nnmpi is."""
+    """Return nnmpi's speed relative to PyTorch's."""
     columns = (
         ("case", "case"),
         ("mode", "mode"),

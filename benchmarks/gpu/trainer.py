@@ -1,6 +1,4 @@
-"""What every contestant can do on the device, nnmpi's and PyTorch's; and the clock that times
-it.
-"""
+"""The interface of a contestant on the device, and its clock."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +12,18 @@ Arrays = list[NDArray[np.float64]]
 
 
 class DeviceTrainer:
-    """One contestant: a model on the device with its optimizer (plain SGD), and one batch there.
-
-    Each has restore (the first weights), weights (copies in host memory, in nnmpi's order and
-    layout), step (returns the loss, on the device), read (it, as a number), wait (for the device),
-    mark (an event) and between (two events: seconds).
+    """One contestant: a model on the device with its optimizer (plain SGD), and one batch.
 
     Attributes:
-        name: unique among those of a case and mode.
+        name: unique within a case and mode.
         lr: the learning rate of the next step.
+        restore: sets the first weights.
+        weights: returns copies in host memory, in nnmpi's order and layout.
+        step: returns the loss, on the device.
+        read: (loss) -> its number.
+        wait: for the device.
+        mark: records an event.
+        between: (event, event) -> seconds.
     """
 
     name: str
@@ -39,13 +40,13 @@ class DeviceTrainer:
         self.case, self.mode = case, mode
 
     def close(self) -> None:
-        """Give device memory back. Nothing else may be called afterwards."""
+        """Free device memory. No other method may follow."""
         vars(self).clear()
 
 
 def device_s(trainer: DeviceTrainer, steps: int) -> float:
-    """Return the seconds per step between events on the device, the batch being there and no loss
-    being read.
+    """Return the seconds per step between device events; the batch is on the device, and no loss is
+    read.
     """
     trainer.wait()
     begin = trainer.mark()

@@ -1,6 +1,4 @@
-"""nnmpi's side, through its public names: the usual loop on one rank, as it is and by
-`nnmpi.compile`.
-"""
+"""nnmpi's side, through its public names: the usual loop on one rank, eager and compiled."""
 
 from typing import Any
 

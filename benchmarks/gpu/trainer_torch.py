@@ -1,9 +1,9 @@
-"""PyTorch's side: eager, with what its documentation advises for a card.
+"""PyTorch's side: eager, with the settings that its documentation advises for a card.
 
-Images are channels_last, cuDNN may try its algorithms out (`torch.backends.cudnn.benchmark`),
-attention is `scaled_dot_product_attention`, bf16 is `torch.autocast`, SGD is as it comes, for all
-parameters at once (`foreach`). TF32 is allowed in mode tf32 and forbidden in float32: PyTorch
-itself allows it for convolutions.
+Images are channels_last, cuDNN may benchmark its algorithms (`torch.backends.cudnn.benchmark`),
+attention is `scaled_dot_product_attention`, bf16 is `torch.autocast`, SGD is the default, which
+updates all parameters at once (`foreach`). TF32 is allowed in mode tf32 and forbidden in float32:
+PyTorch's default allows it for convolutions.
 """
 
 from typing import Any

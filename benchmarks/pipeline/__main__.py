@@ -13,8 +13,8 @@ from benchmarks.harness.launch import run_job  # noqa: E402
 from benchmarks.harness.parts import Content, Part, Suite  # noqa: E402
 from benchmarks.harness.tables import ms1, number, percent, render, spread  # noqa: E402
 
-# Wide enough that products take nearly all of the time: 15 ms for a stage's backward of one
-# microbatch.
+# Wide enough that products take nearly all of the time: a stage's backward of one microbatch takes
+# 15 ms.
 FULL = {"width": 512, "layers": 16, "rows": 128, "microbatches": [8, 16], "rounds": 15}
 CHECK = {"width": 64, "layers": 4, "rows": 16, "microbatches": [4], "rounds": 2}
 OFF, SPEED = 0.15, 1.5  # of measured from simulated time; against one rank
@@ -26,8 +26,8 @@ def times(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def missed(content: Content) -> list[str]:
-    """Return in words what is too far from its simulation, or too slow; naive pipelines need not be
-    fast.
+    """Return a sentence for each schedule too far from its simulation or too slow; the naive one
+    need not be fast.
     """
     result = []
     for row in content["rows"]:
@@ -43,7 +43,7 @@ def missed(content: Content) -> list[str]:
 
 
 def table(content: Content) -> str:
-    """Return steps beside their simulation, and against one rank."""
+    """Return steps beside their simulation, and relative to one rank."""
     columns = (
         ("microbatches", "microbatches"),
         ("schedule", "name"),

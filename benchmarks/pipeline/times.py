@@ -1,14 +1,13 @@
-"""Measures steps on two ranks and on one, interleaved, beside what the simulation makes of the
-stages' own times.
+"""Measures steps on two ranks and on one, interleaved, beside their simulation from the stages'
+times.
 
-round 0    serial  gpipe  naive  1f1b ...        one step of each contestant, in another order every round
+round 0    serial  gpipe  naive  1f1b ...    one step of each contestant, in a new order every round
 round 1    1f1b  naive  serial ...
-...        even rounds give the times of the stages, odd ones those of the steps: the simulation
-           never sees the steps that it is compared with
+...        even rounds give the stages' times, odd rounds the steps': the simulation never uses the
+           steps that it is compared with
 
-The network is an MLP that can be cut into even stages: its first layer is half as wide again as the
-others, as it computes no gradient for its input, so that it has two products where the others have
-three.
+The network is an MLP that can be cut into equal stages. Its first layer computes no gradient for
+its input, so it has two products and the others three; to compensate, it is half as wide again.
 """
 
 import time
@@ -42,18 +41,18 @@ CLASSES = 10
 
 
 class ScheduledWorker(StepContestant):
-    """A worker that runs one schedule, or one rank alone. Making one is collective.
+    """A worker that runs one schedule, or one rank alone. Construction is collective.
 
     Args:
         name: of the schedule, or SERIAL.
         settings: "width" and "layers" of the network, "rows" of a microbatch.
         microbatches: of a step.
         group: the ranks of a pipeline.
-        alone: this rank alone.
+        alone: a group of this rank alone.
 
     Attributes:
-        passes: of the kept steps, what their instructions took.
-        updates_s: what came after the pass, in kept rounds.
+        passes: the counted steps' reports, with the seconds of their instructions.
+        updates_s: seconds of gradient norm and update, in counted rounds.
     """
 
     def __init__(
@@ -87,12 +86,12 @@ class ScheduledWorker(StepContestant):
         self.updates_s: list[float] = []
 
     def note(self, report: StepReport) -> None:
-        """Keep what the pass took."""
+        """Store the report of a pass."""
         if report.passed is not None:
             self.passes.append(report.passed)
 
     def update(self, keep: bool) -> None:
-        """Time what comes after the pass: the gradient's length and the update. Collective."""
+        """Time the gradient norm and the update. Collective."""
         if self.name == SERIAL or not keep:
             return
         begin = time.perf_counter()
@@ -134,9 +133,7 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _simulated(
     contestant: ScheduledWorker, group: Group, message_s: float, step_s: float
 ) -> dict[str, Any]:
-    """Return the fields of a row that the simulation gives, the same on all ranks; `step_s` is what
-    was measured.
-    """
+    """Return a row's fields by simulation, the same on all ranks; `step_s` is the measurement."""
     costs = _costs(contestant, group, message_s)
     schedule = lower(make(contestant.name, group.size, contestant.microbatches, contestant.virtual))
     simulation = simulate_schedule(schedule, costs)
@@ -148,7 +145,7 @@ def _simulated(
 
 
 def _costs(contestant: ScheduledWorker, group: Group, message_s: float) -> Costs:
-    """Return what each stage takes, from the even rounds."""
+    """Return each stage's costs, from the even rounds."""
     stages = group.size * contestant.virtual
     local: list[list[Any]] = [
         [element.kind, element.stage, seconds]
@@ -168,7 +165,7 @@ def _costs(contestant: ScheduledWorker, group: Group, message_s: float) -> Costs
 
 
 def _message_s(group: Group, shape: tuple[int, int]) -> float:
-    """Return how long an activation takes between two ranks that do nothing else. Collective."""
+    """Return the seconds of an activation's message between two idle ranks. Collective."""
     array, answer = (np.zeros(shape, np.float32) for _ in range(2))
     messages, times = Messages(group), []
     for _ in range(MESSAGES):

@@ -1,6 +1,4 @@
-"""Layers divided among ranks: `python benchmarks/tensor --help`, and the README beside this
-file.
-"""
+"""Sharded layers: `python benchmarks/tensor --help`, and the README beside this file."""
 
 import sys
 from pathlib import Path
@@ -46,8 +44,4 @@ def table(content: Content) -> str:
 
 if __name__ == "__main__":
     parts = {"times": Part(times, table, timed=True)}
-    sys.exit(
-        Suite(
-            Path(__file__).parent, "Layers divided among ranks: the time of a step.", parts
-        ).main()
-    )
+    sys.exit(Suite(Path(__file__).parent, "Sharded layers: the time of a step.", parts).main())

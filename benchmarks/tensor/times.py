@@ -1,4 +1,4 @@
-"""Measures steps with layers divided among two ranks, and steps on one, interleaved."""
+"""Measures steps with layers sharded over two ranks, and steps on one, interleaved."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,10 +24,9 @@ def build(name: str, width: int = 0, layers: int = 0) -> nn.Sequential:
     """Return a network, not initialized.
 
     Args:
-        name: "mlp", "cnn", or "towers": two equal ones of two convolutions, of which each rank has
-            one.
+        name: "mlp", "cnn", or "towers": two equal branches of two convolutions, one on each rank.
         width: of the MLP's hidden layers.
-        layers: how many hidden layers the MLP has; odd, so that the last layer ends a pair.
+        layers: number of the MLP's hidden layers; odd, so that the last layer ends a pair.
     """
     if name == "cnn":
         return cnn(IMAGE, CLASSES)
@@ -80,7 +79,7 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _contestant(
     ranks: Group, group: Group, name: str, rows: int, width: int = 0, layers: int = 0
 ) -> StepContestant:
-    """Return a worker that shares a network among some ranks. Collective over them."""
+    """Return a worker whose network is sharded over `ranks`. Collective over them."""
     where = arrange(build(name, width, layers), ranks, Layout(1, 1, ranks.size))
     where.model.initialize(seed=1)
     worker = Worker(

@@ -10,13 +10,11 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.training.contestants import TUNED_MALLOC  # noqa: E402
 
-# Some machines set these for all programs. OpenBLAS then computes for a processor that is not
-# there.
+# Some machines set these for all programs. OpenBLAS then uses kernels for another processor.
 PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-# Must come before NumPy is loaded, so before everything else: the BLAS finds out the processor
-# itself.
+# Before the first import of NumPy: its BLAS detects the processor when it is loaded.
 removed = {name: os.environ.pop(name) for name in PINS if name in os.environ}
 for name in TUNED_MALLOC:
     os.environ.pop(name, None)
@@ -25,6 +23,6 @@ os.environ.update(dict.fromkeys(THREADS, "1"))
 from benchmarks.training.command import main  # noqa: E402
 
 if __name__ == "__main__":
-    # by way of all that ends processes and removes folders
+    # exit through the cleanup of processes and folders
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main(sys.argv[1:], removed))

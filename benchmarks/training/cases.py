@@ -1,4 +1,4 @@
-"""The models that are trained, as numbers, and their data. Nothing here needs nnmpi or PyTorch.
+"""The models as numbers, and their data. Nothing here needs nnmpi or PyTorch.
 
 | case            | model                                                 | loss               |
 |-----------------|-------------------------------------------------------|--------------------|
@@ -37,8 +37,8 @@ class Case:
             time, features, layers, vocabulary.
         loss: CROSS_ENTROPY, or SQUARED (mean over all elements).
         seed: of data and first weights.
-        large: whether only the ways that were fastest elsewhere take part: all of them would take
-            many minutes, and more memory than there is.
+        large: only the ways that were fastest elsewhere take part: all of them would take many
+            minutes, and more memory than the machine has.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Case:
 
     @property
     def sample(self) -> tuple[int, ...]:
-        """The shape of one row of x, as nnmpi wants it: channels last."""
+        """The shape of one row of x in nnmpi's layout, channels last."""
         return self.sizes[: {CNN: 3, BLOCK: 2}.get(self.model, 1)]
 
     @property
     def classes(self) -> int:
-        """Labels are below this, and so are the tokens of a language model."""
+        """Number of labels, or of a language model's tokens."""
         return self.sizes[-1]
 
     @property
@@ -66,14 +66,14 @@ class Case:
 
     @property
     def targets(self) -> int:
-        """What the loss of the global batch is divided by: its tokens, or its rows."""
+        """The divisor of the global batch's summed loss: its tokens, or its rows."""
         return self.batch * (self.sizes[0] if self.model in LANGUAGE else 1)
 
     def data(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the global batch: x (batch, *sample), and labels (batch,) int64 or targets like x.
 
         A language model's x are tokens, int64, and its labels the next ones, (batch, time). Images
-        have a background of zeros, as handwritten digits do: max-pooling then meets ties.
+        have a background of zeros, like handwritten digits, so that max-pooling meets ties.
         """
         draw = np.random.default_rng(self.seed)
         if self.model in LANGUAGE:

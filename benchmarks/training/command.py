@@ -19,8 +19,8 @@ from nnmpi.command import Parser, positive_count
 from nnmpi.errors import UsageError
 
 PROGRAM = "python benchmarks/training"
-DESCRIPTION = """Train the same models with nnmpi and with PyTorch on the same cores, one thread per rank, in turns.
-The README beside the program says how it is measured."""
+DESCRIPTION = """Train the same models with nnmpi and with PyTorch on the same cores, one thread per
+rank, in turns. The README beside the program describes the measurement."""
 README = Path(__file__).with_name("README.md")
 WITHOUT = "PyTorch is not installed, so nnmpi runs alone; pip install torch==2.13.0 to compare"
 EVERY, CHECKED = ",".join(CASES), "cnn,gpt-block,iris"
@@ -31,7 +31,7 @@ def main(words: Sequence[str], removed: Mapping[str, str]) -> int:
 
     Args:
         words: of the command line.
-        removed: the settings of the BLAS that were in the environment.
+        removed: BLAS settings that were removed from the environment.
     """
     return command.run(PROGRAM, lambda: _run(parse(words), removed))
 

@@ -1,4 +1,4 @@
-"""Who takes part: each way to run a case, as a value that is passed to its processes."""
+"""The contestants: each way to run a case, as a value that is passed to its processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:  # NumPy must not be loaded before the environment is set
     from benchmarks.training.cases import Case
 
 NNMPI, TORCH = "nnmpi", "torch"
-# The groups of which the fastest one counts.
+# Groups; the fastest contestant of each counts.
 PURE, JIT, STOCK, TUNED = "nnmpi", "nnmpi jit", "PyTorch", "PyTorch, tuned malloc"
 # nnmpi's ways: a loop, with `DataParallel` on several ranks; the same, recorded and replayed;
 # `Worker`.
 EAGER, COMPILED, WORKER = "eager", "compiled", "worker"
 CHANNELS_LAST = "channels_last"
-# What an experienced user of PyTorch sets: memory that was freed stays in the process.
+# A setting of experienced users of PyTorch: freed memory stays in the process.
 TUNED_MALLOC: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": "1000000000",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -25,7 +25,7 @@ TUNED_MALLOC: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to run a case on so many ranks.
+    """One way to run a case on a number of ranks.
 
     Attributes:
         side: NNMPI or TORCH.
@@ -34,7 +34,7 @@ class Contestant:
         way: of nnmpi: EAGER, COMPILED or WORKER; of PyTorch's images: contiguous or CHANNELS_LAST.
         jit: whether nnmpi uses compiled kernels.
         tuned: whether malloc keeps freed memory, by TUNED_MALLOC.
-        dtype: float64 for the reference that everybody is compared with.
+        dtype: float64 for the reference of all comparisons.
     """
 
     side: str
@@ -47,7 +47,7 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """Its side and what distinguishes it there; unique in a field."""
+        """The side and its distinguishing settings; unique in a field."""
         words = [self.side, self.way, "jit" * self.jit, "tuned malloc" * self.tuned]
         return " ".join(filter(None, [*words, self.dtype * (self.dtype != "float32")]))
 
@@ -60,9 +60,7 @@ class Contestant:
 
 
 def nnmpi_field(case: Case, ranks: int, jit: bool, reduced: bool = False) -> list[Contestant]:
-    """Return nnmpi's ways; only the fastest ones where others would take too long, or in a reduced
-    run.
-    """
+    """Return nnmpi's ways; for large cases and reduced runs only the fastest."""
     ways = [COMPILED, *([WORKER] if ranks > 1 else [])]
     plain = [
         Contestant(NNMPI, case.name, ranks, way)
@@ -72,14 +70,14 @@ def nnmpi_field(case: Case, ranks: int, jit: bool, reduced: bool = False) -> lis
 
 
 def torch_field(case: Case, ranks: int, reduced: bool = False) -> list[Contestant]:
-    """Return PyTorch's ways; in a reduced run one."""
+    """Return PyTorch's ways; for a reduced run one."""
     ways = ["contiguous", CHANNELS_LAST] if case.model == "cnn" else [""]
     plain = [Contestant(TORCH, case.name, ranks, way) for way in ways]
     return plain[-1:] if reduced else [*plain, *(replace(item, tuned=True) for item in plain)]
 
 
 def reference(case: Case, torch: bool) -> Contestant:
-    """Return the one in float64 whose loss and gradients are taken for right."""
+    """Return the contestant in float64 whose loss and gradients are the reference."""
     return Contestant(
         TORCH if torch else NNMPI, case.name, way="" if torch else EAGER, dtype="float64"
     )

@@ -1,8 +1,7 @@
 """Compares every contestant with a reference in float64 before anything is timed.
 
-A gradient is read off the weights: a step of plain SGD with an enormous learning rate leaves w - lr
-g, of which w is a millionth. So what is looked at is what the step has done, exchange and update
-included.
+A gradient is read off the weights: a step of plain SGD with a learning rate of 2^20 leaves
+w - lr g, of which w is a millionth. So exchange and update are judged as well.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from benchmarks.training.team import Team, Teams
 from benchmarks.training.trainer_nnmpi import build
 
 PROBE_LR = 2.0**20
-TRAIN_LR, TRAIN_STEPS, LARGE_STEPS = 0.01, 5, 2  # the last where a step takes a second
-TOLERANCE = 2e-6  # of the largest element
+TRAIN_LR, TRAIN_STEPS, LARGE_STEPS = 0.01, 5, 2  # the last for cases whose step takes a second
+TOLERANCE = 2e-6  # relative to the largest element
 Arrays = Sequence[NDArray[np.float64]]
 
 
 class CaseFiles:
-    """A case as files in a folder: its data and first weights, which every contestant reads, in
-    both sides' order.
+    """A case as files in a folder, for every contestant: its data, and its first weights in both
+    sides' order.
 
     Attributes:
-        case, folder: these.
+        case, folder: the arguments.
         weights: the first ones, float32, in nnmpi's order and layout.
     """
 
@@ -50,9 +49,7 @@ class CaseFiles:
         _write(folder / "torch.weights", to_torch(case, self.weights))
 
     def read(self, file: Path, contestant: Contestant) -> list[NDArray[np.float64]]:
-        """Return the weights that a contestant has left in a file, which is removed, in nnmpi's
-        order and layout.
-        """
+        """Return a contestant's weights in nnmpi's order and layout; remove their file."""
         flat = np.fromfile(file, contestant.dtype).astype(np.float64)
         file.unlink()
         return (
@@ -70,12 +67,12 @@ def _write(file: Path, arrays: list[NDArray[Any]]) -> None:
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """How far a contestant is from the reference.
+    """A contestant's errors against the reference.
 
     Attributes:
         loss: relative error of the first loss.
-        gradient: largest error of a gradient's element, as a share of the largest of all elements.
-        weights: largest difference from nnmpi's on one rank after some steps, as a share of the
+        gradient: largest error of a gradient's element, relative to the largest of all elements.
+        weights: largest difference from nnmpi's on one rank after some steps, relative to the
             largest weight.
     """
 
@@ -85,10 +82,10 @@ class GradientErrors:
 
 
 class Judge:
-    """Knows a case's right loss and gradients, and nnmpi's weights on one rank after some steps.
+    """Holds a case's reference: loss, gradients, and nnmpi's weights on one rank after some steps.
 
     Args:
-        torch: whether PyTorch computes the reference, else nnmpi in float64.
+        torch: True: PyTorch computes loss and gradients; False: nnmpi in float64.
     """
 
     def __init__(self, files: CaseFiles, torch: bool) -> None:
@@ -103,7 +100,7 @@ class Judge:
         """Compare a contestant.
 
         Raises:
-            WrongResultError: when it is further off than the tolerance, and not PyTorch's.
+            WrongResultError: for an error of nnmpi's above the tolerance; PyTorch's are reported.
         """
         losses, gradients = self._probe(team)
         trained = self._train(team)
@@ -144,11 +141,9 @@ class Judge:
         return [self.files.read(Path(answer["file"]), team.contestant) for answer in answers]
 
 
-def error(found: Arrays, right: Arrays) -> float:
-    """Return the largest difference between elements, as a share of the largest of the right ones;
-    NaN if one is.
-    """
+def error(arrays: Arrays, right: Arrays) -> float:
+    """Return the largest difference of elements, relative to the largest right one; NaN for NaN."""
     largest = max(float(abs(b).max()) for b in right)
-    differences = [float(abs(a - b).max()) for a, b in zip(found, right, strict=True)]
+    differences = [float(abs(a - b).max()) for a, b in zip(arrays, right, strict=True)]
     worst = float(np.max(differences))
     return worst if worst == 0 else worst / largest if largest else float("inf")

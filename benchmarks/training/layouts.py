@@ -2,7 +2,7 @@
 
 linear       (in, out)                  <->  (out, in)
 convolution  (kh, kw, in, out)          <->  (out, in, kh, kw)
-linear behind images: its rows stand for (height, width, channels) here, for (channels, height, width) there
+linear after images: its rows are (height, width, channels) here, (channels, height, width) there
 embedding    the same; it comes first, and in a GPT the positions' after the tokens'
 lstm         gates i, f, o, g           <->  i, f, g, o
 """
@@ -52,7 +52,7 @@ def from_torch(case: Case, flat: NDArray[Any], like: Sequence[NDArray[Any]]) -> 
 
 
 def split(flat: NDArray[Any], like: Sequence[NDArray[Any]]) -> Arrays:
-    """Return numbers that stand one after another as arrays of these shapes."""
+    """Return concatenated numbers as arrays of these shapes."""
     ends = np.cumsum([array.size for array in like])
     return [
         part.reshape(array.shape)

@@ -1,5 +1,5 @@
-"""A case from its data to its rows: contestants are started, judged, timed in turns, and asked for
-their memory.
+"""A case from its data to its rows: start the contestants, judge them, time them in turns, and read
+their peak memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from nnmpi.errors import NnmpiError
 
 Row = Mapping[str, Any]
 CLOCKS = ("cpu_s", "wall_s")
-LR = 1e-5  # so small that the last of some thousand steps works on numbers like the first one's
+# A model that has learnt its one batch by heart computes with denormal numbers, which are slow. At
+# this rate the last of thousands of steps works on numbers like the first one's.
+LR = 1e-5
 WARM_UP = 3
 GROUPS = (PURE, JIT, STOCK, TUNED)
 RATIOS = ((STOCK, PURE), (STOCK, JIT), (TUNED, PURE), (TUNED, JIT))
@@ -37,14 +39,14 @@ def measure(
         name: of the case.
         options: of the command line.
         torch: whether PyTorch takes part.
-        facts: takes which libraries compute in the contestants, by name.
+        facts: receives the contestants' libraries by name.
 
     Raises:
-        WrongResultError: before anything is timed, when a result is not the reference's.
+        WrongResultError: before anything is timed, for a result unlike the reference's.
     """
     case = CASES[name]
-    with tempfile.TemporaryDirectory(prefix="nnmpi-") as place:
-        files = CaseFiles(case, Path(place))
+    with tempfile.TemporaryDirectory(prefix="nnmpi-") as folder:
+        files = CaseFiles(case, Path(folder))
         judge = Judge(files, torch)
         for ranks in options.ranks:
             field = nnmpi_field(case, ranks, has_jit(), options.check)
@@ -56,7 +58,8 @@ def measure(
                     for hello in team.hello:
                         facts |= hello["facts"]
                 steps, blocks = time_blocks(list(teams), options.rounds, options.block_s)
-                # CPU time of the thread on one rank, the wall clock on several
+                # CPU time of the thread on one rank, because other programs affect it least; the
+                # wall clock on several, because waiting for messages is part of their step
                 yield [
                     _row(team, steps, blocks[team][ranks > 1], vars(errors[team])) for team in teams
                 ]
@@ -65,13 +68,13 @@ def measure(
 def time_blocks(
     teams: Sequence[Team], rounds: int, block_s: float
 ) -> tuple[int, Mapping[Team, Any]]:
-    """Return the steps in a block, and for each contestant the seconds per step by each clock,
-    block by block.
+    """Return the steps of a block, and each contestant's seconds per step by each clock, block by
+    block.
 
     Args:
-        teams: the contestants; whoever does not run sleeps.
+        teams: the contestants; all but one sleep.
         rounds: blocks of each.
-        block_s: how long a block of the contestant in the middle should take.
+        block_s: seconds of a block of the median contestant.
     """
     steps = steps_in_block(
         block_s, [_block(team, WARM_UP) and _block(team, 1)[-1] for team in teams]
@@ -96,7 +99,7 @@ def _block(team: Team, steps: int) -> list[float]:
 
 
 def _row(team: Team, steps: int, blocks_s: Sequence[float], errors: Mapping[str, float]) -> Row:
-    """Return a contestant's row when its blocks are done."""
+    """Return a contestant's row after its blocks."""
     item = team.contestant
     row = {
         "case": item.case,
@@ -114,8 +117,8 @@ def _row(team: Team, steps: int, blocks_s: Sequence[float], errors: Mapping[str,
 
 
 def compare(rows: Sequence[Row]) -> list[Row]:
-    """Return for each case and number of ranks the fastest row of each group, and the medians of
-    the rounds' ratios.
+    """Return each group's fastest row, and the medians of the rounds' ratios, for each case and
+    number of ranks.
     """
     result = []
     for case, ranks in dict.fromkeys((item["case"], item["ranks"]) for item in rows):

@@ -1,7 +1,7 @@
 """One process of a contestant: `python benchmarks/training/member.py FOLDER CONTESTANT RANK`.
 
-It connects to the benchmark's socket in the folder, and does what it is asked to, line by line;
-between two lines it sleeps. Under mpirun, RANK is "-" and MPI says which one it is.
+It connects to the benchmark's socket in the folder, and executes one order per line; between two
+lines it sleeps. Under mpirun, RANK is "-", and MPI gives the rank.
 """
 
 import json
@@ -25,20 +25,20 @@ from benchmarks.training.cases import CASES, Case  # noqa: E402
 from benchmarks.training.contestants import NNMPI, TORCH, Contestant  # noqa: E402
 
 TRAINERS = {NNMPI: "NnmpiTrainer", TORCH: "TorchTrainer"}
-# of nnmpi's step that is looked at: it is recorded in the first ones and replayed in the last
+# of nnmpi's judged step: the first ones are recorded, the last is a replay
 REPEATS = 3
 SOCKET = "socket"
 
 
 class Trainer(ABC):
-    """One rank of a contestant: a step, and its parameters as arrays. Making one is collective over
-    its ranks.
+    """One rank of a contestant: a step, and its parameters as arrays. Construction is collective
+    over its ranks.
 
-    Its public methods are what the benchmark asks for.
+    The benchmark calls its public methods by name.
 
     Attributes:
-        case, contestant: what it runs.
-        rank: its own.
+        case, contestant: the model and the way to run it.
+        rank: of this process.
         lr: the learning rate of the next step.
     """
 
@@ -48,13 +48,13 @@ class Trainer(ABC):
 
     @abstractmethod
     def one_step(self) -> float:
-        """Do forward, backward, exchange and update. Return the loss; its mean over the ranks is
-        the global one.
+        """Do forward, backward, exchange and update. Return a loss whose mean over the ranks is the
+        global one.
         """
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Wait for all ranks."""
 
     @abstractmethod
     def arrays(self) -> list[NDArray[np.floating]]:
@@ -62,39 +62,33 @@ class Trainer(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, str]:
-        """Return what computes here, by name."""
+        """Return the libraries that compute, by name."""
 
     @abstractmethod
     def close(self) -> None:
-        """Take apart what was made collectively."""
+        """Release collective resources."""
 
     def load(self) -> list[NDArray[Any]]:
-        """Return this rank's part of the global batch, in the contestant's dtype where it is
-        floating point.
-        """
+        """Return this rank's part of the global batch; floating point in the contestant's dtype."""
         rows, dtype = self.case.batch // self.contestant.ranks, self.contestant.dtype
         part = slice(self.rank * rows, (self.rank + 1) * rows)
         both = (np.load(self.folder / f"{name}.npy", mmap_mode="r")[part] for name in ("x", "y"))
         return [np.array(item, dtype if item.dtype.kind == "f" else item.dtype) for item in both]
 
     def probe(self, lr: float) -> dict[str, Any]:
-        """Do one step from the first weights, nnmpi's several times over; write the weights that it
-        leaves.
-        """
+        """Do one step from the first weights, nnmpi's REPEATS times; write the final weights."""
         for _ in range(REPEATS if self.contestant.side == NNMPI else 1):
             result = self.train(lr, 1)
         return result
 
     def train(self, lr: float, steps: int) -> dict[str, Any]:
-        """Do some steps from the first weights; write the weights that they leave, one array after
-        another.
-        """
+        """Do steps from the first weights; write the final weights, one array after another."""
         self.barrier()
         with open(self.folder / f"{self.contestant.side}.weights", "rb") as values:
             for array in self.arrays():
                 array[...] = np.fromfile(values, np.float32, array.size).reshape(array.shape)
         self.lr, loss = lr, 0.0
-        self.barrier()  # with the fused update the weights are the neighbours' as well
+        self.barrier()  # with the fused update, ranks on a node share the weights
         for _ in range(steps):
             loss = self.one_step()
         self.barrier()
@@ -105,7 +99,7 @@ class Trainer(ABC):
         return {"loss": loss, "file": str(file)}
 
     def block(self, lr: float, steps: int) -> dict[str, float]:
-        """Return the seconds that so many steps took: the thread's, and the clock's."""
+        """Return the seconds of `steps` steps: CPU time of the thread, and wall clock."""
         self.lr, loss = lr, 0.0
         self.barrier()
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -118,14 +112,14 @@ class Trainer(ABC):
         }
 
     def memory(self) -> int:
-        """Return the resident bytes at their peak since this was asked last."""
+        """Return the peak of resident bytes since the last call."""
         peak = peak_bytes()
         reset_peak()
         return peak
 
 
 def main(words: list[str]) -> None:
-    """Do what is asked for, until the connection ends."""
+    """Execute orders until the connection ends."""
     folder, contestant = Path(words[0]), Contestant(**json.loads(words[1]))
     make = getattr(
         import_module(f"benchmarks.training.trainer_{contestant.side}"), TRAINERS[contestant.side]

@@ -1,12 +1,12 @@
-"""A step of `python -m nnmpi.train`, with its share of evaluations, records and reports, beside one
+"""A step of `python -m nnmpi.train`, with its share of evaluations, logs and reports, beside a step
 of a compiled loop.
 
     python benchmarks/training/steps.py iris 500
     mpirun -n 2 python benchmarks/training/steps.py digits 8
 
-Both train the same model on the same samples. Times are of the first rank's thread, the least of
-some blocks of whole epochs. The loop's batches are made before; it measures no gradient, evaluates
-nothing, and reports nothing.
+Both train the same model on the same samples. Times are CPU time of rank 0's thread, the least of
+several blocks of whole epochs. The loop's batches are made beforehand; it computes no gradient
+norm, evaluates nothing, and reports nothing.
 """
 
 import sys
@@ -34,12 +34,12 @@ CASES = {"iris": ("mlp", 64, (50,)), "digits": ("cnn", 32, ())}  # model, batch,
 
 
 class EpochClock(Console):
-    """Prints nothing, and takes the time at the end of each epoch."""
+    """A console that prints nothing, and records the CPU time at the end of each epoch."""
 
     ends: list[float]
 
     def say(self, *lines: str) -> None:
-        """Take the time if an epoch is told of."""
+        """Record the time of an epoch's line."""
         if lines and lines[0].startswith("epoch "):
             self.ends.append(time.thread_time())
 

@@ -1,4 +1,4 @@
-"""The tables of the screen and the README."""
+"""The tables for the screen and the README."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CASE: Columns = (("case", "case"), ("ranks", "ranks"))
 
 
 def contestants(rows: Sequence[Row], markdown: bool) -> str:
-    """Return every contestant's time, memory and error, the fastest first."""
+    """Return every contestant's time, memory and errors, the fastest first."""
     columns = (
         *_CASE,
         ("contestant", "name"),
@@ -27,8 +27,8 @@ def contestants(rows: Sequence[Row], markdown: bool) -> str:
 
 
 def speeds(rows: Sequence[Row], markdown: bool) -> str:
-    """Return each side's fastest way, and how many times faster nnmpi is: medians (quartiles) of
-    the rounds' ratios.
+    """Return each group's fastest time, and nnmpi's speed-up: medians (quartiles) of the rounds'
+    ratios.
     """
 
     def step_ms(row: Row, group: str) -> str:
@@ -47,7 +47,7 @@ def speeds(rows: Sequence[Row], markdown: bool) -> str:
 
 
 def memory(rows: Sequence[Row], markdown: bool) -> str:
-    """Return the peak resident memory of a rank, in each side's fastest way."""
+    """Return the peak resident memory of a rank, of each group's fastest contestant."""
 
     def peak(row: Row, group: str) -> str:
         return mib(row["best"][group]["peak_bytes"]) if group in row["best"] else MISSING

@@ -1,8 +1,7 @@
-"""A contestant's processes, seen from the benchmark: started, asked to do something, and waited
-for.
+"""A contestant's processes, as the benchmark drives them: start, send an order, wait, end.
 
-Each process has a connection of its own to the benchmark and sleeps while it has nothing to do, so
-that all contestants can stay alive and take turns.
+Each process has its own connection to the benchmark, and sleeps between orders: so all contestants
+stay alive and take turns.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Team:
     """One contestant: a process per rank.
 
     Args:
-        folder: where data, first weights and the socket are.
+        folder: of data, first weights and the socket.
         number: names the file of its output.
     """
 
@@ -54,10 +53,10 @@ class Team:
             every = [[*words, str(rank)] for rank in range(contestant.ranks)]
         else:
             every = [[find_mpirun(), "-n", str(contestant.ranks), *words, "-"]]
-        # Open MPI names its files in /dev/shm by 16 bits of a hash of the job. Of two jobs that get
-        # the same one, the later one cuts off the file of the other, which then dies of a
-        # segmentation fault; and here two dozen jobs are alive at once. So each has a folder of its
-        # own; other MPIs ignore the variables.
+        # Open MPI names its files in /dev/shm by 16 bits of a hash of the job. If two jobs collide,
+        # the later one truncates the file of the other, which dies of a segmentation fault; and
+        # here two dozen jobs are alive at once. So each gets its own folder; other MPIs ignore the
+        # variables.
         self._shared = (
             tempfile.mkdtemp(prefix="nnmpi-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ""
         )
@@ -78,18 +77,18 @@ class Team:
 
     @property
     def complete(self) -> bool:
-        """Whether all processes have said hello."""
+        """Whether all processes have connected."""
         return all(connection is not None for connection in self._connections)
 
     def join(self, connection: Any, hello: Mapping[str, Any]) -> None:
-        """Take in a process that has said hello."""
+        """Add a process that has connected."""
         self._connections[hello["rank"]], self.hello[hello["rank"]] = connection, dict(hello)
 
     def ask(self, what: str, **how: Any) -> list[Any]:
-        """Have all processes do something; return their answers in order of rank.
+        """Send all processes an order; return their answers by rank.
 
         Raises:
-            LaunchError: when one has ended, with the end of its output.
+            LaunchError: if one has ended, with the end of its output.
         """
         try:
             for connection in self._connections:
@@ -105,7 +104,7 @@ class Team:
             raise LaunchError(self._ended("did not start"))
 
     def end(self) -> None:
-        """Let the processes end; kill those that do not."""
+        """Close the connections, which ends the processes; kill those that stay."""
         for connection in self._connections:
             if connection is not None:
                 connection.close()
@@ -120,7 +119,7 @@ class Team:
             shutil.rmtree(self._shared, ignore_errors=True)
 
     def _ended(self, when: str) -> str:
-        """Return what happened, in words, once the processes have written their last words."""
+        """Return a sentence with the end of the output, once the processes have flushed it."""
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WORDS_S)
@@ -129,13 +128,13 @@ class Team:
 
 
 class Teams:
-    """All contestants of a case on so many ranks, alive as long as the block lasts.
+    """All contestants of a case on a number of ranks, alive inside the `with` block.
 
         with Teams(contestants, folder) as teams:
             teams[name].ask("block", lr=0.01, steps=10)
 
     Raises:
-        LaunchError: when a process ends or does not come in time.
+        LaunchError: if a process ends or does not connect in time.
     """
 
     def __init__(self, contestants: Sequence[Contestant], folder: Path) -> None:
@@ -174,7 +173,7 @@ class Teams:
         return iter(self._teams.values())
 
     def _gather(self, listener: socket, teams: Sequence[Team]) -> None:
-        """Wait until these are complete."""
+        """Accept connections until these teams are complete."""
         begin = time.monotonic()
         while not all(team.complete for team in teams):
             try:

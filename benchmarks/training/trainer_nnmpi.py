@@ -25,7 +25,7 @@ from nnmpi.data.sampler import Cut
 
 
 class NnmpiTrainer(Trainer):
-    """A rank of nnmpi; MPI knows which."""
+    """A rank of nnmpi."""
 
     def __init__(self, contestant: Contestant, rank: int, folder: Path) -> None:
         keep_freed_memory()  # as the train command does
@@ -64,7 +64,7 @@ class NnmpiTrainer(Trainer):
         self._stack.close()
 
     def _loop(self) -> Callable[[], float]:
-        """Return the usual loop's body as one call."""
+        """Return one iteration of the usual training loop as a call."""
         case, group, model, optimizer = self.case, self._group, self._model, self._optimizer
         parallel = None if group is None else nnmpi.DataParallel(model, group)
         if parallel is not None:
@@ -126,7 +126,7 @@ def build(case: Case) -> nn.Module:
 
 
 def sum_loss(case: Case) -> Callable[[Tensor, Any], Tensor]:
-    """Return (output, labels) -> the sum over the targets of each one's loss."""
+    """Return (output, labels) -> the loss summed over the targets."""
     if case.loss == CROSS_ENTROPY:
         return partial(ops.cross_entropy, reduction="sum")
     return lambda output, y, reduction="sum": (
@@ -135,10 +135,10 @@ def sum_loss(case: Case) -> Callable[[Tensor, Any], Tensor]:
 
 
 def mean_loss(case: Case, output: Tensor, y: Any) -> Tensor:
-    """Return the mean over the targets of each one's loss."""
+    """Return the mean loss over the targets."""
     return ops.cross_entropy(output, y) if case.loss == CROSS_ENTROPY else ops.mse(output, y)
 
 
 def has_jit() -> bool:
-    """Return whether nnmpi has compiled kernels here, which need numba."""
+    """Return whether numba, and with it nnmpi's compiled kernels, is installed."""
     return find_spec("numba") is not None

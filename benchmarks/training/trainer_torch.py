@@ -1,7 +1,7 @@
 """PyTorch's side: eager, SGD; DistributedDataParallel with gloo on several ranks. It does not
 import nnmpi.
 
-Parameters stand in the order of nnmpi's, so that they are found by number: see `layouts.py`.
+Parameters are in nnmpi's order, and matched by number: see `layouts.py`.
 """
 
 import os
@@ -25,7 +25,7 @@ class TorchTrainer(Trainer):
     Args:
         contestant: what it runs.
         rank: of this process.
-        folder: where data and first weights are, and where the ranks meet.
+        folder: of data and first weights, and of the ranks' rendezvous.
     """
 
     def __init__(self, contestant: Contestant, rank: int, folder: Path) -> None:
@@ -42,9 +42,9 @@ class TorchTrainer(Trainer):
         self._run: nn.Module = self._model
         if contestant.ranks > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            place = f"file://{folder / contestant.name.replace(' ', '-')}.rendezvous"
+            address = f"file://{folder / contestant.name.replace(' ', '-')}.rendezvous"
             torch.distributed.init_process_group(
-                "gloo", init_method=place, rank=rank, world_size=contestant.ranks
+                "gloo", init_method=address, rank=rank, world_size=contestant.ranks
             )
             self._run = nn.parallel.DistributedDataParallel(
                 self._model, gradient_as_bucket_view=True
@@ -149,7 +149,7 @@ class Recurrent(nn.Module):
     """Long short-term memory: tokens (batch, time) -> logits of the next ones (batch, time,
     vocabulary).
 
-    PyTorch's layers have two biases that are added up; the second ones are 0 and stay so.
+    PyTorch's layers add two biases; the second ones are 0 and stay so.
 
     Args:
         features: of the embedding and of each layer.
@@ -197,6 +197,6 @@ def _linear(sizes: Any) -> list[nn.Module]:
 
 
 def _blas() -> str:
-    """Return the lines of PyTorch's own description that name its libraries, joined."""
+    """Return the lines of PyTorch's configuration that name its libraries, joined."""
     lines = [line.strip(" -") for line in torch.__config__.show().splitlines()]
     return "; ".join(line for line in lines if "Kernel Library" in line or "MKL-DNN" in line)

@@ -1,13 +1,13 @@
 """Whole commands, from the shell's call to its return: `python -m nnmpi.train` beside a plain
 PyTorch script.
 
-    python benchmarks/training/whole.py                                  # iris and digits, on 1 and 2 ranks, 5 times
+    python benchmarks/training/whole.py              # iris and digits, on 1 and 2 ranks, 5 times
     python benchmarks/training/whole.py --cases mnist --data-dir DIR --repeats 1
-    python benchmarks/training/whole.py --torch-python VENV/bin/python   # where PyTorch is, if not here
+    python benchmarks/training/whole.py --torch-python VENV/bin/python   # a Python with PyTorch
 
-nnmpi runs as it comes, and writes what a run leaves: metrics, checkpoints, hashes. The script is
-`whole_torch.py`, with a DataLoader, and torchrun for several ranks. One thread per rank; each
-command has its turn in every repeat, and the least of its times counts.
+nnmpi runs with its defaults, and writes metrics, checkpoints and hashes. The script is
+`whole_torch.py`, with a DataLoader, and torchrun for several ranks. One thread per rank; the
+commands alternate, and the least time of each counts.
 """
 
 import argparse
@@ -36,12 +36,12 @@ LIMIT_S = 1200.0
 
 
 class Run(NamedTuple):
-    """A training: what the commands are told."""
+    """A training, as options of both commands."""
 
     model: str
     epochs: int
     batch_size: int
-    more: tuple[str, ...] = ()  # of nnmpi's options, for the model that PyTorch's script has
+    more: tuple[str, ...] = ()  # nnmpi's options for the model of PyTorch's script
 
 
 RUNS = {
@@ -80,7 +80,7 @@ def commands(
 
 
 def write_data(name: str, folder: Path, data_dir: Path | None) -> None:
-    """Write a data set for PyTorch's script; images as bytes, as they come."""
+    """Write a data set for PyTorch's script; images as bytes, as in their files."""
     arrays = {}
     for part, result in zip(
         ("train", "test"), data.load(name, data_dir if name == "mnist" else None), strict=True
@@ -92,11 +92,9 @@ def write_data(name: str, folder: Path, data_dir: Path | None) -> None:
 
 
 def take(command: Sequence[str], folder: Path) -> tuple[float, str]:
-    """Return the seconds that a command takes, and its last word of the accuracy on the test
-    data.
-    """
-    # Where Python is told to keep no bytecode, a checkout is compiled at each start, and what pip
-    # has installed is not.
+    """Return the seconds of a command, and the last test accuracy that it prints."""
+    # With this variable a checkout would be compiled at each start, while packages installed by
+    # pip have their bytecode.
     environ = {
         name: value for name, value in environment().items() if name != "PYTHONDONTWRITEBYTECODE"
     }
@@ -140,10 +138,11 @@ def main() -> None:
         seconds: dict[str, list[float]] = {"nnmpi": [], "PyTorch": []}
         accuracies: dict[str, str] = {}
         for _ in range(options.repeats):
-            with tempfile.TemporaryDirectory(prefix="nnmpi-") as place:
-                write_data(name, Path(place), options.data_dir)
-                for who, command in commands(name, ranks, options, Path(place)).items():
-                    taken, accuracies[who] = take(command, Path(place))
+            with tempfile.TemporaryDirectory(prefix="nnmpi-") as temporary:
+                folder = Path(temporary)
+                write_data(name, folder, options.data_dir)
+                for who, command in commands(name, ranks, options, folder).items():
+                    taken, accuracies[who] = take(command, folder)
                     seconds[who].append(taken)
         ours, theirs = min(seconds["nnmpi"]), min(seconds["PyTorch"])
         times = (

@@ -1,7 +1,7 @@
 """A plain PyTorch script that trains with a DataLoader, as people write it; see `whole.py`.
 
     python whole_torch.py DATA.npz MODEL --epochs 20 --batch-size 32 --out weights.pt
-    torchrun --standalone --nproc_per_node 2 whole_torch.py DATA.npz MODEL ...          # DistributedDataParallel, gloo
+    torchrun --standalone --nproc_per_node 2 whole_torch.py DATA.npz MODEL ...   # DDP over gloo
 
 DATA.npz holds x_train, y_train, x_test and y_test; bytes are divided by 255. MODEL is "mlp" (one
 hidden layer of 50) or "cnn" (that of `nnmpi.models.cnn`). Adam, a warm-up of one epoch and then a
@@ -44,7 +44,7 @@ def load(file: str, part: str) -> TensorDataset:
 
 
 def evaluate(model: nn.Module, loader: DataLoader) -> float:
-    """Return the share of right answers; over all ranks where there are several."""
+    """Return the accuracy, over all ranks."""
     right = torch.zeros(2)
     model.eval()
     with torch.no_grad():
