@@ -1,7 +1,7 @@
 """The values of the buffers before a call, and the expected ones after it: integers, so that every
 sum is exact.
 
-    element i on rank r in call k  =  i % TILE % 11  +  i // TILE % 5  +  r * 7919 % 97 + 1  +  k % 3
+    element i on rank r in call k  =  i % TILE % 11 + i // TILE % 5 + r * 7919 % 97 + 1 + k % 3
 
 The moduli shrink until the sum fits into the dtype: overflow differs between MPI libraries (8-bit
 sums wrap in some and saturate in others).

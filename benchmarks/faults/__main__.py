@@ -1,4 +1,4 @@
-"""What nnmpi makes of faults, measured: `table` or `kills`, each with --help. See README.md."""
+"""Faults injected into a training: `table` or `kills`, each with --help. See README.md."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""A supervised training whose ranks are killed at random, beside one that nobody disturbs. See
-README.md.
+"""A supervised training whose ranks are killed at random, beside an undisturbed one. See README.md.
 
 python -m benchmarks.faults kills --ranks 4 --kills 20 --steps 30000
 """
@@ -23,13 +22,11 @@ TRAIN = (
     "--model mlp --dataset digits --batch-size 64 --reduction fixed --lr-schedule constant --lr"
     " 1e-4 --eval-every 0"
 )
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 def supervise(ranks, words, output, disturb):
-    """Run a training under the supervisor, and return its status, its output and the seconds that
-    it took.
-    """
+    """Run a training under the supervisor; return its status, output and seconds."""
     begin = time.monotonic()
     with output.open("w") as stream:
         command = [sys.executable, "-m", "nnmpi.run", "-n", str(ranks), "--", *words.split()]
@@ -38,12 +35,12 @@ def supervise(ranks, words, output, disturb):
         )
         while job.poll() is None:
             disturb()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
     return job.returncode, output.read_text(errors="replace"), time.monotonic() - begin
 
 
 def ranks_of(folder):
-    """Return the processes of the training in a folder, by rank."""
+    """Return the PIDs of the training in a folder, by rank."""
     result = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -59,20 +56,20 @@ def ranks_of(folder):
 
 
 class Killer:
-    """Kills a random rank at random moments, so many times, once the job is up."""
+    """Kills a random rank at a random moment after each start, `kills` times."""
 
     def __init__(self, folder, kills, every_s, seed):
         self.folder, self.left, self.every_s = folder, kills, every_s
         self.draws = random.Random(seed)
         self.starts = -1
         self.at_s = 0.0
-        self.lost_s = []  # how many seconds after the last checkpoint
+        self.lost_s = []  # seconds from the last checkpoint to each kill
 
     def __call__(self):
-        """Kill a rank if it is time."""
+        """Kill a rank, if a kill is due."""
         with suppress(OSError):
             starts = (self.folder / "starts.jsonl").read_bytes().count(b"\n")
-            if starts != self.starts:  # a job has come up that has not been killed yet
+            if starts != self.starts:  # a new start: draw the time of its kill
                 self.starts, self.at_s = (
                     starts,
                     time.monotonic() + self.draws.uniform(0.2, 1.8) * self.every_s,
@@ -90,13 +87,13 @@ class Killer:
 
 
 def last_files(folder):
-    """Return the last checkpoint's arrays, as bytes."""
+    """Return the files of the last checkpoint's arrays, as bytes."""
     last = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
     return [file.read_bytes() for file in sorted(last.glob("*.safetensors"))]
 
 
 def main(words):
-    """Measure, and print what came of it."""
+    """Measure, and print the results."""
     parser = Parser("python -m benchmarks.faults kills", description=__doc__)
     add_options(
         parser,
@@ -110,14 +107,14 @@ def main(words):
     )
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
+        folder = Path(name)
         train = (
             f"{TRAIN} --epochs 1000000 --max-steps {options.steps} --save-every"
             f" {options.save_steps}steps --quiet"
         )
-        killer = Killer(place / "killed", options.kills, options.every, options.seed)
+        killer = Killer(folder / "killed", options.kills, options.every, options.seed)
         status, text, seconds = supervise(
-            options.ranks, f"{train} --out {killer.folder}", place / "output", killer
+            options.ranks, f"{train} --out {killer.folder}", folder / "output", killer
         )
         if status:
             sys.exit(f"the supervised run ended with status {status}:\n{text[-3000:]}")
@@ -130,13 +127,13 @@ def main(words):
         print(f"starts that were killed took {min(starts):.0f} to {max(starts):.0f} s", flush=True)
         lost = sum(killer.lost_s) / max(1, len(killer.lost_s))
         print(f"work lost by a kill, on average: {lost:.2f} s", flush=True)
-        # sums in a fixed order are the same on any number
+        # --reduction fixed: sums have the same bits on any number of ranks
         ranks = options.undisturbed_ranks or options.ranks
         status, text, seconds = supervise(
-            ranks, f"{train} --out {place}/whole", place / "output", bool
+            ranks, f"{train} --out {folder}/undisturbed", folder / "output", bool
         )
         print(f"undisturbed: {seconds:.0f} s; {text.splitlines()[-1]}")
-        same = last_files(killer.folder) == last_files(place / "whole")
+        same = last_files(killer.folder) == last_files(folder / "undisturbed")
         print(
             "the weights and the optimizer's state are"
             f" {'equal bit for bit' if same else 'DIFFERENT'}"

@@ -1,8 +1,6 @@
-"""Fourteen faults of one rank, under each way of talking, with each MPI: who is named, and after
-how long.
+"""Fourteen faults of one rank, by exchange and MPI: whether the rank is named, and after how long.
 
-python -m benchmarks.faults table --python .venv/bin/python --python mpich/bin/python --json
-table.json
+python -m benchmarks.faults table --python .venv/bin/python --python mpich/bin/python --json t.json
 """
 
 import json
@@ -35,39 +33,39 @@ TRAIN = (
     " --eval-every 0"
 )
 TRAIN += " --log-every 1"
-# found by the time limit of waiting, all others at once
+# prefixes of faults that only the stall limit detects; all others are detected at once
 LIMITED = ("stop", "asleep", "wrong order", "extra")
 ENDS_WELL = ("slow by 20x",)
 POLL_S, DISTURBED_S, MOST_TRIES = 0.02, 0.5, 5
-LATEST_S = 1.0, 2.0  # after the limit; after a fault that is found at once
-OF_THE_FILES = ("full disk", "deleted folder", "other data")  # no collective goes wrong in these
-MEGABYTE_FOR_THE_RUN = "size=1m"
+LATEST_S = 1.0, 2.0  # seconds to the name: after the limit; after a fault detected at once
+OF_THE_FILES = ("full disk", "deleted folder", "other data")  # these disturb no collective
+RUN_DISK = "size=1m"
 
 
 def make_data(folder):
     """Write the data set, and another one of the same shape for the guilty rank."""
     import numpy as np
 
-    for seed, place in enumerate((folder, folder / "other")):
-        place.mkdir(parents=True)
+    for seed, target in enumerate((folder, folder / "other")):
+        target.mkdir(parents=True)
         draws = np.random.default_rng(seed)
         x, y = draws.normal(size=(128, 4)).astype(np.float32), draws.integers(0, 3, 128)
-        np.savez(place / "data.npz", x_train=x, y_train=y, x_test=x[:32], y_test=y[:32])
+        np.savez(target / "data.npz", x_train=x, y_train=y, x_test=x[:32], y_test=y[:32])
 
 
-def let_happen(python, way, fault, place):
-    """Run the training in a folder, and return what was seen.
+def inject(python, way, fault, folder):
+    """Run the training in a folder, and return the observation.
 
     Returns:
-        status: of the launcher; None where it hung.
-        said: all that was printed.
-        named_s: seconds from the fault to the first line that names it; None where none does.
+        status: of the launcher; None if it hung.
+        output: of the job.
+        named_s: seconds from the fault to the first line that names it, or None.
         ended_s: seconds from the fault to the end of the job.
-        longest_s: seconds between two looks, at most: a machine that did something else says
-            nothing about nnmpi.
+        longest_s: the longest interval between two polls: a long one means that the machine was
+            busy, and the times are void.
     """
-    make_data(place / "work")
-    run, at = place / "run", place / "at"
+    make_data(folder / "work")
+    run, at = folder / "run", folder / "at"
     words = f"{TRAIN} {WAYS[way]} --stall-limit {STALL_LIMIT_S} --out {run}/it"
     if fault == "slow by 20x":
         words = words.replace(f"limit {STALL_LIMIT_S}", "limit 60")
@@ -87,28 +85,26 @@ def let_happen(python, way, fault, place):
     run.mkdir()
     mounted = fault == "full disk"
     if mounted:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", MEGABYTE_FOR_THE_RUN, "none", str(run)], check=True
-        )
+        subprocess.run(["mount", "-t", "tmpfs", "-o", RUN_DISK, "none", str(run)], check=True)
     try:
-        return _watch(command, environ, place, at, fault)
+        return _watch(command, environ, folder, at, fault)
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(run)], check=True)
 
 
-def _watch(command, environ, place, at, fault):
-    begin = looked_s = time.time()
+def _watch(command, environ, folder, at, fault):
+    begin = polled_s = time.time()
     seen_s, longest_s = None, 0.0
-    with (place / "output").open("wb") as sink, (place / "output").open("rb") as source:
+    with (folder / "output").open("wb") as sink, (folder / "output").open("rb") as source:
         job = subprocess.Popen(
-            *(command,),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
             env=environ,
             start_new_session=True,
-            cwd=place / "work",
+            cwd=folder / "work",
         )
         text = ""
         while job.poll() is None and time.time() - begin < HANGS_S + longest_s:
@@ -116,7 +112,7 @@ def _watch(command, environ, place, at, fault):
             if seen_s is None and at.exists() and find_name(text, fault):
                 seen_s = time.time()
             time.sleep(POLL_S)
-            longest_s, looked_s = max(longest_s, time.time() - looked_s), time.time()
+            longest_s, polled_s = max(longest_s, time.time() - polled_s), time.time()
         ended_s, status = time.time(), job.poll()
         kill(job.pid)
         job.wait()
@@ -126,15 +122,15 @@ def _watch(command, environ, place, at, fault):
     happened = float(at.read_text()) if at.exists() else begin
     return {
         "status": status,
-        "said": text,
+        "output": text,
         "named_s": None if seen_s is None else round(seen_s - happened, 2),
         "ended_s": round(ended_s - happened, 2),
         "longest_s": round(longest_s, 2),
     }
 
 
-def find_name(said, fault):
-    """Return the line of nnmpi's own that names the fault; none before the job is ended for it."""
+def find_name(text, fault):
+    """Return nnmpi's line that names the fault, else the launcher's, else ""."""
     patterns = {
         "exit": rf"{GONE}|rank {GUILTY} of {RANKS}: os\._exit",
         "raise": rf"rank {GUILTY} of {RANKS}.*a fault on purpose",
@@ -151,17 +147,17 @@ def find_name(said, fault):
     )
     result = re.search(
         patterns.get("exit" if fault.startswith("exit") else fault, default),
-        said,
+        text,
         re.DOTALL if fault == "raise" else 0,
     )
     if result is None and not limited:
-        # its launcher was faster than those who could say where it was
-        result = re.search(BY_LAUNCHER, said)
+        # the launcher may end the job before a rank can report
+        result = re.search(BY_LAUNCHER, text)
     return result[0] if result else ""
 
 
 def judge(way, fault, seen):
-    """Return what is wrong with what was seen; nothing where all is as it must be."""
+    """Return the defects of an observation as text; "" for none."""
     wrong = []
     if seen["status"] is None:
         wrong.append("HUNG")
@@ -171,15 +167,15 @@ def judge(way, fault, seen):
         return ", ".join([*wrong, "not named"])
     line = next(
         item
-        for item in seen["said"].splitlines()
-        if find_name(seen["said"], fault).splitlines()[-1] in item
+        for item in seen["output"].splitlines()
+        if find_name(seen["output"], fault).splitlines()[-1] in item
     )
-    by_launcher = re.match(BY_LAUNCHER, find_name(seen["said"], fault))
+    by_launcher = re.match(BY_LAUNCHER, find_name(seen["output"], fault))
     stepless = (
         fault in ("stop at start-up", "asleep in build", "other data", "deleted folder")
         or by_launcher
     )
-    if not stepless and not re.search(r"step \d+", seen["said"]):
+    if not stepless and not re.search(r"step \d+", seen["output"]):
         wrong.append("no step")
     if fault.startswith(LIMITED) and not re.search(
         r" at \S+:\d+| in an? |in MPI's start|not been heard of", line
@@ -195,7 +191,7 @@ def judge(way, fault, seen):
 
 
 def name_mpi(python):
-    """Return which MPI is beside a Python."""
+    """Return the MPI beside a Python."""
     text = subprocess.run(
         [Path(python).with_name("mpirun"), "--version"], capture_output=True, text=True, check=True
     )
@@ -203,7 +199,7 @@ def name_mpi(python):
 
 
 def render(rows):
-    """Return the rows as a table: seconds from the fault to its name, and what is wrong."""
+    """Return the rows as a table: seconds from the fault to its name, or the defects."""
     columns = list(dict.fromkeys((row["mpi"], row["way"]) for row in rows))
     result = {(row["mpi"], row["way"], row["fault"]): row for row in rows}
     return tables.render(
@@ -224,7 +220,7 @@ def _cell(row):
     if row["wrong"]:
         return f"**{row['wrong']}**"
     limited = row["fault"].startswith(LIMITED)
-    by_launcher = not limited and re.match(BY_LAUNCHER, find_name(row["said"], row["fault"]))
+    by_launcher = not limited and re.match(BY_LAUNCHER, find_name(row["output"], row["fault"]))
     name = "launcher, " if by_launcher else ""
     return (
         f"limit + {row['named_s'] - STALL_LIMIT_S:.1f}"
@@ -234,7 +230,7 @@ def _cell(row):
 
 
 def main(words):
-    """Go through the table, and print it."""
+    """Run the missing cells of the table, and print it."""
     parser = Parser("python -m benchmarks.faults table", description=__doc__)
     parser.add_argument(
         "--python", action="append", help="beside which an mpirun lies; one for each MPI"
@@ -256,8 +252,8 @@ def main(words):
                 if (mpi, way, fault) in rows and not rows[mpi, way, fault]["wrong"]:
                     continue
                 for _ in range(MOST_TRIES):
-                    with tempfile.TemporaryDirectory() as place:
-                        seen = let_happen(python, way, fault, Path(place))
+                    with tempfile.TemporaryDirectory() as folder:
+                        seen = inject(python, way, fault, Path(folder))
                     if seen["longest_s"] < DISTURBED_S:
                         break
                 row = {

@@ -1,9 +1,10 @@
-"""A training in which one rank goes wrong on purpose: the train command with a model of its own.
+"""A training with a fault in one rank: the train command with a model that contains the fault.
 
-NNMPI_FAULT names what happens, on rank GUILTY, in its call CALL of a layer; the time goes into
-NNMPI_FAULT_FILE.
+NNMPI_FAULT names the fault. It happens on rank GUILTY, in call CALL of a layer; its time is written
+to NNMPI_FAULT_FILE.
 
-    NNMPI_FAULT=kill NNMPI_FAULT_FILE=/tmp/at mpirun -n 4 python -m benchmarks.faults.victim <train options>
+    NNMPI_FAULT=kill NNMPI_FAULT_FILE=/tmp/at \\
+        mpirun -n 4 python -m benchmarks.faults.victim <train options>
 """
 
 import os
@@ -17,25 +18,25 @@ from pathlib import Path
 from nnmpi.launcher import read_launch
 
 GUILTY, CALL = 1, 12
-NAP_S = 4.0  # of the slow rank: longer than the wait that is told of
+NAP_S = 4.0  # of the slow rank: longer than the wait after which nnmpi prints a warning
 naps = iter(range(2))
 FOREVER_S = 10_000.0
 
 
 def guilty():
-    """Return whether this process is the rank that goes wrong."""
+    """Return whether this process is the rank with the fault."""
     launch = read_launch(os.environ)
     return launch is not None and launch.rank == GUILTY
 
 
 def note():
-    """Write down when it happens first."""
+    """Write the time of the fault's first occurrence."""
     with suppress(FileExistsError), Path(os.environ["NNMPI_FAULT_FILE"]).open("x") as stream:
         stream.write(str(time.time()))
 
 
 def stop():
-    """Stop this process; nobody lets it go on."""
+    """Stop this process; nothing continues it."""
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(FOREVER_S)
 
@@ -53,7 +54,7 @@ def folder():
 
 
 def disagree():
-    """Call two collectives, the guilty rank in the other order."""
+    """Call two collectives; the guilty rank in reverse order."""
     import numpy as np
 
     from nnmpi.comm.mpi.start import start
@@ -74,7 +75,7 @@ def meet_alone():
 
 
 def fail():
-    """Raise what nobody expects."""
+    """Raise an unexpected exception."""
     raise RuntimeError("a fault on purpose")
 
 
@@ -93,17 +94,17 @@ ACTS = {
 
 
 def layer():
-    """Return a layer in which it happens."""
+    """Return a layer that contains the fault."""
     from nnmpi import nn
 
     class Victim(nn.Module):
-        """Does nothing, until it does."""
+        """The identity, with the fault in call CALL."""
 
         def __init__(self):
             self.calls = 0
 
         def forward(self, x):
-            """Return what it gets."""
+            """Return x."""
             self.calls += 1
             fault = os.environ["NNMPI_FAULT"]
             if (
@@ -119,8 +120,8 @@ def layer():
                 and fault in ACTS
                 and (guilty() or fault == "wrong order of collectives")
             ):
-                # out of order, a pipeline's first stage may wait before the guilty rank comes so
-                # far
+                # of reversed collectives, a pipeline's first stage may already wait before the
+                # guilty rank gets here, so every rank writes the time
                 note()
                 ACTS[fault]()
             return x
@@ -129,7 +130,7 @@ def layer():
 
 
 def build(shape, classes):
-    """Return a network of four stages, with such a layer in each."""
+    """Return a network of four stages, with a faulty layer in each."""
     from nnmpi import nn
 
     if os.environ["NNMPI_FAULT"] == "asleep in build" and guilty():
@@ -140,13 +141,13 @@ def build(shape, classes):
 
 
 def main():
-    """Go wrong before MPI is there, if asked to; else train."""
+    """Train; faults before the start of MPI happen here."""
     if os.environ["NNMPI_FAULT"] == "stop at start-up":
         if guilty():
             stop()
         import nnmpi.train.cli  # noqa: F401
 
-        note()  # the others wait from now on
+        note()  # from now on the others wait
     if os.environ["NNMPI_FAULT"] == "other data" and guilty():
         note()
         os.chdir("other")

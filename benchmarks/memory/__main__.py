@@ -1,4 +1,4 @@
-"""Activations by budget beside what was predicted: computed again, or swapped to a slow file."""
+"""Activations within a budget, beside the prediction: recomputed, or swapped to a slow file."""
 
 import sys
 import tempfile
@@ -50,9 +50,7 @@ def cases(reduced):
 
 
 def step(run, model, x, y):
-    """Do one pass, forward and back; return the processor's seconds, which other programs disturb
-    less.
-    """
+    """Do a forward and a backward pass; return the CPU time, which other programs disturb less."""
     begin = time.process_time()
     model.zero_grad()
     with nn.training():
@@ -62,7 +60,7 @@ def step(run, model, x, y):
 
 
 def traced(run, model, x, y):
-    """Return the most bytes of a pass, all arrays of its operations among them."""
+    """Return the peak of a pass in bytes, including temporary arrays of its operations."""
     tracemalloc.start()
     try:
         step(run, model, x, y)
@@ -72,7 +70,7 @@ def traced(run, model, x, y):
 
 
 def rows(model, x, y, rounds, bandwidth, folder):
-    """Yield what a table says of each of a network's plans."""
+    """Yield a row for each of a network's plans, by title."""
     x = Tensor(x)
     model.initialize(seed=0)
     store = None if bandwidth is None else ThrottledStore(Path(folder), bandwidth)
@@ -110,7 +108,7 @@ def rows(model, x, y, rounds, bandwidth, folder):
 
 
 def main():
-    """Print the tables; end with status 1 where a plan passes what all would take."""
+    """Print the tables; return 1 if a plan needs more than the activations of all layers."""
     parser = Parser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="small networks, one round")
     add_options(

@@ -1,6 +1,4 @@
-"""A store on a disk that is as slow as is wanted, so that it is not the page cache that is
-measured.
-"""
+"""A store on a disk of a given bandwidth: an unthrottled file would measure the page cache."""
 
 import time
 
@@ -8,16 +6,14 @@ from nnmpi.memory.store import Store
 
 
 class ThrottledStore(Store):
-    """A file on a disk of so many bytes per second, whichever way."""
+    """A file on a disk of `bandwidth` bytes per second, reads and writes together."""
 
     def __init__(self, folder, bandwidth):
         super().__init__(folder)
         self.bandwidth, self._done_s = bandwidth, 0.0
 
     def copy(self, pairs):
-        """Let the thread take the time that the disk would take, from now on or from the end of
-        what it does.
-        """
+        """Start a copy on the thread; it takes the disk's time, after the copies before it."""
         nbytes = sum(len(to) for to, _ in pairs)
         self._done_s = max(time.perf_counter(), self._done_s) + nbytes / self.bandwidth
         return self._thread.submit(self._slowly, pairs, self._done_s).result

@@ -1,4 +1,4 @@
-"""The planner's prices beside what its layouts take here. See README.md."""
+"""The planner's prices beside measured steps of its layouts. See README.md."""
 
 import json
 import sys
@@ -34,31 +34,32 @@ CASES = {
 SMALL = "--model mlp --hidden 16 --batch-size 16"
 
 
-def spread(planned, wanted):
-    """Return so many of the layouts: the best of each kind, all without a pipeline, of pipelines
-    from all places.
+def spread(planned, count):
+    """Return about `count` layouts: the best of each kind, all without a pipeline, and pipelines
+    evenly from the ranking.
     """
     plain = [item for item in planned if item.candidate.pp == 1]
     others = [item for item in planned if item.candidate.pp > 1]
-    left = max(wanted - len(plain), 2)
+    left = max(count - len(plain), 2)
     best = {item.candidate.kind: item for item in reversed(planned)}.values()
     chosen = {id(item) for item in [*best, *plain, *others[:: max(1, len(others) // left)][:left]]}
     return [item for item in planned if id(item) in chosen]
 
 
-def row_of(one):
+def row_of(item):
     """Return a layout, its price and its bytes as JSON values."""
-    price = {"step_s": one.price.seconds, **vars(one.price), "memory": dict(one.memory)}
     return {
-        **vars(one.candidate),
-        "split": list(one.split),
-        **price,
-        "words": str(one.candidate),
+        **vars(item.candidate),
+        "split": list(item.split),
+        "step_s": item.price.seconds,
+        **vars(item.price),
+        "memory": dict(item.memory),
+        "words": str(item.candidate),
         "rounds": [],
     }
 
 
-def run(words, group, wanted, rounds, say):
+def run(words, group, count, rounds, say):
     """Measure one model's layouts with the kernels and BLAS of a run; return everything as JSON
     values. Collective.
     """
@@ -75,7 +76,7 @@ def run(words, group, wanted, rounds, say):
         begin = time.perf_counter()
         everything = plan(pricer, kept=10**6)
         search_s = time.perf_counter() - begin
-        chosen = spread(everything.best, wanted)
+        chosen = spread(everything.best, count)
         rows = {item.candidate: row_of(item) for item in chosen}
         for _ in range(rounds):
             for element in chosen:
@@ -89,7 +90,7 @@ def run(words, group, wanted, rounds, say):
                     peaks = group.gather(dict(worker.ledger.report().peaks))
                 rows[element.candidate]["rounds"].append(took_s)
                 rows[element.candidate]["bytes"] = max(peaks, key=lambda kinds: sum(kinds.values()))
-            # a machine that gets slower in each round is so for those at both ends
+            # a drift of the machine's speed within rounds then affects both ends alike
             chosen.reverse()
         for row in rows.values():
             row["took_s"] = min(row["rounds"])
@@ -114,9 +115,9 @@ def run(words, group, wanted, rounds, say):
     }
 
 
-def judge(found):
+def judge(result):
     """Return a row of figures about one model's layouts, by title."""
-    rows = found["rows"]
+    rows = result["rows"]
     errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
     again = [
         abs(item / other - 1) for row in rows for item, other in permutations(row["rounds"], 2)
@@ -135,19 +136,19 @@ def judge(found):
         if row["pp"] == row["tp"] == row["sp"] == 1
     ]
     return {
-        "model": found["command"].split()[1],
-        "ranks": found["ranks"],
+        "model": result["command"].split()[1],
+        "ranks": result["ranks"],
         "layouts run": len(rows),
         "step: mean / worst error": _mean_and_worst(errors),
         "the same layout in another round": _mean_and_worst(again),
         "regret: predicted to be the best / --layout auto": (
-            f"{rows[0]['took_s'] / fastest:.3f} / {found['auto_took_s'] / fastest:.3f}"
+            f"{rows[0]['took_s'] / fastest:.3f} / {result['auto_took_s'] / fastest:.3f}"
         ),
         "state off": f"{state_off} B",
         "activations off: whole replicas / all": (
             f"{100 * max(plain, default=0):.2f} / {100 * max(kept_off):.0f} %"
         ),
-        "priced": f"{found['layouts']} in {found['search_s']:.2f} s",
+        "priced": f"{result['layouts']} in {result['search_s']:.2f} s",
     }
 
 

@@ -1,7 +1,6 @@
-"""Simulated time of all all-reduces against the number of ranks, on two machines: `python
-benchmarks/scaling`.
+"""`python benchmarks/scaling`: simulated time of all all-reduces by ranks, on two machines.
 
---max-ranks 512 and --sizes 1k,1m take less than the 75 s of all. See README.md.
+A full run takes 75 s; --max-ranks 512 or --sizes 1k,1m shorten it. See README.md.
 """
 
 import sys
@@ -30,7 +29,7 @@ MACHINES = {
         Machine(INSIDE, ACROSS, blocks(ranks, 8), ADDING)
     ),
 }
-EQUAL = 1 + 1e-9  # as good as the fastest, but for rounding
+EQUAL = 1 + 1e-9  # rounding
 
 
 def run() -> None:

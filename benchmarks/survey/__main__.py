@@ -1,14 +1,12 @@
-"""The table of the big ones: ten systems' models on devices of their time, priced, beside what was
-published.
+"""The models of ten published systems on their devices: nnmpi's prices beside the published
+figures.
 
-systems.json    paper, model, devices, the system's own strategy, and what was published, with the
-                place where it stands
-described       the model's layers, and a profile from the devices' stated speeds
+systems.json    paper, model, devices, the system's strategy, the published figure and its source
+described       the model's layers, and a profile from the devices' nominal speeds
 
-Each is priced as its system lays it out. What is assumed stands in the file, and is printed.
+Each model is priced in its system's layout. The assumptions are in the file, and are printed.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ from benchmarks.survey.described import (  # noqa: E402
     profile_of,
 )
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
+from nnmpi.command import Parser  # noqa: E402
 from nnmpi.memory.ledger import (  # noqa: E402
     ACTIVATIONS,
     COMMUNICATION,
@@ -43,48 +42,48 @@ from nnmpi.units import format_bytes, format_seconds  # noqa: E402
 
 WIDTH = 100
 BYTES_PER_GBIT = 1e9 / 8
-CLOSE = 1.3  # a factor between predicted and published that needs no explanation
+CLOSE = 1.3  # predicted over published; a larger factor needs an explanation
 
 
 @dataclass(frozen=True)
 class SurveyedSystem:
-    """One system of the survey, as `systems.json` has it."""
+    """One system of `systems.json`."""
 
-    told: Mapping[str, Any]
+    facts: Mapping[str, Any]
 
     @cached_property
     def layers(self) -> list[DescribedLayer]:
-        """The chain of its model."""
-        return describe_layers(self.told["model"], self.told["bytes"]["parameters"])
+        """The chain of the model's layers."""
+        return describe_layers(self.facts["model"], self.facts["bytes"]["parameters"])
 
     @property
     def parameters(self) -> float:
-        """Of the model."""
+        """Number of the model's parameters."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def limit_bytes(self) -> int:
-        """What a device has."""
-        return int(self.told["device"]["memory_gb"] * 2**30)
+        """The memory of a device."""
+        return int(self.facts["device"]["memory_gb"] * 2**30)
 
     @property
     def flops_s(self) -> float:
-        """Operations per second that a device sustains."""
+        """Sustained operations per second of a device."""
         return (
-            float(self.told["device"]["tflops"]) * 1e12 * float(self.told["device"]["efficiency"])
+            float(self.facts["device"]["tflops"]) * 1e12 * float(self.facts["device"]["efficiency"])
         )
 
     @cached_property
     def network(self) -> PlannedNetwork:
-        """Between its devices."""
-        text, latency_s = self.told, self.told["latency_us"] / 1e6
+        """The network between the devices."""
+        text, latency_s = self.facts, self.facts["latency_us"] / 1e6
         inside, across = (
             Link.line(latency_s, 1 / (text[k] * BYTES_PER_GBIT))
             for k in ("inside_gbit", "across_gbit")
         )
         several = text["per_node"] < text["devices"]
         nodes = blocks(text["devices"], text["per_node"]) if several else None
-        # two are read, one is written
+        # an addition reads two numbers and writes one
         add = Curve.line(0.0, 3 / (text["device"]["memory_gbyte_s"] * 1e9))
         return PlannedNetwork(
             text["system"],
@@ -93,8 +92,8 @@ class SurveyedSystem:
         )
 
     def pricer(self, tp: int = 1, split: Sequence[int] = ()) -> Pricer:
-        """Return what prices layouts of the chain, with so many ranks for a replica's layers."""
-        text = self.told
+        """Return a pricer of the chain's layouts, with layers sharded over `tp` ranks."""
+        text = self.facts
         update_s = (
             sum(text["bytes"].values()) * self.parameters / (text["device"]["memory_gbyte_s"] * 1e9)
         )
@@ -105,11 +104,11 @@ class SurveyedSystem:
         shapes: Any = DescribedShapes(self.layers, text["bytes"], split)
         return Pricer(text["batch"], 4 * prod(sample), profile, self.network, shapes)
 
-    def own(self) -> tuple[LayoutPrice, Memory, int]:
-        """Return what its own strategy takes, the bytes of the device that has most, and those of
+    def price(self) -> tuple[LayoutPrice, Memory, int]:
+        """Return the price of the system's strategy, the bytes of the fullest device, and those of
         all devices.
         """
-        local = dict(self.told["own"])
+        local = dict(self.facts["own"])
         kind, split = local.pop("kind"), local.pop("split", ())
         del local["words"]
         if kind == "replicated":
@@ -125,15 +124,15 @@ class SurveyedSystem:
         return price, memory, total
 
     def _from_host(self, price: LayoutPrice, memory: Memory) -> tuple[LayoutPrice, Memory]:
-        """Return a price with weights, gradients and state in the host's memory, of which two
-        blocks are here.
+        """Return a price with weights, gradients and state in the host's memory, and two blocks on
+        the device.
 
-        Weights come for the forward and for the backward, and gradients go, while blocks before and
-        behind compute.
+        Weights are loaded for the forward and for the backward, gradients are stored; both overlap
+        with other blocks' computation.
         """
-        item = self.told["bytes"]
+        item = self.facts["bytes"]
         moved_s = self.parameters * (2 * item["parameters"] + item["gradients"])
-        moved_s /= self.told["host_gbit"] * BYTES_PER_GBIT
+        moved_s /= self.facts["host_gbit"] * BYTES_PER_GBIT
         block = 2 * max(layer.parameters for layer in self.layers)
         held = {
             **memory,
@@ -144,23 +143,23 @@ class SurveyedSystem:
         return replace(price, exposed_s=exposed_s, update_s=0.0), held
 
     def _replicated(self, replicas: int, layers: int) -> tuple[LayoutPrice, Memory, int]:
-        """Return what a pipeline takes whose first stage has replicas and whose second has one
-        rank, when it is full.
+        """Return the price of a full pipeline, whose first stage has replicas and whose second has
+        one rank.
 
-        A step is one minibatch of every replica: the slower of the replicas with their sum, and of
-        the second stage.
+        A step is one minibatch of every replica: the slower of the replicas with their all-reduce,
+        and of the second stage.
         """
-        rows = self.told["batch"] // self.told["devices"]
+        rows = self.facts["batch"] // self.facts["devices"]
         times, memories = [], []
         for part, count, local in (
             (self.layers[:layers], replicas, rows),
             (self.layers[layers:], 1, rows * replicas),
         ):
             busy_s = local * 3 * sum(layer.flops for layer in part) / self.flops_s
-            gradients = sum(layer.parameters for layer in part) * self.told["bytes"]["gradients"]
+            gradients = sum(layer.parameters for layer in part) * self.facts["bytes"]["gradients"]
             sums_s = self.network.exchange("all-reduce", range(count), round(gradients))
             times.append((busy_s, sums_s))
-            # of weights and activations: those of the minibatch under way, too
+            # of weights and activations: also those of the minibatch in flight
             versions = 2 if count > 1 else 1
             memories.append(
                 {
@@ -170,7 +169,7 @@ class SurveyedSystem:
                         * (versions if kind == PARAMETERS else 1)
                     )
                     for kind, size in zip(
-                        (PARAMETERS, GRADIENTS, STATE), self.told["bytes"].values(), strict=True
+                        (PARAMETERS, GRADIENTS, STATE), self.facts["bytes"].values(), strict=True
                     )
                 }
                 | {
@@ -187,18 +186,18 @@ class SurveyedSystem:
 
 @dataclass(frozen=True)
 class SurveyRow:
-    """What was found for one system.
+    """The result of one system.
 
     Attributes:
         system: which.
-        own: what its own strategy takes; a step is the pass of one batch.
-        memory: of the device that has most, by kind.
-        total_bytes: of all its devices.
-        figure: what was published, as it is predicted here; None where nothing was.
+        price: of the system's strategy; a step is the pass of one batch.
+        memory: of the fullest device, by kind.
+        total_bytes: of all devices.
+        figure: the prediction of the published figure; None without one.
     """
 
     system: SurveyedSystem
-    own: LayoutPrice
+    price: LayoutPrice
     memory: Memory
     total_bytes: int
     figure: float | None = None
@@ -206,7 +205,7 @@ class SurveyRow:
     @property
     def factor(self) -> float | None:
         """Predicted over published."""
-        published = self.system.told["published"]
+        published = self.system.facts["published"]
         return (
             None if published is None or self.figure is None else self.figure / published["value"]
         )
@@ -214,17 +213,17 @@ class SurveyRow:
     @property
     def rows(self) -> int:
         """Samples of a step."""
-        local = self.system.told["own"]
-        batch: int = self.system.told["batch"]
+        local = self.system.facts["own"]
+        batch: int = self.system.facts["batch"]
         return (
-            batch * local["replicas"] // self.system.told["devices"]
+            batch * local["replicas"] // self.system.facts["devices"]
             if local["kind"] == "replicated"
             else batch
         )
 
 
 def systems() -> Iterator[SurveyedSystem]:
-    """Yield the systems as the file has them."""
+    """Yield the systems of the file."""
     text = Path(__file__).with_name("systems.json").read_text(encoding="utf-8")
     yield from map(SurveyedSystem, json.loads(text))
 
@@ -232,13 +231,13 @@ def systems() -> Iterator[SurveyedSystem]:
 def survey() -> Iterator[SurveyRow]:
     """Yield the rows of the table, one system after the other."""
     for system in systems():
-        row = SurveyRow(system, *system.own())
+        row = SurveyRow(system, *system.price())
         yield replace(row, figure=figure_of(row))
 
 
 def figure_of(row: SurveyRow) -> float | None:
-    """Return what is predicted for the figure that was published."""
-    text, step_s = row.system.told, row.own.seconds
+    """Return the prediction of the published figure, or None."""
+    text, step_s = row.system.facts, row.price.seconds
     if text["published"] is None:
         return None
     if text["published"]["what"] == "tflops_per_device":
@@ -258,15 +257,15 @@ def figure_of(row: SurveyRow) -> float | None:
 
 
 def describe_survey(row: SurveyRow) -> Iterator[str]:
-    """Yield the lines that tell of one system."""
-    message, local, device = row.system.told, row.own, row.system.told["device"]
+    """Yield the lines of one system."""
+    message, local, device = row.system.facts, row.price, row.system.facts["device"]
     held = sum(row.memory.values())
     fits = "fits" if held <= row.system.limit_bytes else "DOES NOT FIT"
     yield (
         f"{message['system']}: {message['model']['name']}, {_count(row.system.parameters)}"
         " parameters, on " + f"{message['devices']} x {device['name']}"
     )
-    told_lines = [
+    lines = [
         ("paper", message["paper"]),
         (
             "device",
@@ -300,9 +299,9 @@ def describe_survey(row: SurveyRow) -> Iterator[str]:
         ("published", _published(row)),
     ]
     if row.factor is not None and not 1 / CLOSE <= row.factor <= CLOSE:
-        told_lines.append(("why", message.get("why", "not explained")))
-    told_lines.append(("assumed", message["assumed"]))
-    for name, text in told_lines:
+        lines.append(("why", message.get("why", "not explained")))
+    lines.append(("assumed", message["assumed"]))
+    for name, text in lines:
         first, *rest = wrap(text, WIDTH - 12)
         yield f"  {name:<10}{first}"
         yield from (f"{'':>12}{line}" for line in rest)
@@ -318,9 +317,9 @@ def _kinds(memory: Memory) -> str:
 
 
 def _published(row: SurveyRow) -> str:
-    published = row.system.told["published"]
+    published = row.system.facts["published"]
     if published is None or row.figure is None or row.factor is None:
-        return f"no figure: {row.system.told['no_figure']}"
+        return f"no figure: {row.system.facts['no_figure']}"
     name = published["what"].replace("_per_", "/").replace("_", " ")
     return (
         f"{name} {published['value']:.4g}, predicted {row.figure:.4g} ({row.factor:.2f} of it);"
@@ -329,14 +328,14 @@ def _published(row: SurveyRow) -> str:
 
 
 def survey_to_json(row: SurveyRow) -> dict[str, Any]:
-    """Return one system's row as JSON values, with what the file says of it."""
+    """Return one system's row as JSON values, with its facts from the file."""
     return {
-        **row.system.told,
+        **row.system.facts,
         "parameters": row.system.parameters,
         "fits": sum(row.memory.values()) <= row.system.limit_bytes,
         "memory": dict(row.memory),
-        "step_s": row.own.seconds,
-        "samples_per_s": row.rows / row.own.seconds,
+        "step_s": row.price.seconds,
+        "samples_per_s": row.rows / row.price.seconds,
         "total_bytes": row.total_bytes,
         "predicted": row.figure,
         "factor": row.factor,
@@ -345,15 +344,10 @@ def survey_to_json(row: SurveyRow) -> dict[str, Any]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="all numbers, and what is assumed")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="one system; fail where it does not fit as it is laid out",
-    )
+    parser = Parser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="all numbers and assumptions")
+    text = "one system; fail if its layout does not fit its devices"
+    parser.add_argument("--check", action="store_true", help=text)
     given = parser.parse_args()
     if given.check:
         row = next(survey())

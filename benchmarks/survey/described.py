@@ -1,9 +1,9 @@
-"""Models and machines that are told in numbers, for planning what nobody has here: layers without
+"""Models and machines described by numbers, to plan for hardware out of reach: layers without
 modules or values.
 
 A model is a chain of layers, each with its parameters, the operations of a forward, and the bytes
-that it keeps and hands on. Activations of a transformer's block are those of Korthikanti et al.,
-Reducing Activation Recomputation in Large Transformer Models, 2022.
+that it saves for the backward and passes on. The activations of a transformer's block follow
+Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import Home, around, stages_of
 from nnmpi.train.planner.price import Profile, ShareCost, StepCost
 
-BACKWARD = 2  # times the operations of a forward: one product for the weights, one for what came in
+BACKWARD = 2  # operations over those of a forward: a product for the weights, one for the input
 
 
 @dataclass(frozen=True)
 class DescribedLayer:
-    """One layer of a model that is told in numbers.
+    """One layer of a described model.
 
     Attributes:
         parameters: how many.
         flops: of a forward of one row.
-        value_bytes: of one row, that go over a cut behind it.
-        kept_bytes: of one row, that wait for the backward.
+        value_bytes: of one row's output, the message over a cut after the layer.
+        kept_bytes: of one row, saved for the backward.
     """
 
     parameters: float
@@ -42,7 +42,7 @@ def describe_layers(model: Mapping[str, Any], itemsize: int) -> list[DescribedLa
     """Return the chain of a described model.
 
     Args:
-        model: "kind", and what that takes: see `systems.json`.
+        model: "kind", and its sizes: see `systems.json`.
         itemsize: bytes of an activation.
     """
     return {
@@ -59,8 +59,8 @@ def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer
     wide, inner = model.get("feedforward", 4 * hidden), model.get("attention", hidden)
     weights = hidden * (4 * inner + 2 * wide)
     value = sequence * hidden * itemsize
-    # Bytes for 2 of an activation: 11 of attention and 19 of the wide layers at their usual widths,
-    # 4 of the norms.
+    # Korthikanti et al., for activations of 2 bytes: 11 s b h of attention and 19 of the MLP at
+    # their usual widths, 4 of the norms.
     narrow = sequence * (4 * hidden + 11 * inner + 19 * wide / 4) + 5 * heads * sequence**2
     block = DescribedLayer(
         weights, 2 * sequence * weights + 4 * sequence**2 * inner, value, narrow * itemsize / 2
@@ -74,9 +74,7 @@ def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer
 def _convolution(
     pixels: int, incoming: int, outgoing: int, itemsize: int, times: int
 ) -> DescribedLayer:
-    """Return a convolution of 3 x 3, whose result stands `times` times: before and after what
-    follows it.
-    """
+    """Return a convolution of 3 x 3; its result is saved `times` times, by the operations after it."""
     weights, value = 9 * incoming * outgoing, pixels**2 * outgoing * itemsize
     return DescribedLayer(weights, 2 * pixels**2 * weights, value, times * value)
 
@@ -140,13 +138,13 @@ def _dense(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
 
 
 class DescribedShapes:
-    """What ranks hold of a described model; see `price.ModelShapes`.
+    """The ranks' shares of a described model; see `price.ModelShapes`.
 
     Args:
         layers: of the chain.
         bytes_each: bytes of each parameter: "parameters", "gradients" and "state".
-        split: how many layers each stage has, for as many stages; others are cut by the layers'
-            operations.
+        split: number of layers of each stage, used for this number of stages; other numbers of
+            stages are cut by the layers' operations.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class DescribedShapes:
         once: bool,
         home: Home = around,
     ) -> tuple[StateBytes, ...]:
-        """Return what each of a pipeline's ranks holds; that of all layers without one."""
+        """Return the bytes of each of a pipeline's ranks."""
         cuts = self.cuts(pp, virtual)
         return tuple(
             self._held(
@@ -200,11 +198,11 @@ class DescribedShapes:
         )
 
     def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
-        """Return that no stages share parameters."""
+        """Return 0: no stages share parameters."""
         return 0
 
     def cuts(self, pp: int, virtual: int) -> tuple[range, ...]:
-        """Return where the chain is cut for so many stages."""
+        """Return the layers of each stage."""
         if pp * virtual != len(self._split):
             return partition([layer.flops for layer in self.layers], pp * virtual)
         ends = [sum(self._split[: i + 1]) for i in range(pp * virtual)]
@@ -217,21 +215,20 @@ def profile_of(
     tp: int,
     rows: int,
     update_s: float,
-    told: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> Profile:
-    """Return what `profile.measure` would find on a device of a stated speed.
+    """Return the profile that `profile.measure` would give on a device of a nominal speed.
 
     Args:
         layers: of the chain.
-        flops_s: operations per second that the device sustains.
-        tp: ranks that share the layers.
-        rows: to tell it for.
+        flops_s: sustained operations per second of the device.
+        tp: ranks over which layers are sharded.
+        rows: of the profile.
         update_s: of the update of all parameters by one rank.
-        told: "recompute", whether each layer keeps only what came in, and computes its forward
-            again; "partitioned", whether ranks that share layers share these inputs out, too, as
-            ZeRO-R does.
+        facts: "recompute": each layer saves its input alone, and recomputes its forward;
+            "partitioned": ranks of a tensor-parallel group shard these inputs, as in ZeRO-R.
     """
-    recompute = told["recompute"]
+    recompute = facts["recompute"]
     times, inner = (
         1 + BACKWARD + recompute,
         [item for item in layers if item.parameters and item.value_bytes],
@@ -244,20 +241,20 @@ def profile_of(
             round(rows * element.value_bytes),
         )
         rest = False, False, forward_s, forward_s, (times - 1) * forward_s
-        # what comes in is in what it keeps
+        # the saved bytes include the input
         return LayerCost(
             str(number), value, 0, round(rows * saved), *rest, elements=round(element.parameters)
         )
 
-    # Two sums forward, two backward and, where the forward is computed again, two more:
-    # Megatron-LM, figure 4.
+    # Two all-reduces forward, two backward, and two more if the forward is recomputed: Megatron-LM,
+    # figure 4.
     sums = (("all-reduce", inner[-1].value_bytes, 2 * (2 + recompute) * (len(inner) - 1)),)
 
     def saved(shared: int) -> float:
         if not recompute:
             return sum(item.kept_bytes for item in layers) / shared
         inputs = sum(item.value_bytes for item in layers) / (
-            shared if told.get("partitioned") else 1
+            shared if facts.get("partitioned") else 1
         )
         return inputs + max(item.kept_bytes for item in layers) / shared
 

@@ -1,17 +1,15 @@
-"""What was seen of a run, and when it had learnt enough."""
+"""A run's curve of evaluations, and the point at which it reaches an accuracy."""
 
 from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-# evaluations whose mean counts: one alone is off by 0.2 points, as much as is learnt in 100 batches
+# evaluations in a mean: the noise of a single one is 0.2 points, the progress of 100 batches
 TOGETHER = 5
 
 
 class Evaluation(NamedTuple):
-    """One evaluation: after how many batches' worth of gradients, at what time, with what
-    result.
-    """
+    """One evaluation: batches of gradients until then, time, and result."""
 
     batches: float
     seconds: float
@@ -20,17 +18,17 @@ class Evaluation(NamedTuple):
 
 
 class GoalReached(NamedTuple):
-    """Where an accuracy was reached."""
+    """The point at which an accuracy was reached."""
 
     batches: float
     seconds: float
 
 
 def reach_goal(points: Sequence[Evaluation], goal: float) -> GoalReached | None:
-    """Return where the accuracy reaches a goal, or None.
+    """Return the point at which the accuracy reaches a goal, or None.
 
-    It is where the mean of five evaluations in succession, put at the place of the middle one, is
-    on the line between the last that is below the goal and the first that is not.
+    The accuracy is a moving mean of TOGETHER evaluations, centred. The point is interpolated
+    linearly between the last mean below the goal and the first one at or above it.
     """
     half = TOGETHER // 2
     before: tuple[Evaluation, float] | None = None
@@ -49,14 +47,14 @@ def reach_goal(points: Sequence[Evaluation], goal: float) -> GoalReached | None:
 
 
 def write(points: Sequence[Evaluation]) -> str:
-    """Return a curve as one short text, with as many digits as mean anything."""
+    """Return a curve as one short text, with the significant digits."""
     return "; ".join(
         f"{p.batches:.7g} {p.seconds:.7g} {p.loss:.4g} {p.accuracy:.4f}" for p in points
     )
 
 
 def read(text: str) -> list[Evaluation]:
-    """Return what `write` wrote."""
+    """Return the curve of a text by `write`."""
     return [
         Evaluation(*(float(word) for word in item.split()))
         for item in text.split(";")

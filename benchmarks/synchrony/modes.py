@@ -1,4 +1,4 @@
-"""The ways of synchronization that are compared, and who is slow in a run."""
+"""The compared modes of synchronization, and the stragglers of a run."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -22,13 +22,13 @@ MODES: Mapping[str, Sync] = MappingProxyType(
 EQUAL, ONE, CHANCE = "equal", "one slow", "by chance"
 WORDS = {
     EQUAL: "equal workers",
-    ONE: "one of them 3 times slower for good",
-    CHANCE: "each of them 3 times slower in a step with probability 0.25",
+    ONE: "one worker always 3 times slower",
+    CHANCE: "each worker 3 times slower in a step with probability 0.25",
 }
 
 
 def slow_text(slow: str, workers: int) -> str:
-    """Return who is slow, as `synchrony.slow` has it; the last worker is not on the server's
+    """Return the stragglers as text for `synchrony.slow`; the last worker is not on the server's
     rank.
     """
     return {EQUAL: "", ONE: f"rank={workers - 1},factor=3", CHANCE: "probability=0.25,factor=3"}[
@@ -37,6 +37,6 @@ def slow_text(slow: str, workers: int) -> str:
 
 
 def last_ones(count: int, workers: int, factor: float) -> str:
-    """Return the text for so many slow workers, the last ones; for a factor of 1 nobody is."""
+    """Return the text for `count` stragglers, the last workers; none for a factor of 1."""
     ranks = range(workers - count, workers) if factor > 1 else range(0)
     return ";".join(f"rank={rank},factor={factor:g}" for rank in ranks)

@@ -1,6 +1,4 @@
-"""The parts of the benchmark: what each measures, in full and reduced, its table, and what misses
-its mark.
-"""
+"""The parts of the benchmark: measurement, full and reduced, table and missed marks of each."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,15 +24,15 @@ from benchmarks.synchrony.recipe import Recipe
 from benchmarks.synchrony.simulated import SimulatedRun, settings, simulate_all
 
 PACE_S, NETWORK = 0.02, "alpha_us=50,gbit=10"
-# so much momentum that stale gradients hurt
-PLAIN, WITH_MOMENTUM, OWN = "plain SGD", "momentum 0.8", "own classes"
-SHORT_STEPS, SLOW_ONES = 300, 4
-LONGER = 1.12  # a run on ranks is so much longer than its prediction's way to the goal
-OFF = 0.25  # of the time on ranks of MPI from simulated time
+# 0.8: enough momentum for stale gradients to hurt
+PLAIN, WITH_MOMENTUM, BY_LABEL = "plain SGD", "momentum 0.8", "own classes"
+SHORT_STEPS, STRAGGLERS = 300, 4
+LONGER = 1.12  # steps of a run on ranks over those of its simulation to the goal
+OFF = 0.25  # tolerance of the time on ranks of MPI against simulated time
 
 
 def times(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Simulate every way of synchronization with equal and with slow workers."""
+    """Simulate every mode of synchronization with equal workers and with stragglers."""
     recipe = _recipe(check, data_dir)
     cases = [
         SimulatedRun(
@@ -54,7 +52,7 @@ def times(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def ranks(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Train on four ranks of MPI, and beside them on simulated ones whose messages take no time."""
+    """Train on four ranks of MPI, and on simulated ranks whose messages take no time."""
     recipe, pace_s = _recipe(check, data_dir), 0.002 if check else PACE_S
     cases = [
         SimulatedRun(sync, 4, slow_text(slow, 4), recipe, pace_s, "", {"mode": name, "slow": slow})
@@ -75,18 +73,18 @@ def ranks(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def heterogeneity(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Simulate asp while some workers get slower and slower, and with more and more equal
-    workers.
-    """
-    base, workers, few = _recipe(check, data_dir), 8 if check else 16, 2 if check else SLOW_ONES
+    """Simulate asp with stragglers of growing factors, and with more and more equal workers."""
+    base, workers, few = _recipe(check, data_dir), 8 if check else 16, 2 if check else STRAGGLERS
     factors, seeds = ((1.0, 8.0), (0,)) if check else ((1.0, 2.0, 4.0, 8.0), (0, 1, 2))
-    runs = [(kind, REFERENCE, workers, 1.0) for kind in (PLAIN, WITH_MOMENTUM, OWN)]
-    runs += [
-        (kind, "asp", workers, factor) for kind in (PLAIN, WITH_MOMENTUM, OWN) for factor in factors
-    ]
-    runs += [(OWN, "ssp, S = 4", workers, factor) for factor in factors]
+    changes = {
+        PLAIN: {},
+        WITH_MOMENTUM: {"lr": 0.2, "momentum": 0.8},
+        BY_LABEL: {"partition": "label"},
+    }
+    runs = [(kind, REFERENCE, workers, 1.0) for kind in changes]
+    runs += [(kind, "asp", workers, factor) for kind in changes for factor in factors]
+    runs += [(BY_LABEL, "ssp, S = 4", workers, factor) for factor in factors]
     runs += [(WITH_MOMENTUM, "asp", count, 1.0) for count in (1, 2, 4, 8) if count < workers]
-    changes = {PLAIN: {}, WITH_MOMENTUM: {"lr": 0.2, "momentum": 0.8}, OWN: {"partition": "label"}}
     cases = []
     for kind, mode, count, factor in runs:
         for seed in seeds:
@@ -105,7 +103,7 @@ def heterogeneity(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 
 def _recipe(check: bool, data_dir: Path | None) -> Recipe:
-    """Return what is trained: MNIST, or in a reduced run the bundled digits."""
+    """Return the recipe: on MNIST, or in a reduced run on the bundled digits."""
     if check:
         return Recipe("digits", None, 0.9, hidden=32, batch=64, steps=66, every=6, warm=6)
     return Recipe(data_dir=None if data_dir is None else str(data_dir))
@@ -122,13 +120,13 @@ def _pick(rows: Sequence[Any], **labels: Any) -> list[Any]:
     return [row for row in rows if all(row[name] == value for name, value in labels.items())]
 
 
-def _ratio(one: float | None, other: float | None) -> str:
-    return number(one / other if one and other else None)
+def _ratio(over: float | None, under: float | None) -> str:
+    return number(over / under if over and under else None)
 
 
 def sooner_table(content: Content) -> str:
-    """Return when each mode reached the goal, beside the reference: gradients per second times
-    gradients needed.
+    """Return each mode's time to the goal, and its ratio to the reference's, split into gradients
+    needed and seconds per gradient.
     """
     parts = []
     for workers, slow in dict.fromkeys((row["workers"], row["slow"]) for row in content["rows"]):
@@ -155,7 +153,7 @@ def sooner_table(content: Content) -> str:
 
 
 def ranks_table(content: Content) -> str:
-    """Return measured times on ranks of MPI beside those on simulated ones."""
+    """Return times on ranks of MPI beside those on simulated ranks."""
     columns: Columns = (
         ("workers", lambda pair: WORDS[pair[0]["slow"]]),
         ("mode", lambda pair: pair[0]["mode"]),
@@ -171,7 +169,7 @@ def ranks_table(content: Content) -> str:
 
 
 def heterogeneity_table(content: Content) -> str:
-    """Return what asp learns while some workers get slower, and while there are more of them."""
+    """Return asp's accuracy and staleness by factor of the stragglers and number of workers."""
     labels = ("recipe", "mode", "workers", "factor")
     kinds = dict.fromkeys(tuple(row[label] for label in labels) for row in content["rows"])
     columns: Columns = (
@@ -205,8 +203,8 @@ def _stale(runs: Sequence[Any]) -> str:
 
 
 def missed_times(content: Content) -> list[str]:
-    """Return in words where one slow worker does not slow asp down by (N - 1 + 1/3) / N, or bsp
-    threefold.
+    """Return a sentence for each case whose straggler does not slow asp down by N / (N - 2/3), or
+    bsp threefold.
     """
     result = []
     for workers in dict.fromkeys(row["workers"] for row in content["rows"]):
@@ -225,7 +223,7 @@ def missed_times(content: Content) -> list[str]:
 
 
 def missed_ranks(content: Content) -> list[str]:
-    """Return in words where ranks of MPI are not as fast as simulated ones."""
+    """Return a sentence for each mode whose speed on ranks of MPI differs from the simulation."""
     result = []
     for row, simulated in zip(content["rows"], content["predicted"], strict=True):
         ratio = row["seconds"] / row["steps"] / (simulated["seconds"] / simulated["batches"])
@@ -235,8 +233,8 @@ def missed_ranks(content: Content) -> list[str]:
 
 
 def missed_heterogeneity(content: Content) -> list[str]:
-    """Return in words where the mean staleness is not N - 1: as many gradients are under way while
-    one is computed.
+    """Return a sentence for each run whose mean staleness is not N - 1, the number of updates
+    during the computation of a gradient.
     """
     workers = content["settings"]["workers"]
     means = [

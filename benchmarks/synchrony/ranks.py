@@ -1,14 +1,17 @@
-"""Runs on ranks, with a minimum step time that is slept: weights are copied on the way, and
-evaluated after the run.
+"""Runs on ranks, with a minimum step time that is slept: weights are copied during the run, and
+evaluated after it.
 
     settings    "recipe"; "pace_s"; "observed"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
     result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat",
                 "curve", ...}
 
-In step, rank 0 copies the weights; with a server, it copies what that holds when a gradient
-arrives. Otherwise all ranks copy their own weights after the same steps, and the mean over the
-ranks is evaluated, at the time of the last of them. What runs here on ranks of MPI runs in
-`simulated` on simulated ones.
+    mode           snapshot
+    synchronous    rank 0's weights
+    with a server  the server's weights when a gradient arrives
+    other          each rank's weights after the same steps; the mean over the ranks is evaluated,
+                   at the time of the last rank
+
+`simulated` runs the same code on simulated ranks.
 """
 
 from collections.abc import Mapping
@@ -42,7 +45,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Weights on the way: after how many batches' worth of gradients, and when."""
+    """Weights during a run, with the batches of gradients until then, and the time."""
 
     batches: float
     seconds: float
@@ -69,9 +72,9 @@ class MeasuredRun:
 
     Args:
         group: the ranks, one worker each.
-        recipe: what is trained.
-        sync: the way of synchronization.
-        slow: how long a step takes at least, and who is slow.
+        recipe: of the training.
+        sync: the mode of synchronization.
+        slow: the minimum time of a step, and the stragglers.
         data: of the recipe.
     """
 
@@ -84,7 +87,7 @@ class MeasuredRun:
         self._begin_s = 0.0
 
     def go(self, observed: bool) -> Row:
-        """Train, then evaluate what was copied, or only the last weights; collective."""
+        """Train, then evaluate the snapshots, or the last weights alone. Collective."""
         self._due = 0.0 if observed else inf
         report = self._train()
         curve = self._evaluate()
@@ -98,7 +101,7 @@ class MeasuredRun:
         }
 
     def _build(self) -> tuple[Trainer, ParameterServer | None]:
-        """Return what trains, in step by all-reduce on a ring, and this rank's server."""
+        """Return the trainer, synchronous by a ring all-reduce, and this rank's server."""
         common = {"slow": self.slow, "seed": self.recipe.seed}
         if not self.sync.asynchronous:
             ring = GradientExchange(allreduce="ring")
@@ -112,7 +115,7 @@ class MeasuredRun:
 
         def done(progress: Progress) -> None:
             if server is not None:
-                self._copy(server.master)  # which has not used this one yet
+                self._copy(server.master)  # before this gradient's update
             if server is not None or trainer.in_step:
                 self._batches += 1 / trainer.reporters
             if trainer.in_step and self.group.is_root:
@@ -120,7 +123,7 @@ class MeasuredRun:
 
         def rate(step: int) -> float:
             if not trainer.in_step and not self.sync.has_server:
-                # called before the update of a step, on every rank
+                # the trainer calls `rate` before each update, on every rank
                 self._batches = step
                 self._copy(self.model.storage.data)
             return schedule(step)
@@ -135,7 +138,7 @@ class MeasuredRun:
                 self.loader, first // per_epoch, 0, count, first, rate, progress=done
             )
             result = result.plus(report)
-        self.group.barrier()  # a slow rank may still be at it
+        self.group.barrier()  # a straggler may still train
         seconds = self.group.share(clock.now() - self._begin_s)
         self._batches, self._due = float(self.recipe.steps), 0.0
         self._copy(self.model.storage.data)
@@ -144,8 +147,8 @@ class MeasuredRun:
         return {"seconds": seconds, "staleness": {"mean": stale.mean(), "max": stale.largest()}}
 
     def _copy(self, weights: list[Array]) -> None:
-        """Copy weights, if it is time."""
-        batches = round(self._batches, 6)  # sums of parts
+        """Copy weights, if a snapshot is due."""
+        batches = round(self._batches, 6)  # a sum of fractions
         if batches < self._due:
             return
         while self._due <= batches:
@@ -154,8 +157,8 @@ class MeasuredRun:
         self._snapshots.append(Snapshot(batches, now_s, [weight.copy() for weight in weights]))
 
     def _evaluate(self) -> list[Evaluation]:
-        """Return what the copies were worth; collective."""
-        batch = next(iter(self._test.epoch(0)))  # this rank's part of all
+        """Return the evaluations of the snapshots. Collective."""
+        batch = next(iter(self._test.epoch(0)))  # this rank's part of the test data
         result = []
         for number in range(int(self.group.share(len(self._snapshots)))):
             batches, seconds, weights = self._agree(number)
@@ -172,11 +175,9 @@ class MeasuredRun:
         return result
 
     def _agree(self, number: int) -> tuple[float, float, list[Array]]:
-        """Return a snapshot on all ranks: rank 0's, or the mean over the ranks and the latest
-        time.
-        """
+        """Return a snapshot on all ranks: rank 0's, or the ranks' mean at the latest time."""
         if not self.sync.asynchronous or self.sync.has_server:
-            # all have the same weights, or rank 0 alone has them
+            # all ranks have the same weights, or rank 0 alone has them
             mine = self._snapshots[number] if self.group.is_root else None
             batches, seconds = self.group.share(mine and (mine.batches, mine.seconds))
             weights = [

@@ -1,6 +1,4 @@
-"""What is trained, and how: data, network and optimizer, the same for every way of
-synchronization.
-"""
+"""Data, network and optimizer, the same for every mode of synchronization."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import Cosine, Schedule, Warmup
 
 Data: TypeAlias = tuple[Dataset, Dataset, Compose]
-"""To train on, to test with, and what is done to the samples of both."""
+"""Training data, test data, and the transform of both."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +24,17 @@ class Recipe:
 
     Attributes:
         dataset: its name; "digits" is bundled.
-        data_dir: the folder of its files; None where they need none, or are downloaded.
-        goal: the test accuracy whose time is taken.
+        data_dir: the folder of its files; None: bundled, or downloaded.
+        goal: the test accuracy whose time is measured.
         batch: rows of a global batch, divided among the workers.
         steps: global batches of a run.
         every: global batches between two evaluations.
         lr, momentum: of SGD.
-        warm: batches in which the learning rate rises to `lr`; then it falls to 0 on a cosine until
+        warm: batches in which the learning rate rises to `lr`; then it falls on a cosine to 0 at
             `decay`.
-        decay: the global batches of a whole run, where it is 0; None for `steps`.
-        partition: which samples a worker sees; see `nnmpi.data.sampler`.
-        seed: of the first weights, of the order of the data and of who is slow by chance.
+        decay: the global batch at which the rate is 0; None: `steps`.
+        partition: the assignment of samples to workers; see `nnmpi.data.sampler`.
+        seed: of the first weights, the order of the data and random stragglers.
     """
 
     dataset: str = "mnist"
@@ -54,12 +52,12 @@ class Recipe:
     seed: int = 0
 
     def fetch(self) -> None:
-        """Make sure that the data are there."""
-        prepare(self.dataset, self._place())
+        """Download the data, unless they are there."""
+        prepare(self.dataset, self._folder())
 
     def load(self) -> Data:
-        """Return the data to train on and to test with."""
-        train, test = load(self.dataset, self._place(), seed=0, test_fraction=0.2)
+        """Return the data."""
+        train, test = load(self.dataset, self._folder(), seed=0, test_fraction=0.2)
         return train, test, Compose(Normalize.fit(train))
 
     def schedule(self) -> Schedule:
@@ -67,12 +65,12 @@ class Recipe:
         return Warmup(self.warm, Cosine(self.lr, (self.decay or self.steps) - self.warm))
 
     def loaders(self, data: Data, rank: int, world: int) -> tuple[Loader, Loader]:
-        """Return a rank's training data, and its part of the test data, which are one batch.
+        """Return loaders of a rank's training data, and of its part of the test data as one batch.
 
         Args:
-            data: that `load` gave.
-            rank: whose part of the training data it is.
-            world: how many ranks share both.
+            data: of `load`.
+            rank: whose parts.
+            world: number of ranks.
         """
         train, test, transform = data
         common = {"rank": rank, "world": world, "transform": transform, "workers": 0}
@@ -86,5 +84,5 @@ class Recipe:
         momentum = self.momentum or None
         return model, optim.build("sgd", model.storage, lr=self.lr, momentum=momentum)
 
-    def _place(self) -> Path | None:
+    def _folder(self) -> Path | None:
         return None if self.data_dir is None else Path(self.data_dir)

@@ -1,6 +1,4 @@
-"""The runs of `ranks`, on simulated ranks in this process; several at once in processes of their
-own.
-"""
+"""The runs of `ranks` on simulated ranks; a run is one process, and several run at once."""
 
 import multiprocessing
 import os
@@ -26,10 +24,10 @@ class SimulatedRun:
     Attributes:
         labels: further fields of its row of results.
         slow: see `synchrony.slow`.
-        network: see `comm.fit.parse_network`; empty for messages that take no time.
-        observed: whether it is evaluated on the way, or only at its end.
-        cpu_factor: how many times the CPU time of this machine a step takes; 0 for nothing but the
-            pace.
+        network: see `comm.fit.parse_network`; empty: messages take no time.
+        observed: True: evaluated during the run; False: at its end alone.
+        cpu_factor: simulated seconds of a step per second of this machine's CPU time; 0: the pace
+            alone counts.
     """
 
     sync: Sync
@@ -44,13 +42,13 @@ class SimulatedRun:
 
 
 def simulate_all(cases: Sequence[SimulatedRun]) -> list[Row]:
-    """Return a row for each run, in their order; as many run at a time as there are cores."""
+    """Return a row for each run, in order; as many run at once as there are cores."""
     cases[0].recipe.fetch()
     count = min(len(cases), len(os.sched_getaffinity(0)))
     before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: BLAS reads it once
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the new processes: BLAS reads it once, when it loads
     try:
-        context = multiprocessing.get_context("spawn")  # as BLAS's threads are not for a fork
+        context = multiprocessing.get_context("spawn")  # BLAS's threads do not survive a fork
         with ProcessPoolExecutor(count, mp_context=context) as pool:
             return list(pool.map(simulate_run, cases))
     finally:
@@ -61,7 +59,7 @@ def simulate_all(cases: Sequence[SimulatedRun]) -> list[Row]:
 
 
 def simulate_run(case: SimulatedRun) -> Row:
-    """Simulate one case; return its labels and what it came to."""
+    """Simulate one case; return its labels and results."""
     recipe = case.recipe
     slow = replace(Slow.parse(case.slow, recipe.seed), minimum_s=case.pace_s)
     data = _data(recipe.dataset, recipe.data_dir)
@@ -75,9 +73,9 @@ def simulate_run(case: SimulatedRun) -> Row:
 
 
 def settings(case: SimulatedRun) -> dict[str, Any]:
-    """Return what all runs of a table have in common, for its file."""
+    """Return the settings that all runs of a table share, for its file."""
     common = asdict(case.recipe)
-    del common["data_dir"]  # of this machine alone
+    del common["data_dir"]  # specific to this machine
     return {"recipe": common, "pace_s": case.pace_s, "network": case.network}
 
 
