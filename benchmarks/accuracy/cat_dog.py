@@ -1,5 +1,5 @@
-"""CIFAR-10's cats and dogs: --dataset benchmarks/accuracy/cat_dog.py:cat_dog, with $CIFAR naming
-the folder.
+"""CIFAR-10's cats and dogs: --dataset benchmarks/accuracy/cat_dog.py:cat_dog; $CIFAR is the folder
+of its files.
 """
 
 import os

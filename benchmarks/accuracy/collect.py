@@ -1,7 +1,7 @@
-"""Puts the accuracies of finished runs into one JSON file, with their options and the machine's
+"""Collects the accuracies of finished runs in one JSON file, with their options and the machine's
 facts.
 
-    python benchmarks/accuracy/collect.py results/mnist-plain.json runs/mnist-plain-0 runs/mnist-plain-1 ...
+    python benchmarks/accuracy/collect.py results/mnist-plain.json runs/mnist-plain-*
 
 With --key loss it takes the losses. Reads the run folders of `nnmpi.train`, and those of
 `mnist_torch.py` and `gpt_torch.py`.
@@ -19,14 +19,14 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 from benchmarks.harness import results  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 
-PLACES = ("data_dir", "out", "resume", "config")  # options that are paths of one machine
+PATHS = ("data_dir", "out", "resume", "config")  # options that are paths of one machine
 
 
 def figures(folder: Path, key: str) -> dict[str, Any]:
-    """Return the final and the best test accuracy or loss of a run, and those of all evaluations.
+    """Return the final and the best test accuracy or loss of a run, and those of its evaluations.
 
     Raises:
-        SystemExit: for a run that has not finished.
+        SystemExit: for an unfinished run.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     by_epoch = {line["epoch"]: line[key] for line in lines if line["kind"] == "eval"}
@@ -38,13 +38,13 @@ def figures(folder: Path, key: str) -> dict[str, Any]:
 
 
 def options(folder: Path) -> dict[str, Any]:
-    """Return the resolved options of a run, without seed and paths; of a data set's the file's name
-    is left.
+    """Return the resolved options of a run, without seed and paths; of the data set's path only the
+    name.
     """
     result = json.loads((folder / "config.json").read_text())
     if "dataset" in result:
         result["dataset"] = Path(result["dataset"]).name
-    return {name: value for name, value in result.items() if name not in (*PLACES, "seed")}
+    return {name: value for name, value in result.items() if name not in (*PATHS, "seed")}
 
 
 def seed(folder: Path) -> str:

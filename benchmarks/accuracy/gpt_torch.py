@@ -1,13 +1,12 @@
-"""Trains in PyTorch what a run of `nnmpi.train --model gpt` has trained: the figure that its loss
-is held against.
+"""Repeats a run of `nnmpi.train --model gpt` in PyTorch, for a comparison of the losses.
 
     python benchmarks/accuracy/gpt_torch.py runs/shakespeare-0 --out runs/shakespeare-torch-0
 
 The recipe is the run's, from its config.json: the same tokens in the same batches in the same
-order, the same first weights (transformers reads them from nnmpi's files), the same rates of AdamW,
-the same clipping. The network is transformers' GPT2LMHeadModel, with attention as it comes. The run
-folder gets a `config.json`, and a `metrics.jsonl` with the lines "train" and "test" of
-`nnmpi.train`, so that `collect.py` reads both.
+order, the same first weights (transformers reads them from nnmpi's files), the same learning rates
+of AdamW, the same clipping. The network is transformers' GPT2LMHeadModel with its default
+attention. The run folder gets a `config.json`, and a `metrics.jsonl` with the lines "train" and
+"test" of `nnmpi.train`, so that `collect.py` reads both.
 """
 
 import argparse
@@ -32,7 +31,7 @@ LOG_EVERY = 10
 
 
 def twin(config: Config, inputs: Inputs) -> torch.nn.Module:
-    """Return PyTorch's model with the weights that the run began with."""
+    """Return PyTorch's model with the run's first weights."""
     model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
     model.initialize(seed=config.run.seed)
     with TemporaryDirectory() as folder:
@@ -43,14 +42,14 @@ def twin(config: Config, inputs: Inputs) -> torch.nn.Module:
 
 
 def summed_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the sum of the losses of a batch's tokens."""
+    """Return the loss summed over a batch's tokens."""
     logits = model(torch.from_numpy(batch.x)).logits.flatten(0, 1)
     y = torch.from_numpy(batch.y).flatten()
     return torch.nn.functional.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum")
 
 
 def evaluate(model: torch.nn.Module, loader: Loader) -> float:
-    """Return the mean loss of the test data's tokens."""
+    """Return the mean loss per token of the test data."""
     total, targets = 0.0, 0
     with torch.no_grad():
         for batch in loader.epoch(0):
@@ -60,11 +59,11 @@ def evaluate(model: torch.nn.Module, loader: Loader) -> float:
 
 
 def main() -> None:
-    """Train, print a line now and then, and leave the metrics in the run folder."""
+    """Train, print a line every LOG_EVERY steps, and write the metrics to the run folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder of the run whose recipe is taken")
+    parser.add_argument("run", type=Path, help="folder of the run to repeat")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="run folder, made if it is missing")
     arguments = parser.parse_args()

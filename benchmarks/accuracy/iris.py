@@ -3,13 +3,13 @@
     python benchmarks/accuracy/iris.py [--recipes plain,recommended] [--seeds 10]
         [--folds K] [--json FILE]
 
-A seed chooses the split (120 + 30 rows), the first weights and the order of the samples. The two
-frameworks see the same rows in the same order and draw their first weights from the same
+A seed determines the split (120 + 30 rows), the first weights and the order of the samples. The two
+frameworks read the same rows in the same order, and draw their first weights from the same
 distributions, but not the same weights. nnmpi's numbers are those of `python -m nnmpi.train` with
-the same options. PyTorch is left out if it is missing.
+the same options. PyTorch is skipped if it is missing.
 
-With --folds K, recipes are compared without the test rows: each seed's 120 training rows are cut
-into K parts, each of which is predicted by a network trained on the others.
+--folds K compares recipes without the test rows, by cross-validation: each seed's 120 training rows
+are cut into K parts, and each part is predicted by a network trained on the others.
 """
 
 import itertools
@@ -39,12 +39,12 @@ HIDDEN = 50
 
 @dataclass(frozen=True)
 class IrisRecipe:
-    """How the network is trained with Adam.
+    """A recipe with Adam.
 
     Attributes:
-        lr: the learning rate, where a schedule changes it the highest one.
-        cosine: whether the rate falls to 0 along half a cosine, or stays as it is.
-        normalize: whether each feature gets mean 0 and standard deviation 1 over the training rows.
+        lr: the learning rate; with a schedule, the highest one.
+        cosine: the rate falls to 0 along half a cosine; otherwise it is constant.
+        normalize: each feature gets mean 0 and standard deviation 1 over the training rows.
     """
 
     epochs: int = 100
@@ -61,7 +61,7 @@ class IrisRecipe:
 RECIPES = {
     "plain": IrisRecipe(),
     "recommended": IrisRecipe(lr=0.01, cosine=True),
-    # what the recommended one was chosen from, by cross-validation
+    # the other candidates of the cross-validation that chose "recommended"
     "normalized": IrisRecipe(normalize=True),
     "fast": IrisRecipe(lr=0.01),
     "fast-normalized": IrisRecipe(lr=0.01, normalize=True),
@@ -72,15 +72,15 @@ RECIPES = {
 
 
 class SplitRun:
-    """One split of the data, and nnmpi's loaders of it that both frameworks read.
+    """One split of the data; both frameworks read its batches from nnmpi's loaders.
 
     Args:
-        recipe: how the network is trained.
+        recipe: of the training.
         train, test: the rows.
         seed: of the first weights and the order of the samples.
 
     Attributes:
-        train, test: loaders; the test's gives all rows at once.
+        train, test: loaders; the test loader yields all rows as one batch.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ def report(group: Group, recipe: IrisRecipe, seeds: int, folds: int) -> dict[str
 
     Args:
         group: of one rank.
-        recipe: how the network is trained.
+        recipe: of the training.
         seeds: how many, from 0 on.
-        folds: 0 for the test rows; else of the training rows.
+        folds: of the training rows; 0: the test rows.
     """
     frameworks: dict[str, Callable[[SplitRun], float]] = {
         "nnmpi": lambda element: element.run_nnmpi(group)

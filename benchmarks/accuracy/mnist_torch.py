@@ -1,5 +1,4 @@
-"""Trains nnmpi's `cnn` in PyTorch on MNIST, by the plain recipe: the figure that nnmpi's accuracy
-is held against.
+"""Trains nnmpi's `cnn` in PyTorch on MNIST, by the plain recipe, to compare the accuracies.
 
     python benchmarks/accuracy/mnist_torch.py --seed 0 --data-dir DIR --out runs/mnist-torch-0
 
@@ -56,11 +55,11 @@ def train_epoch(
     """Do one epoch of updates over the samples in the order of `rows`; the last batch may be short.
 
     Args:
-        model: is trained.
+        model: the network.
         optimizer: of its parameters.
         x, y: all images (n, 1, height, width) float32 and labels (n,) int64.
         rows: (n,) int64, the order of the samples.
-        batch: samples of each update.
+        batch: samples per update.
     """
     model.train()
     for indices in torch.split(rows, batch):
@@ -85,7 +84,7 @@ def evaluate(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float,
 
 
 def main() -> None:
-    """Train, print a line per epoch, and leave the metrics in the run folder."""
+    """Train, print a line per epoch, and write the metrics to the run folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -59,8 +59,8 @@ def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer
     wide, inner = model.get("feedforward", 4 * hidden), model.get("attention", hidden)
     weights = hidden * (4 * inner + 2 * wide)
     value = sequence * hidden * itemsize
-    # Korthikanti et al., for activations of 2 bytes: 11 s b h of attention and 19 of the MLP at
-    # their usual widths, 4 of the norms.
+    # Korthikanti et al., bytes per element of the input for activations of 2 bytes: 11 of attention
+    # and 19 of the MLP at their usual widths, 4 of the norms.
     narrow = sequence * (4 * hidden + 11 * inner + 19 * wide / 4) + 5 * heads * sequence**2
     block = DescribedLayer(
         weights, 2 * sequence * weights + 4 * sequence**2 * inner, value, narrow * itemsize / 2
@@ -74,7 +74,7 @@ def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer
 def _convolution(
     pixels: int, incoming: int, outgoing: int, itemsize: int, times: int
 ) -> DescribedLayer:
-    """Return a convolution of 3 x 3; its result is saved `times` times, by the operations after it."""
+    """Return a 3 x 3 convolution; the operations after it save its result `times` times."""
     weights, value = 9 * incoming * outgoing, pixels**2 * outgoing * itemsize
     return DescribedLayer(weights, 2 * pixels**2 * weights, value, times * value)
 
