@@ -1,14 +1,14 @@
-"""Makes texts to pre-train and to fine-tune a GPT on, from the files of Python's standard library
-on this machine.
+"""Makes texts to pre-train and to fine-tune a GPT, from the files of Python's standard library on
+this machine.
 
     python examples/finetuning/make_texts.py runs/texts
 
-    library.jsonl     {"text": ...} for each file but every fifth: to pre-train on
-    tokenizer.json    GPT-2's kind of byte pairs, 2048 tokens, learnt from them
-    problems.csv      problem,solution: from the other files, the head of a function with what it is
-                      for, and its body; those that fit into a context of 256 tokens or so
+    library.jsonl     {"text": ...} for four of five files, for pre-training
+    tokenizer.json    byte pairs like GPT-2's, 2048 tokens, learnt from library.jsonl
+    problems.csv      problem,solution: head and docstring of a function in the other files, and its
+                      body; limited to about 256 tokens
 
-Needs the library tokenizers (`pip install '.[text]'`).
+It needs the library tokenizers (`pip install '.[text]'`).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 VOCABULARY = 2048
 LONGEST = 700  # characters of a problem with its solution
-# tests, and what is hardly used
+# folders without library code, or with unusual code
 LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
@@ -38,9 +38,7 @@ def read_library() -> list[str]:
 
 
 def find_problems(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the functions of a file that say what they are for: what stands before the body, and
-    the body.
-    """
+    """Yield the functions of a file with a docstring: head and docstring, and the body."""
     lines = text.splitlines()
     try:
         tree = ast.parse(text)
@@ -48,10 +46,13 @@ def find_problems(text: str) -> Iterator[tuple[str, str]]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
-            said, indent = node.body[0].end_lineno or 0, node.col_offset
+            docstring_end, indent = node.body[0].end_lineno or 0, node.col_offset
             problem, solution = (
                 "\n".join(line[indent:] for line in lines[first:last])
-                for first, last in ((node.lineno - 1, said), (said, node.end_lineno))
+                for first, last in (
+                    (node.lineno - 1, docstring_end),
+                    (docstring_end, node.end_lineno),
+                )
             )
             if solution.strip() and len(problem) + len(solution) <= LONGEST:
                 yield problem, solution
@@ -62,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="made if it is not there")
+    parser.add_argument("folder", type=Path, help="for the files; made if it is missing")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     library = read_library()

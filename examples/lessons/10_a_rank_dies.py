@@ -142,7 +142,7 @@ def main(group, file=None, dies=False, begun=None):
 def start_twice(ranks, file):
     """Run on simulated ranks, kill the last one after the first checkpoint, and run again."""
     if ranks < 2:
-        why = "a rank that dies alone leaves nobody who waits for it"
+        why = "on one rank, no other rank would wait for the dead one"
         raise SystemExit(f"{why}; give --simulate 2, or more")
     call = 36 * (ranks - 1)  # sends, receives and waits: a ring has more of them with more ranks
     starts, faults = ([], []), Faults(kill={ranks - 1: call})  # starts: the (rank, step)s begun
@@ -157,7 +157,7 @@ def start_twice(ranks, file):
             last = start == 1 and (rank, step) == max(begun)
             kind = "killed" if last else "computed" if start > 1 or step < first else "lost"
             bars.append(Bar(f"start {start}, rank {rank}", step, step + 1, kind, str(step)))
-    title = f"What came after the checkpoint at step {first} is lost, and done again"
+    title = f"Steps after the checkpoint at step {first} are lost, and repeated"
     picture = Picture(title, "steps", bars)
     print(f"\n{picture}")
     return picture

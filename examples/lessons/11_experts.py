@@ -1,4 +1,4 @@
-"""Lesson 11: experts. A gate routes each row to one of many layers; ranks share out both.
+"""Lesson 11: experts. A gate routes each row to one of many layers; rows and layers are sharded.
 
     rows of rank 0    a b c d       gate: a 2, b 0, c 2, d 1    experts 0, 1 on rank 0; 2 on rank 1
     rank 0 -> rank 1  a c           all-to-all: rows go to their experts ...

@@ -1,4 +1,4 @@
-"""Lesson 2: a ring all-reduce. Ranks share out the rows of a batch; gradients are summed in a ring.
+"""Lesson 2: a ring all-reduce. Each rank takes some rows of a batch; a ring sums the gradients.
 
     rank 0 ---> rank 1 ---> rank 2 --->.     all gradients, concatenated, in 3 chunks
       ^                                |

@@ -134,7 +134,7 @@ def draw(group, weights, saved):
             Bar(row, n, n + more, "activations", f"{more:,}"),
         ]
     return Picture(
-        "Weights are shared out, and the activations between columns and rows", "bytes", bars
+        "Weights are sharded, and so are activations between columns and rows", "bytes", bars
     )
 
 

@@ -1,4 +1,4 @@
-"""Lesson 6: ZeRO. Ranks share out rows as in lesson 2, but each updates only its weight shard.
+"""Lesson 6: ZeRO. Each rank takes some rows, as in lesson 2, but updates only its weight shard.
 
     gradients, concatenated        [ a | b | c ]   [ a | b | c ]   [ a | b | c ]
     reduce-scatter                 [ A |   |   ]   [   | B |   ]   [   |   | C ]   A: sum over ranks
@@ -118,7 +118,7 @@ def draw(group, weights, velocity):
                 Bar(row, 0, n, "weights", f"{n:,}"),
                 Bar(row, n, n + state, "velocity", f"{state:,}"),
             ]
-    return Picture("The optimizer's state is there once, and not on each rank", "bytes", bars)
+    return Picture("The optimizer state is stored once, not on each rank", "bytes", bars)
 
 
 def main(group):

@@ -25,7 +25,7 @@ from nnmpi.shard import split
 WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
 DIGITS, _ = data.load("digits")  # 8 x 8 images
-ALL_KEPT = "K0 K1 D1 K2 D2 K3 D3 B3 B2 B1 B0"
+ALL_SAVED = "K0 K1 D1 K2 D2 K3 D3 B3 B2 B1 B0"
 PLAN = "F0 F1 D1 K2 D2 K3 D3 B3 B2 F0 K1 D1 B1 K0 D1 B0"
 
 
@@ -121,7 +121,7 @@ def draw(name, plan):
     for at, (act, layer) in enumerate((action.act, action.layer) for action in parse_plan(plan)):
         row = f"{name}, layer {layer}"
         if act is Act.BACKWARD:
-            bars.append(Bar(row, since.pop(layer), at, "kept"))
+            bars.append(Bar(row, since.pop(layer), at, "saved"))
         bars.append(Bar(row, at, at + 1, kinds.get(act, "forward"), act.value))
         since |= {layer: at + 1} if act is Act.KEEP else {}
     return bars
@@ -151,13 +151,13 @@ def train(group, plan):
 def main(group):
     """Train by both plans and on one rank; raise AssertionError if the weights differ."""
     expected = serial()
-    (saved, most), (trained, least) = train(group, ALL_KEPT), train(group, PLAN)
+    (saved, most), (trained, least) = train(group, ALL_SAVED), train(group, PLAN)
     for layer, w in trained.items():
         np.testing.assert_array_equal(w, saved[layer])  # recomputation repeats every bit
         np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
     assert least < most
-    title = f"What layers keep, and for how long: at most {most:,} bytes, and {least:,} by the plan"
-    picture = Picture(title, "actions", draw("all kept", ALL_KEPT) + draw("plan", PLAN))
+    title = f"Saved inputs of the layers: at most {most:,} bytes, {least:,} by the plan"
+    picture = Picture(title, "actions", draw("all saved", ALL_SAVED) + draw("plan", PLAN))
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}:", end=" ")
         print(f"{least} bytes instead of {most}\n\n{picture}")

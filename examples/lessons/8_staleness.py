@@ -149,7 +149,7 @@ def main(group):
                 f"staleness {staleness}: equal to the serial run as late; in all the ranks", end=" "
             )
             print(f"waited {waited:.0f} ms, loss {loss / BATCH:.3f}")
-    title = "Who computes and who waits, where another rank is slow in each step"
+    title = "Computing and waiting, with another straggler in each step"
     picture = Picture(title, "ms", bars)
     if group.is_root:
         print(f"\n{picture}")
