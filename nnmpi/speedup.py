@@ -85,7 +85,7 @@ def main(words: Sequence[str]) -> str:
         LaunchError: when a run fails.
     """
     cut = [*words, "--"].index("--")
-    local, theirs = words[:cut], words[cut + 1 :]
+    train_words = words[cut + 1 :]
     parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
         "--ranks",
@@ -104,17 +104,17 @@ def main(words: Sequence[str]) -> str:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot them: .svg, .png, .pdf")
     parser.add_argument("--network", help=f"links of simulated ranks: {NETWORK_HELP}")
-    options = parser.parse_args(local)
-    theirs = [*theirs, *(["--network", options.network] if options.network else [])]
+    options = parser.parse_args(words[:cut])
+    train_words = [*train_words, *(["--network", options.network] if options.network else [])]
     figure = None if options.plot is None else new_figure(5, 4)  # before anything is measured
     given: dict[str, Any] = {}
     with suppress(UsageError):  # the first run prints the error
-        given = read_words(theirs, list(all_options().values()), PROGRAM, DESCRIPTION)
+        given = read_words(train_words, list(all_options().values()), PROGRAM, DESCRIPTION)
     if taken := given.keys() & {"out", "resume", "simulate"}:
         raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out behind --")
     rows: list[Scaled] = []
     for count in options.ranks:
-        rows.append(_compared(_measure(count, theirs, given, options), rows, options.weak))
+        rows.append(_compared(_measure(count, train_words, given, options), rows, options.weak))
         print(
             f"{counted(count, 'rank')}: {rows[-1].samples_per_second:.0f} samples/s",
             file=sys.stderr,

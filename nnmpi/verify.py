@@ -164,14 +164,14 @@ def main(words: Sequence[str], group: Group) -> bool:
         layout = build_layout(config.parallel, config.optimization, config.model)
     backend = take_backend(config.run.backend, group)
     with explain_errors(backend):
-        ours, header = run(config, trial.steps, dataset, group, layout, backend)
+        actual, header = run(config, trial.steps, dataset, group, layout, backend)
         device = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
         console.say(*header, *device, "")
         alone = group.split(group.rank)
         findings = []
         if group.is_root:
             serial, _ = run(config, trial.steps, dataset, alone, _serial(layout), backend)
-            findings = compare(ours, serial, trial.steps, config.run.dtype, batch, exact)
+            findings = compare(actual, serial, trial.steps, config.run.dtype, batch, exact)
         alone.free()
     console.say(*table(findings), "", verdict(findings))
     return bool(group.share(all(finding.holds for finding in findings)))
@@ -343,12 +343,12 @@ def tolerance(dtype: str, samples: int, steps: int) -> float:
 
 
 def compare(
-    ours: Trial, serial: Trial, steps: int, dtype: str, samples: int, exact: bool
+    actual: Trial, serial: Trial, steps: int, dtype: str, samples: int, exact: bool
 ) -> list[Finding]:
     """Return the comparison's findings.
 
     Args:
-        ours: the run under the layout.
+        actual: the run under the layout.
         serial: the run on one rank.
         steps: of both.
         dtype: of both.
@@ -357,23 +357,25 @@ def compare(
             order.
     """
     result = []
-    for what, theirs in serial.items():
+    for what, expected in serial.items():
         limit = tolerance(dtype, samples, 0 if exact or what.endswith(" of step 1") else steps)
-        if theirs:
+        if expected:
             result.append(
-                _compare(what, ours[what], theirs, 0.0 if exact and what != EVALUATION else limit)
+                _compare(
+                    what, actual[what], expected, 0.0 if exact and what != EVALUATION else limit
+                )
             )
     return result
 
 
 def _compare(
-    what: str, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float
+    what: str, actual: Mapping[str, Array], expected: Mapping[str, Array], limit: float
 ) -> Finding:
-    largest = max(map(_size, theirs.values()))
-    worst, where, bitwise = 0.0, "", ours.keys() == theirs.keys()
-    for name, array in theirs.items():
-        bitwise = bitwise and bool(np.array_equal(ours[name], array))
-        error = _size(ours[name] - array) / (max(_size(array), LEAST_SCALE * largest) or 1.0)
+    largest = max(map(_size, expected.values()))
+    worst, where, bitwise = 0.0, "", actual.keys() == expected.keys()
+    for name, array in expected.items():
+        bitwise = bitwise and bool(np.array_equal(actual[name], array))
+        error = _size(actual[name] - array) / (max(_size(array), LEAST_SCALE * largest) or 1.0)
         if not isnan(worst) and not error <= worst:  # NaN is the worst
             worst, where = error, name
     return Finding(what, worst, limit, bitwise, where)

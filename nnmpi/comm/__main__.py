@@ -208,8 +208,8 @@ def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = Non
             arguments.operation, load_custom(name, "the algorithm", "(rank, size)")
         )
     if operation is None:
-        having = [what for what, how in COLLECTIVES if how == name]
-        operation = having[0] if len(having) == 1 else ALL_REDUCE.name
+        matches = [what for what, algorithm in COLLECTIVES if algorithm == name]
+        operation = matches[0] if len(matches) == 1 else ALL_REDUCE.name
     arguments.operation = operation
     return find_collective(operation, name, nodes)
 

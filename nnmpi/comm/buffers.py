@@ -128,11 +128,10 @@ def as_bytes(array: Buffer) -> NDArray[np.uint8]:
     try:
         return array.reshape(-1).view(np.uint8)
     except ValueError as error:
-        words = (
+        raise ShapeError(
             f"the {array.shape} array with strides {array.strides} has gaps; copy it:"
             " ascontiguousarray"
-        )
-        raise ShapeError(words) from error
+        ) from error
 
 
 # Counts of MPI messages are 32-bit in most libraries. Half of that leaves room; one more message

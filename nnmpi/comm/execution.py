@@ -332,10 +332,10 @@ class NativeExecution(Stages):
         calls = _find_calls(array, comm, operation)
         # MPI's reduce-scatter must not write into its input: read a copy, refreshed at each start.
         stages += [
-            partial(_copy, array, given[0]) for name, given in calls if name == "reduce_scatter"
+            partial(_copy, array, args[0]) for name, args in calls if name == "reduce_scatter"
         ]
-        blocks = [partial(getattr(comm, name), *given) for name, given in calls]
-        starts = [partial(getattr(comm, f"i{name}"), *given) for name, given in calls]
+        blocks = [partial(getattr(comm, name), *args) for name, args in calls]
+        starts = [partial(getattr(comm, f"i{name}"), *args) for name, args in calls]
         stages += blocks if is_device(array) else [Calls(comm, starts, blocks)]
         super().__init__(stages, "this native collective")
 

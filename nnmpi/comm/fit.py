@@ -135,10 +135,10 @@ def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
         UsageError: see `cache_folder`.
     """
     nodes = len(set(facts["nodes"]))
-    words = f"{name}-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (
+    text = f"{name}-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (
         f"-{nodes}-nodes" if nodes > 1 else ""
     )
-    return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
+    return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", text.lower()) + ".json")
 
 
 # ---- a network as text: the values of --network, in all commands ----
@@ -247,20 +247,20 @@ def describe_fit(fit: Fit) -> Iterator[str]:
         f" {fit.facts['mpi']}"
     )
     for name, link in (("inside a node", machine.inside), ("between nodes", machine.across)):
-        for way, curve in (
+        for direction, curve in (
             () if link is None else (("one way", link.one_way), ("both ways", link.both_ways))
         ):
             alpha_s, beta_s = curve.alpha_s, curve.beta(LONG_BYTES)
             yield (
-                f"messages {name}, {way}: latency {format_seconds(alpha_s)}, {1e9 * beta_s:.3f}"
-                " ns/B at 1 MiB"
+                f"messages {name}, {direction}: latency {format_seconds(alpha_s)},"
+                f" {1e9 * beta_s:.3f} ns/B at 1 MiB"
             )
     yield f"adding: {1e9 * machine.add(LONG_BYTES) / LONG_BYTES:.3f} ns/B at 1 MiB"
     yield ""
     yield f"{'predicted':17}" + "".join(f"{format_bytes(nbytes):>11}" for nbytes in EXAMPLES)
-    for how in (NATIVE, *([SHARED] if fit.shared is not None else []), *ALGORITHMS):
-        seconds = [format_seconds(fit.predict(how, nbytes), digits=3) for nbytes in EXAMPLES]
-        yield f"{how:17}" + "".join(f"{item:>11}" for item in seconds)
+    for algorithm in (NATIVE, *([SHARED] if fit.shared is not None else []), *ALGORITHMS):
+        seconds = [format_seconds(fit.predict(algorithm, nbytes), digits=3) for nbytes in EXAMPLES]
+        yield f"{algorithm:17}" + "".join(f"{item:>11}" for item in seconds)
 
 
 # The all-reduce of "auto": the one with the least predicted time, or a rule without a fit.

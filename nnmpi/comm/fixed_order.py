@@ -119,15 +119,15 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
         ShapeError: for an array that is not 1-D, contiguous and writeable.
     """
     check_buffer(out)
-    mine = tree.blocks
-    by_rank = _compare(group, tree, mine, out)
+    local = tree.blocks
+    by_rank = _compare(group, tree, local, out)
     most = max(len(blocks) for blocks in by_rank)
     length = max(ROUND_BYTES // (most * out.itemsize), group.size)
     for start in range(0, out.size, length):
         full = slice(start, min(start + length, out.size))
         _sum_round(
             group,
-            {block: array[full] for block, array in mine.items()},
+            {block: array[full] for block, array in local.items()},
             by_rank,
             tree.leaves,
             out[full],
@@ -136,7 +136,7 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
 
 def _sum_round(
     group: Group,
-    mine: Mapping[TreeBlock, Buffer],
+    blocks: Mapping[TreeBlock, Buffer],
     by_rank: list[list[TreeBlock]],
     leaves: int,
     out: Buffer,
@@ -144,14 +144,14 @@ def _sum_round(
     """Sum one piece of the arrays, short enough for one message."""
     chunks = split(out.size, group.size)
     local = chunks[group.rank]
-    received = [np.empty((len(blocks), len(local)), out.dtype) for blocks in by_rank]
-    for array, row in zip(mine.values(), received[group.rank], strict=True):
+    received = [np.empty((len(theirs), len(local)), out.dtype) for theirs in by_rank]
+    for array, row in zip(blocks.values(), received[group.rank], strict=True):
         row[...] = array[local.start : local.stop]
     others = [(rank, chunk) for rank, chunk in enumerate(chunks) if rank != group.rank]
     sent = [
-        (r, np.stack([array[chunk.start : chunk.stop] for array in mine.values()]))
+        (r, np.stack([array[chunk.start : chunk.stop] for array in blocks.values()]))
         for r, chunk in others
-        if mine
+        if blocks
     ]
     send_and_receive(
         group,
@@ -187,7 +187,7 @@ def _insert(
 
 
 def _compare(
-    group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out: Buffer
+    group: Group, tree: SumTree, local: Mapping[TreeBlock, Buffer], out: Buffer
 ) -> list[list[TreeBlock]]:
     """Return every rank's blocks; refuse trees that do not make up one tree of arrays like `out`.
 
@@ -195,7 +195,7 @@ def _compare(
     """
     about = f"{tree.leaves} leaves and a result of {out.size} {out.dtype}"
     # one exchange for both: every sum pays it
-    gathered = group.gather([about, list(mine)])
+    gathered = group.gather([about, list(local)])
     remedy = (
         "give leaves and result of one length and dtype, and the same number of leaves, on all"
         " ranks"
@@ -206,7 +206,7 @@ def _compare(
         {leaf for block in blocks for leaf in covered(block, tree.leaves)} for blocks in by_rank
     ]
     for leaf in range(tree.leaves):
-        ranks = [rank for rank, theirs in enumerate(leaves) if leaf in theirs]
+        ranks = [rank for rank, pushed in enumerate(leaves) if leaf in pushed]
         if len(ranks) != 1:
             where = f"was pushed on {name_ranks(ranks)}" if ranks else "was pushed on no rank"
             raise CommError(f"leaf {leaf} of {tree.leaves} {where}; push each leaf on one rank")

@@ -246,10 +246,9 @@ def _messages(group: Group, nbytes: int) -> list[Refilled]:
         :: -1 if rank % 2 else 1
     ]
     around = (Step(to=(rank + 1) % size, send=sent, from_=(rank - 1) % size, recv=received),)
-    ways = there_and_back if partner < size else (), around
     return [
         (Execution(steps, array, group.comm, TAG).run, lambda: np.copyto(array, fresh))
-        for steps in ways
+        for steps in (there_and_back if partner < size else (), around)
     ]
 
 

@@ -61,13 +61,13 @@ class FlagBarrier:
     def __init__(self, counters: Sequence[memoryview], memory: SharedMemory) -> None:
         rank = memory.rank
         self._counters, self._memory = tuple(counters), memory
-        self._own = counters[rank]
+        self._counter = counters[rank]
         self._others = tuple(counter for other, counter in enumerate(counters) if other != rank)
         self._goal = 0
 
     def start(self) -> None:
         """Mark this rank as arrived."""
-        self._goal = self._own[0] = self._own[0] + 1
+        self._goal = self._counter[0] = self._counter[0] + 1
 
     def poll(self) -> bool:
         """Return whether all ranks have arrived."""
@@ -89,8 +89,8 @@ class FlagBarrier:
 
     def run(self) -> None:
         """Arrive, and return when all others have."""
-        local = self._own  # start and wait, inlined: a barrier takes 0.2 us
-        goal = self._goal = local[0] = local[0] + 1
+        arrived = self._counter  # start and wait, inlined: a barrier takes 0.2 us
+        goal = self._goal = arrived[0] = arrived[0] + 1
         for counter in self._others:
             if counter[0] < goal:
                 self.wait()

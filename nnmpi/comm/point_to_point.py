@@ -199,10 +199,10 @@ class Rendezvous:
         return self._pass(self._comm.irecv, array, source)
 
     def _pass(self, call: Callable[..., Request], array: Buffer | None, partner: int) -> bool:
-        local, theirs = np.array([array is not None]), np.empty(1, bool)
+        ready, partner_ready = np.array([array is not None]), np.empty(1, bool)
         comm, tag = self._comm, HANDSHAKE_TAG
-        comm.wait_all([comm.irecv(theirs, partner, tag), comm.isend(local, partner, tag)])
-        if array is None or not theirs[0]:
+        comm.wait_all([comm.irecv(partner_ready, partner, tag), comm.isend(ready, partner, tag)])
+        if array is None or not partner_ready[0]:
             return False
         comm.wait_all(_post(call, array, partner, DATA_TAG))
         return True

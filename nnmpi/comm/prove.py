@@ -100,13 +100,13 @@ class Engine:
         Raises:
             ScheduleError: for a step with a partner outside the ranks.
         """
-        for rank, mine in enumerate(steps):
-            for index, step in enumerate(mine):
+        for rank, local in enumerate(steps):
+            for index, step in enumerate(local):
                 for partner in (step.to, step.from_):
                     if partner is not None and (partner == rank or not 0 <= partner < len(steps)):
-                        there = f"which is not another one of the {len(steps)} ranks"
                         raise ScheduleError(
-                            f"rank {rank}, step {index} talks to rank {partner}, {there}"
+                            f"rank {rank}, step {index} talks to rank {partner}, which is not"
+                            f" another one of the {len(steps)} ranks"
                         )
         states = [
             RankState(local, clock, clock) for local, clock in zip(steps, clocks, strict=True)

@@ -49,18 +49,21 @@ def halving_doubling(rank: int, size: int) -> tuple[Step, ...]:
     return inner
 
 
-def _butterfly(place: int, power: int, folded: int, size: int) -> tuple[Step, ...]:
-    """Return the halving and the doubling of rank `place`, 0..power-1, of the remaining ranks."""
+def _butterfly(position: int, power: int, folded: int, size: int) -> tuple[Step, ...]:
+    """Return the halving and the doubling of one of the remaining ranks, at `position` 0..power-1.
+
+    The first `folded` of these are the even ranks of the pairs.
+    """
     halving: list[Step] = []
-    mine = range(size)
+    chunks = range(size)
     distance = 1
     while distance < power:
-        middle = mine.start + len(mine) // 2
-        lower, upper = range(mine.start, middle), range(middle, mine.stop)
-        mine, theirs = (upper, lower) if place & distance else (lower, upper)
-        other = place ^ distance
+        middle = chunks.start + len(chunks) // 2
+        lower, upper = range(chunks.start, middle), range(middle, chunks.stop)
+        chunks, sent = (upper, lower) if position & distance else (lower, upper)
+        other = position ^ distance
         partner = 2 * other if other < folded else other + folded
-        halving.append(Step(to=partner, send=theirs, from_=partner, recv=mine, reduce=True))
+        halving.append(Step(to=partner, send=sent, from_=partner, recv=chunks, reduce=True))
         distance *= 2
     doubling = [
         Step(to=step.to, send=step.recv, from_=step.from_, recv=step.send)

@@ -43,13 +43,13 @@ def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tu
         return ()
     nodes = blocks(size, max(1, isqrt(size))) if nodes is None else tuple(nodes)
     members = _members(nodes)
-    mine, everything = members[nodes[rank]], range(size)
-    place = mine.index(rank)
+    node, everything = members[nodes[rank]], range(size)
+    local_rank = node.index(rank)
     up, down = (
-        _among(mine, steps(place, len(mine)), lambda chunks: everything if chunks else ())
+        _among(node, steps(local_rank, len(node)), lambda chunks: everything if chunks else ())
         for steps in (tree_reduce, tree_broadcast)
     )
-    if rank != mine[0]:
+    if rank != node[0]:
         return up + down
     leaders = [ranks[0] for ranks in members.values()]
     across = ring(leaders.index(rank), len(leaders))

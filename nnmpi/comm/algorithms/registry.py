@@ -106,13 +106,13 @@ def find_collective(
             )
         return result
     if (operation, name) not in COLLECTIVES:
-        ways = ", ".join(how for what, how in COLLECTIVES if what == operation)
+        names = ", ".join(item for what, item in COLLECTIVES if what == operation)
         stepless = (
             f", and without steps {AUTO}, {NATIVE}, {SHARED}"
             if operation == ALL_REDUCE.name
             else ""
         )
-        raise UsageError(f"there is no {operation} by {name!r}; the names are {ways}{stepless}")
+        raise UsageError(f"there is no {operation} by {name!r}; the names are {names}{stepless}")
     if name == HIERARCHICAL and nodes is not None:
         return Collective(name, ALL_REDUCE, (partial(hierarchical, nodes=tuple(nodes)),))
     return COLLECTIVES[operation, name]

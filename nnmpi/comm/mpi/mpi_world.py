@@ -175,9 +175,9 @@ class MpiComm:
 
     # ---- other communicators ----
 
-    def _make(self, call: Callable[..., MPI.Comm], *given: int) -> MpiComm:
-        made = _named(self._world, self.size, "making a communicator", call)(*given)
-        return MpiComm(made, self._world)
+    def _make(self, call: Callable[..., MPI.Comm], *args: int) -> MpiComm:
+        comm = _named(self._world, self.size, "making a communicator", call)(*args)
+        return MpiComm(comm, self._world)
 
     def duplicate(self) -> MpiComm:
         """Return another communicator of the same ranks."""

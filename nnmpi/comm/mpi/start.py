@@ -35,16 +35,16 @@ START_LIMIT, EXIT_LIMIT = "NNMPI_START_LIMIT_S", "NNMPI_EXIT_LIMIT_S"
 START_LIMIT_S, EXIT_LIMIT_S = 300.0, 600.0
 
 
-def read_limit(name: str, given: str | float) -> float:
+def read_limit(name: str, value: str | float) -> float:
     """Return a limit in seconds; `math.inf` for none.
 
     Raises:
         UsageError: for anything but a positive number.
     """
     with suppress(ValueError):
-        if float(given) > 0:
-            return float(given)
-    raise UsageError(f"{name} is {given!r}; give a positive number of seconds, or inf")
+        if float(value) > 0:
+            return float(value)
+    raise UsageError(f"{name} is {value!r}; give a positive number of seconds, or inf")
 
 
 def wait_for_all_ranks_to_start(mpi: ModuleType, limit_s: float) -> None:

@@ -65,9 +65,9 @@ GIVES, TAKES, DEALT = ("bcast", "scatter"), ("gather", "reduce"), ("scatter", "a
 def refuse(self, name):
     """Refuse an attribute that simulated MPI lacks, with a list of the existing ones."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
-    there = [item for item in dir(self) if item[0] != "_"]
+    names = [item for item in dir(self) if item[0] != "_"]
     raise AttributeError(
-        f"simulated ranks have no {whose}.{name}; of {whose} they have {', '.join(there)}"
+        f"simulated ranks have no {whose}.{name}; of {whose} they have {', '.join(names)}"
     )
 
 
@@ -182,12 +182,12 @@ class Wire(SimulatedComm):
         """Start receiving; into None for a pickle of any length."""
         others = [rank for rank in self.members if rank != self._local.number] or self.members
         partners = others if source == ANY else [self.members[source]]
-        words = (
+        senders = (
             f"{'any rank' if source == ANY else f'rank {partners[0]}'} with"
             f" {'any tag' if tag == ANY else f'tag {tag}'}"
         )
         memory, kind = (None, PICKLED) if into is None else (as_bytes(into), into.dtype)
-        return self._receive(words, memory, (source, tag, kind), *partners)
+        return self._receive(senders, memory, (source, tag, kind), *partners)
 
 
 def _fold(combine, values):
@@ -344,16 +344,16 @@ class Intracomm:
             name.lower().removesuffix("v") in item for item in (GIVES, TAKES, DEALT)
         )
         is_root = self.rank == self._among(root)
-        mine = (
+        local = (
             [item.copy() for item in give(self.size if dealt else 1)]
             if is_root or not gives
             else []
         )
-        nbytes = sum(item.nbytes for item in mine) * (1 if words or dealt or gives else self.size)
+        nbytes = sum(item.nbytes for item in local) * (1 if words or dealt or gives else self.size)
         rooted = [f"root {root}"] if gives or takes else []
         by_rank = self._wire._exchange(
             name,
-            (mine, find_lines()),
+            (local, find_lines()),
             lambda all_: [all_] * self.size,
             *rooted,
             *words,

@@ -62,7 +62,7 @@ _ALL_REDUCES: tuple[Cost, ...] = (  # the first: recursive doubling, MPI's choic
 )
 _GATHERS = (COLLECTIVES["all-gather", "tree"].cost,)
 _BROADCASTS = tuple(COLLECTIVES["broadcast", how].cost for how in ("tree", "ring"))
-_WAYS: Mapping[str, Sequence[Cost]] = MappingProxyType(
+_CLOSED_FORMS: Mapping[str, Sequence[Cost]] = MappingProxyType(
     {
         "allreduce": _ALL_REDUCES,
         **dict.fromkeys(("broadcast", "bcast", "reduce"), _BROADCASTS),
@@ -305,7 +305,7 @@ class MessageBoard:
             return 0.0
         across = len({self.nodes[rank] for rank in ranks}) > 1
         curve = self.machine.link(across).one_way
-        costs = [way(len(ranks)) for way in _WAYS.get(name, _LATENCIES)]
+        costs = [cost(len(ranks)) for cost in _CLOSED_FORMS.get(name, _LATENCIES)]
         beta_s = curve.beta(max(nbytes, 1))
         seconds, sent = min(
             (alphas * curve.alpha_s + sent * nbytes * beta_s, sent) for alphas, sent, _ in costs
@@ -406,12 +406,12 @@ class SimulatedComm:
         )
 
     def _receive(
-        self, words: str, memory: Bytes | None, envelope: tuple[int, int, Any], *partners: int
+        self, senders: str, memory: Bytes | None, envelope: tuple[int, int, Any], *partners: int
     ) -> SimulatedRequest:
-        """Start receiving from one of some ranks."""
+        """Start receiving from one of some ranks, described by `senders`."""
         local = self._local
         self._scheduler.begin_call(local)
-        request = self._open(f"receive from {words}", memory, True, *partners)
+        request = self._open(f"receive from {senders}", memory, True, *partners)
         request.envelope = envelope
         queue = self._queue(partners[0], local.number, envelope[1])
         message = queue.find_send(request)
