@@ -2,19 +2,18 @@
 
 runs/latest           a link to the newest run there
 runs/digits-cnn-20260101-120000/
-  config.json         every option of the run
+  config.json         the run's options
   metrics.jsonl       see metrics.py
-  console.txt         what was printed
-  starts.jsonl        a line for each start of the run: its command, when, where, with which
-                      versions, its header
-  finished.json       once each rank has come to its end: the last step, results, the weights' hash;
-                      else there is none
-  evaluation.json     what `python -m nnmpi.evaluate` found last, with the confusion matrix
-  faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
-  flight/             after a standstill: where each rank was, what it did last, and its stacks
+  console.txt         the console output
+  starts.jsonl        a line per start: command, time, host, versions, header
+  finished.json       present if all ranks have reached the end: last step, results, hash of the
+                      weights
+  evaluation.json     the last result of `python -m nnmpi.evaluate`, with the confusion matrix
+  faults.jsonl        the faults that ended starts, under `python -m nnmpi.run`
+  flight/             after a stall: each rank's position, last operations and stacks
   checkpoints/        see checkpoint.py
-  model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
-  tokenizer/          of a run on a text: for `nnmpi.data.load_tokenizer`
+  model/              with --model gpt, at the end: in the format of Hugging Face's transformers
+  tokenizer/          with a text: for `nnmpi.data.load_tokenizer`
 """
 
 import errno
@@ -45,14 +44,13 @@ from nnmpi.train.config import Config, all_options, check, flatten
 from nnmpi.train.signature import versions
 
 CONFIG_FILE = "config.json"
-# where runs go by default, and a link to the newest of them
-RUNS, LATEST_RUN = Path("runs"), "latest"
-# no mistake in the command: another start may find it mended
+RUNS, LATEST_RUN = Path("runs"), "latest"  # default parent of runs, and the link in it
+# Errors of the disk, not of the command: a restart may succeed. Their exit status differs.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class RunFolder:
-    """The names inside a run's folder: see above."""
+    """The paths in a run's folder; see the module."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.config, self.metrics = path, path / CONFIG_FILE, path / "metrics.jsonl"
@@ -69,10 +67,9 @@ class RunFolder:
         """Check that a new run may be written here, before any work is done.
 
         Raises:
-            UsageError: when the folder holds a run, or the path is no folder, or a name that the
-                system refuses.
+            UsageError: for a folder with a run, a file, and a path that the system refuses.
         """
-        with self._written():
+        with self._explain_errors():
             for file in (self.config, self.metrics, self.checkpoints):
                 if file.exists():
                     raise UsageError(
@@ -83,12 +80,12 @@ class RunFolder:
                 raise UsageError(f"--out {self.path} is a file; give a folder")
 
     def make(self) -> None:
-        """Make the folder if needed.
+        """Create the folder if it is missing.
 
         Raises:
-            UsageError: when it cannot be made.
+            UsageError: when it cannot be created.
         """
-        with self._written():
+        with self._explain_errors():
             self.path.mkdir(parents=True, exist_ok=True)
             sync_folder(self.path.parent)
 
@@ -96,13 +93,12 @@ class RunFolder:
         """Save a text's tokenizer, or check that a resumed run has the same one.
 
         Raises:
-            UsageError: when it has another one, whose tokens its weights know nothing of; when it
-                cannot be written.
+            UsageError: for another tokenizer than the saved one, and when it cannot be written.
         """
         if tokenizer is None:
             return
         if not self.tokenizer.is_dir():
-            with self._written(), folder_atomically(self.tokenizer) as temporary:
+            with self._explain_errors(), folder_atomically(self.tokenizer) as temporary:
                 tokenizer.save(temporary)
         elif load_tokenizer(self.tokenizer).identity != tokenizer.identity:
             raise UsageError(
@@ -112,14 +108,14 @@ class RunFolder:
             )
 
     def create(self, config: Config) -> None:
-        """Make the folder if needed and write config.json into it.
+        """Write config.json; create the folder if it is missing.
 
         Raises:
             UsageError: when it cannot be written.
         """
         self.make()
         text = json.dumps(flatten(config) | {"resume": None}, indent=1, allow_nan=False)
-        with self._written():
+        with self._explain_errors():
             write_atomically(self.config, text.encode() + b"\n")
 
     def note_start(
@@ -129,13 +125,13 @@ class RunFolder:
         library: str,
         facts: Sequence[tuple[str, str]],
     ) -> None:
-        """Record how the run was started, and link runs/latest; disk errors cost only that.
+        """Append a line to starts.jsonl, and link runs/latest; disk errors are ignored.
 
         Args:
             words: of the command line.
-            ranks: how many there are.
-            library: the MPI.
-            facts: of the run, as its header has them.
+            ranks: their number.
+            library: name and version of MPI.
+            facts: the header's lines.
         """
         start = {
             "command": ["python", "-m", "nnmpi.train", *words],
@@ -159,14 +155,13 @@ class RunFolder:
         for file in (self.config, self.metrics, self.console, self.starts, self.path / LOCK_FILE):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.tokenizer, ignore_errors=True)
-        with suppress(OSError):  # there is more in it, which is not the run's
+        with suppress(OSError):  # the folder has other files
             self.path.rmdir()
             if not (RUNS / LATEST_RUN).exists():
                 (RUNS / LATEST_RUN).unlink()
 
     @contextmanager
-    def _written(self) -> Iterator[None]:
-        """Turn the system's refusals into a sentence."""
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -181,15 +176,19 @@ class RunFolder:
 
 
 def read_run(folder: Path, named: str) -> dict[str, Any]:
-    """Return the options that a run was started with, from its folder.
+    """Return a run's options from its config.json, without those that each start sets again.
+
+    Args:
+        folder: of the run.
+        named: the folder or its option, for messages.
 
     Raises:
-        UsageError: when the folder holds no run, or its config.json cannot be read.
+        UsageError: for a folder without a run, and for an unreadable config.json.
     """
     file = folder / CONFIG_FILE
     with raised_as(UsageError, f"{named} cannot be read", "give the folder of a run that can"):
-        there = file.is_file()
-    if not there:
+        is_run = file.is_file()
+    if not is_run:
         raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
     with foreign(file, UsageError):
         flat = {**read_json(file)}
@@ -200,7 +199,8 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
                 " instead); go on with the version of nnmpi that began the run"
             )
     values = check(flat, str(file))
-    # In which world a run continues is said anew: it may begin in one and continue in the other.
+    # --simulate is among them: a run may begin in simulation and resume on real ranks, or the
+    # reverse.
     left_out = {"out", "resume", "trust", "config", "quiet", "simulate", "network", "stop_after"}
     return {name: value for name, value in values.items() if name not in left_out}
 
@@ -208,18 +208,18 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
 def check_trust(
     folder: Path, options: Mapping[str, Any], given: Mapping[str, Any], trust: bool | None
 ) -> None:
-    """Refuse a run that names code outside nnmpi unless the user trusts it.
+    """Refuse a run that names code outside nnmpi, unless the user trusts it.
 
-    A folder of a run is data: whoever gets one from somebody else need not look into its
-    config.json first.
+    A run's folder is data, which people share: opening one must not execute code unasked.
 
     Args:
+        folder: of the run, for the message.
         options: of the run.
-        given: by the user: code that is named there again may be executed.
-        trust: whether the rest may be, too.
+        given: options of the command line; code that they name again is trusted.
+        trust: the option --trust.
 
     Raises:
-        UsageError: naming the code, and how to say so.
+        UsageError: with the code, and the option to trust it.
     """
     named = [
         name for name, value in options.items() if is_foreign(value) and given.get(name) != value
@@ -233,10 +233,10 @@ def check_trust(
 
 
 def find_model(pretrained: Path) -> Path:
-    """Return the folder of Hugging Face files: the given one, or a run's.
+    """Return the folder in Hugging Face's format: the given one, or the one in a run's folder.
 
     Raises:
-        UsageError: when there is none, or the folder is of a run that has left none.
+        UsageError: for another folder, and for a run without such a model.
     """
     run = RunFolder(pretrained)
     if run.model.is_dir():
@@ -255,12 +255,12 @@ def find_model(pretrained: Path) -> Path:
 
 
 def default_folder(config: Config, runs: Path = RUNS) -> Path:
-    """Make and return an empty folder runs/DATASET-MODEL-TIME, numbered if taken.
+    """Create and return an empty folder runs/DATASET-MODEL-TIME, numbered if it exists.
 
-    Made at once, so that jobs which begin in the same second get one each.
+    The folder is created at once, so that jobs started in the same second get different ones.
 
     Raises:
-        UsageError: when the system does not let it be made.
+        UsageError: when the folder cannot be created.
     """
     data = Path(short_name(config.data.dataset)).stem
     stem = f"{data}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"

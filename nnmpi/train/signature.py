@@ -2,12 +2,12 @@
 
 A checkpoint's model.safetensors has it in its metadata, as JSON:
 
-    {"signature": {"data": "digits", "sample_shape": [8, 8, 1], "classes": 10, "class_names": ["0", ...],
-                   "stored": "uint8", "scale": 0.0625, "mean": [0.305], "std": [0.376]},
+    {"signature": {"data": "digits", "sample_shape": [8, 8, 1], "classes": 10,
+                   "class_names": ["0", ...], "stored": "uint8", "scale": 0.0625,
+                   "mean": [0.305], "std": [0.376]},
      "model": {"model": "cnn", "hidden": [128, 64], ...}, "versions": {"nnmpi": "0.1.0", ...}}
 
-The layout stands in state.json beside it: the same weights are the same file, whatever layout they
-were found with.
+The layout is not here but in state.json: equal weights give equal files under every layout.
 """
 
 import json
@@ -26,26 +26,25 @@ from nnmpi.errors import CheckpointError, DataError, shortened
 from nnmpi.files import rebuilt
 from nnmpi.version import VERSION
 
-METADATA = "nnmpi"  # the name of the JSON in a file's metadata
+METADATA = "nnmpi"  # key of the JSON in a file's metadata
 BYTES, TOKENS = "uint8", "tokens"
 
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """What samples a model takes, what is done to them before, and what its outputs stand for.
+    """A trained model's inputs and outputs, and the transform from samples to inputs.
 
     Attributes:
-        data: the name of the data set that it was trained on.
+        data: name of the training set.
         sample_shape: of one sample.
-        classes: how many there are; of texts the size of the vocabulary; 0 where quantities are
-            predicted.
-        class_names: one for each class, or empty.
-        stored: what samples are before they are model input: "uint8", "float32" or "tokens".
-        scale: what bytes are multiplied by.
-        mean, std: of the normalization that follows; empty where there is none.
-        predicts: "classes"; "quantities"; or "yes-or-no", of which an output is the logit.
-        target_shape: of quantities, and yes or no, how many are predicted for a sample.
-        target: the column of a table that is predicted, by name or number; empty for the last.
+        classes: the number of classes; for texts the size of the vocabulary; 0 for quantities.
+        class_names: one per class, or empty.
+        stored: the kind of samples before the transform: "uint8", "float32" or "tokens".
+        scale: factor on bytes.
+        mean, std: of the normalization after the scale; empty for none.
+        predicts: "classes"; "quantities"; or "yes-or-no", whose outputs are logits.
+        target_shape: of a sample's quantities or yes-or-no targets.
+        target: the predicted column of a table, by name or number; empty for the last.
         columns: the names of a table's features, or empty.
     """
 
@@ -64,12 +63,12 @@ class ModelSignature:
 
     @classmethod
     def of(cls, samples: Samples, normalize: Normalize | None, target: str = "") -> Self:
-        """Return the signature of a model that is trained on these samples.
+        """Return the signature of a model trained on these samples.
 
         Args:
-            samples: of the training set.
-            normalize: what shifts and scales them; None for nothing.
-            target: the column of a table that is predicted.
+            samples: the training set.
+            normalize: its normalization, or None.
+            target: the predicted column of a table.
         """
         first = (samples.name, tuple(samples.sample_shape), samples.classes)
         if not isinstance(samples, Dataset):
@@ -92,48 +91,54 @@ class ModelSignature:
 
     @property
     def outputs(self) -> int:
-        """How many outputs a model has for each target."""
+        """The number of outputs: classes, or the quantities of a sample."""
         return self.classes if self.predicts == "classes" else prod(self.target_shape)
 
     @property
     def is_tokens(self) -> bool:
-        """Whether samples are tokens, and not quantities."""
+        """Whether samples are tokens, not quantities."""
         return self.stored == TOKENS
 
     @property
     def normalize(self) -> Normalize | None:
-        """What shifts and scales samples; None where nothing does."""
+        """The normalization of samples, or None."""
         return Normalize(np.array(self.mean), np.array(self.std)) if self.mean else None
 
     def in_order(self, x: Array, columns: Sequence[str], source: object) -> Array:
-        """Return a table's features in the run's order, by name; unknown names are ignored.
+        """Return a table's features in the model's order, by column name.
+
+        A table without any of the model's names at a wrong position passes unchanged: it may lack
+        a header, or have other names.
+
+        Args:
+            x: (n, features).
+            columns: the table's names, or empty.
+            source: of the table, for messages.
 
         Raises:
-            DataError: for a table that has a name of the run's at another place, and not all of its
-                names.
+            DataError: for a name at a wrong position in a table without all of the model's names.
         """
-        places = {name: place for place, name in enumerate(self.columns)}
-        if all(places.get(name, place) == place for place, name in enumerate(columns)):
+        indices = {name: index for index, name in enumerate(self.columns)}
+        if all(indices.get(name, index) == index for index, name in enumerate(columns)):
             return x
-        if sorted(columns) != sorted(places):
-            theirs, ours = (shortened(", ".join(item)) for item in (columns, self.columns))
+        if sorted(columns) != sorted(indices):
+            has, expected = (shortened(", ".join(item)) for item in (columns, self.columns))
             raise DataError(
-                f"{source} has the columns {theirs}, and the model takes {ours}; put them in this"
+                f"{source} has the columns {has}, and the model takes {expected}; put them in this"
                 " order"
             )
         return x[:, [columns.index(name) for name in self.columns]]
 
     def name_of(self, number: int) -> str:
-        """Return the name of a class, its number where it has none."""
+        """Return the name of a class, or its number without names."""
         return self.class_names[number] if self.class_names else str(number)
 
     def prepare(self, x: Array, dtype: str = "float32") -> Array:
         """Return samples as model input.
 
         Args:
-            x: (n, *sample_shape), the last axis of a gray image may be missing. Bytes are scaled as
-                those of the training data; other numbers are taken as they are. Then both are
-                normalized.
+            x: (n, *sample_shape); gray images may lack the last axis. Bytes are scaled like the
+                training data, other numbers are not. Then both are normalized.
             dtype: of the result; tokens are int64.
 
         Raises:
@@ -173,7 +178,7 @@ class ModelSignature:
         """Return the signature with these fields.
 
         Raises:
-            CheckpointError: when fields are missing, unknown, or of another kind.
+            CheckpointError: for missing or unknown fields, and for values of another type.
         """
         try:
             return rebuilt(cls, values)
@@ -182,12 +187,12 @@ class ModelSignature:
 
 
 def versions() -> dict[str, str]:
-    """Return what numbers depend on besides the machine: versions by name."""
+    """Return {name: version} of the software on which results depend."""
     return {"nnmpi": VERSION, "python": platform.python_version(), "numpy": np.__version__}
 
 
 def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a file of weights."""
+    """Return the metadata for a file of weights."""
     values = {"signature": asdict(signature), "model": dict(model), "versions": versions()}
     return {METADATA: json.dumps(values, allow_nan=False)}
 
@@ -196,7 +201,7 @@ def read_metadata(metadata: Mapping[str, str], file: object) -> dict[str, Any]:
     """Return the values that `to_metadata` put into a file's metadata.
 
     Raises:
-        CheckpointError: when there are none, or they cannot be read.
+        CheckpointError: for missing or damaged metadata.
     """
     try:
         values: dict[str, Any] = json.loads(metadata[METADATA])

@@ -1,11 +1,9 @@
 """The planner: the fastest layout of a model on a machine, by measured parts and a race.
 
-    profile        what a model's parts take on this machine, kept: steps of one replica, layers,
-                   updates, bytes
-    network        what messages cost: fitted here, or said in numbers
-    price          every layout of so many ranks, and what cannot be, with the reason; seconds and
-                   bytes, and the best
-    auto_layout    --layout auto: the best of four kinds race
+    profile        measured costs of a model's parts, cached: steps of one replica, layers, updates
+    network        costs of messages: fitted on this machine, or given in numbers
+    price          predicted seconds and bytes of every layout of the ranks, and the best ones
+    auto_layout    --layout auto: a race between the best layouts of four kinds
 
-`python -m nnmpi.plan` prints what `price.plan` finds.
+`python -m nnmpi.plan` prints the result of `price.plan`.
 """

@@ -1,6 +1,12 @@
-"""A layout that the planner chooses: `--layout auto`.
+"""`--layout auto`: choose a layout by prediction, then by a race.
 
-profile and fit (kept or measured)  ->  the best layout of each kind  ->  race of the first ones  ->  options
+    profile and fit (cached or measured)
+        -> the predicted best layout of each kind
+        -> a race of the first RACERS of these
+        -> the winner's options
+
+A prediction may be off by 10 %, and alike for layouts of one kind (the same axes in use, ZeRO or
+not). So the race compares kinds, and the prediction chooses within a kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,19 +30,19 @@ from nnmpi.train.planner.price import plan
 from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s
 from nnmpi.units import format_seconds
 
-RACE_S = 0.6  # of a turn
-RACERS = 4  # of different kinds
+RACE_S = 0.6  # seconds per layout and round
+RACERS = 4  # layouts of different kinds
 RACE_ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """What `--layout auto` has chosen.
+    """The result of `--layout auto`.
 
     Attributes:
         config: with the layout's options.
         lines: for the header.
-        predicted_s: of a step; None where nothing was measured.
+        predicted_s: seconds of a step; None without a search.
     """
 
     config: Config
@@ -44,7 +50,7 @@ class ChosenLayout:
     predicted_s: float | None = None
 
     def compare(self, batch_size: int, records: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a line with the predicted step and the measured one, the metrics' median."""
+        """Return a line with a step's predicted time and the measured one (the metrics' median)."""
         if self.predicted_s is None:
             return []
         rates = [
@@ -54,25 +60,25 @@ class ChosenLayout:
         predicted = f"step predicted {format_seconds(self.predicted_s, 3)}"
         if not rates:
             return [f"{predicted}; too few steps to measure it"]
-        took_s = batch_size / median(rates)
-        off = 100 * (self.predicted_s / took_s - 1)
-        return [f"{predicted}, measured {format_seconds(took_s, 3)} ({off:+.0f} %)"]
+        measured_s = batch_size / median(rates)
+        error = 100 * (self.predicted_s / measured_s - 1)
+        return [f"{predicted}, measured {format_seconds(measured_s, 3)} ({error:+.0f} %)"]
 
 
 def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLayout:
     """Return the configuration with the fastest layout, equal on all ranks. Collective.
 
-    A run that multiplies little takes less time than a search: it has replicas.
+    A short run takes less time than a search: it gets replicas.
 
     Args:
-        config: with the layout left open.
+        config: with --layout auto.
         group: all ranks of the run.
-        backend: where this rank computes.
-        say: called with a sentence when something takes its time.
+        backend: of this rank.
+        say: called with a sentence before a measurement.
 
     Raises:
         UsageError: on all ranks, for options that leave nothing to choose.
-        LayoutError: on all ranks, when nothing fits the memory.
+        LayoutError: on all ranks, when no layout fits the memory.
     """
     samples = load_samples(config, group, say)
     model = build_full_model(config, samples[0], backend, group)
@@ -94,11 +100,11 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
     profile, keep = take_profile(workload, group, group.size, backend, say)
     network = take_network(group, say, group.size)
 
-    def look() -> tuple[list[list[Any]], int]:
+    def search() -> tuple[list[list[Any]], int]:
         pricer = workload.pricer(profile, network, backend)
         result = plan(pricer, config.parallel.memory_limit, kind=lambda element: element.kind)
         racing = list(result.best[:RACERS])
-        # Replicas are measured as a whole, and so are the most reliable: one of them races.
+        # The price of replicas is a measured step, so it is the most reliable: one always races.
         replicas = [item for item in result.best if item.candidate.dp == group.size]
         if replicas and not any(replica in racing for replica in replicas):
             racing[RACERS - 1 :] = replicas[:1]
@@ -106,7 +112,7 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
             [str(item.candidate), item.options(), item.price.seconds] for item in racing
         ], result.looked_at
 
-    first, looked_at = on_root(group, look)
+    first, looked_at = on_root(group, search)
     names = [name for name, _, _ in first]
     saved = all(name in profile.raced for name in names)
     if not saved:
@@ -123,8 +129,8 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
         f"planner: {looked_at} layouts; messages {network.name}",
         *(
             f"race{' (kept)' if saved else ''}: {names[i]}: predicted"
-            f" {format_seconds(first[i][2], 3)}, took {format_seconds(took_s, 3)}"
-            for took_s, i in order
+            f" {format_seconds(first[i][2], 3)}, took {format_seconds(measured_s, 3)}"
+            for measured_s, i in order
         ),
         (
             f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in "
@@ -137,9 +143,9 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
 def race(
     workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend
 ) -> list[float]:
-    """Return the seconds of a step of each layout, the least of some rounds. Collective.
+    """Return the seconds of each layout's step, the least of RACE_ROUNDS. Collective.
 
-    They run in turns, forwards and backwards, as the machine's speed may change meanwhile.
+    Every other round runs backwards, so that a drift of the machine's speed favours no layout.
     """
     times = [inf] * len(layouts)
     for turn in range(RACE_ROUNDS):

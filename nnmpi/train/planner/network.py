@@ -1,4 +1,4 @@
-"""What messages cost on the machine that is planned for: fitted here, or said in numbers."""
+"""Costs of messages on the planned machine: fitted on this one, or given in numbers."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ from nnmpi.comm.measure import find_fit
 from nnmpi.comm.measure import measure as measure_fit
 from nnmpi.errors import UsageError
 
-WAYS = ("ring", "tree", "halving-doubling")  # the last of an all-reduce alone
-# for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
-FIT_S, QUICK = 6.0, "quick-fit"
+ALGORITHMS = ("ring", "tree", "halving-doubling")  # the last one is for all-reduce only
+FIT_S, QUICK = 6.0, "quick-fit"  # of the planner; `python -m nnmpi.comm fit` measures longer
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class PlannedNetwork:
-    """What messages cost between the ranks that are planned for.
+    """Costs of messages between the planned ranks.
 
     Attributes:
-        name: as text, for people.
+        name: a description.
         machine: links, sums, and the node of each rank.
-        ranks: how many.
-        fit: of just these ranks on one node, where there is one: what MPI's own and the shared
-            all-reduce take.
+        ranks: their number.
+        fit: of exactly these ranks on one node, if there is one: it has the times of MPI's own
+            all-reduce and of the one through shared memory.
     """
 
     name: str
@@ -50,7 +49,6 @@ class PlannedNetwork:
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
-        """Price each collective once."""
         object.__setattr__(self, "_exchange", cache(self._exchange))
 
     @property
@@ -65,7 +63,7 @@ class PlannedNetwork:
 
     @property
     def has_shared(self) -> bool:
-        """Whether it is known what an all-reduce of all ranks through shared memory takes."""
+        """Whether the fit has the time of an all-reduce of all ranks through shared memory."""
         return self.fit is not None and self.fit.shared is not None and self.ranks == self.fit.ranks
 
     def message(self, sender: int, receiver: int, nbytes: float) -> float:
@@ -76,13 +74,13 @@ class PlannedNetwork:
     def exchange(
         self, operation: str, ranks: Sequence[int], nbytes: int, sharing: int = 1
     ) -> float:
-        """Return the seconds of a collective by the way that is fastest here.
+        """Return the seconds of a collective by its fastest algorithm on these ranks.
 
         Args:
             operation: "all-reduce", "reduce-scatter" or "all-gather".
-            ranks: who takes part.
-            nbytes: of the whole buffer.
-            sharing: how many such groups of ranks use a node's link at once.
+            ranks: of the group.
+            nbytes: of the full buffer.
+            sharing: the number of groups that use a node's link at once.
         """
         return (
             self._exchange(operation, tuple(ranks), nbytes, sharing)
@@ -91,10 +89,10 @@ class PlannedNetwork:
         )
 
     def _exchange(self, operation: str, ranks: tuple[int, ...], nbytes: int, sharing: int) -> float:
-        machine, ways = self._part(ranks, sharing), WAYS[: 3 if operation == "all-reduce" else 2]
+        machine = self._part(ranks, sharing)
         result = [
-            price(find_collective(operation, way, machine.nodes), len(ranks), nbytes, machine)
-            for way in ways
+            price(find_collective(operation, name, machine.nodes), len(ranks), nbytes, machine)
+            for name in ALGORITHMS[: 3 if operation == "all-reduce" else 2]
         ]
         if operation == "all-reduce" and self.fit is not None and len(ranks) == self.fit.ranks:
             result.append(self.fit.predict(NATIVE, nbytes))
@@ -105,32 +103,32 @@ class PlannedNetwork:
         return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
 
     def _part(self, ranks: Sequence[int], sharing: int) -> Machine:
-        """Return the machine of some of the ranks, whose nodes' links others use, too."""
-        places = [self.nodes[rank] for rank in ranks]
-        numbers = {node: i for i, node in enumerate(dict.fromkeys(places))}
+        """Return the machine of some ranks, with `sharing` groups on each node's link."""
+        nodes = [self.nodes[rank] for rank in ranks]
+        numbers = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
         if len(numbers) == 1:
             return replace(self.machine, nodes=None, across=None)
         link = self.machine.link(across=True)
         shared = Link(link.one_way.shared(sharing), link.both_ways.shared(sharing))
-        return replace(self.machine, nodes=tuple(numbers[place] for place in places), across=shared)
+        return replace(self.machine, nodes=tuple(numbers[node] for node in nodes), across=shared)
 
 
 def take_network(
     group: Group, say: Callable[[str], None], ranks: int, nodes: int = 1, word: str = "fit"
 ) -> PlannedNetwork:
-    """Return what messages cost between this many ranks on so many nodes. Collective.
+    """Return the costs of messages between ranks on nodes. Collective.
 
     Args:
-        group: the ranks of this job. A fit of just these is measured in a few seconds, where none
-            is kept.
-        say: called with a sentence when that takes its time.
-        ranks: how many are planned for, as many on each node.
-        nodes: how many.
+        group: the ranks of this job. If they are the planned ones and have no fit yet, they measure
+            one in a few seconds.
+        say: called with a sentence before a measurement.
+        ranks: the number of planned ranks, the same on each node.
+        nodes: the number of planned nodes.
         word: "fit"; the file of a fit; or numbers such as "alpha_us=50,gbit=10".
 
     Raises:
-        UsageError: on all ranks, for ranks that the nodes do not divide, a word that says nothing,
-            or a fit that there is not.
+        UsageError: on all ranks, for ranks that are no multiple of the nodes, a bad word, or a
+            missing fit.
     """
     known = find_fit(group, QUICK) if group.size > 1 else None
     if known is None and word == "fit" and ranks == group.size > 1 == nodes:
