@@ -174,7 +174,7 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -
 
 def describe(search: LayoutSearch) -> Iterator[str]:
     """Yield the lines of a search's result, at most 100 columns wide."""
-    yield counted(search.looked_at, "layout")
+    yield counted(search.considered, "layout")
     yield ""
     yield f"{'':>3}{'step':>10}" + "".join(f"{name:>10}" for name in TIMES) + "  layout"
     for number, element in enumerate(search.best, 1):

@@ -23,7 +23,7 @@ from nnmpi.train.inputs import load_samples  # noqa: E402
 from nnmpi.train.planner.auto_layout import RACE_S, choose  # noqa: E402
 from nnmpi.train.planner.network import take_network  # noqa: E402
 from nnmpi.train.planner.price import plan  # noqa: E402
-from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s  # noqa: E402
+from nnmpi.train.planner.profile import Workload, ready, take_profile, typical_s  # noqa: E402
 
 CASES = {
     "mlp": "--model mlp --hidden 512 512 --batch-size 256",
@@ -74,14 +74,14 @@ def run(words, group, count, rounds, say):
         group.fit = network.fit
         pricer = workload.pricer(profile, network, backend)
         begin = time.perf_counter()
-        everything = plan(pricer, kept=10**6)
+        everything = plan(pricer, count=10**6)
         search_s = time.perf_counter() - begin
         chosen = spread(everything.best, count)
         rows = {item.candidate: row_of(item) for item in chosen}
         for _ in range(rounds):
             for element in chosen:
                 with ready(workload, element.options(), None, group, backend) as (worker, batches):
-                    took_s = usual_s(
+                    took_s = typical_s(
                         group,
                         lambda batch, local=worker: local.step(batch, lr=0.0),
                         batches,
@@ -108,7 +108,7 @@ def run(words, group, count, rounds, say):
     return {
         "command": words,
         "ranks": group.size,
-        "layouts": everything.looked_at,
+        "layouts": everything.considered,
         "search_s": search_s,
         "auto_took_s": nan if won is None else won["took_s"],
         "rows": list(rows.values()),

@@ -135,13 +135,13 @@ def test_the_search_finds_the_least_prices() -> None:
     element = pricer(4, 2)
     prices = sorted((element.price(item).seconds, item) for item in layouts(element))
     for saved in (1, 3, 10):
-        result = search(element, kept=saved)
+        result = search(element, count=saved)
         assert [item.price.seconds for item in result.best] == [
             seconds for seconds, _ in prices[:saved]
         ]
-        assert result.looked_at == len(prices)
+        assert result.considered == len(prices)
     firsts = {item.kind: seconds for seconds, item in reversed(prices)}
-    result = search(element, kept=3, kind=lambda entry: entry.kind)
+    result = search(element, count=3, kind=lambda entry: entry.kind)
     assert [item.price.seconds for item in result.best] == sorted(firsts.values())[:3]
 
 

@@ -27,7 +27,7 @@ from nnmpi.train.config import Config
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.planner.network import Say, take_network
 from nnmpi.train.planner.price import plan
-from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s
+from nnmpi.train.planner.profile import Workload, ready, take_profile, typical_s
 from nnmpi.units import format_seconds
 
 RACE_S = 0.6  # seconds per layout and round
@@ -97,7 +97,7 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
 
 def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> ChosenLayout:
     begin, config = clock.now(), workload.config
-    profile, keep = take_profile(workload, group, group.size, backend, say)
+    profile, store = take_profile(workload, group, group.size, backend, say)
     network = take_network(group, say, group.size)
 
     def search() -> tuple[list[list[Any]], int]:
@@ -110,9 +110,9 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
             racing[RACERS - 1 :] = replicas[:1]
         return [
             [str(item.candidate), item.options(), item.price.seconds] for item in racing
-        ], result.looked_at
+        ], result.considered
 
-    first, looked_at = on_root(group, search)
+    first, considered = on_root(group, search)
     names = [name for name, _, _ in first]
     saved = all(name in profile.raced for name in names)
     if not saved:
@@ -122,11 +122,11 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
         )
         times = race(workload, [options for _, options, _ in first], group, backend)
         profile = replace(profile, raced=dict(zip(names, times, strict=True)))
-        keep(profile)
+        store(profile)
     order = sorted((profile.raced[name], i) for i, name in enumerate(names))
     name, options, seconds = first[order[0][1]]
     lines = [
-        f"planner: {looked_at} layouts; messages {network.name}",
+        f"planner: {considered} layouts; messages {network.name}",
         *(
             f"race{' (kept)' if saved else ''}: {names[i]}: predicted"
             f" {format_seconds(first[i][2], 3)}, took {format_seconds(measured_s, 3)}"
@@ -159,4 +159,4 @@ def time_layout(
 ) -> float:
     """Return the seconds of a step of a layout. Collective."""
     with ready(workload, options, None, group, backend) as (worker, batches):
-        return usual_s(group, lambda batch: worker.step(batch, lr=0.0), batches, RACE_S)
+        return typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches, RACE_S)

@@ -1,24 +1,26 @@
-"""What a layout takes, seconds of a step and bytes by kind, and the layouts that take least.
+"""The price of a layout: predicted seconds of a step and bytes by kind; and the cheapest layouts.
 
-    step = computing + bubble      of one replica measured; of a pipeline from its stages' layers
-         + exposed messages        sums of gradients, exchanges of shared layers and sequences,
-                                   ties, loss
-         + update                  measured, of a rank's part
+    step = computing + bubble      measured for one replica; for a pipeline from its stages' layers
+         + exposed messages        sums of gradients, exchanges of sharded layers and sequences,
+                                   tied parameters, loss
+         + update                  measured, in proportion to a rank's parameters
 
-    bubble        of stages whose ranks compute a, b, c (b the longest) for a microbatch: a + c,
-                  divided by the virtual stages of a rank; halves of backwards fill it but for the
-                  forwards, with V-Half and V-Min half and two thirds of it; and the messages there
-                  and back
+The bubble of a pipeline: let its ranks compute a, b, c seconds per microbatch, b the longest. The
+bubble is a + c, divided by a rank's virtual stages, plus the messages forward and back. Zero
+bubble and ZB-V fill it with halves of backward passes, except for the forwards' share. V-Half has
+half of 1F1B's bubble, V-Min two thirds.
 
-Messages take the time of fitted links. A price that is 10 % off must not choose: see `auto_layout`.
-Priced is every layout of this many ranks that may be looked at; what cannot be falls out, with the
+Messages take the time of fitted links. A price may be off by 10 %: a race decides between close
+ones (see `auto_layout`). All layouts of the ranks are priced; impossible ones are counted by
 reason:
 
-    ranks = dp x pp x tp x sp      x  ZeRO 0..3  x  schedule, virtual stages, microbatches  x  least activations or all
+    ranks = dp x pp x tp x sp
+        x  ZeRO 0..3
+        x  schedule, virtual stages, microbatches
+        x  all activations, or as few as possible
 
-Gradients are summed as `--allreduce auto` sums them. Left out, since another one is never slower:
-the schedule naive, whose stages do one after the other what GPipe's do at once, and PipeDream,
-which does not compute what one rank computes.
+Gradients are summed as by `--allreduce auto`. Two schedules are left out. Naive is never faster
+than GPipe: its stages run one after another. PipeDream gives other results than one rank.
 """
 
 from __future__ import annotations
@@ -52,18 +54,18 @@ from nnmpi.schedule.schedules import TURNING, home_of, make
 from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
 
-NUMBERS_BYTES = 40  # loss, right answers, targets and hashes, which all ranks add up in a step
-END_S = 25e-6  # of the processor, which a pipeline's message takes at each end
-KEPT = 10
+NUMBERS_BYTES = 40  # loss, score, targets and hashes, summed over all ranks in each step
+END_S = 25e-6  # processor time of a pipeline's message at each end
+BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
 PIPELINES = (
     *(("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)),
     *((name, 2) for name in TURNING),
 )
-MICROBATCHES = (1, 2, 4, 8)  # for each rank of a pipeline
+MICROBATCHES = (1, 2, 4, 8)  # per rank of a pipeline
 Refusals: TypeAlias = Counter[str]
-"""How many layouts fall out for which reason."""
+"""{reason: number of impossible layouts}."""
 
 
 @dataclass(frozen=True, order=True)
@@ -72,9 +74,9 @@ class Candidate:
 
     Attributes:
         dp, pp, tp, sp: ranks on each axis.
-        zero: what the replicas shard.
+        zero: ZeRO stage of the replicas.
         schedule, virtual_stages, microbatches: of the pipeline.
-        recompute: whether it keeps the least activations, and computes the others again.
+        recompute: whether it keeps as few activations as possible and recomputes the others.
     """
 
     dp: int = 1
@@ -94,26 +96,26 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
+        """The number of ranks."""
         return self.dp * self.pp * self.tp * self.sp
 
     @property
     def home(self) -> Home:
-        """Which rank of the pipeline has which stage."""
+        """The map from stages to ranks of the pipeline."""
         return home_of(self.schedule)
 
     @property
     def replicas(self) -> int:
-        """Ranks that have the same parameters, and sum their gradients."""
+        """The number of ranks with equal parameters, which sum their gradients."""
         return self.dp * self.sp
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What prices of layouts that are alike have in common, and so their errors."""
+        """The axes in use, and whether ZeRO is: prices of one kind have similar errors."""
         return tuple(size > 1 for size in self.axes), self.zero > 0
 
     def rows(self, batch_size: int) -> list[int]:
-        """Return how many rows each microbatch of a batch has on the replica that has most."""
+        """Return the rows of each microbatch on the replica with the most."""
         return [-(-len(part) // self.dp) for part in split(batch_size, self.microbatches)]
 
     def options(self) -> dict[str, Any]:
@@ -130,7 +132,6 @@ class Candidate:
         return result
 
     def __str__(self) -> str:
-        """Return it in a few words."""
         words = [
             f"{name.replace('_', ' ')} {value}"
             for name, value in self.options().items()
@@ -143,13 +144,13 @@ class Candidate:
 def candidates(
     ranks: int, batch_size: int, shares: Collection[tuple[int, int]], layers: int
 ) -> tuple[list[Candidate], Refusals]:
-    """Return the layouts, and how many fall out for which reason before anything is priced.
+    """Return the possible layouts, and the impossible ones by reason.
 
     Args:
-        ranks: how many.
+        ranks: their number.
         batch_size: rows of a global batch.
-        shares: (tp, sp) that the model can have.
-        layers: of the model's chain.
+        shares: the possible (tp, sp) of the model.
+        layers: the length of the model's chain.
     """
     result: list[Candidate] = []
     refused = Refusals()
@@ -193,30 +194,36 @@ def _pipelines(
             )
 
 
-def _checked(one: Candidate, refused: Refusals) -> Iterator[Candidate]:
+def _checked(candidate: Candidate, refused: Refusals) -> Iterator[Candidate]:
     try:
         Layout(
-            *(one.dp, one.pp, one.tp, one.schedule, one.virtual_stages),
-            sp=one.sp,
-            zero=one.zero,
-            activation_memory="least" if one.recompute else None,
+            *(
+                candidate.dp,
+                candidate.pp,
+                candidate.tp,
+                candidate.schedule,
+                candidate.virtual_stages,
+            ),
+            sp=candidate.sp,
+            zero=candidate.zero,
+            activation_memory="least" if candidate.recompute else None,
         )
     except UsageError as error:
         refused[str(error).partition(",")[0].partition(";")[0]] += 1
     else:
-        yield one
+        yield candidate
 
 
-# ---- what was measured ----
+# ---- measurements ----
 
 
 Share = tuple[int, int]
-"""(tp, sp): how many ranks share the layers, and the positions."""
+"""(tp, sp): the ranks over which layers, and positions, are sharded."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """A replica's step for some rows: seconds, the update's seconds, activation bytes."""
+    """A replica's step on one rank: seconds without the update, the update's, activation bytes."""
 
     seconds: float
     update_s: float
@@ -225,12 +232,11 @@ class StepCost:
 
 @dataclass(frozen=True)
 class ShareCost:
-    """A step of a replica on its (tp, sp) ranks, beside one on one rank.
+    """A step of a replica on its (tp, sp) ranks, relative to one rank.
 
     Attributes:
-        seconds, activations: by those of one rank, without messages.
-        exchanges: (operation, bytes for each row, how many times) of the messages between the
-            ranks.
+        seconds, activations: divided by those of one rank, without messages.
+        exchanges: (operation, bytes per row, count) of the messages between the ranks.
     """
 
     seconds: float = 1.0
@@ -240,13 +246,14 @@ class ShareCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a workload.
+    """The measurements of a workload.
 
     Attributes:
-        steps: by rows.
-        shares: by (tp, sp).
-        layers: in the order of the chain, for `layer_rows` rows; their times are parts of a step's.
-        raced: by the text of a layout, the seconds of a step as it ran, of those that have raced.
+        steps: {rows: cost}.
+        shares: {(tp, sp): cost}.
+        layers: in the order of the chain, for `layer_rows` rows. Only ratios of their times are
+            used.
+        raced: {layout as text: seconds of a step in a race}.
     """
 
     steps: Mapping[int, StepCost]
@@ -261,13 +268,13 @@ class Profile:
         if len(known) == 1:
             ((only, value),) = known.items()
             return value * rows / only
-        places = list(known)
-        right = min(max(int(np.searchsorted(places, rows)), 1), len(places) - 1)
-        low, high = places[right - 1], places[right]
+        measured = list(known)
+        right = min(max(int(np.searchsorted(measured, rows)), 1), len(measured) - 1)
+        low, high = measured[right - 1], measured[right]
         return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values, of which `files.rebuilt` makes it again."""
+        """Return JSON values, the inverse of `files.rebuilt`."""
         result = asdict(self)
         return result | {name: list(result[name].items()) for name in ("steps", "shares")}
 
@@ -277,12 +284,12 @@ class Profile:
 
 @dataclass(frozen=True)
 class LayoutPrice:
-    """What a step of a layout takes, in seconds.
+    """The predicted seconds of a layout's step.
 
     Attributes:
-        computing_s: forward and backward of the rank that computes longest.
-        bubble_s: for how long that rank waits in its pipeline.
-        exposed_s: messages with nothing to hide them.
+        computing_s: forward and backward of the busiest rank.
+        bubble_s: that rank's waiting time in its pipeline.
+        exposed_s: messages that no computation hides.
         update_s: of the weights.
     """
 
@@ -293,20 +300,20 @@ class LayoutPrice:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The sum: seconds of a step."""
         return self.computing_s + self.bubble_s + self.exposed_s + self.update_s
 
 
 class ModelShapes:
-    """A model's shapes under a layout, without values: chain cuts, and each rank's holdings.
+    """A model's shapes under a layout: the pipeline's stages, and each rank's bytes.
 
     Args:
-        build: makes the model, uninitialized.
+        build: returns the model, uninitialized.
         dtype: of the model.
-        state_arrays: how many of each parameter's size the optimizer keeps.
-        sample: one row, as the model takes it.
-        seconds: of its layers, by which the chain is cut.
-        backend: for shapes alone; nothing is computed.
+        state_arrays: arrays of each parameter's size in the optimizer's state.
+        sample: one row of model input.
+        seconds: of the layers, to balance stages.
+        backend: needed for shapes; nothing is computed.
     """
 
     def __init__(
@@ -332,7 +339,7 @@ class ModelShapes:
         )
 
     def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
-        """Return the bytes of the parameters that stand on several ranks of a pipeline."""
+        """Return the bytes of tied parameters with copies on several ranks of a pipeline."""
         layers = self._model(tp)[1]
         sizes = [
             {id(p): p.size for _, module in layer.members for p in module.parameters()}
@@ -349,7 +356,7 @@ class ModelShapes:
         return tied * np.dtype(self._dtype).itemsize
 
     def layers_of(self, pp: int, virtual: int, home: Home) -> list[list[int]]:
-        """Return the layers of each of a pipeline's ranks."""
+        """Return the layers of each rank of a pipeline."""
         cuts = self.cuts(pp, virtual)
         return [
             [i for s in stages_of(rank, pp, len(cuts), home) for i in cuts[s]] for rank in range(pp)
@@ -365,7 +372,7 @@ class ModelShapes:
         once: bool,
         home: Home = around,
     ) -> tuple[StateBytes, ...]:
-        """Return what each of a pipeline's ranks holds."""
+        """Return the bytes of state on each rank of a pipeline."""
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
         model, layers = self._model(tp)
         parts = [model]
@@ -379,7 +386,7 @@ class ModelShapes:
         )
 
     def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
-        """Return the model as the first of tp ranks has it, without values, and its chain."""
+        """Return the first of tp ranks' shard of the model, uninitialized, and its chain."""
         model = self._build()
         if tp > 1:
 
@@ -397,14 +404,14 @@ class ModelShapes:
 
 
 class Pricer:
-    """Prices layouts of one workload on one machine.
+    """Price layouts of one workload on one machine.
 
     Args:
         batch_size: rows of the global batch.
         row_bytes: of a sample and its labels.
-        profile: what was measured of it.
-        network: what messages cost.
-        shapes: where the model is cut, and what ranks hold of it.
+        profile: measurements of the workload.
+        network: costs of messages.
+        shapes: of the model under layouts.
     """
 
     def __init__(
@@ -421,23 +428,25 @@ class Pricer:
 
     # ---- seconds ----
 
-    def price(self, one: Candidate) -> LayoutPrice:
-        """Return what a step takes."""
-        busy_s, bubble_s = self._pipeline(one) if one.pp > 1 else (self._computing(one), 0.0)
-        return LayoutPrice(busy_s, bubble_s, self._exposed(one, busy_s), self._update_s(one))
+    def price(self, candidate: Candidate) -> LayoutPrice:
+        """Return the price of a step."""
+        busy_s, bubble_s = (
+            self._pipeline(candidate) if candidate.pp > 1 else (self._computing(candidate), 0.0)
+        )
+        return LayoutPrice(
+            busy_s, bubble_s, self._exposed(candidate, busy_s), self._update_s(candidate)
+        )
 
-    def _rows(self, one: Candidate) -> int:
-        return one.rows(self.batch_size)[0]
+    def _rows(self, candidate: Candidate) -> int:
+        return candidate.rows(self.batch_size)[0]
 
-    def _computing(self, one: Candidate) -> float:
-        """Return the seconds of forward and backward of a microbatch on the ranks of a replica that
-        has all layers.
-        """
-        again = 1 + one.recompute * self._forward_part()
+    def _computing(self, candidate: Candidate) -> float:
+        """Return a microbatch's seconds of forward and backward through all layers of a replica."""
+        again = 1 + candidate.recompute * self._forward_part()
         return (
             again
-            * self.profile.step(self._rows(one), "seconds")
-            * self.profile.shares[one.tp, one.sp].seconds
+            * self.profile.step(self._rows(candidate), "seconds")
+            * self.profile.shares[candidate.tp, candidate.sp].seconds
         )
 
     def _forward_part(self) -> float:
@@ -446,77 +455,81 @@ class Pricer:
             sum(layer.seconds for layer in layers), 1e-12
         )
 
-    def _pipeline(self, one: Candidate) -> tuple[float, float]:
-        """Return for how long the longest rank computes in a pass, and for how long it waits."""
+    def _pipeline(self, candidate: Candidate) -> tuple[float, float]:
+        """Return the busiest rank's seconds of computing in a pass, and of waiting."""
         cuts, layers, rows = (
-            self.shapes.cuts(one.pp, one.virtual_stages),
+            self.shapes.cuts(candidate.pp, candidate.virtual_stages),
             self.profile.layers,
-            self._rows(one),
+            self._rows(candidate),
         )
-        whole_s = sum(layer.seconds for layer in layers) or 1.0
-        sent_s = self._sent(one) / len(cuts)
+        total_s = sum(layer.seconds for layer in layers) or 1.0
+        sent_s = self._sent(candidate) / len(cuts)
         work = []
         for stage, cut in enumerate(cuts):
             near = {
-                one.home(other, one.pp)
+                candidate.home(other, candidate.pp)
                 for other in (stage - 1, stage + 1)
                 if 0 <= other < len(cuts)
             }
-            ends = 2 * END_S * len(near - {one.home(stage, one.pp)})
-            share = sum(layers[i].seconds for i in cut) / whole_s
-            work.append(share * self._computing(one) + sent_s + ends)
+            ends = 2 * END_S * len(near - {candidate.home(stage, candidate.pp)})
+            share = sum(layers[i].seconds for i in cut) / total_s
+            work.append(share * self._computing(candidate) + sent_s + ends)
         busy = [
-            sum(work[s] for s in stages_of(rank, one.pp, len(cuts), one.home))
-            for rank in range(one.pp)
+            sum(work[s] for s in stages_of(rank, candidate.pp, len(cuts), candidate.home))
+            for rank in range(candidate.pp)
         ]
         longest, links_s = max(busy), 0.0
-        mesh = self._mesh(one.axes)
-        for rank in range(one.pp - 1):
-            nbytes = self._entering(cuts[rank + 1].start, rows) / one.sp
+        mesh = self._mesh(candidate.axes)
+        for rank in range(candidate.pp - 1):
+            nbytes = self._entering(cuts[rank + 1].start, rows) / candidate.sp
             sender, receiver = mesh.rank_at(0, rank, 0), mesh.rank_at(0, rank + 1, 0)
             links_s += 2 * self.network.message(sender, receiver, nbytes)
-        fill_s = (sum(busy) - longest) / one.virtual_stages
-        if one.schedule in ("zero-bubble", "zb-v"):
+        fill_s = (sum(busy) - longest) / candidate.virtual_stages
+        if candidate.schedule in ("zero-bubble", "zb-v"):
             fill_s *= self._forward_part()
-        fill_s *= {"v-min": 4 / 3}.get(one.schedule, 1)  # of half of 1F1B's, as of two stages
-        return one.microbatches * longest, fill_s + links_s
+        # V-Min: two thirds of 1F1B's, that is 4/3 of the half that two virtual stages give.
+        fill_s *= {"v-min": 4 / 3}.get(candidate.schedule, 1)
+        return candidate.microbatches * longest, fill_s + links_s
 
-    def _update_s(self, one: Candidate) -> float:
-        """Return the seconds of the update: in proportion to what a rank updates."""
+    def _update_s(self, candidate: Candidate) -> float:
+        """Return the seconds of the update, in proportion to a rank's parameters."""
         (full,) = self.shapes.states(1, 1, 1, 0, 1, False)
-        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, 0, 1, False, one.home)
+        states = self.shapes.states(
+            candidate.tp, candidate.pp, candidate.virtual_stages, 0, 1, False, candidate.home
+        )
         part = max(state.parameters for state in states) / max(full.parameters, 1)
-        shared = one.replicas if one.zero or self._fused(one) else 1
+        shared = candidate.replicas if candidate.zero or self._fused(candidate) else 1
         return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
 
-    def _through_memory(self, one: Candidate) -> bool:
-        return self.network.has_shared and one.pp == one.tp == 1
+    def _through_memory(self, candidate: Candidate) -> bool:
+        return self.network.has_shared and candidate.pp == candidate.tp == 1
 
-    def _fused(self, one: Candidate) -> bool:
-        return self._through_memory(one) and one.sp == 1 and not one.zero
+    def _fused(self, candidate: Candidate) -> bool:
+        return self._through_memory(candidate) and candidate.sp == 1 and not candidate.zero
 
-    def _exposed(self, one: Candidate, busy_s: float) -> float:
-        """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in
-        the pass.
+    def _exposed(self, candidate: Candidate, busy_s: float) -> float:
+        """Return the seconds of messages that no computation hides, except a pipeline's.
+
+        `_pipeline` includes the messages between stages, and those of sharded layers in them.
         """
-        network, result = self.network, 0.0 if one.pp > 1 else self._sent(one)
-        if not self._fused(one):
-            result += network.exchange("all-reduce", range(one.ranks), NUMBERS_BYTES)
-        if one.pp > 1:
-            mesh = self._mesh(one.axes)
-            ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, one.pp - 1, 0)
-            tied = self.shapes.tied_bytes(one.tp, one.pp, one.virtual_stages, one.home)
+        network, result = self.network, 0.0 if candidate.pp > 1 else self._sent(candidate)
+        if not self._fused(candidate):
+            result += network.exchange("all-reduce", range(candidate.ranks), NUMBERS_BYTES)
+        if candidate.pp > 1:
+            mesh = self._mesh(candidate.axes)
+            ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, candidate.pp - 1, 0)
+            tied = self.shapes.tied_bytes(
+                candidate.tp, candidate.pp, candidate.virtual_stages, candidate.home
+            )
             result += network.exchange("all-reduce", ends, tied)
-        return result + (self._sums(one, busy_s) if one.replicas > 1 else 0.0)
+        return result + (self._sums(candidate, busy_s) if candidate.replicas > 1 else 0.0)
 
-    def _sent(self, one: Candidate) -> float:
-        """Return the seconds of the messages between the ranks of shared layers or positions, for a
-        microbatch.
-        """
-        mesh, result = self._mesh(one.axes), 0.0
-        ranks = [mesh.rank_at(0, 0, t, s) for s in range(one.sp) for t in range(one.tp)]
-        for what, row_bytes, count in self.profile.shares[one.tp, one.sp].exchanges:
-            nbytes = round(row_bytes * self._rows(one))
+    def _sent(self, candidate: Candidate) -> float:
+        """Return a microbatch's seconds of messages between the ranks of sharded layers."""
+        mesh, result = self._mesh(candidate.axes), 0.0
+        ranks = [mesh.rank_at(0, 0, t, s) for s in range(candidate.sp) for t in range(candidate.tp)]
+        for what, row_bytes, count in self.profile.shares[candidate.tp, candidate.sp].exchanges:
+            nbytes = round(row_bytes * self._rows(candidate))
             for operation in ("all-reduce", "all-gather", "reduce-scatter"):
                 if what.startswith(operation):
                     result += count * self.network.exchange(operation, ranks, nbytes)
@@ -525,86 +538,109 @@ class Pricer:
                 result += count * self.network.message(ranks[0], ranks[-1], nbytes)
         return result
 
-    def _sums(self, one: Candidate, busy_s: float) -> float:
-        """Return the seconds of the sums of gradients over the replicas, and of parameters that are
-        gathered.
-        """
-        mesh, network, nodes = self._mesh(one.axes), self.network, self.network.nodes
-        ranks = tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
+    def _sums(self, candidate: Candidate, busy_s: float) -> float:
+        """Return the seconds of summing gradients over replicas and of gathering parameters."""
+        mesh, network, nodes = self._mesh(candidate.axes), self.network, self.network.nodes
+        ranks = tuple(
+            mesh.rank_at(d, 0, 0, s) for d in range(candidate.dp) for s in range(candidate.sp)
+        )
         sharing = 1  # groups of replicas that use a node's link at once
         if len({nodes[rank] for rank in ranks}) > 1:
             sharing = max(
                 1, nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks)
             )
         states = self.shapes.states(
-            one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, False, one.home
+            candidate.tp,
+            candidate.pp,
+            candidate.virtual_stages,
+            candidate.zero,
+            candidate.replicas,
+            False,
+            candidate.home,
         )
-        if one.zero:
-            gathers, result = (2 if one.zero == 3 else 1), 0.0
+        if candidate.zero:
+            gathers, result = (2 if candidate.zero == 3 else 1), 0.0
             for nbytes in max(states, key=lambda item: item.total).lengths:
-                if self._through_memory(one):  # parameters stand once, and are not gathered
+                if self._through_memory(candidate):  # one shared copy: nothing to gather
                     result += network.shared(nbytes) / 2
                 else:
                     result += network.exchange("reduce-scatter", ranks, nbytes, sharing)
                     result += gathers * network.exchange("all-gather", ranks, nbytes, sharing)
             return result
         nbytes = max(state.gradients for state in states)
-        if self._through_memory(one):
+        if self._through_memory(candidate):
             return network.shared(nbytes)
-        whole_s = network.exchange("all-reduce", ranks, nbytes, sharing)
-        if network.on_one_node or one.pp > 1:
-            return whole_s
-        # Between nodes buckets are summed while backward continues: all but the last may be hidden
-        # under it.
+        total_s = network.exchange("all-reduce", ranks, nbytes, sharing)
+        if network.on_one_node or candidate.pp > 1:
+            return total_s
+        # Between nodes, buckets are summed during backward, which may hide all but the last one.
         last_s = network.exchange("all-reduce", ranks, min(nbytes, BUCKET_BYTES), sharing)
         hidden = 1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))
-        return max(whole_s - (1 - self._forward_part()) * busy_s * hidden, last_s)
+        return max(total_s - (1 - self._forward_part()) * busy_s * hidden, last_s)
 
     # ---- bytes ----
 
-    def memory(self, one: Candidate) -> Memory:
-        """Return the bytes of the rank that has most, by kind."""
-        return max(self.everyones_memory(one), key=lambda kinds: sum(kinds.values()))
+    def memory(self, candidate: Candidate) -> Memory:
+        """Return the bytes by kind of the rank with the most."""
+        return max(self.memory_of_ranks(candidate), key=lambda kinds: sum(kinds.values()))
 
-    def everyones_memory(self, one: Candidate) -> list[Memory]:
-        """Return the bytes of each of a pipeline's ranks, by kind."""
-        once = one.zero > 0 and self._through_memory(one)
+    def memory_of_ranks(self, candidate: Candidate) -> list[Memory]:
+        """Return the bytes by kind of each rank of a pipeline."""
+        once = candidate.zero > 0 and self._through_memory(candidate)
         states = self.shapes.states(
-            one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once, one.home
+            candidate.tp,
+            candidate.pp,
+            candidate.virtual_stages,
+            candidate.zero,
+            candidate.replicas,
+            once,
+            candidate.home,
         )
-        return [self._held(one, *item) for item in zip(states, self._activations(one), strict=True)]
+        return [
+            self._memory_of(candidate, *item)
+            for item in zip(states, self._activations(candidate), strict=True)
+        ]
 
-    def _held(self, one: Candidate, state: StateBytes, activations: int) -> Memory:
-        shares = one.dp if self._fused(one) else 1  # how many times they stand once per node
+    def _memory_of(self, candidate: Candidate, state: StateBytes, activations: int) -> Memory:
+        # the fused update keeps one shared copy per node
+        shares = candidate.dp if self._fused(candidate) else 1
         return {
             PARAMETERS: state.parameters // shares,
             GRADIENTS: state.gradients,
             STATE: state.optimizer // shares,
             ACTIVATIONS: activations,
             COMMUNICATION: state.units,
-            BATCHES: sum(one.rows(self.batch_size)) * self.row_bytes // one.sp,
+            BATCHES: sum(candidate.rows(self.batch_size)) * self.row_bytes // candidate.sp,
         }
 
-    def _activations(self, one: Candidate) -> list[int]:
-        """Return the activations of each of a pipeline's ranks: measured without one, else as
-        layers keep them.
+    def _activations(self, candidate: Candidate) -> list[int]:
+        """Return the activation bytes of each rank of a pipeline.
+
+        Without a pipeline they are measured, or estimated if recomputed. With one they are summed
+        over the layers of the schedule's live microbatches.
         """
-        rows, layers, share = self._rows(one), self.profile.layers, one.tp * one.sp
+        rows, layers, share = (
+            self._rows(candidate),
+            self.profile.layers,
+            candidate.tp * candidate.sp,
+        )
         scale = rows / self.profile.layer_rows
-        if one.pp == 1:
-            if one.recompute:  # values between layers, and what one layer keeps
+        if candidate.pp == 1:
+            if candidate.recompute:  # the layers' inputs, and the activations inside one layer
                 values = sum(layer.value for layer in layers)
                 most = max(saved_bytes(layers, range(i, i + 1)) for i in range(len(layers)))
                 return [round(scale * (values + 2 * most) / share)]
             full = (
                 self.profile.step(rows, "activations")
-                * self.profile.shares[one.tp, one.sp].activations
+                * self.profile.shares[candidate.tp, candidate.sp].activations
             )
             return [round(full)]
-        schedule = make(one.schedule, one.pp, one.microbatches, one.virtual_stages)
-        cuts = self.shapes.cuts(one.pp, one.virtual_stages)
+        schedule = make(
+            candidate.schedule, candidate.pp, candidate.microbatches, candidate.virtual_stages
+        )
+        cuts = self.shapes.cuts(candidate.pp, candidate.virtual_stages)
         result = []
-        for rank in range(one.pp):
+        for rank in range(candidate.pp):
             stages = {s: cuts[s] for s in schedule.stages_of(rank)}
             entering = {s: self._entering(cut.start, rows) for s, cut in stages.items()}
             inside = {s: scale * saved_bytes(layers, cut) for s, cut in stages.items()}
@@ -613,9 +649,9 @@ class Pricer:
                 for cut in stages.values()
                 if cut.stop < cuts[-1].stop
             )
-            peak = sum(entering.values()) + leaving  # a receive of each kind is posted ahead
-            waiting = inside  # layers save what comes to them, too
-            if one.recompute:
+            peak = sum(entering.values()) + leaving  # buffers of receives, which are posted ahead
+            waiting = inside  # includes the saved inputs
+            if candidate.recompute:
                 waiting, peak = entering, peak + max(inside.values())
             result.append(round((peak_saved(schedule, rank, waiting) + peak) / share))
         return result
@@ -632,7 +668,7 @@ class Pricer:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout with its cost, the largest rank's bytes, and each pipeline stage's layers."""
+    """A layout with its price, the largest rank's bytes, and each stage's number of layers."""
 
     candidate: Candidate
     price: LayoutPrice
@@ -641,39 +677,39 @@ class PlannedLayout:
 
     @property
     def bytes(self) -> int:
-        """Of all kinds together."""
+        """The sum over all kinds."""
         return sum(self.memory.values())
 
     def options(self) -> dict[str, object]:
-        """Return the train command's options that mean it."""
+        """Return the train command's options for this layout, with the split."""
         return self.candidate.options() | ({"split": tuple(self.split)} if self.split else {})
 
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """The fastest layouts in order, counts of rejections by reason, and the total."""
+    """The fastest layouts in order, impossible layouts by reason, and the number of priced ones."""
 
     best: tuple[PlannedLayout, ...]
     refused: Refusals
-    looked_at: int
+    considered: int
 
 
 def plan(
     pricer: Pricer,
     limit_bytes: int | None = None,
-    kept: int = KEPT,
-    kind: Callable[[Candidate], Hashable] = lambda one: one,
+    count: int = BEST,
+    kind: Callable[[Candidate], Hashable] = lambda candidate: candidate,
 ) -> LayoutSearch:
-    """Return the best layouts of a workload on the ranks of a machine.
+    """Return the best layouts of a workload on a machine.
 
     Args:
-        pricer: of the workload there.
-        limit_bytes: what a rank may have of everything; None for any.
-        kept: how many are wanted.
-        kind: of those of one kind only the best counts.
+        pricer: of the workload on the machine.
+        limit_bytes: of a rank's memory, or None.
+        count: the most layouts to return.
+        kind: a function of a layout; only the best of each kind is returned.
 
     Raises:
-        LayoutError: when there is no layout, or none fits the memory; it says what comes nearest.
+        LayoutError: when no layout is possible, or none fits the memory; it names the nearest.
     """
     ranks = pricer.network.ranks
     result, refused = candidates(
@@ -689,18 +725,20 @@ def plan(
     best: dict[Hashable, PlannedLayout] = {}
     too_large: list[PlannedLayout] = []
     prices = {element: pricer.price(element) for element in result}
-    for one in sorted(result, key=lambda item: (prices[item].seconds, item)):
-        if kind(one) in best:
+    for candidate in sorted(result, key=lambda item: (prices[item].seconds, item)):
+        if kind(candidate) in best:
             continue
         split = (
-            tuple(map(len, pricer.shapes.cuts(one.pp, one.virtual_stages))) if one.pp > 1 else ()
+            tuple(map(len, pricer.shapes.cuts(candidate.pp, candidate.virtual_stages)))
+            if candidate.pp > 1
+            else ()
         )
-        planned = PlannedLayout(one, prices[one], pricer.memory(one), split)
+        planned = PlannedLayout(candidate, prices[candidate], pricer.memory(candidate), split)
         if limit_bytes is not None and planned.bytes > limit_bytes:
             too_large.append(planned)
             continue
-        best[kind(one)] = planned
-        if len(best) == kept:
+        best[kind(candidate)] = planned
+        if len(best) == count:
             break
     if not best:
         nearest = min(too_large, key=lambda item: item.bytes)

@@ -1,13 +1,13 @@
-"""What a model's parts take on this machine, measured once and kept: steps, layers, updates, bytes.
+"""The profile of a model's parts on this machine, measured once and cached.
 
     steps      of one replica, for several numbers of rows: seconds, update, activations
-    shares     of replicas whose layers or positions ranks share: their part of that, and the
-               messages between them
-    layers     of the chain, forward and backward: their parts of a step
+    shares     of replicas whose layers or positions are sharded: the ratio to one rank, and the
+               messages between the ranks
+    layers     of the chain, forward and backward: their ratios
 
-All ranks measure at the same time, as they will compute at the same time, and the slowest counts.
-Replicas whose layers or sequences are sharded run on simulated ranks: of these the ratio to one
-rank counts, measured likewise.
+All ranks measure at the same time, since they will compute at the same time and share caches and
+memory bandwidth; the slowest counts. Replicas with sharded layers or sequences run on simulated
+ranks, and only the ratio of their time to that of one simulated rank is used.
 """
 
 from __future__ import annotations
@@ -55,29 +55,27 @@ from nnmpi.train.planner.price import ModelShapes, Pricer, Profile, Share, Share
 from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
 
-FORMAT = 15
-# ranks of one replica's layers and positions that are measured; more are not looked at
-MOST_SHARES = 8
-# the smallest part of a batch that is measured is that of this many microbatches for each rank
-PARTS_PER_RANK = 8
-# a step that would take longer is not measured, but estimated from those of fewer rows
-LONGEST_S = 0.5
+FORMAT = 15  # of the cached profile; part of its key
+MOST_SHARES = 8  # largest tp x sp that is measured and considered
+PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
+LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
 MEASURE_S, WARM_UP_STEPS = 0.5, 3
-QUARTILE = 0.25  # what other programs disturb is above it
-# the first of this many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
+QUARTILE = 0.25  # other programs disturb the steps above it
+# The first 1/SETTLED of the steps does not count: in the first 0.1 s a step of 2 ms takes 12 %
+# longer.
 SETTLED = 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a configuration trains, with its training and test set."""
+    """A configuration with its training and test set."""
 
     config: Config
     samples: tuple[Samples, Samples]
 
     @property
     def dtype(self) -> str:
-        """Of the model."""
+        """The model's dtype."""
         return self.config.run.dtype
 
     @property
@@ -92,11 +90,11 @@ class Workload:
 
     @property
     def outputs(self) -> int:
-        """Of the model: one for each class, or number that is predicted."""
+        """The model's number of outputs: classes or quantities."""
         return ModelSignature.of(self.samples[0], None).outputs
 
     def rows(self, count: int) -> Any:
-        """Return so many samples as the model takes them."""
+        """Return the first `count` samples as model input."""
         return self.samples[0].rows(np.arange(count), self.dtype)
 
     def build(self) -> Module:
@@ -104,7 +102,7 @@ class Workload:
         return build_model(self.config.model, self.samples[0].sample_shape, self.outputs)
 
     def pricer(self, profile: Profile, network: PlannedNetwork, backend: Backend) -> Pricer:
-        """Return what prices its layouts."""
+        """Return a pricer of the workload's layouts."""
         seconds, arrays = (
             [layer.seconds for layer in profile.layers],
             self.config.optimization.state_arrays,
@@ -113,7 +111,7 @@ class Workload:
         return Pricer(self.batch_size, self.row_bytes, profile, network, shapes)
 
     def key(self, group: Group, ranks: int, backend: Backend) -> dict[str, Any]:
-        """Return what the measured times depend on, the same on all ranks. Collective."""
+        """Return everything on which the measured times depend, equal on all ranks. Collective."""
         config, options = self.config, self.config.optimization
         files = [
             file
@@ -138,57 +136,57 @@ class Workload:
         return group.share(json.loads(json.dumps(key)))
 
 
-# ---- kept between runs ----
+# ---- the cache ----
 
 
 def take_profile(
     workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
 ) -> tuple[Profile, Callable[[Profile], None]]:
-    """Return a workload's saved profile, or measure and save one. Collective.
+    """Return a workload's cached or measured profile, and a function to cache one. Collective.
 
     Args:
-        workload: what is to be trained.
-        group: that measures.
-        ranks: that a layout is sought for.
-        backend: where this rank computes.
-        say: called with a sentence before it is measured, and where it cannot be kept.
+        workload: to measure.
+        group: the ranks that measure.
+        ranks: the planned number of ranks.
+        backend: of this rank.
+        say: called with a sentence before measuring, and if the profile cannot be cached.
     """
     key = workload.key(group, ranks, backend)
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def load() -> Any:
-        """Return the profile as JSON values; None if absent or damaged."""
+        """Return the profile as JSON values; None if it is missing or damaged."""
         with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
             result = read_json(cache_folder() / f"profile-{digest}.json")
             if result.pop("key") == key and rebuilt(Profile, result):
                 return result
         return None
 
-    def keep(profile: Profile) -> None:
+    def store(profile: Profile) -> None:
         if not group.is_root:
             return
         try:
             file = cache_folder() / f"profile-{digest}.json"
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps({"key": key, **profile.to_json()}).encode())
-        except (OSError, UsageError) as error:  # no home folder: it is measured anew each time
+        except (OSError, UsageError) as error:  # such as no home folder: measured in each run
             say(f"the profile cannot be kept: {error}")
 
     saved = on_root(group, load)
     if saved is not None:
-        return rebuilt(Profile, saved), keep
+        return rebuilt(Profile, saved), store
     say("measuring the model's parts, which is done once and kept")
     with explain_errors(
         backend,
         "the model's parts are measured here, and do not fit ({}); give a smaller model or batch",
     ):
         result = measure(workload, group, ranks, shares_of(ranks), backend)
-    keep(result)
-    return result, keep
+    store(result)
+    return result, store
 
 
 def shares_of(ranks: int) -> list[Share]:
-    """Return every (tp, sp) but (1, 1) that a number of ranks may have and that is measured."""
+    """Return the (tp, sp) to measure for a number of ranks, without (1, 1)."""
     few = [n for n in range(1, min(ranks, MOST_SHARES) + 1) if ranks % n == 0]
     return [
         (tp, sp)
@@ -206,8 +204,11 @@ def measure(
     """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
 
     Args:
-        ranks: for this many ranks a layout is sought, which says how small parts of a batch may be.
-        shares: (tp, sp) to measure besides (1, 1), as far as the model can be sharded so.
+        workload: to measure.
+        group: the ranks that measure.
+        ranks: the planned number of ranks, which limits the parts of a batch.
+        shares: (tp, sp) to measure besides (1, 1); those impossible for the model are left out.
+        backend: of this rank.
     """
     alone, batch = group.split(group.rank), workload.batch_size
     steps: dict[int, StepCost] = {}
@@ -233,8 +234,8 @@ def _measure_replica(
     workload: Workload, rows: int, group: Group, alone: Group, backend: Backend
 ) -> StepCost:
     with ready(workload, {}, rows, alone, backend) as (worker, batches):
-        step_s = usual_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
-        update_s = usual_s(group, lambda _: worker.optimizer.step(), repeat(None))
+        step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
+        update_s = typical_s(group, lambda _: worker.optimizer.step(), repeat(None))
         activations = worker.ledger.report().peaks[ACTIVATIONS]
     return StepCost(max(step_s - update_s, 0.0), update_s, activations)
 
@@ -242,9 +243,7 @@ def _measure_replica(
 def _measure_share(
     group: Group, workload: Workload, share: Share, rows: int, backend: Backend
 ) -> ShareCost | None:
-    """Return the cost of a replica on several simulated ranks; None where it cannot be sharded
-    so. Collective.
-    """
+    """Return the cost of a replica on several simulated ranks; None if impossible. Collective."""
 
     def run(tp: int, sp: int, local: Group) -> tuple[float, float, dict[tuple[str, int], int]]:
         with ready(workload, {"tp": tp, "sp": sp}, rows, local, backend) as (worker, batches):
@@ -256,16 +255,16 @@ def _measure_share(
                 for e in timeline.events
                 if e.category == CATEGORY
             )
-            step_s = usual_s(local, lambda batch: worker.step(batch, lr=0.0), batches)
+            step_s = typical_s(local, lambda batch: worker.step(batch, lr=0.0), batches)
             return step_s, worker.ledger.report().peaks[ACTIVATIONS], dict(sent)
 
     try:
         with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
-            ((whole_s, full, _),) = simulate(partial(run, 1, 1), 1)
+            ((single_s, full, _),) = simulate(partial(run, 1, 1), 1)
             (step_s, activations, sent), *_ = simulate(partial(run, *share), share[0] * share[1])
     except NnmpiError:
         return None
-    (ratio,) = group.max_floats([step_s / max(whole_s, 1e-12)])
+    (ratio,) = group.max_floats([step_s / max(single_s, 1e-12)])
     exchanges = tuple((what, nbytes / rows, count) for (what, nbytes), count in sent.items())
     return ShareCost(ratio, activations / max(full, 1), exchanges)
 
@@ -274,14 +273,14 @@ def _measure_share(
 def ready(
     workload: Workload, options: Mapping[str, Any], rows: int | None, group: Group, backend: Backend
 ) -> Iterator[tuple[Worker, Iterator[Batch]]]:
-    """Yield a warmed-up trainer of a workload in a layout, with batches (`trial_run`).
+    """Yield a warmed-up trainer of a workload in a layout, with batches; see `trial_run`.
 
     Args:
-        workload: what is trained.
+        workload: to train.
         options: of the layout.
-        rows: of a batch, where other than the run's.
+        rows: of a batch; None for the run's.
         group: all ranks.
-        backend: where this rank computes.
+        backend: of this rank.
     """
     config = workload.config.having(**options, layout="given")
     if rows is not None:
@@ -295,26 +294,26 @@ def ready(
         yield worker, batches
 
 
-def usual_s(
+def typical_s(
     group: Group,
     call: Callable[[Any], Any],
     arguments: Iterator[Any],
     budget_s: float | None = None,
 ) -> float:
-    """Return the lower quartile of what a call takes, on all ranks together. Collective.
+    """Return the lower quartile of a call's seconds, the slowest rank's each time. Collective.
 
     Args:
         group: all ranks.
-        call: with one of the arguments.
-        arguments: made before the clock runs.
-        budget_s: for all of it (MEASURE_S).
+        call: to time.
+        arguments: of the calls, made outside the measured time.
+        budget_s: for all calls; MEASURE_S by default.
     """
-    given: list[Any] = [None]
+    argument: list[Any] = [None]
 
     def refill() -> None:
-        given[0] = next(arguments)
+        argument[0] = next(arguments)
 
     times = time_calls(
-        group, [(lambda: call(given[0]), refill)], MEASURE_S if budget_s is None else budget_s
+        group, [(lambda: call(argument[0]), refill)], MEASURE_S if budget_s is None else budget_s
     )[0]
     return float(np.quantile(times[len(times) // SETTLED :], QUARTILE))
