@@ -49,7 +49,7 @@ FAULTS = (
     Fault(
         "search: the first layout ends it",
         "nnmpi/train/planner/price.py",
-        "if len(best) == kept:",
+        "if len(best) == count:",
         "if best:",
         "tests/train/test_planner.py",
     ),
