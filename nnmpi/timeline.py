@@ -50,7 +50,7 @@ class TraceEvent(NamedTuple):
         args: JSON values, shown when the event is clicked; None for none.
         sends: the name of the message sent in this event, unique in the trace; "" for none.
         receives: the name of the message received in it; "" for none.
-        meeting: the name of a collective, the same on all its ranks and different from others'.
+        collective: the name of a collective, the same on all its ranks and different from others'.
         arrived_s: this rank's start of the collective, which may precede its wait (`begin_s`).
     """
 
@@ -62,7 +62,7 @@ class TraceEvent(NamedTuple):
     args: Args | None = None
     sends: str = ""
     receives: str = ""
-    meeting: str = ""
+    collective: str = ""
     arrived_s: float = 0.0
 
 
@@ -151,21 +151,28 @@ def split_waits(
     processes = [[*_moved(events, ahead)] for events, ahead in zip(by_rank, ahead_s, strict=True)]
     since = {event.sends: event.begin_s for events in processes for event in events if event.sends}
     for event in chain.from_iterable(processes):
-        if event.meeting:
-            since[event.meeting] = max(event.arrived_s, since.get(event.meeting, event.arrived_s))
+        if event.collective:
+            since[event.collective] = max(
+                event.arrived_s, since.get(event.collective, event.arrived_s)
+            )
     return {rank: [*_split(events, since)] for rank, events in enumerate(processes)}
 
 
 def _moved(events: Iterable[TraceEvent], ahead_s: float) -> Iterator[TraceEvent]:
     """Yield a rank's events on the common clock; number collectives that have the same name."""
-    met = Counter[str]()
+    counts = Counter[str]()
     for event in events:
         begin_s, end_s, arrived_s = (
             at - ahead_s for at in (event.begin_s, event.end_s, event.arrived_s)
         )
-        met[event.meeting] += 1
-        meeting = event.meeting and f"{event.meeting} {met[event.meeting]}"
-        yield event._replace(begin_s=begin_s, end_s=end_s, arrived_s=arrived_s, meeting=meeting)
+        name = event.collective
+        counts[name] += 1
+        yield event._replace(
+            begin_s=begin_s,
+            end_s=end_s,
+            arrived_s=arrived_s,
+            collective=name and f"{name} {counts[name]}",
+        )
 
 
 def _split(events: Sequence[TraceEvent], since: Mapping[str, float]) -> Iterator[TraceEvent]:
@@ -177,7 +184,7 @@ def _split(events: Sequence[TraceEvent], since: Mapping[str, float]) -> Iterator
     """
     pauses: list[tuple[float, float]] = []
     for event in events:
-        since_s = since.get(event.meeting or event.receives, event.begin_s)
+        since_s = since.get(event.collective or event.receives, event.begin_s)
         since_s = min(max(since_s, event.begin_s), event.end_s)
         if event.track in TRACKS[1:] and event.begin_s < event.end_s:
             pauses.append((event.begin_s, event.end_s))

@@ -2,8 +2,8 @@
 
 It serves phases in which one rank can fail or differ alone: reading files, checking options,
 building models, saving. Without it the others would wait for ever in their next collective. The
-training step itself uses none of this: it would cost a meeting of the ranks per step. There an
-exception aborts the job (see `nnmpi.comm.mpi.shutdown`).
+training step itself uses none of this: it would cost a collective per step. There an exception
+aborts the job (see `nnmpi.comm.mpi.shutdown`).
 
     one rank fails, all raise   `agreed` around work that every rank does
                                 `on_root` for work that rank 0 does for all

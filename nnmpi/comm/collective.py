@@ -220,14 +220,14 @@ def as_collective(
     return Collective(name_of(algorithm), contract or ALL_REDUCE, (algorithm,))
 
 
-def part(rank: int, times: int = 1) -> int:
+def parts_of(rank: int, times: int = 1) -> int:
     """Return the parts with `times` contributions of this rank alone."""
     return times << DIGIT_BITS * rank
 
 
 def all_parts(size: int) -> int:
     """Return the parts with one contribution of each rank."""
-    return sum(part(rank) for rank in range(size))
+    return sum(parts_of(rank) for rank in range(size))
 
 
 def count(parts: int, rank: int) -> int:
@@ -238,12 +238,12 @@ def count(parts: int, rank: int) -> int:
 def _neighbours(rank: int, size: int) -> int:
     if size <= 2:  # both neighbours are the other rank: a plain average
         return all_parts(size)
-    return part((rank - 1) % size) + part(rank, 2) + part((rank + 1) % size)
+    return parts_of((rank - 1) % size) + parts_of(rank, 2) + parts_of((rank + 1) % size)
 
 
 def local_part(rank: int, chunk: int, size: int) -> int:
     """Return the rank's own contribution, the start of every chunk of a reduction."""
-    return part(rank)
+    return parts_of(rank)
 
 
 ALL_REDUCE = Contract("all-reduce", local_part, lambda rank, chunk, size: all_parts(size))
@@ -254,18 +254,18 @@ REDUCE_SCATTER = Contract(
 )
 ALL_GATHER = Contract(
     "all-gather",
-    lambda rank, chunk, size: part(rank) if chunk == rank else None,
-    lambda rank, chunk, size: part(chunk),
+    lambda rank, chunk, size: parts_of(rank) if chunk == rank else None,
+    lambda rank, chunk, size: parts_of(chunk),
 )
 BROADCAST = Contract(
     "broadcast",
-    lambda rank, chunk, size: part(ROOT) if rank == ROOT else None,
-    lambda rank, chunk, size: part(ROOT),
+    lambda rank, chunk, size: parts_of(ROOT) if rank == ROOT else None,
+    lambda rank, chunk, size: parts_of(ROOT),
 )
 ALL_TO_ALL = Contract(
     "all-to-all",
-    lambda rank, chunk, size: part(rank) if chunk // size == rank else None,
-    lambda rank, chunk, size: part(chunk // size) if chunk % size == rank else None,
+    lambda rank, chunk, size: parts_of(rank) if chunk // size == rank else None,
+    lambda rank, chunk, size: parts_of(chunk // size) if chunk % size == rank else None,
     chunks=lambda size: size * size,
 )
 NEIGHBOUR_AVERAGE = Contract(

@@ -66,7 +66,7 @@ BUCKET_BYTES = 4 * 2**20
 UNLIMITED_BYTES = 2**62  # one bucket for each flat buffer
 
 
-Span: TypeAlias = tuple[int, int, int]
+GradientRange: TypeAlias = tuple[int, int, int]
 """(buffer, start, stop): the range of one parameter's gradient, in elements."""
 
 
@@ -145,7 +145,7 @@ class BucketExchange:
         self,
         group: Group,
         buffers: Sequence[Buffer],
-        spans: Sequence[Span],
+        spans: Sequence[GradientRange],
         algorithm: AlgorithmLike | Sequence[AlgorithmLike] = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
@@ -283,7 +283,7 @@ class BucketExchange:
             self._launch_up_to(len(self.buckets))
         else:
             for number, pending in enumerate(self._sums):
-                with self._group.meeting(f"bucket {number}"):
+                with self._group.collective(f"bucket {number}"):
                     pending.run()
         self.traffic = Traffic(self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
         self._reset()
@@ -341,7 +341,7 @@ class BucketExchange:
         self._poll(begin)
         while self._flying:
             number, begin, pending = self._flying.popleft()
-            with self._group.meeting(f"bucket {number}", begin):
+            with self._group.collective(f"bucket {number}", begin):
                 pending.wait()
             self._show(number, begin)
 
@@ -358,7 +358,7 @@ class BucketExchange:
 
 
 def plan_buckets(
-    spans: Sequence[Span], itemsizes: Sequence[int], limit_bytes: int
+    spans: Sequence[GradientRange], itemsizes: Sequence[int], limit_bytes: int
 ) -> tuple[Bucket, ...]:
     """Group the spans of each buffer, from its end backwards, into buckets of at most limit_bytes.
 
@@ -389,7 +389,9 @@ def plan_buckets(
     )
 
 
-def _ranges(spans: Sequence[Span], buffer: int, itemsize: int, limit_bytes: int) -> list[list[int]]:
+def _ranges(
+    spans: Sequence[GradientRange], buffer: int, itemsize: int, limit_bytes: int
+) -> list[list[int]]:
     """Return the numbers of one buffer's spans, grouped; each group in order of registration."""
     numbers = [i for i, span in enumerate(spans) if span[0] == buffer]
     end = 0

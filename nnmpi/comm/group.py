@@ -245,7 +245,7 @@ class Group(Communicator):
         return self.comm.world.machine or (None if self.fit is None else self.fit.machine)
 
     @contextmanager
-    def meeting(
+    def collective(
         self,
         name: str,
         arrived_s: float | None = None,
@@ -267,14 +267,21 @@ class Group(Communicator):
             end = clock.now()
             world.collective_s = before_s + end - begin  # a nested collective counts once
             if trace is not None:
-                meeting = (
-                    f"{name} of {self.comm.members}",
-                    begin if arrived_s is None else arrived_s,
+                ranks = f"{name} of {self.comm.members}"
+                arrived_s = begin if arrived_s is None else arrived_s
+                trace.add(
+                    name,
+                    category,
+                    timeline.REDUCE,
+                    begin,
+                    end,
+                    args,
+                    collective=ranks,
+                    arrived_s=arrived_s,
                 )
-                trace.add(name, category, timeline.REDUCE, begin, end, args, "", "", *meeting)
 
     def _run(self, array: Buffer, algorithm: AlgorithmLike, operation: str, check: bool) -> None:
-        with self.meeting(operation):
+        with self.collective(operation):
             if check:
                 self.check_same(array)
             self.bind(array, algorithm, BLOCKING_TAG, operation).run()
@@ -405,7 +412,9 @@ class Group(Communicator):
             for r, shape in enumerate(shapes)
         ]
         receives = [(step.from_, received[step.from_]) for step in steps if step.from_ is not None]
-        with self.meeting(name, None, category, {"bytes": sum(item.nbytes for _, item in sends)}):
+        with self.collective(
+            name, None, category, {"bytes": sum(item.nbytes for _, item in sends)}
+        ):
             send_and_receive(
                 self, *([(r, item) for r, item in some if item.size] for some in (sends, receives))
             )

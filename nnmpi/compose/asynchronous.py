@@ -300,12 +300,12 @@ class AveragingCoupling(Coupling):
             )
         self._staleness.add(self.group.rank, self._averaging.steps_since_average(number))
         begin = clock.now()
-        with self.group.meeting("average"):
+        with self.group.collective("average"):
             self._averaging.after_step(number, gradient.batch.own_targets)
         # After the last batch all ranks meet anyway, and exchange signals and errors with their
         # reports.
         if task.batch + 1 < segment.batches.stop:
-            with self.group.meeting("signals"):
+            with self.group.collective("signals"):
                 notes = (
                     self._check.gather(
                         [segment.poll_signal(), self._broken], clock.now() - self._step_s
@@ -426,7 +426,7 @@ class AsynchronousWorker(Trainer):
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         group, coupling = self.group, self.coupling
-        with group.meeting("begin"):
+        with group.collective("begin"):
             group.barrier()  # so that other ranks' earlier work does not count as waiting
         begin = ended = clock.now()
         totals, broken, trained = Totals(), "", 0  # trained: steps with rows
@@ -455,7 +455,7 @@ class AsynchronousWorker(Trainer):
             trained += result.targets > 0
             coupling.use(gradient)
         totals.sync_s += coupling.waited_s
-        with group.meeting("end"):
+        with group.collective("end"):
             closing = clock.now()
             report, batches = coupling.close(totals)
             totals.sync_s += clock.now() - closing

@@ -159,7 +159,7 @@ class Exchange:
 
         The norm is NaN if weights are updated within a pass.
         """
-        with self.group.meeting("numbers"):
+        with self.group.collective("numbers"):
             sums = self.group.sum_floats(numbers)
         traffic = (
             Traffic(0.0, NUMBERS_BYTES, 1, self._predicted_s) if self.group.size > 1 else Traffic()
@@ -261,7 +261,7 @@ class NodeExchange(Exchange):
 
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
         """See `Exchange.meet`; the numbers are summed with the gradients."""
-        with self.group.meeting("gradients"):
+        with self.group.collective("gradients"):
             norm, sums = self._fused.reduce(numbers)
         return sums, norm, Traffic(0.0, self._gradient_bytes, 1, self._predicted_s)
 
@@ -352,7 +352,7 @@ class FixedExchange(Exchange):
 
     def add_up(self, losses: Mapping[int, float]) -> float:
         """See `Exchange.add_up`: in the same tree; the first rank returns the sum."""
-        with self.group.meeting("losses"):
+        with self.group.collective("losses"):
             total = self._sums.sum_numbers(dict(losses), self.group)
         return total if self.group.is_root else 0.0
 
@@ -398,5 +398,5 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)  # rounded once
     mesh = arrangement.mesh
     group = mesh.world if arrangement.layout.zero or has_experts else mesh.model
-    with group.meeting("norm"):
+    with group.collective("norm"):
         return math.sqrt(group.sum_floats([total])[0])

@@ -117,7 +117,7 @@ class Averaging(ABC):
             w|^2, divided by |w|, with w the mean (0 if |w| is 0). The same on all ranks.
         """
         weight = self._weight()
-        with self.group.meeting("synchronize"):
+        with self.group.collective("synchronize"):
             with keep_frozen(self.storage):
                 apart = average(self.storage.data, self.group, weight)
             for name, arrays in self.optimizer.slots().items():

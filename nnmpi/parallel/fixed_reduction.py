@@ -80,7 +80,7 @@ class FixedReduction(DataParallel):
     def finish(self) -> None:
         """Write the sums into the storage's gradients; update running statistics. Collective."""
         grads = self.storage.grads
-        with self.group.meeting("gradients"):
+        with self.group.collective("gradients"):
             for tree, grad in zip(self._trees, grads, strict=True):
                 out = room_like(grad, grad.shape) if is_device(grad) else grad
                 sum_in_fixed_order(self.group, tree, out)

@@ -147,7 +147,7 @@ class FusedUpdate:
         scale(self._node.totals, factor)
         self.optimizer.update(self._blocks, self._frozen())
         self.storage.writes.count += 1
-        with self._group.meeting("other ranks"):
+        with self._group.collective("other ranks"):
             self._node.barrier.run()
 
     def _add(self) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.algorithms.registry import find_collective
-from nnmpi.comm.gradients import BucketExchange, Span, plan_buckets
+from nnmpi.comm.gradients import BucketExchange, GradientRange, plan_buckets
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, DtypeError, UsageError
@@ -21,7 +21,7 @@ from tests.device.library import load
 LENGTHS = [300, 10, 0, 1, 2000, 7, 64, 5000, 33]
 
 
-def layout(lengths: list[int], buffers: int = 1) -> list[Span]:
+def layout(lengths: list[int], buffers: int = 1) -> list[GradientRange]:
     """Deal the lengths out to the buffers in turn."""
     ends = [0] * buffers
     spans = []
@@ -32,7 +32,7 @@ def layout(lengths: list[int], buffers: int = 1) -> list[Span]:
     return spans
 
 
-def arrays(spans: list[Span], dtypes: list[str]) -> list[np.ndarray]:
+def arrays(spans: list[GradientRange], dtypes: list[str]) -> list[np.ndarray]:
     return [
         np.zeros(max(stop for b, _, stop in spans if b == i), dtype)
         for i, dtype in enumerate(dtypes)
@@ -52,7 +52,11 @@ def summed(buffers: list[np.ndarray], size: int, step: int) -> bool:
 
 
 def train(
-    group: Group, exchange: BucketExchange, buffers: list[Any], spans: list[Span], steps: int
+    group: Group,
+    exchange: BucketExchange,
+    buffers: list[Any],
+    spans: list[GradientRange],
+    steps: int,
 ) -> bool:
     """Whether so many steps, whose gradients come from the end, give the sums on all ranks; frees
     the exchange.
@@ -313,7 +317,7 @@ GAP = [(0, 0, 3), (0, 8, 10)]
     ],
 )
 def test_buckets_fill_from_the_end_of_each_buffer(
-    spans: list[Span], limit: int, buckets: list[str]
+    spans: list[GradientRange], limit: int, buckets: list[str]
 ) -> None:
     assert drawn(spans, [4, 8], limit) == buckets
 

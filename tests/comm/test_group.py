@@ -168,10 +168,10 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(
 def test_a_meeting_is_joined_when_it_begins_or_when_a_rank_says(group: Group) -> None:
     with recording(Timeline()) as mine:
         for arrived_s in (-1.0, None):
-            with group.meeting("sum", arrived_s):
+            with group.collective("sum", arrived_s):
                 pass
     first, second = mine.events
     assert (first.arrived_s, second.arrived_s) == (
         -1.0,
         second.begin_s,
-    ) and first.meeting == second.meeting
+    ) and first.collective == second.collective

@@ -186,7 +186,7 @@ class RingAttention:
         )
 
     def _wait(self, request: MessageRequest, out: Sequence[Array]) -> None:
-        with self._group.meeting(
+        with self._group.collective(
             "ring", None, CATEGORY, {"bytes": sum(item.nbytes for item in out)}
         ):
             request.wait()

@@ -58,7 +58,7 @@ class FromRank(Function):
             if value is None
             else xp.ascontiguousarray(value)
         )
-        with self.group.meeting("broadcast", None, CATEGORY, {"bytes": y.nbytes}):
+        with self.group.collective("broadcast", None, CATEGORY, {"bytes": y.nbytes}):
             self.group.broadcast(y, self.root)
         return y
 

@@ -82,7 +82,7 @@ class PartCrossEntropy(CrossEntropy):
             else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
         )
         result: Array = xp.ascontiguousarray(tops)
-        with self.group.meeting("all-reduce (max)", None, CATEGORY, {"bytes": result.nbytes}):
+        with self.group.collective("all-reduce (max)", None, CATEGORY, {"bytes": result.nbytes}):
             self.group.all_reduce_max(result)
         return result
 

@@ -314,7 +314,7 @@ class ShardedStorage(FlatStorage):
                     span.parameter.grad = None
             for i, end in ends.items():
                 self._grads[i][end:] = 0
-            with self.ranks.meeting(REDUCE_SCATTER.name):
+            with self.ranks.collective(REDUCE_SCATTER.name):
                 self.wait_for_others()
                 for i in ends:
                     self._sum(i)
@@ -423,7 +423,7 @@ class ShardedStorage(FlatStorage):
             )
         super().finish_update()
         self._resident.clear()
-        with self.ranks.meeting(ALL_GATHER.name):
+        with self.ranks.collective(ALL_GATHER.name):
             self.wait_for_others()
             for i, pending in self._gathers.items() if self.stage < 3 else ():
                 self._count(self._data[i])
@@ -466,7 +466,7 @@ class ShardedStorage(FlatStorage):
 
     def _wait(self, number: int) -> None:
         if not self._resident[number]:
-            with self.ranks.meeting(ALL_GATHER.name):
+            with self.ranks.collective(ALL_GATHER.name):
                 for i in self._pieces[number]:
                     if i in self._gathers:
                         self._gathers[i].wait()
