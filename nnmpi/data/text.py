@@ -164,16 +164,11 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[s
             raise DataError(f"{where}: not a JSON object; give one with a field for each column")
         _check_columns(where, row, columns)
         cells = [row[column] for column in columns]
-        if not all(isinstance(cell, str) and _is_unicode(cell) for cell in cells):
-            raise DataError(f"{where}: a column is no Unicode text")
+        try:  # TypeError: not a text; UnicodeEncodeError: half of a character, such as "\ud800"
+            "".join(cells).encode()
+        except (TypeError, UnicodeEncodeError):
+            raise DataError(f"{where}: a column is no Unicode text") from None
         yield number, cells
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        return text.encode() is not None
-    except UnicodeEncodeError:
-        return False
 
 
 # ---- tokens ----

@@ -95,8 +95,10 @@ def _layout(where: Arrangement) -> str:
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
     zero = f", ZeRO {where.layout.zero}" if where.layout.zero else ""
     experts = ", experts shared out" if where.layout.expert_parallel else ""
-    fixed = ", sums in a fixed order" if where.layout.fixed else ""
-    return f"{shape}{attention}{zero}{experts}{fixed}"
+    return (
+        f"{shape}{attention}{zero}{experts}"
+        f"{', sums in a fixed order' if where.layout.fixed else ''}"
+    )
 
 
 def _world(run: TrainingRun, slow: Slow) -> str:

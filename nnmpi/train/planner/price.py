@@ -345,14 +345,13 @@ class ModelShapes:
             {id(p): p.size for _, module in layer.members for p in module.parameters()}
             for layer in layers
         ]
-        local = self.layers_of(pp, virtual, home)
-        held = [{key: size for i in mine for key, size in sizes[i].items()} for mine in local]
-        count = Counter(key for item in held for key in item)
-        tied = sum(
-            size
-            for key, size in {k: s for item in held for k, s in item.items()}.items()
-            if count[key] > 1
-        )
+        # sets, since several layers of a rank may share a parameter
+        ranks = [
+            {key for i in mine for key in sizes[i]} for mine in self.layers_of(pp, virtual, home)
+        ]
+        count = Counter(key for keys in ranks for key in keys)
+        merged = {key: size for item in sizes for key, size in item.items()}
+        tied = sum(size for key, size in merged.items() if count[key] > 1)
         return tied * np.dtype(self._dtype).itemsize
 
     def layers_of(self, pp: int, virtual: int, home: Home) -> list[list[int]]:
