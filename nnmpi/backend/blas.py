@@ -58,7 +58,7 @@ def find_older(environ: Mapping[str, str] = os.environ, cpu: Path = _CPU_INFO) -
 
 
 def has_small_products() -> bool:
-    """True if OpenBLAS runs its code for AVX-512 on one or two threads."""
+    """True if OpenBLAS has special code for small products: for AVX-512, on one or two threads."""
     pool = _avx512_pool()
     return pool is not None and pool.num_threads <= 2
 

@@ -187,7 +187,7 @@ class Products:
         three, leading = (b, a, out), out.shape[:-2]
         axes = _collapsed(leading, *(x.over(leading) for x in three))
         batch: Shape = (1, 0, 0, 0)
-        if axes:
+        if axes:  # the longest axis is cuBLAS's stack; each element of the others is a call
             batch = axes.pop(max(range(len(axes)), key=lambda i: axes[i][0]))
         stacked, forms = batch[0] > 1, [x.form or (0, 0) for x in three]
         m, n, k = b.shape[-1], a.shape[-2], a.shape[-1]

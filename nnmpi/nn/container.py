@@ -28,7 +28,6 @@ from operator import add
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from nnmpi.backend.windows import Pair
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.activation import GELU, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
@@ -41,32 +40,18 @@ from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
 from nnmpi.ops.linear import linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
 
-
-def _conv(conv: Conv2d, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Pair, Pair, Pair, int]:
-    return (
-        conv.enter(x),
-        conv.weight,
-        conv.bias,
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        conv.groups,
-    )
-
-
-# The runs of layers that are fused, by their classes, and the fused operations.
+# The runs of layers that are fused, by their classes, and the fused operations. Methods are called
+# on the classes since the lambdas' arguments have no types.
 JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyType(
     {
-        (Linear, ReLU): lambda linear, _, x: linear_relu(
-            linear.enter(x), linear.weight, linear.bias
-        ),
+        (Linear, ReLU): lambda linear, _, x: linear_relu(*Linear.operands(linear, x)),
         (Linear, GELU): lambda linear, gelu, x: linear_gelu(
-            linear.enter(x), linear.weight, linear.bias, gelu.approximate
+            *Linear.operands(linear, x), gelu.approximate
         ),
         (Conv2d, ReLU, MaxPool2d): lambda conv, _, pool, x: conv_relu_pool(
-            *_conv(conv, x), pool.over.kernel
+            *Conv2d.operands(conv, x), pool.over.kernel
         ),
-        (Conv2d, ReLU): lambda conv, _, x: conv_relu(*_conv(conv, x)),
+        (Conv2d, ReLU): lambda conv, _, x: conv_relu(*Conv2d.operands(conv, x)),
     }
 )
 

@@ -69,9 +69,9 @@ class Conv2d(Module):
         )
         self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution. See `ops.conv2d`."""
-        return conv2d(
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Pair, Pair, Pair, int]:
+        """Return the arguments of `ops.conv2d`, also for the fused operations."""
+        return (
             self.enter(x),
             self.weight,
             self.bias,
@@ -80,6 +80,10 @@ class Conv2d(Module):
             self.dilation,
             self.groups,
         )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution. See `ops.conv2d`."""
+        return conv2d(*self.operands(x))
 
 
 class Conv1d(Conv2d):

@@ -37,9 +37,13 @@ class Linear(Module):
         self.weight = Parameter((in_features, out_features), init or fan_in(in_features))
         self.bias = Parameter((out_features,), fan_in(in_features)) if bias else None
 
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the arguments of `ops.linear`, also for the fused operations."""
+        return self.enter(x), self.weight, self.bias
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b. See `ops.linear`."""
-        return linear(self.enter(x), self.weight, self.bias)
+        return linear(*self.operands(x))
 
 
 class Embedding(Module):

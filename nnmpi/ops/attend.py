@@ -167,10 +167,12 @@ def attend_more(
             if not first:
                 xp.maximum(new[0], local[0], out=new[0])
             xp.exp(xp.subtract(p, new[0][:, :, None], out=p), out=p)
+            # the sum over keys as a product with ones: BLAS is faster than NumPy's add.reduce
             xp.matmul(ones(xp, seen, p.dtype)[None], p, out=new[1][:, :, None])
             which.mark(p, block, i)
             gemm(xp, _left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
             if not first:
+                # rescale the old sums from the old top to the new one
                 shrink = xp.exp(local[0] - new[0])
                 for before, more, factor in zip(
                     local[1:], new[1:], (shrink, shrink[..., None]), strict=True
@@ -359,6 +361,7 @@ def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
     batch, heads = q.shape[:2]
     scores = max([1, *(keys * (j - i) for i, j, _ in bands)])
     fit = 4 * ELEMENTS // scores if type(q) is np.ndarray else batch * heads
+    # all heads of some sequences if they fit, else some heads of one sequence
     many, few = max(1, fit // heads), max(1, min(fit, heads))
     for i in range(0, batch, many) if bands else ():
         for j in range(0, heads, few):

@@ -44,7 +44,9 @@ class BatchNormFunction(Function):
 
     Images are read three times, in blocks that fit the cache: for the mean, for the squares, for
     the result. After `forward`, `statistics` is (mean, variance with divisor n, n) of the global
-    batch; the caller deletes it.
+    batch; the caller deletes it. Backward, for the normalized x^ and the gradient g:
+
+        dx = scale / sqrt(variance + eps) * (g - mean(g) - x^ mean(g x^))      means over the batch
     """
 
     __slots__ = ("all_reduce", "eps", "observe", "statistics")
@@ -198,6 +200,10 @@ def _fold(xp: Any, parts: Array, out: Array) -> None:
 
 class LayerNormFunction(Function):
     """(x - mean) / sqrt(variance + eps) * scale + shift, over the last axes of each row.
+
+    Backward, for the normalized x^ and h = scale times the gradient:
+
+        dx = (h - mean(h) - x^ mean(h x^)) / sqrt(variance + eps)              means over the row
 
     Args:
         eps: added to the variance.

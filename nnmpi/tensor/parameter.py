@@ -85,6 +85,9 @@ class Parameter(Tensor):
         self.init: Initializer = init or _zeros
         self.name, self.region, self.apart = "", region, False
         self.requires_grad = True
+        self._unbind()
+
+    def _unbind(self) -> None:
         self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = (
             self.writes
         ) = None
@@ -100,9 +103,7 @@ class Parameter(Tensor):
         return {name: getattr(self, name) for name in saved if hasattr(self, name)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = (
-            self.writes
-        ) = None
+        self._unbind()
         for name, value in state.items():
             setattr(self, name, value)
 

@@ -173,7 +173,9 @@ class Placement:
             left, right = prod(new[:axis]), prod(new[axis + 1 :])
             if outer % left:
                 continue
-            joined = right // gcd(right, inner)  # the units that make up one new unit
+            # The new unit must be a multiple of `right`, the elements behind the new axis: so it
+            # joins this many units.
+            joined = right // gcd(right, inner)
             if self.units % joined or not _whole_units(self.units, joined, size):
                 continue
             result = Placement(self.units // joined, joined * inner // right, outer // left, axis)
