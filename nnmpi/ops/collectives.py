@@ -227,6 +227,7 @@ def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor
 
 
 scatter, gather = partial(redistribute, "scatter"), partial(redistribute, "gather")
+gather_summing_grads = partial(redistribute, "gather_summing_grads")
 
 
 # ---- by their public names ----
