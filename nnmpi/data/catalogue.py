@@ -219,7 +219,7 @@ def prepare(
         report: called with a sentence when a transfer begins.
 
     Raises:
-        UsageError: as `load`.
+        UsageError: see `load`.
         DataError: when a file cannot be downloaded.
     """
     if name not in DOWNLOADED:

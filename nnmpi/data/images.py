@@ -135,7 +135,7 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
     """
     result: dict[str, bytes] = {}
     if path.is_dir():
-        for file in sorted(path.glob("*.bin*")):  # the plain file before its .gz: it is read faster
+        for file in sorted(path.glob("*.bin*")):  # a plain file comes before its .gz and is read
             if (match := BATCH.fullmatch(file.name)) and match[1] not in result:
                 result[match[1]] = read_bytes(file)
     else:

@@ -55,7 +55,7 @@ from nnmpi.files import cache_folder, folder_atomically, locked, parse_json, sha
 DEFAULT_CONTEXT = 64
 FORMAT = 3  # of the token files; part of KEY, so that files of other formats are written again
 PIECE = 2**20  # characters: size of the pieces that a document is tokenized in
-CELL_BYTES = 2**30  # the longest cell of a table; the limit of Python's csv is 128 KiB
+CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python's default
 ENDINGS = (".txt", ".jsonl")
 TOKENS, ENDS = "tokens.bin", "ends.npy"
 
