@@ -384,8 +384,8 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
         with nullcontext() if speaks else redirect_stdout(StringIO()):
             try:
                 text = main(sys.argv[1:])
-            except HelpAsked as asked:
-                text = str(asked)
+            except HelpAsked as request:
+                text = str(request)
             console.say(*filter(None, [text]))
         console.check()
     except (NnmpiError, OSError) as caught:

@@ -23,7 +23,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import DataError
 from nnmpi.files import write_atomically
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.train.cli import PlaceConfig, launch_command, parse_together, read_command
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together, read_command
 from nnmpi.train.config import Config, check_numbers
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.log import describe_result, measures_of
@@ -114,14 +114,14 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         raise DataError(
             f"{samples.name} has {predicts} of shape {shape}, but the model predicts {expected}"
         )
-    theirs, ours = samples.class_names, signature.class_names
-    if theirs and ours and theirs != ours:
-        for name in theirs:
-            if name not in ours:
+    names, model_names = samples.class_names, signature.class_names
+    if names and model_names and names != model_names:
+        for name in names:
+            if name not in model_names:
                 raise DataError(
                     f"{samples.name} has the class {name!r}, which the model does not know"
                 )
-        numbers = np.array([ours.index(name) for name in theirs], labels.dtype)
+        numbers = np.array([model_names.index(name) for name in names], labels.dtype)
         # also for yes or no, whose two names stand for 0 and 1
         labels = numbers[labels.astype(np.int64)]
     # the same set may come from another file with another scale: bytes are scaled as in training
@@ -134,7 +134,7 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         x=x,
         y=labels,
         classes=classes,
-        class_names=ours,
+        class_names=model_names,
         scale=scale,
         columns=signature.columns,
     )
@@ -170,7 +170,7 @@ class EvaluationConfig:
         check_numbers(self, "batch_size", 1)
 
 
-parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (EvaluationConfig, PlaceConfig))
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (EvaluationConfig, OpeningConfig))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -179,8 +179,8 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks.
     """
-    console, (folder, options, place) = parse_together(words, parse, group)
-    run = place.open(folder, group)
+    console, (folder, options, opening) = parse_together(words, parse, group)
+    run = opening.open(folder, group)
     train, test = load_samples(_data(run, options), group, console.say)
     with agreed(group):
         samples = match_samples(run.signature, train if options.part == "train" else test)

@@ -14,7 +14,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.inference import TokenGenerator, choose_token
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import PlaceConfig, launch_command, parse_together, read_command
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together, read_command
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     check_numbers,
@@ -54,7 +54,7 @@ class WritingConfig:
         require(0 < self.top_p <= 1, f"--top-p is {self.top_p}; give a number above 0, up to 1")
 
 
-parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (WritingConfig, PlaceConfig))
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (WritingConfig, OpeningConfig))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -64,14 +64,14 @@ def main(words: Sequence[str], group: Group) -> None:
         NnmpiError: on all ranks; UsageError for wrong options, a run of another model, or a prompt
             that does not fit.
     """
-    console, (folder, options, place) = parse_together(words, parse, group)
-    if place.sp > 1:
+    console, (folder, options, opening) = parse_together(words, parse, group)
+    if opening.sp > 1:
         raise UsageError(
-            f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave"
+            f"tokens come one by one, and {opening.sp} ranks cannot share one's position; leave"
             " --sp out"
         )
     begin = clock.now()
-    run = place.open(folder, group)
+    run = opening.open(folder, group)
     model = run.config.model.model
     known = " or ".join(SEQUENCE_MODELS)
     require(model in SEQUENCE_MODELS, f"{folder} is a run of model {model}; only {known} can write")

@@ -20,7 +20,7 @@ from nnmpi.comm.group import Group
 from nnmpi.data import images
 from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.errors import DataError, UsageError, raised_as
-from nnmpi.train.cli import PlaceConfig, launch_command, parse_together, read_command
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together, read_command
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
@@ -102,7 +102,7 @@ class PredictionConfig:
     """Invert an image's brightness: MNIST's digits are white on black."""
 
 
-parse = partial(read_command, "RUN FILE", PROGRAM, DESCRIPTION, (PredictionConfig, PlaceConfig))
+parse = partial(read_command, "RUN FILE", PROGRAM, DESCRIPTION, (PredictionConfig, OpeningConfig))
 
 
 def main(words: Sequence[str], group: Group) -> None:

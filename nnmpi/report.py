@@ -63,23 +63,23 @@ def main(words: Sequence[str]) -> str:
     parser.add_argument(
         "--tensorboard", type=Path, metavar="FOLDER", help="also write its metrics for TensorBoard"
     )
-    given = parser.parse_args(words)
-    file = given.out or given.run / "report.html"
-    if given.out is None and file.is_symlink():
+    options = parser.parse_args(words)
+    file = options.out or options.run / "report.html"
+    if options.out is None and file.is_symlink():
         raise UsageError(f"{file} is a link, which may lead anywhere; remove it, or give --out")
-    if given.tensorboard is not None:
-        read_run(given.run, str(given.run))
-        write_events(given.tensorboard, read_metrics(RunFolder(given.run).metrics))
-    result, library, hint = gather(given.run), "", "; for its curves: pip install bokeh"
+    if options.tensorboard is not None:
+        read_run(options.run, str(options.run))
+        write_events(options.tensorboard, read_metrics(RunFolder(options.run).metrics))
+    result, library, hint = gather(options.run), "", "; for its curves: pip install bokeh"
     if find_spec("bokeh"):
         from bokeh.resources import Resources
 
         library, hint = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), ""
         with foreign(
-            RunFolder(given.run).metrics, UsageError, "the numbers of the run cannot be drawn"
+            RunFolder(options.run).metrics, UsageError, "the numbers of the run cannot be drawn"
         ):
             result["charts"] = draw(result)
-    write_page(file, "run", f"run {given.run.resolve().name}", result, library)
+    write_page(file, "run", f"run {options.run.resolve().name}", result, library)
     return f"{file} shows the run in a browser{hint}"
 
 
@@ -241,19 +241,21 @@ def draw(data: Mapping[str, Any]) -> dict[str, Any]:
         if "speed" in chart["title"]:
             # From 0: an automatic range would magnify the dip of each epoch's short last batch.
             axis = {"y_range": DataRange1d(start=0)}
-        made = plot(
+        plotted = plot(
             f"$name: @y{{0.[00000]}}<br>@x{{0.[0]}} {chart['along']}",
             x_axis_label=chart["along"],
             **axis,
         )
         if chart["accuracy"]:
-            made.yaxis.ticker = [base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)]
-            made.yaxis.formatter = CustomJSTickFormatter(
+            plotted.yaxis.ticker = [
+                base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)
+            ]
+            plotted.yaxis.formatter = CustomJSTickFormatter(
                 code="return `${+(100 * (1 - tick)).toPrecision(5)} %`"
             )
         else:
-            made.yaxis.formatter.power_limit_low = -5  # 0.0005 instead of 5.000e-4
-        made.hover.renderers = []
+            plotted.yaxis.formatter.power_limit_low = -5  # 0.0005 instead of 5.000e-4
+        plotted.hover.renderers = []
         for colour, line in zip(COLOURS, chart["lines"], strict=False):
             x, y = zip(*line["points"], strict=True)
             drawn = [max(1 - item, least / 2) for item in y] if chart["accuracy"] else y
@@ -262,11 +264,11 @@ def draw(data: Mapping[str, Any]) -> dict[str, Any]:
                 "name": line["name"],
                 "color": colour,
             }
-            made.hover.renderers.append(
-                made.line("x", "drawn", line_width=2, legend_label=line["name"], **named)
+            plotted.hover.renderers.append(
+                plotted.line("x", "drawn", line_width=2, legend_label=line["name"], **named)
             )
-            made.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
-        plots[chart["title"]] = made
+            plotted.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
+        plots[chart["title"]] = plotted
     if heights := data["staleness"]["heights"]:
         workers = {f"worker {worker}": local for worker, local in enumerate(heights)}
         ends = tuple(n + 0.5 for n in range(len(heights[0])))
@@ -282,7 +284,7 @@ def draw(data: Mapping[str, Any]) -> dict[str, Any]:
             if n
         ]
         tips = [("is", "@a"), ("taken for", "@b"), ("samples", "@n"), ("of these", "@share{0.0 %}")]
-        made = plot(
+        plotted = plot(
             tips,
             x_range=names,
             y_range=names[::-1],
@@ -290,12 +292,12 @@ def draw(data: Mapping[str, Any]) -> dict[str, Any]:
             y_axis_label="is",
             height=380,
         )
-        made.hover.mode = "mouse"
+        plotted.hover.mode = "mouse"
         source = dict(
             zip(("a", "b", "n", "share", "color", "alpha"), zip(*cells, strict=True), strict=True)
         )
-        made.rect("b", "a", 0.97, 0.97, source=source, color="color", alpha="alpha")
-        made.text(
+        plotted.rect("b", "a", 0.97, 0.97, source=source, color="color", alpha="alpha")
+        plotted.text(
             "b",
             "a",
             text="n",
@@ -304,9 +306,9 @@ def draw(data: Mapping[str, Any]) -> dict[str, Any]:
             text_baseline="middle",
             text_color="white",
         )
-        plots["Confusion"] = made
-    for made in plots.values():
-        for legend in made.legend:
+        plots["Confusion"] = plotted
+    for plotted in plots.values():
+        for legend in plotted.legend:
             legend.update(
                 orientation="horizontal",
                 background_fill_alpha=0,
@@ -318,8 +320,8 @@ def draw(data: Mapping[str, Any]) -> dict[str, Any]:
             legend.update(
                 visible=len(legend.items) > 1, location="top_left", label_text_color=ink, ncols=2
             )
-            made.add_layout(legend, "above")
-    return {title: json_item(made) for title, made in plots.items()}
+            plotted.add_layout(legend, "above")
+    return {title: json_item(plotted) for title, plotted in plots.items()}
 
 
 def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:

@@ -316,10 +316,10 @@ def _place(name: str, data_dir: str | Path | None) -> Path:
 
 def _look(name: str, folder: Path, what: str) -> Path | None:
     with _allowed(f"{what} {folder}"):
-        places = [folder / below for below in BELOW[name]]
+        candidates = [folder / below for below in BELOW[name]]
         if name == "cifar10":
-            return next(filter(None, map(locate_cifar, places)), None)
-        return next(filter(has_idx, places), None)
+            return next(filter(None, map(locate_cifar, candidates)), None)
+        return next(filter(has_idx, candidates), None)
 
 
 def _allowed(what: str) -> AbstractContextManager[None]:

@@ -82,8 +82,8 @@ def find(folder: Path, name: str) -> Path | None:
     Some unpackers write `train-images.idx3-ubyte` for IDX files: that name is found, too.
     """
     other = re.sub(r"-(?=idx\d)", ".", name)
-    places = (folder / f"{item}{end}" for item in (name, other) for end in ("", ".gz"))
-    return next((path for path in places if path.is_file()), None)
+    candidates = (folder / f"{item}{end}" for item in (name, other) for end in ("", ".gz"))
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def has_idx(folder: Path) -> bool:

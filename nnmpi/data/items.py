@@ -107,11 +107,11 @@ class Items(Samples):
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
     ) -> tuple[Array, Array]:
         """Return the samples at these indices and their labels; each item is read once."""
-        items, places = (
+        items, rows = (
             (self._read(indices) if len(indices) else self._first),
             np.arange(len(indices)),
         )
-        return items.rows(places, dtype), items.labels(places)
+        return items.rows(rows, dtype), items.labels(rows)
 
     def rows(
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None

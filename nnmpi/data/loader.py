@@ -111,8 +111,8 @@ class Batch:
 
 
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
-def _full_targets(global_rows: int, microbatches: int, each: int) -> tuple[int, ...]:
-    return tuple(each * len(part) for part in split(global_rows, microbatches))
+def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[int, ...]:
+    return tuple(per_row * len(part) for part in split(global_rows, microbatches))
 
 
 @dataclass(eq=False, repr=False)

@@ -138,15 +138,15 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]
     rows = read_cells(path)
     _, header = next(rows, (1, []))
     _check_columns(str(path), header, columns)
-    places = [header.index(column) for column in columns]
-    yield from ((line, [cells[place] for place in places]) for line, cells in rows)
+    indices = [header.index(column) for column in columns]
+    yield from ((line, [cells[index] for index in indices]) for line, cells in rows)
 
 
-def _check_columns(where: str, there: Collection[str], columns: Sequence[str]) -> None:
+def _check_columns(where: str, names: Collection[str], columns: Sequence[str]) -> None:
     for column in columns:
-        if list(there).count(column) != 1:
+        if list(names).count(column) != 1:
             raise UsageError(
-                f"{where} has no single column {column!r}; its columns are: {', '.join(there)}"
+                f"{where} has no single column {column!r}; its columns are: {', '.join(names)}"
             )
 
 
@@ -349,10 +349,10 @@ class Text(Samples):
             if length is None
             else length
         )
-        places = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
-        places = np.minimum(places, self._stops[-1] - 1)
-        places += self._offsets[np.searchsorted(self._stops, places, side="right")]
-        result: Integers = self._tokens[places].astype(np.int64)
+        positions = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
+        positions = np.minimum(positions, self._stops[-1] - 1)
+        positions += self._offsets[np.searchsorted(self._stops, positions, side="right")]
+        result: Integers = self._tokens[positions].astype(np.int64)
         result[np.arange(width) >= counts[:, None]] = padding
         return result
 

@@ -199,15 +199,15 @@ class CharacterTokenizer(Tokenizer):
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         if not self.characters:
             raise UsageError("the tokenizer has no characters; make it of a text")
-        places = np.minimum(np.searchsorted(self._codes, codes), self.end - 1)
-        unknown = np.flatnonzero(self._codes[places] != codes)
+        indices = np.minimum(np.searchsorted(self._codes, codes), self.end - 1)
+        unknown = np.flatnonzero(self._codes[indices] != codes)
         if unknown.size:
             raise UsageError(
                 f"the character {text[unknown[0]]!r} is not among the {self.end} of the tokenizer,"
                 " which are those of its training text; leave it out, or take another tokenizer,"
                 " such as bytes"
             )
-        return places.tolist()
+        return indices.tolist()
 
     def _decode(self, ids: list[int]) -> str:
         return "".join(self.characters[item] for item in ids)

@@ -144,8 +144,8 @@ def run_on_ranks(
         group.comm.world.watch(WARNING_S, LIMIT_S)  # from here on, a deadlock ends the job
         with exit_refused():
             return program(words, group)
-    except HelpAsked as asked:
-        return Console(quiet).say(str(asked))
+    except HelpAsked as request:
+        return Console(quiet).say(str(request))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -276,7 +276,7 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class PlaceConfig:
+class OpeningConfig:
     """Weights and layout."""
 
     best: bool = False
@@ -334,7 +334,7 @@ def launch_command(
     def simulation() -> dict[str, Any]:
         return {
             "ranks": next(
-                (item.simulate for item in parse(words) if isinstance(item, PlaceConfig)), 0
+                (item.simulate for item in parse(words) if isinstance(item, OpeningConfig)), 0
             )
         }
 
