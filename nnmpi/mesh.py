@@ -226,7 +226,7 @@ class Mesh:
         """The rank at each position; positions are numbered with t fastest and d slowest."""
         if self.nodes is None:
             return tuple(range(self.size))
-        firsts = [self.nodes.index(node) for node in self.nodes]
+        firsts = [self.nodes.index(node) for node in self.nodes]  # so rank 0 comes first
         return tuple(sorted(range(self.size), key=firsts.__getitem__))
 
 

@@ -190,6 +190,7 @@ def _split(events: Sequence[TraceEvent], since: Mapping[str, float]) -> Iterator
             pauses.append((event.begin_s, event.end_s))
         if since_s - event.begin_s > _NOTICED_S:
             yield TraceEvent(event.name, "waiting", WAITING, event.begin_s, since_s)
+        # An exchange that was all wait has no bar of its own; a receive keeps one for its arrow.
         if event.track != COMPUTE and (
             since_s < event.end_s or since_s == event.begin_s or event.receives
         ):

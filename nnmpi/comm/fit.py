@@ -198,19 +198,19 @@ def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
         0 <= x < math.inf for x in values.values()
     )
     if not wrong and 0 not in (values.get(name) for name in ("gbit", "inside_gbit", "per_node")):
-        item, gamma_s = values.pop("per_node", per_node), values.pop("gamma", 0.0)
+        count, gamma_s = values.pop("per_node", per_node), values.pop("gamma", 0.0)
         across = _take_link(values, "")
         inside = (
             _take_link(values, "inside_")
             if any(name.startswith("inside_") for name in values)
             else across
         )
-        if not values and item % 1 == 0:
+        if not values and count % 1 == 0:  # a value left over has an unknown name
             machine = Machine(inside, add=Curve.line(0.0, gamma_s))
             return (
                 machine
-                if item >= ranks
-                else replace(machine, across=across, nodes=blocks(ranks, int(item)))
+                if count >= ranks
+                else replace(machine, across=across, nodes=blocks(ranks, int(count)))
             )
     raise UsageError(f"network {text!r} is not understood; give {' '.join(NETWORK_HELP.split())}")
 

@@ -122,7 +122,7 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
     local = tree.blocks
     by_rank = _compare(group, tree, local, out)
     most = max(len(blocks) for blocks in by_rank)
-    length = max(ROUND_BYTES // (most * out.itemsize), group.size)
+    length = max(ROUND_BYTES // (most * out.itemsize), group.size)  # no chunk without elements
     for start in range(0, out.size, length):
         full = slice(start, min(start + length, out.size))
         _sum_round(

@@ -218,7 +218,7 @@ class Group(Communicator):
             raise UsageError("an all-to-all does not work in place; call ops.all_to_all")
         check_buffer(array, low=True)
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
-            array = array.view(np.uint16)
+            array = array.view(np.uint16)  # moved and not added: any type of 2 bytes will do
         elif is_low(array.dtype):
             return widened(array, lambda wide: self.bind(wide, algorithm, tag, operation))
         if algorithm == AUTO and operation == ALL_REDUCE.name:

@@ -367,5 +367,6 @@ class SharedMemory:
                 window.free()
             raise
         assert window is not None
+        # Allocations are collective, so this number is the same on all ranks, also after `drop`.
         self._windows[max(self._windows, default=-1) + 1] = window
         return window

@@ -4,7 +4,7 @@
                                      for each rank
     send({"a": 1}, 1)                an object travels as its pickle, which never leaves this
                                      process
-    Gather, Alltoallv, bcast ...     ranks exchange lists of arrays by target;      `_meet`
+    Gather, Alltoallv, bcast ...     ranks exchange lists of arrays by target;      `_exchange`
                                      each takes its own entries
     Reduce, scan ...                 each rank gets all ranks' values and           `_fold`
                                      combines them, neighbours first
@@ -59,7 +59,11 @@ OPS = dict(re.findall(r"(\w+) (\S+)", _OPS))
 
 # Collectives in which root alone sends, or receives, and those that send each rank its own part. In
 # all others all ranks send, all receive, and all get the same.
-GIVES, TAKES, DEALT = ("bcast", "scatter"), ("gather", "reduce"), ("scatter", "alltoall")
+ROOT_SENDS, ROOT_RECEIVES, SCATTERED = (
+    ("bcast", "scatter"),
+    ("gather", "reduce"),
+    ("scatter", "alltoall"),
+)
 
 
 def refuse(self, name):
@@ -143,6 +147,7 @@ class Mailbox(MessageQueue):
     def find_send(self, receive):
         """Return a message that matches a receive: the first of one of the senders."""
         scheduler = receive.owner.world._scheduler
+        # MPI keeps the order of one sender's messages: reversed, so that its first one stays
         firsts = {
             send.request.owner.number: send for send in reversed(self.sends) if _fits(send, receive)
         }
@@ -333,24 +338,27 @@ class Intracomm:
 
     # ---- collectives ----
 
-    def _meet(self, name, root, give, *words):
+    def _exchange(self, name, root, make, *words):
         """Return the ranks' arrays for this rank, each with the source lines of its call.
 
         Args:
-            give: number of parts, 1 or one for each rank -> this rank's arrays.
+            make: number of parts, 1 or one for each rank -> this rank's arrays.
             words: must be equal on all ranks.
         """
-        gives, takes, dealt = (
-            name.lower().removesuffix("v") in item for item in (GIVES, TAKES, DEALT)
+        root_sends, root_receives, scattered = (
+            name.lower().removesuffix("v") in item
+            for item in (ROOT_SENDS, ROOT_RECEIVES, SCATTERED)
         )
         is_root = self.rank == self._among(root)
         local = (
-            [item.copy() for item in give(self.size if dealt else 1)]
-            if is_root or not gives
+            [item.copy() for item in make(self.size if scattered else 1)]
+            if is_root or not root_sends
             else []
         )
-        nbytes = sum(item.nbytes for item in local) * (1 if words or dealt or gives else self.size)
-        rooted = [f"root {root}"] if gives or takes else []
+        nbytes = sum(item.nbytes for item in local) * (
+            1 if words or scattered or root_sends else self.size
+        )
+        rooted = [f"root {root}"] if root_sends or root_receives else []
         by_rank = self._wire._exchange(
             name,
             (local, find_lines()),
@@ -359,19 +367,19 @@ class Intracomm:
             *words,
             nbytes=nbytes,
         )
-        result = [(parts[self.rank * dealt], lines) for parts, lines in by_rank if parts]
+        result = [(parts[self.rank * scattered], lines) for parts, lines in by_rank if parts]
         if name.lower() == "scan":
             return result[: self.rank + 1]
-        return result if is_root or not takes else []
+        return result if is_root or not root_receives else []
 
     def _buffers(self, name, sendbuf, recvbuf, root=0):
-        def give(parts):
+        def make(parts):
             if sendbuf is not IN_PLACE:
                 return read_parts(sendbuf, parts)
             room = read_parts(recvbuf, self.size)
             return room if parts > 1 else [room[self.rank]]
 
-        result = self._meet(name, root, give)
+        result = self._exchange(name, root, make)
         for (data, lines), into in zip(
             result, read_parts(recvbuf, len(result)) if result else (), strict=True
         ):
@@ -391,15 +399,15 @@ class Intracomm:
     def _objects(self, name, sendobj=None, root=0, *words, obj=None):
         value = obj if sendobj is None else sendobj
 
-        def give(parts):
+        def make(parts):
             if parts > 1 and len(value) != parts:
                 raise ValueError(
                     f"{name} has {len(value)} objects for {parts} ranks; give one for each"
                 )
-            return map(_pack, value if name in DEALT else [value])
+            return map(_pack, value if name in SCATTERED else [value])
 
-        result = [pickle.loads(data) for data, _ in self._meet(name, root, give, *words)]
-        return result[0] if name in GIVES else result or None
+        result = [pickle.loads(data) for data, _ in self._exchange(name, root, make, *words)]
+        return result[0] if name in ROOT_SENDS else result or None
 
     def _combine(self, name, sendobj, op="SUM", root=0):
         result = self._objects(name, sendobj, root, getattr(op, "__name__", op))
@@ -413,7 +421,9 @@ class Intracomm:
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
         result = [
             item
-            for item, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)
+            for item, _ in self._exchange(
+                name, root, lambda parts: [data], op, data.size, data.dtype
+            )
         ]
         if result:
             total = _fold(getattr(np, OPS[op]), result).astype(data.dtype)
