@@ -207,7 +207,7 @@ class BucketExchange:
         self._reported: set[int] = set()
         self._missing = [len(bucket.spans) for bucket in self.buckets]
         self._launched = 0
-        self._flying: deque[tuple[int, float, Pending]] = deque()  # (number, begin, sum)
+        self._in_flight: deque[tuple[int, float, Pending]] = deque()  # (number, begin, sum)
         self._hidden_s = 0.0
         # when this rank resumed computing with messages in flight
         self._resumed_s: float | None = None
@@ -256,22 +256,22 @@ class BucketExchange:
 
     def progress(self) -> None:
         """Drive started sums forward, for callers with work between gradients."""
-        if self._flying:
+        if self._in_flight:
             self._poll(self._pause_computing())
 
     def _poll(self, begin: float) -> None:
         """Poll all launched buckets, drop the finished ones, and resume computing."""
-        for _ in range(len(self._flying)):
-            item = self._flying.popleft()
+        for _ in range(len(self._in_flight)):
+            item = self._in_flight.popleft()
             if item[2].poll():
                 self._show(*item[:2])
             else:
-                self._flying.append(item)
+                self._in_flight.append(item)
         now = clock.now()
         if now > begin and (trace := timeline.current()):
             trace.add("messages", "collective", timeline.REDUCE, begin, now)
         self._group.comm.world.collective_s += now - begin
-        self._resumed_s = now if self._flying else None
+        self._resumed_s = now if self._in_flight else None
 
     def finish(self) -> None:
         """End the step: return when all gradients are summed, reported or not. Once per step."""
@@ -339,8 +339,8 @@ class BucketExchange:
         while self._launched < count:
             self._launch()
         self._poll(begin)
-        while self._flying:
-            number, begin, pending = self._flying.popleft()
+        while self._in_flight:
+            number, begin, pending = self._in_flight.popleft()
             with self._group.collective(f"bucket {number}", begin):
                 pending.wait()
             self._show(number, begin)
@@ -349,7 +349,7 @@ class BucketExchange:
         pending = self._sums[self._launched]
         begin = clock.now()
         pending.start()
-        self._flying.append((self._launched, begin, pending))
+        self._in_flight.append((self._launched, begin, pending))
         self._launched += 1
 
     def _show(self, number: int, begin: float) -> None:

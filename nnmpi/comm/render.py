@@ -31,7 +31,7 @@ DRAWN_IN_NOTEBOOKS = 4  # ranks
 DRAWN = 8  # every number of ranks up to this one has an animation
 MOST = 16  # ranks that fit a page
 PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)
-_ITEMS = 840  # elements of a chunk
+_ITEMS = 840  # elements of each chunk: all chunks are equal
 SHOWN_BYTES = 2**20  # a page's initial buffer
 
 

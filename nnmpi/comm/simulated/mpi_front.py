@@ -59,11 +59,9 @@ OPS = dict(re.findall(r"(\w+) (\S+)", _OPS))
 
 # Collectives in which root alone sends, or receives, and those that send each rank its own part. In
 # all others all ranks send, all receive, and all get the same.
-ROOT_SENDS, ROOT_RECEIVES, SCATTERED = (
-    ("bcast", "scatter"),
-    ("gather", "reduce"),
-    ("scatter", "alltoall"),
-)
+ROOT_SENDS = "bcast", "scatter"
+ROOT_RECEIVES = "gather", "reduce"
+SCATTERED = "scatter", "alltoall"
 
 
 def refuse(self, name):
