@@ -79,7 +79,7 @@ def simulate_collective(
     """
     if size < 1 or nbytes < 0:
         raise UsageError(f"{size} ranks with {nbytes} bytes cannot be simulated")
-    seconds = _Seconds(machine, machine.places(size), -(-nbytes // ITEM_BYTES))
+    seconds = _Seconds(machine, machine.nodes_of(size), -(-nbytes // ITEM_BYTES))
     clocks = [0.0] * size
     for phase in as_collective(collective).phases:
         steps = _steps_of_all(phase, size) if seconds.may_be_in_lock_step else None

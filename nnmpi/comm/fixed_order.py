@@ -44,7 +44,7 @@ ROUND_BYTES = 4 * 2**20
 
 
 TreeBlock: TypeAlias = tuple[int, int]
-"""A node of the tree, (level, index): the existing ones of 2^level leaves from index * 2^level."""
+"""A node of the tree, (level, index): up to 2^level leaves, beginning at index * 2^level."""
 
 
 def covered(block: TreeBlock, leaves: int) -> range:

@@ -147,7 +147,7 @@ class Machine:
         """Return the textbook machine of prices per message, byte sent and byte added."""
         return cls(Link.line(alpha_s, beta_s), add=Curve.line(0.0, gamma_s))
 
-    def places(self, size: int) -> tuple[int, ...]:
+    def nodes_of(self, size: int) -> tuple[int, ...]:
         """Return the node of each of `size` ranks.
 
         Raises:

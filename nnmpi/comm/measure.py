@@ -27,7 +27,7 @@ from nnmpi.errors import DeviceError, UsageError
 BUDGET_S = 24.0
 # Lengths of all-reduces: dense where algorithms overtake one another, and where MPI switches
 # protocols.
-WHOLE_SIZES = (
+ALL_REDUCE_SIZES = (
     4,
     16,
     64,
@@ -66,7 +66,7 @@ def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] 
     say("adding")
     add = measure_curves(group, _adding, SIZES, share / 2)[0]
     say("MPI's own all-reduce, and the one through shared memory")
-    native, started, *rest = _measure_whole(group, 3 * share)
+    native, started, *rest = _measure_all_reduces(group, 3 * share)
     shared = rest[0] if rest else None
     leaders.free()
     local.free()
@@ -130,9 +130,9 @@ def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> 
     )
 
 
-def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
+def _measure_all_reduces(group: Group, budget_s: float) -> list[Curve]:
     """Return the curves of the native all-reduce, blocking and started, and of the shared one."""
-    longest = WHOLE_SIZES[-1] // 4
+    longest = ALL_REDUCE_SIZES[-1] // 4
     local, fresh = np.ones(longest, np.float32), np.ones(longest, np.float32)
     memory, common = None, None
     with suppress(DeviceError):  # raised on all ranks: no shared memory, or too little
@@ -155,7 +155,7 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
             )
         return calls
 
-    curves = measure_curves(group, prepare, WHOLE_SIZES, budget_s)
+    curves = measure_curves(group, prepare, ALL_REDUCE_SIZES, budget_s)
     group.barrier()
     if memory is not None:
         memory.free()

@@ -632,7 +632,7 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
     ]
     machine = world.machine
     if machine is not None:
-        nodes, ranks = machine.places(world.size), group.comm.members
+        nodes, ranks = machine.nodes_of(world.size), group.comm.members
         for first, lengths in reports[-1].sent:
             other = first.stage + (1 if first.kind is Kind.SEND_ACT else -1)
             across = nodes[ranks[group.rank]] != nodes[ranks[other % group.size]]

@@ -44,17 +44,17 @@ def test_no_curve(points: tuple[tuple[float, float], ...]) -> None:
 def test_what_does_not_fit_is_named() -> None:
     link = Link.line(1.0, 1.0)
     with pytest.raises(UsageError, match="places 4 ranks on nodes, so 3 ranks"):
-        Machine(link, nodes=blocks(4, 2)).places(3)
+        Machine(link, nodes=blocks(4, 2)).nodes_of(3)
 
 
 def test_places() -> None:
     assert blocks(5, 2) == (0, 0, 1, 1, 2)
-    assert Machine.uniform(1.0, 1.0).places(3) == (0, 0, 0)
+    assert Machine.uniform(1.0, 1.0).nodes_of(3) == (0, 0, 0)
 
 
 def test_a_network_is_given_as_text() -> None:
     machine = parse_network("alpha_us=50, gbit=10", 3)
-    assert machine.places(3) == (0, 1, 2)
+    assert machine.nodes_of(3) == (0, 1, 2)
     assert machine.link(across=True).one_way(10**6) == pytest.approx(50e-6 + 8e6 / 10e9)
     assert machine.link(across=True).both_ways(10**6) == pytest.approx(50e-6 + 8e6 / 10e9)
     assert parse_network("alpha_us=20", 2).inside == Link.line(20e-6, 0.0)

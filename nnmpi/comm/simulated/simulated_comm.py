@@ -261,7 +261,7 @@ class MessageBoard:
     """
 
     def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
-        self.scheduler, self.nodes = scheduler, machine.places(len(scheduler.ranks))
+        self.scheduler, self.nodes = scheduler, machine.nodes_of(len(scheduler.ranks))
         self.bytes, self.eager_bytes = 0, EAGER_BYTES
         self.sent, self.received = [0] * len(self.nodes), [0] * len(self.nodes)
         self.machine, self._links = machine, Links(self.nodes)

@@ -54,7 +54,7 @@ class PlannedNetwork:
     @property
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank."""
-        return self.machine.places(self.ranks)
+        return self.machine.nodes_of(self.ranks)
 
     @property
     def on_one_node(self) -> bool:
