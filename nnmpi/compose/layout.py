@@ -75,7 +75,7 @@ class Layout:
         Layout(pp=2, schedule='gpipe')
         >>> nnmpi.Layout(reduction="fixed", zero=1)
         Traceback (most recent call last):
-        nnmpi.errors.LayoutError: reduction fixed does not go with zero 1: sums are scattered ...
+        nnmpi.errors.LayoutError: reduction fixed does not go with zero 1: ZeRO's ...
     """
 
     dp: int | None = None

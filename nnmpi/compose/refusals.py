@@ -13,34 +13,34 @@ FIXED, ZERO, ZERO_2, LIMIT, LEAST, EXPERTS = "fixed", "zero", "zero 2", "limit",
 ACTIVATIONS_OUT, STATE_OUT = "activations out", "state out"
 FUSED, DEVICE, FP16, CLIP, MATRICES = "fused update", "device", "fp16", "clip", "muon"
 
-_PARTS = (
-    "ranks that have parts of the model add in parts, whose rounding depends on how many they are"
-)
-_WHOLE = "the fused update is for replicas of a whole model, summed as they come"
+_PARTS = "the rounding of sums over a sharded model depends on the number of its ranks"
+_WHOLE = "the fused update needs replicas of a full model, without a fixed order of sums"
 _VERSIONS = "a microbatch's forward and backward see different versions of the weights"
 _MEET = (
-    "replicas meet in each mixture of experts of every pass, which is to be the whole model's, once"
+    "replicas exchange tokens in every mixture of experts, so each must run the full model exactly"
+    " once per pass"
 )
-_OWN_TIME = "each stage updates when its own gradient is there, and no rank waits for the others"
+_SHARDED = "each rank already has the weights and state of its own experts only"
+_OWN_TIME = "each stage updates when its own gradient is ready, without waiting for the others"
 
 REFUSED: dict[tuple[str, str], str] = {
     (FIXED, PIPELINE): _PARTS,
     (FIXED, TENSOR): _PARTS,
     (FIXED, SEQUENCE): _PARTS,
-    (FIXED, ZERO): "sums are scattered as they come, which is not the fixed order",
+    (FIXED, ZERO): "ZeRO's reduce-scatters do not add in the fixed order",
     (FIXED, PIPEDREAM): _VERSIONS,
     (
         ZERO_2,
         PIPELINE,
-    ): "stages hold their gradients over the whole pass; zero 1 goes with a pipeline",
+    ): "a stage needs all its gradients until the pass ends; zero 1 goes with a pipeline",
     (ZERO, PIPEDREAM): _VERSIONS,
     (LEAST, PIPEDREAM): _VERSIONS,
     (
         LIMIT,
         PIPELINE,
-    ): "its stages keep everything, or their inputs alone: activation_memory least goes with it",
-    (ACTIVATIONS_OUT, PIPELINE): "a pipeline's activations do not leave memory",
-    (STATE_OUT, PIPEDREAM): "its state is used after every microbatch",
+    ): "a pipeline saves all activations, or with activation_memory least only each stage's input",
+    (ACTIVATIONS_OUT, PIPELINE): "a pipeline cannot offload its activations",
+    (STATE_OUT, PIPEDREAM): "pipedream uses the optimizer state after every microbatch",
     (EXPERTS, PIPELINE): _MEET,
     (EXPERTS, TENSOR): _MEET,
     (EXPERTS, SEQUENCE): _MEET,
@@ -49,25 +49,28 @@ REFUSED: dict[tuple[str, str], str] = {
     (
         EXPERTS,
         FIXED,
-    ): "an expert adds up the rows of all replicas at once, and no microbatch is one replica's",
-    (EXPERTS, ZERO): "each rank has weights and state of its own experts alone already",
-    (EXPERTS, STATE_OUT): "each rank has weights and state of its own experts alone already",
-    (FUSED, EXPERTS): "the fused update keeps the same parameters once per node",
-    (FUSED, STATE_OUT): "the fused update shares out the optimizer's state among a node's ranks",
-    (FUSED, ZERO): "the fused update keeps the parameters once per node by itself",
+    ): "an expert sums over the rows of all replicas at once, so no microbatch is one replica's",
+    (EXPERTS, ZERO): _SHARDED,
+    (EXPERTS, STATE_OUT): _SHARDED,
+    (
+        FUSED,
+        EXPERTS,
+    ): "the fused update stores one copy of the parameters per node, but experts differ by rank",
+    (FUSED, STATE_OUT): "the fused update already shards the optimizer state over a node's ranks",
+    (FUSED, ZERO): "the fused update already stores one copy of the parameters per node",
     (FUSED, PIPELINE): _WHOLE,
     (FUSED, TENSOR): _WHOLE,
     (FUSED, FIXED): _WHOLE,
-    (FUSED, DEVICE): "the fused update works on weights in memory that the ranks of a node share",
+    (FUSED, DEVICE): "the fused update needs weights in a node's shared memory, not on a device",
     (
         FUSED,
         MATRICES,
-    ): "the fused update has its own elements of every matrix, and the optimizer takes whole ones",
+    ): "the fused update gives a rank some elements of every matrix; the optimizer needs all",
     (
         FP16,
         PIPEDREAM,
-    ): f"an update that overflows is left out on all ranks, but {_OWN_TIME}; bf16 goes with it",
-    (CLIP, PIPEDREAM): f"clipping needs the gradient of all stages at once, but {_OWN_TIME}",
+    ): f"all ranks must skip an update that overflows, but {_OWN_TIME}; bf16 goes with it",
+    (CLIP, PIPEDREAM): f"clipping needs the gradient norm over all stages, but {_OWN_TIME}",
 }
 
 
