@@ -99,36 +99,39 @@ class Experts(Function):
         self.gate, self.ranks, self.exchange, self.weight = gate, ranks, exchange, weight
 
     def forward(self, x: Array, p: Array, *weights: Array) -> Array:
-        local, gates = (Tensor(item, requires_grad=True) for item in (x, p))
+        # leaves of the inner graph, whose gradients backward returns
+        rows, gates = (Tensor(item, requires_grad=True) for item in (x, p))
         experts = [
             [Tensor(array, requires_grad=True) for array in arrays]
             for arrays in zip(*weights, strict=True)
         ]
         chosen, taken = self.gate.choose(self.xp, p)
-        y = self._mix(local, gates, experts, chosen, taken)
-        self.saved = local, gates, weights, experts, y, self._pushed(p, chosen)
+        y = self._mix(rows, gates, experts, chosen, taken)
+        self.saved = rows, gates, weights, experts, y, self._balance_grad(p, chosen)
         return y.data
 
     def backward(self, grad: Array) -> Grads:
-        x, p, weights, experts, y, pushed = self.saved
+        x, p, weights, experts, y, balance_grad = self.saved
         grads = [self.xp.zeros(weight.shape, weight.dtype) for weight in weights]
         x.grad = p.grad = None  # this may be a second backward pass, after retain_graph
         for number, leaves in enumerate(experts):
             for leaf, full in zip(leaves, grads, strict=True):
                 leaf.grad, leaf.buffer = None, full[number]
         y.backward(grad, retain_graph=True)
-        return (x.grad, p.grad + pushed, *grads)
+        return (x.grad, p.grad + balance_grad, *grads)
 
     def _mix(
         self, x: Tensor, p: Tensor, experts: Sequence[Sequence[Tensor]], chosen: Array, taken: Array
     ) -> Tensor:
         xp, count, top_k = self.xp, p.shape[2], self.gate.top_k
-        # rows beyond the capacity sort after the last expert
+        # The rows of each choice, sorted by expert; choices beyond the capacity sort last and are
+        # left out.
         flat = xp.where(taken, chosen, count).reshape(-1)
         order = xp.argsort(flat, kind="stable")[: int(taken.sum())]
         rows = _pick(x.reshape(-1, x.shape[-1]), order // top_k)
         counts = [xp.bincount(flat, minlength=count + 1)[:count]]
         if self.ranks is not None:
+            # Exchange the counts, then the rows. They arrive by sender: sort them by expert.
             parts = [counts[0][item.start : item.stop] for item in split(count, self.ranks.size)]
             counts = self.ranks.all_to_all_v(parts, [(len(experts),)] * len(parts), "how many rows")
             sends, receives = ([int(item.sum()) for item in some] for some in (parts, counts))
@@ -137,6 +140,7 @@ class Experts(Function):
             )
             by_expert = xp.argsort(kinds, kind="stable")
             rows = _pick(self.exchange(self.ranks, sends, receives)(rows), by_expert)
+        # each expert computes all of its rows at once
         results, start = [rows[:0]], 0
         for (w1, b1, w2, b2), entry in zip(
             experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
@@ -156,7 +160,7 @@ class Experts(Function):
         mixed = out * _pick(p.reshape(-1, 1), numbers)
         return mixed.reshape(*x.shape[:2], top_k, x.shape[2]).sum(axis=2)
 
-    def _pushed(self, p: Array, chosen: Array) -> Array:
+    def _balance_grad(self, p: Array, chosen: Array) -> Array:
         """Return the balancing loss's gradient with respect to the probabilities.
 
         The loss of a sample is experts * sum of f P, for an expert's share f of the choices and its

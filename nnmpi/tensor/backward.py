@@ -125,9 +125,9 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         for i in range(last, -1, -1):
             node = nodes[i]
             grad = node.grad
+            # None: the root does not depend on this operation, or only through inputs that need no
+            # gradient
             if grad is not None:
-                # no gradient: the root does not depend on this operation, or only through inputs
-                # that need none
                 node.grad = None
                 if node.writes is not None and node.writes.count != node.written:
                     _check_unchanged(node)
@@ -140,7 +140,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     grads = record_whole(
                         recorder, partial(_again, node, node.edges), (grad,), buffers
                     )
-                grad = None  # freed before _pass_on allocates: lowers the peak by one activation
+                grad = None  # freed before _pass_on allocates
                 _pass_on(node, grads, xp)
                 if not (retain or (deferred is not None and deferred.holds(node))):
                     node.release()

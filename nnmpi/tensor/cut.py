@@ -69,7 +69,7 @@ class CutTensor(Tensor):
             if scattered is not None:
                 x = group.scatter(x, scattered)
             elif not is_cut(item) and isinstance(x, Variable) and x.requires_grad:
-                x = group.copy(x)
+                x = group.copy(x)  # backward sums its gradients over the ranks
             local.append(x)
         # calls `apply` again, for the next group, if a shard is sharded itself
         return mark(function(*local), replace(cut, placement=placement))

@@ -490,14 +490,14 @@ def record_whole(
     recorder: Recorder,
     compute: Callable[..., Any],
     inputs: Sequence[Any],
-    places: Sequence[Any] = (),
+    buffers: Sequence[Any] = (),
 ) -> Any:
     """Run a call and record it as one unit: replays repeat it and copy its results.
 
     Args:
         compute: returns an array, or a tuple or list of arrays and None.
         inputs: its arguments.
-        places: further arrays that a result may be a view of, such as gradient buffers.
+        buffers: further arrays that a result may be a view of: those of gradients.
     """
     results = recorder.run_eagerly(compute, *inputs)
     is_single = is_result(results)
@@ -506,7 +506,7 @@ def record_whole(
         item is None or is_result(item) for item in matches
     ):
         return results  # the caller refuses it
-    known = (*inputs, *places)
+    known = (*inputs, *buffers)
     saved = tuple(None if item is None else _writable(recorder, item, known) for item in matches)
     bare, targets = [alias(item) for item in inputs], [alias(item) for item in saved]
 
