@@ -249,6 +249,8 @@ class Cutout(Augmentation):
 
     def change(self, x: Array, draw: Draw) -> Array:
         """Return the images, each with a hole."""
+        # Doubled distances from the pixel: an even square has its centre between two pixels. Both
+        # even and odd squares cover exactly `pixels` rows and columns inside the image.
         down, across = (
             abs(2 * (np.arange(size) - draw(f"cutout {axis}", size)[:, None]) + 1 - self.pixels % 2)
             < self.pixels

@@ -225,8 +225,8 @@ class SyncConfig:
 
     sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
     """When ranks wait for one another. bsp: in every step. asp: never. ssp: when more than
-    --staleness steps ahead of the slowest. local: to average weights every --local-steps steps.
-    gossip: each for its neighbours, to average weights.
+    --staleness steps ahead of the slowest. local: every --local-steps steps, to average weights.
+    gossip: each rank for its neighbours, to average weights with them.
     """
     staleness: int | None = None
     """For --sync ssp: steps a worker may be ahead of the slowest (default: 4). 0 is bsp, except

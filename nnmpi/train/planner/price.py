@@ -492,7 +492,7 @@ class Pricer:
 
     def _update_s(self, candidate: Candidate) -> float:
         """Return the seconds of the update, in proportion to a rank's parameters."""
-        (full,) = self.shapes.states(1, 1, 1, 0, 1, False)
+        (full,) = self.shapes.states(1, 1, 1, 0, 1, False)  # one rank with the full model
         states = self.shapes.states(
             candidate.tp, candidate.pp, candidate.virtual_stages, 0, 1, False, candidate.home
         )
@@ -501,9 +501,11 @@ class Pricer:
         return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
 
     def _through_memory(self, candidate: Candidate) -> bool:
+        """Whether gradients are summed through the node's shared memory: the fit has its time."""
         return self.network.has_shared and candidate.pp == candidate.tp == 1
 
     def _fused(self, candidate: Candidate) -> bool:
+        """Whether each rank updates its slice of the node's parameters: see `parallel.fused`."""
         return self._through_memory(candidate) and candidate.sp == 1 and not candidate.zero
 
     def _exposed(self, candidate: Candidate, busy_s: float) -> float:
@@ -516,6 +518,7 @@ class Pricer:
             result += network.exchange("all-reduce", range(candidate.ranks), NUMBERS_BYTES)
         if candidate.pp > 1:
             mesh = self._mesh(candidate.axes)
+            # the first and the last stage have the tied parameters
             ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, candidate.pp - 1, 0)
             tied = self.shapes.tied_bytes(
                 candidate.tp, candidate.pp, candidate.virtual_stages, candidate.home
