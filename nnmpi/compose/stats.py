@@ -177,7 +177,7 @@ class Totals:
         return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = {' + '.join(words)}{of}"
 
 
-SUMS = tuple(each.name for each in fields(Totals))
+SUMS = tuple(item.name for item in fields(Totals))
 
 
 @dataclass

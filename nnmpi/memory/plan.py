@@ -211,12 +211,12 @@ class PlanState:
     def bytes(self) -> int:
         """The present bytes."""
         costs, saved = self._costs, self._saved
-        held = sum(costs[i].saved for i in saved) + sum(self._moves[i] for i in self._returned)
+        total = sum(costs[i].saved for i in saved) + sum(self._moves[i] for i in self._returned)
         inputs = {i for i in saved if costs[i].saves_input} | {
             i + 1 for i in saved if costs[i].saves_result
         }
-        held += sum(costs[i - 1].value for i in self._values | inputs if 0 < i < len(costs))
-        return held + (costs[self._grad].gradient if self._grad < len(costs) else 0)
+        total += sum(costs[i - 1].value for i in self._values | inputs if 0 < i < len(costs))
+        return total + (costs[self._grad].gradient if self._grad < len(costs) else 0)
 
     @property
     def is_over(self) -> bool:

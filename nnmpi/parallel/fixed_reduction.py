@@ -56,7 +56,7 @@ class FixedReduction(DataParallel):
         self._norms = [
             module for _, module in model.named_modules() if isinstance(module, BatchNorm)
         ]
-        self._seen: list[dict[int, tuple[Array, Array]]] = [{} for _ in self._norms]
+        self._observed: list[dict[int, tuple[Array, Array]]] = [{} for _ in self._norms]
         self._trees: list[SumTree] = []
         self._count = 0
         for number, norm in enumerate(self._norms):
@@ -66,8 +66,8 @@ class FixedReduction(DataParallel):
         """Begin a step of this many microbatches, over all replicas."""
         self._count = microbatches
         self._trees = [SumTree(microbatches) for _ in self.storage.grads]
-        for seen in self._seen:
-            seen.clear()
+        for observed in self._observed:
+            observed.clear()
 
     def add(self, microbatch: int) -> None:
         """Take one microbatch's gradients, and clear them in the model."""
@@ -87,8 +87,8 @@ class FixedReduction(DataParallel):
                 put(out, grad)
         for span in self.storage.spans:
             span.parameter.grad = span.parameter.buffer
-        for norm, seen in zip(self._norms, self._seen, strict=True):
-            self._take_in(norm, seen)
+        for norm, observed in zip(self._norms, self._observed, strict=True):
+            self._take_in(norm, observed)
         sent_bytes = sum(grad.nbytes for grad in grads) if self.group.size > 1 else 0
         self.traffic = Traffic(0.0, sent_bytes, len(grads), nan)
 
@@ -107,18 +107,18 @@ class FixedReduction(DataParallel):
             norm.observe = None
 
     def _observe(self, number: int, mean: Array, variance: Array) -> None:
-        if self.microbatch in self._seen[number]:
+        if self.microbatch in self._observed[number]:
             raise UsageError(
                 "a batch normalization normalizes twice in one microbatch, as it stands in two"
                 " places of the model; make a layer for each place, or sum gradients in any order"
             )
-        self._seen[number][self.microbatch] = (mean, variance)
+        self._observed[number][self.microbatch] = (mean, variance)
 
-    def _take_in(self, norm: BatchNorm, seen: dict[int, tuple[Array, Array]]) -> None:
+    def _take_in(self, norm: BatchNorm, observed: dict[int, tuple[Array, Array]]) -> None:
         """Update running statistics by all microbatches in order, on every replica."""
         channels = norm.running_mean.data.size
         everyones = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
-        for microbatch, (mean, variance) in seen.items():
+        for microbatch, (mean, variance) in observed.items():
             everyones[microbatch, 0], everyones[microbatch, 1] = to_hosts([mean, variance])
         # each row is nonzero on one replica only, so the sum rounds nothing
         self.group.all_reduce(everyones.reshape(-1), check=False)

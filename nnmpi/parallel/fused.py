@@ -79,7 +79,7 @@ class FusedUpdate:
         slots = [array for arrays in optimizer.slots().values() for array in arrays]
         try:
             _check(storage, memory)
-            numbers, *places = memory.common_all(
+            numbers, *arrays = memory.common_all(
                 [
                     (memory.size * NUMBERS, np.float64),
                     *((item.size, item.dtype) for item in [*storage.data, *slots]),
@@ -90,14 +90,14 @@ class FusedUpdate:
             memory.free()
             raise
         self.storage, self.optimizer, self.memory, self._group = storage, optimizer, memory, group
-        data = places[: len(storage.data)]
+        data = arrays[: len(storage.data)]
         if memory.rank == 0:
             for new, old in zip(data, storage.data, strict=True):
                 new[...] = old
         memory.barrier()
         storage.move(data, grads)
         storage.common = True
-        following = iter(places[len(data) :])
+        following = iter(arrays[len(data) :])
         optimizer.move(lambda *_: next(following))
         memory.barrier()  # all ranks have copied their optimizer state before any rank updates it
         self._node = NodeSum(grads, memory, block_bytes=block_bytes)

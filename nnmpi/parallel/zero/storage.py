@@ -504,8 +504,8 @@ class ShardedStorage(FlatStorage):
             self._group = None
 
 
-def _common(own: slice | range, span: Span) -> range:
-    first, last = (min(max(end, span.start), span.stop) for end in (own.start, own.stop))
+def _common(local: slice | range, span: Span) -> range:
+    first, last = (min(max(end, span.start), span.stop) for end in (local.start, local.stop))
     return range(first, last)
 
 
