@@ -63,6 +63,20 @@ class FusedUpdate:
         UsageError: for a model that is not in host memory, and for ranks of several nodes.
         DeviceError: on all ranks, without room for the arrays; nothing was moved then.
         CommError: on all ranks, when their models differ.
+
+    Example:
+        >>> def program(group):
+        ...     model = nn.Linear(3, 2).initialize(seed=0)
+        ...     sgd = optim.SGD(model.storage, lr=0.1)
+        ...     fused = nnmpi.parallel.FusedUpdate(model.storage, sgd, group)
+        ...     x, y = np.ones((group.rank + 1, 3), "float32"), np.zeros(group.rank + 1, int)
+        ...     ops.cross_entropy(model(x), y, reduction="sum").backward()
+        ...     norm, (rows,) = fused.reduce([len(y)])
+        ...     fused.update(1 / rows)  # the mean over all ranks' rows
+        ...     fused.release()
+        ...     return rows, round(norm / rows, 2)
+        >>> nnmpi.simulate(program, 2)
+        [(3.0, 2.05), (3.0, 2.05)]
     """
 
     def __init__(
