@@ -181,7 +181,7 @@ class ShardedStorage(FlatStorage):
     def _lay_out(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
     ) -> list[Array]:
-        """Return full arrays: one after another, or those of units alternating between slots."""
+        """Return full arrays: one after another, or units in alternating slots."""
         offsets: dict[int, tuple[int, int]] = {}
         ends = dict.fromkeys(range(slots + 1), 0)  # room 0: SHARED, or everything without slots
         for number, pieces in self._pieces.items():
@@ -246,7 +246,7 @@ class ShardedStorage(FlatStorage):
         raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
 
     def trained_slice(self, span: Span) -> slice:
-        """See `FlatStorage.place`."""
+        """See `FlatStorage.trained_slice`."""
         return self._part(span)[0]
 
     @property
@@ -255,7 +255,7 @@ class ShardedStorage(FlatStorage):
         return self._node is not None
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """See `FlatStorage.held_bytes`; the third number are slots and scratch."""
+        """See `FlatStorage.held_bytes`; the third number counts slots and scratch."""
         local = [] if self._store is not None else self.data
         parameters = sum(
             array.nbytes
@@ -415,7 +415,7 @@ class ShardedStorage(FlatStorage):
         self.grads = self._node.totals
 
     def finish_update(self) -> None:
-        """Publish all new parameters; in stage 3, discard what was gathered of the old ones."""
+        """Publish all new parameters; in stage 3, discard the gathered old ones."""
         if self._group is None:
             raise UsageError(
                 "nothing puts the ranks' parts together; make a ShardedDataParallel of this model"
@@ -630,8 +630,8 @@ def predict_bytes(
         state_arrays: how many arrays of each parameter's size the optimizer keeps.
         unit_bytes: see `ShardedStorage`.
         is_node_shared: whether the node has the parameters once, in memory that its ranks share.
-        offloaded: `OPTIMIZER` for the optimizer's state, `ALL` for state and
-            parameters in stage 3; None for nothing.
+        offloaded: `OPTIMIZER` for the optimizer's state, `ALL` for state and parameters in stage 3;
+            None for nothing.
     """
     units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
     lengths = [_length(unit.parameters, itemsize) for unit in units]

@@ -27,7 +27,7 @@ from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor
 
-NO_PASS = -2  # no backward pass is under way
+NO_PASS = -2  # no backward pass is running
 
 
 class UnitEnd(Elementwise):
