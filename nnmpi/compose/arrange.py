@@ -429,10 +429,8 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         return result.total + result.parameters * stashed
 
     stages = range(layout.zero, 1 + (MOST_WITH_PIPELINE if mesh.pp.size > 1 else STAGES[-1]))
-    everyones = mesh.world.gather(
-        [*(need(stage) for stage in stages), need(layout.zero, OPTIMIZER)]
-    )
-    needs = [int(everyone[0]) for everyone in everyones]
+    by_rank = mesh.world.gather([*(need(stage) for stage in stages), need(layout.zero, OPTIMIZER)])
+    needs = [int(rank_needs[0]) for rank_needs in by_rank]
     limit = layout.memory_limit
     if limit is None or max(needs) <= limit:
         return
@@ -446,7 +444,9 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         if arrangement.cuts and layout.split != AUTO
         else ""
     )
-    largest = {stage: max(everyone[i] for everyone in everyones) for i, stage in enumerate(stages)}
+    largest = {
+        stage: max(rank_needs[i] for rank_needs in by_rank) for i, stage in enumerate(stages)
+    }
     fits = (
         []
         if layout.fixed or layout.asynchronous
@@ -457,7 +457,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         if fits
         else []
     )
-    out = max(everyone[-1] for everyone in everyones)
+    out = max(rank_needs[-1] for rank_needs in by_rank)
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
         advice.append(
             "let offload-state optimizer keep its state out of memory, which then needs"

@@ -230,8 +230,8 @@ class Executor:
 
     def _make_stage(self, where: Arrangement, number: int) -> Stage:
         is_last = number == self.count - 1
-        saved = stashed_at(where.layers, where.cuts[number].start)
-        chain = run_chain(number, where.stages[number], saved, self.end if is_last else None)
+        stashed = stashed_at(where.layers, where.cuts[number].start)
+        chain = run_chain(number, where.stages[number], stashed, self.end if is_last else None)
         run = chain if self._sequence is None else self._for_positions(chain, is_last)
         return Stage(run, self._caller.mode, is_last, where.layout.recomputes)
 

@@ -292,8 +292,12 @@ class _Around(NamedTuple):
         ]
         inputs = [value.marked(leaf) for value, leaf in zip(self.values, leaves, strict=True)]
         count = len(inputs) - len(self.names)
-        saved = dict(zip(self.names, inputs[count:], strict=True))
-        return leaves, layer.run(inputs[0] if self.single else tuple(inputs[:count]), saved), saved
+        stashed = dict(zip(self.names, inputs[count:], strict=True))
+        return (
+            leaves,
+            layer.run(inputs[0] if self.single else tuple(inputs[:count]), stashed),
+            stashed,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -369,11 +373,11 @@ def _moves(
         value = value._replace(array=value.array.copy())
     graph = run_saving(lambda x: layer.run(x, {}), value, needs)[1]
     del value
-    saved = SavedArrays(graph.operations, outside, backend)
-    memory = saved.watch()
-    saved.send(store)
-    saved.release()
+    arrays = SavedArrays(graph.operations, outside, backend)
+    memory = arrays.watch()
+    arrays.send(store)
+    arrays.release()
     gone = all(item() is None for item in memory)
-    saved.fetch()
-    saved.wait()
-    return gone and saved.nbytes == nbytes
+    arrays.fetch()
+    arrays.wait()
+    return gone and arrays.nbytes == nbytes

@@ -117,10 +117,10 @@ class FixedReduction(DataParallel):
     def _take_in(self, norm: BatchNorm, observed: dict[int, tuple[Array, Array]]) -> None:
         """Update running statistics by all microbatches in order, on every replica."""
         channels = norm.running_mean.data.size
-        everyones = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
+        by_microbatch = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
         for microbatch, (mean, variance) in observed.items():
-            everyones[microbatch, 0], everyones[microbatch, 1] = to_hosts([mean, variance])
+            by_microbatch[microbatch, 0], by_microbatch[microbatch, 1] = to_hosts([mean, variance])
         # each row is nonzero on one replica only, so the sum rounds nothing
-        self.group.all_reduce(everyones.reshape(-1), check=False)
-        for mean, variance in everyones:
+        self.group.all_reduce(by_microbatch.reshape(-1), check=False)
+        for mean, variance in by_microbatch:
             norm.update_running(self.backend.asarray(mean), self.backend.asarray(variance))

@@ -107,12 +107,12 @@ class ShardMap:
 
 
 def shard_maps(
-    everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str]
+    by_rank: Sequence[Sequence[Sequence[Any]]], order: Sequence[str]
 ) -> dict[str, ShardMap]:
     """Return the map of each array of the full model, in order.
 
     Args:
-        everyones: each rank's list of `StateEntry.describe`.
+        by_rank: each rank's list of `StateEntry.describe`.
         order: the names of all arrays.
 
     Raises:
@@ -121,7 +121,7 @@ def shard_maps(
     """
     maps: dict[str, ShardMap] = {}
     owners, names = dict[str, int](), set(order)  # the last rank that has each
-    for rank, entries in enumerate(everyones):
+    for rank, entries in enumerate(by_rank):
         for name, shape, dtype, region, owned in entries:
             spec = ArraySpec(tuple(shape), dtype)
             if name not in names:
@@ -401,12 +401,12 @@ class ModelState:
         if self._maps is None:
             local = [entry.describe() for entry in self._entries]
             names = hashlib.blake2b("\0".join(self._order).encode(), digest_size=16).hexdigest()
-            everyones = self._group.gather([names, local])
+            by_rank = self._group.gather([names, local])
             problem = "the names of the model's arrays, or their order, differ between the ranks"
             refuse_different(
-                [[digest] for digest, _ in everyones], problem, kind=LayoutError, show=None
+                [[digest] for digest, _ in by_rank], problem, kind=LayoutError, show=None
             )
-            self._maps = shard_maps([entries for _, entries in everyones], self._order)
+            self._maps = shard_maps([entries for _, entries in by_rank], self._order)
         return self._maps
 
 

@@ -364,13 +364,13 @@ class ModelWalk:
     def _sequence(
         self, sequence: Sequential, name: str, layout: ActivationLayout
     ) -> ActivationLayout:
-        saved: dict[str, ActivationLayout] = {}
+        stashed: dict[str, ActivationLayout] = {}
         for i, layer in enumerate(list(sequence.layers)):
             inside = _join(name, str(i))
             if isinstance(layer, Stash):
-                saved[layer.name] = layout
+                stashed[layer.name] = layout
             elif isinstance(layer, Pop):
-                layout = self._join_saved(layer, inside, layout, saved)
+                layout = self._join_stashed(layer, inside, layout, stashed)
             else:
                 before = (
                     sequence.layers[i - 1] if i and type(layer) is TransformerBlock else Stash("")
@@ -380,13 +380,13 @@ class ModelWalk:
                 sequence.layers[i], layout = self.replace(layer, inside, layout)
         return layout
 
-    def _join_saved(
-        self, pop: Pop, name: str, layout: ActivationLayout, saved: dict[str, ActivationLayout]
+    def _join_stashed(
+        self, pop: Pop, name: str, layout: ActivationLayout, stashed: dict[str, ActivationLayout]
     ) -> ActivationLayout:
         """Shard the shortcut of a Pop, and refuse inputs in different placements."""
-        if pop.name not in saved:
+        if pop.name not in stashed:
             return layout  # the sequence refuses it when it runs
-        pop.shortcut, around = self._shortcut(pop, name, saved.pop(pop.name))
+        pop.shortcut, around = self._shortcut(pop, name, stashed.pop(pop.name))
         if around.placement != layout.placement:
             raise LayoutError(
                 f"layer {name!r} adds what was kept as {pop.name!r}, and the two lie on the ranks"

@@ -1,6 +1,6 @@
 """The boundary of two pipeline stages: activations cross it forward, gradients backward.
 
-    stage s    | x, saved values |  -- activation -->  | leaves |    stage s + 1
+    stage s    | x, stashed      |  -- activation -->  | leaves |    stage s + 1
                | their gradients |  <-- gradient ----  | .grad  |
 
 The first microbatch of some input shape is preceded by a header with the shapes. Later ones of the
@@ -33,9 +33,9 @@ class BoundaryArrays(NamedTuple):
     """The tensors at a boundary, as arrays.
 
     Attributes:
-        arrays: x as arrays, then the saved values in order of their names.
+        arrays: x as arrays, then the stashed values in order of their names.
         needs: for each array, whether its gradient goes back.
-        single: whether x is one tensor; otherwise x is a tuple of all arrays that are not saved
+        single: whether x is one tensor; otherwise x is a tuple of all arrays that are not stashed
             values.
     """
 
@@ -84,12 +84,12 @@ def decode(message: Array, key: InputKey) -> Signature:
     return list(signature)
 
 
-def pack(x: Any, saved: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
+def pack(x: Any, stashed: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
     """Return a stage's outputs in sending order, and whether x is a single tensor.
 
     Args:
         x: the result of the stage's last layer: a tensor, or a tuple of tensors.
-        saved: values that later layers need, by name (see `nn.chain`).
+        stashed: values that later layers need, by name (see `nn.chain`).
         stage: the number of the stage, for messages.
 
     Raises:
@@ -97,7 +97,7 @@ def pack(x: Any, saved: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bo
     """
     single = isinstance(x, Tensor)
     tensors = [*x] if isinstance(x, tuple | list) else [x]
-    tensors += [saved[name] for name in sorted(saved)]
+    tensors += [stashed[name] for name in sorted(stashed)]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise UsageError(
@@ -110,12 +110,12 @@ def pack(x: Any, saved: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bo
 def unpack(
     tensors: Sequence[Tensor], single: bool, names: Sequence[str]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return x and the saved values from the result of `pack`.
+    """Return x and the stashed values from the result of `pack`.
 
     Args:
         tensors: the result of `pack`.
         single: whether x was a single tensor.
-        names: of the saved values, sorted.
+        names: of the stashed values, sorted.
     """
     count = len(tensors) - len(names)
     x = tensors[0] if single else tuple(tensors[:count])

@@ -39,15 +39,15 @@ def run_chain(
     Args:
         number: of the stage, for messages.
         layers: see `nn.chain`.
-        names: of the saved values at its beginning, sorted.
+        names: of the stashed values at its beginning, sorted.
         head: on the last stage: (result, microbatch) -> the stage's output.
     """
     joined = join_layers(layers)
 
     def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> Outputs:
-        x, saved = unpack(tensors, single, names)
-        x = run_layers(layers, joined, x, saved)
-        return pack(x, saved, number) if head is None else ([head(x, microbatch)], True)
+        x, stashed = unpack(tensors, single, names)
+        x = run_layers(layers, joined, x, stashed)
+        return pack(x, stashed, number) if head is None else ([head(x, microbatch)], True)
 
     return run
 

@@ -118,8 +118,8 @@ class DealtBranches(Branches):
             [result.shape, str(result.dtype)] if isinstance(result, Tensor) else None
             for result in results
         ]
-        everyones = self._group.gather(forms)
-        matches = [everyones[root][i] for i, root in enumerate(self._roots)]
+        by_rank = self._group.gather(forms)
+        matches = [by_rank[root][i] for i, root in enumerate(self._roots)]
         if None in matches:
             raise UsageError(
                 f"branch {matches.index(None)} does not return one Tensor; let it return one, for"

@@ -134,9 +134,9 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
         local[1] = best + part(classes, group.size, group.rank).start
     parts = group.all_gather_v(local.reshape(-1), [local.size] * group.size)
     # (rank, value or class, row)
-    everyone = np.stack([values.reshape(local.shape) for values in parts])
-    winner = everyone[:, 0].argmax(axis=0)
-    return everyone[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
+    by_rank = np.stack([values.reshape(local.shape) for values in parts])
+    winner = by_rank[:, 0].argmax(axis=0)
+    return by_rank[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
 
 
 def _check_width(shape: tuple[int, ...], group: Group, classes: int) -> None:

@@ -125,7 +125,7 @@ class ShardedDataParallel(DataParallel):
         """Compute the model unit by unit, with the parameters of each gathered meanwhile."""
         refuse_inside("a model that ranks share out")
         storage, units = self.storage, self.storage.units
-        saved: Stashed = {}
+        stashed: Stashed = {}
         storage.acquire(SHARED)
         for number, unit in enumerate(units):
             storage.acquire(number, number + 1 if number + 1 < len(units) else None)
@@ -133,12 +133,12 @@ class ShardedDataParallel(DataParallel):
             x = (
                 self._forward_model(x)
                 if is_single
-                else run_layers(unit.layers, unit.joined, x, saved)
+                else run_layers(unit.layers, unit.joined, x, stashed)
             )
             if isinstance(x, Tensor):
                 x = UnitEnd(partial(self._reach, number))(x)
             storage.release(number)
-        check_empty(saved)
+        check_empty(stashed)
         storage.release(SHARED)
         return x
 
