@@ -232,7 +232,7 @@ def arrange(
                     check_heads(module.heads // mesh.tp, mesh.sp, mesh.tp)
         shape = None if sample is None else tuple(sample.shape[1:])
         result = (
-            shard(model, bound.tp, layout.table, shape, classes_apart=True)
+            shard(model, bound.tp, layout.table, shape, keep_classes_sharded=True)
             if mesh.tp > 1
             else REPLICATED
         )

@@ -148,7 +148,7 @@ Shape: TypeAlias = tuple[int, ...]
 def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
     """Return a sample's shape after a layer; None if unknown or unfit.
 
-    Other layers leave the shape as it is.
+    Layers that are not tested for here leave the shape as it is.
     """
     if shape is None or isinstance(layer, Branches | LSTM | Embedding):
         return None
@@ -181,7 +181,7 @@ def shard(
     group: Group,
     table: Table | None = None,
     sample: Shape | None = None,
-    classes_apart: bool = False,
+    keep_classes_sharded: bool = False,
 ) -> Placement:
     """Replace a model's layers by this rank's shards; return the placement of its output.
 
@@ -196,7 +196,7 @@ def shard(
         table: full names of modules, or patterns -> `Sharding`; by default the model's own, or if
             it has none, those of its modules.
         sample: the shape of one sample, without the batch; needed for Sharding.ROWS.
-        classes_apart: whether the result of a last layer with Sharding.VOCAB stays sharded, for a
+        keep_classes_sharded: whether the result of a last layer with Sharding.VOCAB stays sharded, for a
             loss that supports it (see `sharded.cross_entropy`); otherwise it is replicated.
 
     Raises:
@@ -229,7 +229,7 @@ def shard(
             " tp at 1"
         )
     sharder = ParameterSharder(group)
-    placement = ModelWalk(sharder, table).model(model, sample, classes_apart)
+    placement = ModelWalk(sharder, table).model(model, sample, keep_classes_sharded)
     sharder.check(model)
     return placement
 
@@ -286,11 +286,11 @@ class ModelWalk:
     # A layer's replacement, by its id and the placement of its input.
     replacements: dict[tuple[int, Placement], Placed] = field(default_factory=dict)
 
-    def model(self, model: Module, sample: Shape | None, classes_apart: bool) -> Placement:
+    def model(self, model: Module, sample: Shape | None, keep_classes_sharded: bool) -> Placement:
         """Shard the model, and return the placement of its result.
 
         Args:
-            model, sample, classes_apart: see `shard`.
+            model, sample, keep_classes_sharded: see `shard`.
         """
         for name, module in model.named_modules():
             self.modules.append(module)
@@ -304,7 +304,7 @@ class ModelWalk:
         module, end = self.replace(
             model, "", ActivationLayout(REPLICATED, sample and tuple(sample))
         )
-        if not (classes_apart and self._sharding(last) is Sharding.VOCAB):
+        if not (keep_classes_sharded and self._sharding(last) is Sharding.VOCAB):
             module, end = self._replicate(module, end)
         if module is not model:
             raise LayoutError(

@@ -126,8 +126,8 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
     if x.data.shape[1] != local:
         raise ShapeError(
             f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the"
-            f" {local} of a height of {windows.height} that the model was sharded for; shard it with"
-            " the sample's shape that it gets"
+            f" {local} of a height of {windows.height} that the model was sharded for; shard it"
+            " with the sample's shape that it gets"
         )
     return Halo(group, windows, value)(x)
 
