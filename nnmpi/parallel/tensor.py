@@ -196,8 +196,8 @@ def shard(
         table: full names of modules, or patterns -> `Sharding`; by default the model's own, or if
             it has none, those of its modules.
         sample: the shape of one sample, without the batch; needed for Sharding.ROWS.
-        keep_classes_sharded: whether the result of a last layer with Sharding.VOCAB stays sharded, for a
-            loss that supports it (see `sharded.cross_entropy`); otherwise it is replicated.
+        keep_classes_sharded: whether the result of a last layer with Sharding.VOCAB stays sharded,
+            for a loss that supports it (see `sharded.cross_entropy`); otherwise it is replicated.
 
     Raises:
         UsageError: when the model is initialized already.

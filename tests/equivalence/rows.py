@@ -113,7 +113,7 @@ def recomputed(ranks: int, setup: Setup) -> list[Layout | None]:
     return [layout for layout in kinds(ranks, setup, activation_memory="least") if layout.pp != 1]
 
 
-def keep_classes_sharded(ranks: int, _: Setup) -> list[Layout | None]:
+def sharded_classes(ranks: int, _: Setup) -> list[Layout | None]:
     """Return layers that all ranks, or those of a stage, share."""
     return [Layout(dp=1, pp=pp, tp=ranks // pp) for pp in (1, 2) if ranks % pp == 0]
 
@@ -271,8 +271,8 @@ ROWS = {
     "float32": Row(replace(SETUPS["cnn"], dtype="float32", **MOMENTUM)),
     # losses, labels and texts
     "quantities": Row(Setup(own.numeric, data=numbers, microbatches=2, worker={"loss": "mse"})),
-    "classes apart": Row(HALVES, keep_classes_sharded),
-    "smoothed classes apart": Row(replace(HALVES, smoothing=0.1), keep_classes_sharded),
+    "classes apart": Row(HALVES, sharded_classes),
+    "smoothed classes apart": Row(replace(HALVES, smoothing=0.1), sharded_classes),
     "tokens": Row(Setup(own.perceiving, data=tokens, **TEXT), everything),
     "gpt": Row(GPT, everything),
     "lstm": Row(LSTM, everything),
