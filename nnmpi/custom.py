@@ -158,8 +158,8 @@ def raised(call: str, file: str | None, error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename == file
     ]
-    where = f" in line {lines[-1]} of {Path(str(file)).name}" if lines else ""
-    return f"{call} raised {type(error).__name__}{where}: {error}"
+    location = f" in line {lines[-1]} of {Path(str(file)).name}" if lines else ""
+    return f"{call} raised {type(error).__name__}{location}: {error}"
 
 
 def load_file(file: Path, given: str) -> Any:

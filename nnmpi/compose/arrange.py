@@ -212,12 +212,12 @@ def arrange(
     Example:
         >>> def program(group):
         ...     layout = nnmpi.Layout(pp=2, split=(3, 3))
-        ...     where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
-        ...     where.model.initialize(seed=0)
-        ...     worker = nnmpi.Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group,
-        ...                           arrangement=where)
+        ...     arranged = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
+        ...     model = arranged.model.initialize(seed=0)
+        ...     sgd = optim.SGD(model.storage, lr=0.1)
+        ...     worker = nnmpi.Worker(model, sgd, group, arrangement=arranged)
         ...     x, y = np.ones((4, 6)), np.arange(4) % 3
-        ...     return where.layout.pp, round(worker.step(x, y).loss, 3)
+        ...     return arranged.layout.pp, round(worker.step(x, y).loss, 3)
         >>> nnmpi.simulate(program, ranks=2)
         [(2, 1.059), (2, 1.059)]
     """
@@ -360,13 +360,15 @@ def _shared_parameters(
         LayoutError: with pipedream, whose stages have copies of different versions; and for running
             statistics, which would depend on each stage's own microbatches.
     """
-    where: dict[int, set[int]] = {}
+    stages_of_leaf: dict[int, set[int]] = {}
     for number, layers in enumerate(stages):
         for _, module in (member for layer in layers for member in layer.members):
             for leaf in (*module.parameters(), *(buffer for _, buffer in module.named_buffers())):
-                where.setdefault(id(leaf), set()).add(number)
+                stages_of_leaf.setdefault(id(leaf), set()).add(number)
     leaves = [*model.named_parameters(), *model.named_buffers()]
-    result = [(name, leaf, tuple(sorted(where.get(id(leaf), ())))) for name, leaf in leaves]
+    result = [
+        (name, leaf, tuple(sorted(stages_of_leaf.get(id(leaf), ())))) for name, leaf in leaves
+    ]
     for name, leaf, numbers in result:
         if len(numbers) > 1 and isinstance(leaf, Buffer):
             raise LayoutError(

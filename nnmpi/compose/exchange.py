@@ -83,14 +83,14 @@ class Exchange:
     weights: ShardedDataParallel | None = None
 
     def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
-        where = self.arrangement = trainer.arrangement
+        arrangement = self.arrangement = trainer.arrangement
         self.model = trainer.model
         self.optimizer = trainer.optimizer
         self.group = trainer.group
         self.backend = trainer.backend
-        self.replicas = where.mesh.replicas
-        self._is_whole = not where.stages  # a full model: hooks report final gradients
-        self._updates = where.layout.asynchronous
+        self.replicas = arrangement.mesh.replicas
+        self._is_whole = not arrangement.stages  # a full model: hooks report final gradients
+        self._updates = arrangement.layout.asynchronous
         self.optimizer.ranks = self.replicas
         self.parallel = self._start(options)
         self.notice = self.parallel.notice
@@ -193,13 +193,13 @@ class Exchange:
             CommError: on all ranks of the group in question, naming the parameter.
         """
         self.parallel.check_equal()
-        where = self.arrangement
+        arrangement = self.arrangement
         if not self.model.storage.is_whole:
             return
-        if where.mesh.tp.size > 1:
-            check_replicas(self.model, where.mesh.tp)
+        if arrangement.mesh.tp.size > 1:
+            check_replicas(self.model, arrangement.mesh.tp)
         parameters = dict(self.model.named_parameters())
-        for tie in where.ties:
+        for tie in arrangement.ties:
             problem = "the weights of {} differ between the ranks of the stages that share it"
             check_equal(tie.group, {tie.name: parameters[tie.name].data}, problem)
 

@@ -155,7 +155,7 @@ class Executor:
 
     Args:
         caller: the client.
-        where: the model's distribution over the ranks.
+        arrangement: the model's distribution over the ranks.
         backend: of the arrays.
         replay: records and replays passes; None to run each eagerly.
         synchronous_sends: let no message leave before its receive is posted (for tests; see
@@ -169,19 +169,19 @@ class Executor:
     def __init__(
         self,
         caller: Caller,
-        where: Arrangement,
+        arrangement: Arrangement,
         backend: Backend,
         replay: Replay | None = None,
         synchronous_sends: bool = False,
     ) -> None:
         self._caller = caller
-        self._sequence = where.sequence
-        self._world = where.mesh.world.comm.world
-        self._replay, self._cuts_classes = replay, where.classes > 0
+        self._sequence = arrangement.sequence
+        self._world = arrangement.mesh.world.comm.world
+        self._replay, self._cuts_classes = replay, arrangement.classes > 0
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
-        self._home = where.layout.home
-        if not where.stages:
+        self._home = arrangement.layout.home
+        if not arrangement.stages:
             self.rank, self.ranks, self.count = 0, 1, 1
             self._schedule: Generator = SERIAL
             self.stages = {
@@ -194,12 +194,14 @@ class Executor:
                 )
             }
         else:
-            group, coordinates = where.mesh.pp, where.mesh.coordinates
-            self.rank, self.ranks, self.count = group.rank, group.size, len(where.cuts)
-            self._schedule = where.layout.schedule
-            self.stages = {number: self._make_stage(where, number) for number in where.stages}
+            group, coordinates = arrangement.mesh.pp, arrangement.mesh.coordinates
+            self.rank, self.ranks, self.count = group.rank, group.size, len(arrangement.cuts)
+            self._schedule = arrangement.layout.schedule
+            self.stages = {
+                number: self._make_stage(arrangement, number) for number in arrangement.stages
+            }
             self._label = f"d{coordinates.d}t{coordinates.t}" + (
-                f"s{coordinates.s}" if where.mesh.sp.size > 1 else ""
+                f"s{coordinates.s}" if arrangement.mesh.sp.size > 1 else ""
             )
             self._messages = Messages(group, synchronous_sends)
             boundaries = {
@@ -228,12 +230,14 @@ class Executor:
             Kind.STEP: partial(perform, self._caller.step),
         }
 
-    def _make_stage(self, where: Arrangement, number: int) -> Stage:
+    def _make_stage(self, arrangement: Arrangement, number: int) -> Stage:
         is_last = number == self.count - 1
-        stashed = stashed_at(where.layers, where.cuts[number].start)
-        chain = run_chain(number, where.stages[number], stashed, self.end if is_last else None)
+        stashed = stashed_at(arrangement.layers, arrangement.cuts[number].start)
+        chain = run_chain(
+            number, arrangement.stages[number], stashed, self.end if is_last else None
+        )
         run = chain if self._sequence is None else self._for_positions(chain, is_last)
-        return Stage(run, self._caller.mode, is_last, where.layout.recomputes)
+        return Stage(run, self._caller.mode, is_last, arrangement.layout.recomputes)
 
     def _for_positions(self, chain: Run, is_last: bool) -> Run:
         """Return the same for this rank's positions of sequences, inside of a stage."""

@@ -34,7 +34,7 @@ class Inference(Caller):
     """Computes a model's outputs. Collective over a replica's ranks, to make and to call.
 
     Args:
-        where: the arrangement of an initialized model.
+        arrangement: of an initialized model.
         backend: of the computation.
         precision: of products.
         mode: a context for the layers' calls.
@@ -46,19 +46,22 @@ class Inference(Caller):
 
     def __init__(
         self,
-        where: Arrangement,
+        arrangement: Arrangement,
         backend: Backend,
         precision: str = "float32",
         mode: Callable[[], AbstractContextManager[Any]] = evaluation,
         last: bool = False,
     ) -> None:
-        self.model: Callable[..., Any] = where.model
-        self._where, self._backend, self._precision, self._last = where, backend, precision, last
+        self.model: Callable[..., Any] = arrangement.model
+        self._arrangement = arrangement
+        self._backend = backend
+        self._precision = precision
+        self._last = last
         self._mode = mode
         self._outputs: dict[int, Array] = {}  # by microbatch, on the last stage
         # the outputs' dtype and shape, by the input's shape
         self._signatures: dict[tuple[int, ...], list[Any]] = {}
-        self._executor = Executor(self, where, backend)
+        self._executor = Executor(self, arrangement, backend)
 
     def __call__(self, x: Array) -> Array:
         """Return the outputs for samples, in host memory, on all ranks of the replica. Collective.
@@ -66,13 +69,13 @@ class Inference(Caller):
         Args:
             x: (rows, *sample_shape), at least one row, the same on these ranks.
         """
-        where, shape = self._where, x.shape
-        if where.sequence is not None:
+        arrangement, shape = self._arrangement, x.shape
+        if arrangement.sequence is not None:
             self.length = x.shape[1]
-            x = where.sequence.take(x)
+            x = arrangement.sequence.take(x)
         batch = self._backend.asarray(x)
         self._outputs.clear()
-        cuts = split(len(x), min(len(x), max(len(where.cuts), 1)))
+        cuts = split(len(x), min(len(x), max(len(arrangement.cuts), 1)))
         with use_precision(self._precision), no_grad():
             self._executor.run([batch[cut.start : cut.stop] for cut in cuts])
         local = (
@@ -88,7 +91,9 @@ class Inference(Caller):
 
     def _complete(self, local: Array | None) -> Array | None:
         """Return the outputs of all classes and positions on the last stage's ranks; else None."""
-        tp, classes, sequence = self._where.mesh.tp, self._where.classes, self._where.sequence
+        tp = self._arrangement.mesh.tp
+        classes = self._arrangement.classes
+        sequence = self._arrangement.sequence
         if local is not None and classes:
             full = np.zeros((*local.shape[:-1], classes), local.dtype)
             owned = part(classes, tp.size, tp.rank)
@@ -102,11 +107,11 @@ class Inference(Caller):
 
     def _broadcast(self, outputs: Array | None, shape: tuple[int, ...]) -> Array:
         """Return the last stage's outputs on all ranks of the pipeline."""
-        pp = self._where.mesh.pp
+        pp = self._arrangement.mesh.pp
         if pp.size == 1:
             assert outputs is not None
             return outputs
-        root = self._where.layout.home(len(self._where.cuts) - 1, pp.size)
+        root = self._arrangement.layout.home(len(self._arrangement.cuts) - 1, pp.size)
         if shape not in self._signatures:
             self._signatures[shape] = pp.gather(
                 None if outputs is None else [str(outputs.dtype), *outputs.shape]
@@ -139,16 +144,18 @@ class TokenGenerator:
     """Generates text. Making one is collective.
 
     Args:
-        where: the arrangement of an initialized model.
+        arrangement: of an initialized model.
         backend: of the computation.
         precision: of products.
     """
 
-    def __init__(self, where: Arrangement, backend: Backend, precision: str = "float32") -> None:
+    def __init__(
+        self, arrangement: Arrangement, backend: Backend, precision: str = "float32"
+    ) -> None:
         self._memory: dict[str, Any] = {}
-        self._model = where.model
+        self._model = arrangement.model
         self._inference = Inference(
-            where, backend, precision, lambda: continued(self._memory), last=True
+            arrangement, backend, precision, lambda: continued(self._memory), last=True
         )
 
     def write(

@@ -186,8 +186,11 @@ class Passes(Caller):
         exchange: Exchange | None = None,
         synchronous_sends: bool = False,
     ) -> None:
-        where, backend, model = trainer.arrangement, trainer.backend, trainer.model
-        self.model, self.backend, self.world, self._where = model, backend, trainer.group, where
+        arrangement, backend, model = trainer.arrangement, trainer.backend, trainer.model
+        self.model = model
+        self.backend = backend
+        self.world = trainer.group
+        self._arrangement = arrangement
         self.exchange = exchange
         self.poll: Callable[[], None] | None = None
         self._losses = (trainer.loss, trainer.evaluation_loss)
@@ -201,28 +204,28 @@ class Passes(Caller):
         self.planned: RecomputedModel | None = None
         self._reported: Plan = ()  # the last reported plan
         self._store: Store | None = None
-        budget = None if where.stages else where.layout.activation_memory
-        if budget is not None and where.layout.offload is not None:
-            with agreed(where.mesh.world):
-                self._store = Store(where.layout.offload, backend)
+        budget = None if arrangement.stages else arrangement.layout.activation_memory
+        if budget is not None and arrangement.layout.offload is not None:
+            with agreed(arrangement.mesh.world):
+                self._store = Store(arrangement.layout.offload, backend)
         self._budget = budget
-        self.updates = where.layout.asynchronous
+        self.updates = arrangement.layout.asynchronous
         self.paused_s, self._final = 0.0, 0
         if exchange is not None:
             self.slow, exchange.parallel.before_sum = trainer.slow, self._pace_layer
-        self.replay = Replay(model, _refusal(where, backend, self._losses))
+        self.replay = Replay(model, _refusal(arrangement, backend, self._losses))
         self._now: Running
-        self.executor = Executor(self, where, backend, self.replay, synchronous_sends)
+        self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
         self.is_cut = self.executor.count > 1
         self.counts = (
-            self.executor.count - 1 in self.executor.stages and where.mesh.coordinates.t == 0
+            self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
         )
-        self._numbers = _numbers(where)
+        self._numbers = _numbers(arrangement)
         # by parameter: this rank's stages that still have to add to its gradient
         self._left = Counter[int]()
         self._last_seed: tuple[float, Array] | None = None
         self._most_rows = 0
-        self._watched = _foreign_buffers(model, where)
+        self._watched = _foreign_buffers(model, arrangement)
         self._report = StepReport()
         self._passes: deque[StepReport] = deque(maxlen=PASSES_KEPT)
 
@@ -308,7 +311,7 @@ class Passes(Caller):
         """Return the error with the origin of a non-finite loss or gradient."""
         if (
             self.is_cut
-            or self._where.layout.expert_parallel
+            or self._arrangement.layout.expert_parallel
             or (self.exchange is not None and not self.exchange.keeps_own)
         ):
             return explain_gradients(
@@ -348,7 +351,7 @@ class Passes(Caller):
             return [planned.describe()]
         if not self._passes:
             return []
-        group = self._where.mesh.pp
+        group = self._arrangement.mesh.pp
         passes = [pass_.passed for pass_ in self._passes if pass_.passed is not None]
         # passes with fewer are of an epoch's short last batch
         most = max(pass_.microbatches for pass_ in passes)
@@ -541,9 +544,9 @@ def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
     return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in result)
 
 
-def _refusal(where: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
+def _refusal(arrangement: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
     """Return why passes of a layout cannot be replayed; empty if they can."""
-    layout = where.layout
+    layout = arrangement.layout
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
         "a device's recordings would keep more memory than its steps take": backend.is_device,
@@ -552,7 +555,7 @@ def _refusal(where: Arrangement, backend: Backend, losses: Sequence[SumLoss]) ->
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,
         "what is offloaded comes and goes between layers": layout.offload is not None,
         "a plan for activations keeps to a budget of its own": (
-            layout.activation_memory is not None and not where.stages
+            layout.activation_memory is not None and not arrangement.stages
         ),
         f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(
             strangers
@@ -569,14 +572,18 @@ _BUFFER_MOVES = (
 )
 
 
-def _foreign_buffers(model: Module, where: Arrangement) -> list[tuple[str, Buffer]]:
+def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str, Buffer]]:
     """Return buffers, with names, that forwards of users' modules must not change in this layout.
 
     That is if replicas have different rows, or a forward is computed again. A class with
     `all_reduce` handles both.
     """
-    layout = where.layout
-    if where.mesh.replicas.size == 1 and layout.activation_memory is None and not layout.recomputes:
+    layout = arrangement.layout
+    if (
+        arrangement.mesh.replicas.size == 1
+        and layout.activation_memory is None
+        and not layout.recomputes
+    ):
         return []
     return [
         (name, buffer)

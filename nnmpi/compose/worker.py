@@ -144,9 +144,9 @@ class Worker(Trainer):
             arrangement,
         )
         self.scaling = LossScale() if self.precision == "fp16" else None
-        where = self.arrangement
-        self._sequence, self._fixed = where.sequence, where.layout.fixed
-        self._is_sharded = max(where.mesh.tp.size, where.mesh.sp.size) > 1
+        self._sequence, self._fixed = self.arrangement.sequence, self.arrangement.layout.fixed
+        mesh = self.arrangement.mesh
+        self._is_sharded = max(mesh.tp.size, mesh.sp.size) > 1
         self._checks = exchange.check
         check_pairs(self, arrangement, exchange.fused_update)
         check_free(model)  # before the exchange moves parameters into its own storage
@@ -321,10 +321,10 @@ class Worker(Trainer):
 
     def _predict_memory(self) -> dict[str, int]:
         """Return the same by formula, for the ledger's comparison; empty if no formula applies."""
-        where, storage = self.arrangement, self.model.storage
+        arrangement, storage = self.arrangement, self.model.storage
         if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
-        ranks, layout = where.mesh.replicas, where.layout
+        ranks, layout = arrangement.mesh.replicas, arrangement.layout
         once = isinstance(storage, ShardedStorage) and storage.is_node_shared
         predicted = predict_bytes(
             *(self.model, layout.zero, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
@@ -505,9 +505,8 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: b
     Raises:
         UsageError: naming them.
     """
-    model, backend, where = worker.model, worker.backend, worker.arrangement
-    mesh = where.mesh.mesh
-    used = replace(where.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
+    model, backend, mesh = worker.model, worker.backend, worker.arrangement.mesh.mesh
+    used = replace(worker.arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
     for feature, is_used, text in (
         (refusals.STATE_OUT, model.storage.state_store is not None, "state out of memory"),
         (refusals.FUSED, fused_update, "the fused update"),

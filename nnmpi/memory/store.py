@@ -43,7 +43,7 @@ BYTE_S = 1e-9  # the time of a byte if clocks are simulated, or may not decide a
 TRIAL_BYTES = 16 << 20  # the most bytes moved to measure the bandwidth
 LEAST_BYTES = 16  # smaller arrays are not worth the bookkeeping
 
-Pairs = list[tuple[Any, Any]]  # (destination, source) of copies
+Pairs = list[tuple[Any, Any]]  # (target, source) of copies
 
 
 class Store:
@@ -52,7 +52,7 @@ class Store:
     On a device computation and transfers run in two streams, which wait for each other's events.
 
     Args:
-        where: for NumPy a folder, for a file; for a device "host", the host's memory.
+        target: for NumPy a folder, for a file; for a device "host", the host's memory.
         backend: of the arrays; NumPy by default.
         contents: the name of the arrays, for messages.
 
@@ -75,14 +75,14 @@ class Store:
     """
 
     def __init__(
-        self, where: str | Path, backend: Backend | None = None, contents: str = ACTIVATIONS
+        self, target: str | Path, backend: Backend | None = None, contents: str = ACTIVATIONS
     ) -> None:
-        self.where, self.contents, self._end = where, contents, 0
+        self.target, self.contents, self._end = target, contents, 0
         self._free: dict[int, list[Array]] = {}
         self._backend = backend = numpy_backend() if backend is None else backend
-        if backend.is_device != (str(where) == HOST):
+        if backend.is_device != (str(target) == HOST):
             raise UsageError(
-                f"{contents} on {backend.device} go out to the host's memory, not to {where}; give"
+                f"{contents} on {backend.device} go out to the host's memory, not to {target}; give"
                 f" offload {HOST}"
                 if backend.is_device
                 else (
@@ -94,10 +94,10 @@ class Store:
             self._stream = backend.xp.cuda.Stream(non_blocking=True)
             return
         try:
-            self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(dir=target, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UsageError(
-                f"no file for {contents} can be made in {where} ({error.strerror}); give offload"
+                f"no file for {contents} can be made in {target} ({error.strerror}); give offload"
                 " another folder"
             ) from None
         weakref.finalize(self, self._file.close)
@@ -119,7 +119,7 @@ class Store:
                 else "leave them in memory"
             )
             raise UsageError(
-                f"{self.contents} need a file of {format_bytes(nbytes)} in {self.where}, and there"
+                f"{self.contents} need a file of {format_bytes(nbytes)} in {self.target}, and there"
                 f" is no room for it ({error.strerror}); make room, give offload another folder, or"
                 f" {remedy}"
             ) from None

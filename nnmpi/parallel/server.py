@@ -313,12 +313,12 @@ class PushPull:
         self._messages = Messages(group)
         peers = (0,) if server is None else range(1, group.size)
         received, sent = (Reply, Push) if server is None else (Push, Reply)
-        where = numpy_backend() if backend is None else backend
+        backend = numpy_backend() if backend is None else backend
         self._received: dict[int, MessageBuffer[Any]] = {
-            p: MessageBuffer(received, storage.data, where) for p in peers
+            p: MessageBuffer(received, storage.data, backend) for p in peers
         }
         self._sent: dict[int, MessageBuffer[Any]] = {
-            p: MessageBuffer(sent, storage.data, where) for p in peers
+            p: MessageBuffer(sent, storage.data, backend) for p in peers
         }
         self._receives: dict[int, MessageRequest] = {}  # receives by peer
         self._sends: dict[int, MessageRequest] = {}  # the last send by peer
