@@ -21,7 +21,7 @@ the gaps of flat storage.
 A unit is always gathered to the same slot. So parameters are views that never move: a view that an
 operation saved in its forward pass is valid again once the unit is gathered for the backward pass,
 and nothing is allocated in a step. Parameters that several units use, such as a tied embedding, are
-a unit of their own, `SHARED`, outside the slots.
+a unit of their own, `COMMON`, outside the slots.
 
 With all ranks on one node, no message is sent in any stage: the parameters lie once in memory that
 the ranks share. Each rank updates its part and sees all parts, so nothing is gathered and there are
@@ -43,8 +43,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.algorithms.registry import AUTO, NATIVE
-from nnmpi.comm.algorithms.registry import SHARED as SHARED_MEMORY
+from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
 from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device
 from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
 from nnmpi.comm.execution import Pending
@@ -61,7 +60,7 @@ from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.shard import buckets, part, split
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter, Span
 
-SHARED = -1  # the unit of parameters that several units use
+COMMON = -1  # the unit of parameters that several units use
 # by stage; shorter units would only add messages
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
 
@@ -127,7 +126,7 @@ class ShardedStorage(FlatStorage):
 
         def label_of(name: str, parameter: Parameter) -> str:
             label = "default" if group is None else group(name, parameter)
-            return f"{unit_of.get(parameter, SHARED)} {label}"
+            return f"{unit_of.get(parameter, COMMON)} {label}"
 
         self._node: NodeSum | None = None
         self._resident: dict[int, bool] = {}  # by unit in a slot: whether its gather is complete
@@ -160,7 +159,7 @@ class ShardedStorage(FlatStorage):
         self._layout = list(lengths), dtype
         self._rooms: list[Array] = []  # slots and scratch
         self._pieces: dict[int, list[int]] = {
-            number: [] for number in (SHARED, *range(len(self.units)))
+            number: [] for number in (COMMON, *range(len(self.units)))
         }
         for i, label in enumerate(self.groups):
             self._pieces[int(label.partition(" ")[0])].append(i)
@@ -183,9 +182,9 @@ class ShardedStorage(FlatStorage):
     ) -> list[Array]:
         """Return full arrays: one after another, or units in alternating slots."""
         offsets: dict[int, tuple[int, int]] = {}
-        ends = dict.fromkeys(range(slots + 1), 0)  # room 0: SHARED, or everything without slots
+        ends = dict.fromkeys(range(slots + 1), 0)  # room 0: COMMON, or everything without slots
         for number, pieces in self._pieces.items():
-            room = 1 + number % slots if slots and number != SHARED else 0
+            room = 1 + number % slots if slots and number != COMMON else 0
             start = 0 if slots else ends[0]
             for i in pieces:
                 offsets[i] = room, start
@@ -368,7 +367,7 @@ class ShardedStorage(FlatStorage):
             and not any(map(is_device, self._data))
             and self._store is None
         )
-        names = (AUTO, NATIVE, "ring", "tree", *([SHARED_MEMORY] if one_node else []))
+        names = (AUTO, NATIVE, "ring", "tree", *([SHARED] if one_node else []))
         if algorithm not in names:
             raise UsageError(
                 f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not do for these"
@@ -376,15 +375,15 @@ class ShardedStorage(FlatStorage):
                 " a model are on one node, with arrays in the host's memory that stay there)"
             )
         notice = ""
-        if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
+        if one_node and group.size > 1 and algorithm in (AUTO, SHARED):
             try:
                 self._share(SharedMemory(group))
                 return ""
             except DeviceError as error:
-                if algorithm == SHARED_MEMORY:
+                if algorithm == SHARED:
                     raise
                 notice = f"ranks of one node send messages: {error}"
-        name = NATIVE if algorithm in (AUTO, SHARED_MEMORY) else algorithm
+        name = NATIVE if algorithm in (AUTO, SHARED) else algorithm
         several = [i for i, full in enumerate(self._data) if group.size > 1 and full.size]
         bind = partial(group.bind, algorithm=name)
         self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
@@ -452,9 +451,9 @@ class ShardedStorage(FlatStorage):
     def _start(self, number: int) -> None:
         if number in self._resident:
             return
-        if number != SHARED:  # out of turn, its slot may hold another unit: evict that
+        if number != COMMON:  # out of turn, its slot may hold another unit: evict that
             for other in [
-                item for item in self._resident if item != SHARED and (item - number) % 2 == 0
+                item for item in self._resident if item != COMMON and (item - number) % 2 == 0
             ]:
                 self.release(other)
         self._resident[number] = False

@@ -22,7 +22,7 @@ from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
-from nnmpi.parallel.zero.storage import SHARED, ShardedStorage, sharded
+from nnmpi.parallel.zero.storage import COMMON, ShardedStorage, sharded
 from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor
@@ -126,7 +126,7 @@ class ShardedDataParallel(DataParallel):
         refuse_inside("a model that ranks share out")
         storage, units = self.storage, self.storage.units
         stashed: Stashed = {}
-        storage.acquire(SHARED)
+        storage.acquire(COMMON)
         for number, unit in enumerate(units):
             storage.acquire(number, number + 1 if number + 1 < len(units) else None)
             is_single = unit.layers[0].module is self.model
@@ -139,7 +139,7 @@ class ShardedDataParallel(DataParallel):
                 x = UnitEnd(partial(self._reach, number))(x)
             storage.release(number)
         check_empty(stashed)
-        storage.release(SHARED)
+        storage.release(COMMON)
         return x
 
     # ---- backward ----
@@ -159,7 +159,7 @@ class ShardedDataParallel(DataParallel):
     def _reach(self, number: int) -> None:
         self._check_pass()
         self._finish_units(number)
-        self.storage.acquire(SHARED)
+        self.storage.acquire(COMMON)
         self.storage.acquire(number, number - 1 if number else None)
 
     def gather_for(self, module: Module) -> None:
@@ -169,20 +169,20 @@ class ShardedDataParallel(DataParallel):
             UsageError: for a part with weights in several units.
         """
         number = self._unit_of(module)
-        self.storage.acquire(SHARED)
-        if number != SHARED:
+        self.storage.acquire(COMMON)
+        if number != COMMON:
             self.storage.acquire(number)
 
     def begin_backward(self, module: Module) -> None:
         """Gather a part's weights for its backward pass; first sum the units above. Collective."""
         number = self._unit_of(module)
         self._check_pass()
-        if number != SHARED:
+        if number != COMMON:
             self._finish_units(number)
         self.gather_for(module)
 
     def _unit_of(self, module: Module) -> int:
-        """Return the unit with a module's parameters; SHARED if no unit has any."""
+        """Return the unit with a module's parameters; COMMON if no unit has any."""
         numbers = [
             i
             for i, unit in enumerate(self.storage.units)
@@ -194,7 +194,7 @@ class ShardedDataParallel(DataParallel):
                 " whose weights and gradients come one unit at a time; take zero 1, or a larger"
                 " bucket"
             )
-        return numbers[0] if numbers else SHARED
+        return numbers[0] if numbers else COMMON
 
     def _finish_units(self, number: int) -> None:
         """Sum and release all units above this one: the backward pass is past them."""
@@ -206,9 +206,9 @@ class ShardedDataParallel(DataParallel):
     def finish_pass(self) -> None:
         """Sum the remaining units, and end the pass; see `DataParallel.finish_pass`."""
         if self._in_units:
-            self._finish_units(SHARED)
-            self.storage.reduce(SHARED)
-            self.storage.release(SHARED)
+            self._finish_units(COMMON)
+            self.storage.reduce(COMMON)
+            self.storage.release(COMMON)
         self._at = NO_PASS
         super().finish_pass()
 
@@ -225,7 +225,7 @@ class ShardedDataParallel(DataParallel):
         self.check_not_released()
         self.storage.finish_gradients()
         if not self._in_units:
-            for number in (*reversed(range(len(self.storage.units))), SHARED):
+            for number in (*reversed(range(len(self.storage.units))), COMMON):
                 self.storage.reduce(number)
         self._summed = True
         self.traffic = self.storage.take_traffic().plus(self._statistics)
