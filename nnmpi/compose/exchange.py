@@ -147,10 +147,10 @@ class Exchange:
     def finish(self) -> Traffic:
         """Finish the sums, also of parameters tied between stages; return their traffic."""
         self.parallel.finish()
-        self._add_ties()
+        self._sum_ties()
         return self.parallel.traffic
 
-    def add_up(self, losses: Mapping[int, float]) -> float:
+    def sum_losses(self, losses: Mapping[int, float]) -> float:
         """Return this rank's part of the sum of losses, given its microbatches' losses."""
         return sum(losses.values())
 
@@ -208,7 +208,7 @@ class Exchange:
         self.optimizer.ranks = None
         self.parallel.release()
 
-    def _add_ties(self) -> None:
+    def _sum_ties(self) -> None:
         """Sum the gradients of parameters that stages on several ranks share."""
         ties = self.arrangement.ties
         local = (
@@ -304,7 +304,7 @@ class ZeroExchange(Exchange):
 
     def finish(self) -> Traffic:
         """See `Exchange.finish`; ties come first, as each rank has another shard afterwards."""
-        self._add_ties()
+        self._sum_ties()
         self.parallel.finish()
         return self.parallel.traffic
 
@@ -350,8 +350,8 @@ class FixedExchange(Exchange):
         super().end_backward(microbatch)
         self._sums.add(microbatch)
 
-    def add_up(self, losses: Mapping[int, float]) -> float:
-        """See `Exchange.add_up`: in the same tree; the first rank returns the sum."""
+    def sum_losses(self, losses: Mapping[int, float]) -> float:
+        """See `Exchange.sum_losses`: in the same tree; the first rank returns the sum."""
         with self.group.collective("losses"):
             total = self._sums.sum_numbers(dict(losses), self.group)
         return total if self.group.is_root else 0.0

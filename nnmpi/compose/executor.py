@@ -219,8 +219,8 @@ class Executor:
         self._timeline: timeline.Timeline | None = None
         self._actions: dict[Kind, Callable[[int, Any], None]] = {
             Kind.F: self._forward,
-            Kind.B: partial(self._go_back, halves=False),
-            Kind.I: partial(self._go_back, halves=True),
+            Kind.B: partial(self._backward, halves=False),
+            Kind.I: partial(self._backward, halves=True),
             Kind.W: lambda stage, microbatch: self.stages[stage].finish(microbatch),
             Kind.SEND_ACT: partial(self._send, Kind.SEND_ACT),
             Kind.RECV_ACT: partial(perform, self._receive, Kind.RECV_ACT),
@@ -334,7 +334,7 @@ class Executor:
             for element in item:
                 kind, stage, microbatch = element.kind, element.stage, element.microbatch
                 if self._boundaries and kind in _USES and microbatch is not None:
-                    self._arrive(_USES[kind], stage, microbatch)
+                    self._wait_for_message(_USES[kind], stage, microbatch)
                 if watched:
                     perform(self._begin, kind)
                 self._actions[kind](stage, microbatch)
@@ -399,7 +399,7 @@ class Executor:
         if stage < self.count - 1:
             self._values[stage + 1, microbatch] = result
 
-    def _go_back(self, stage: int, microbatch: int, halves: bool) -> None:
+    def _backward(self, stage: int, microbatch: int, halves: bool) -> None:
         if stage == self.count - 1:
             perform(self._caller.begin_backward, microbatch)
             grads: Sequence[Array] = [feed(lambda: self._seeds[microbatch])]
@@ -437,7 +437,7 @@ class Executor:
         self._messages.drain()
         for boundary in self._boundaries.values():
             boundary.drop_sent()
-        self._came = BoundaryArrays((), ())  # frees the last received arrays
+        self._received = BoundaryArrays((), ())  # frees the last received arrays
         end = clock.now()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
@@ -475,23 +475,25 @@ class Executor:
             agreed = self._boundary(kind, stage).is_agreed(self._keys[microbatch])
             self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
             if not agreed:
-                self._arrive(kind, stage, microbatch)
+                self._wait_for_message(kind, stage, microbatch)
         self._post_next(kind, stage)
 
-    def _arrive(self, kind: Kind, stage: int, microbatch: int) -> None:
+    def _wait_for_message(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Wait for a receive's arrays, unless that was done before."""
         if (kind, stage, microbatch) not in self._posted:
             return
         perform(self._wait, kind, stage, microbatch)
-        arrays = [feed(lambda i: self._came.arrays[i], i) for i in range(len(self._came.arrays))]
+        arrays = [
+            feed(lambda i: self._received.arrays[i], i) for i in range(len(self._received.arrays))
+        ]
         if kind is Kind.RECV_ACT:
-            self._values[stage, microbatch] = self._came._replace(arrays=tuple(arrays))
+            self._values[stage, microbatch] = self._received._replace(arrays=tuple(arrays))
         else:
             self._grads[stage, microbatch] = arrays
 
     def _wait(self, kind: Kind, stage: int, microbatch: int) -> None:
         begin = clock.now()
-        self._came = self._posted.pop((kind, stage, microbatch))()
+        self._received = self._posted.pop((kind, stage, microbatch))()
         end = clock.now()
         self._report.wait_s += end - begin
         self._show(kind.at(stage, microbatch), begin, end)

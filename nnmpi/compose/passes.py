@@ -288,7 +288,7 @@ class Passes(Caller):
         values, now = self.scalars.read(), self._now
         numbers = range(len(now.cuts) if self.counts else 0)
         losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
-        loss = sum(losses.values()) if self.exchange is None else self.exchange.add_up(losses)
+        loss = sum(losses.values()) if self.exchange is None else self.exchange.sum_losses(losses)
         return (
             loss,
             sum(values[SCORE, m] for m in numbers),

@@ -113,12 +113,12 @@ class OptimalPlans:
             UsageError: for a budget below the least.
         """
         if budget < self.least:
-            raise self.too_few(budget, self.least)
+            raise self.budget_error(budget, self.least)
         plan: list[Action] = []
         self._write(plan, 0, len(self.costs) - 1, False, budget)
         return tuple(plan)
 
-    def too_few(self, budget: int, least: int) -> UsageError:
+    def budget_error(self, budget: int, least: int) -> UsageError:
         """Return the error for a budget below the least."""
         return UsageError(
             f"{budget} bytes are too few for the activations of this model: even when all is"
@@ -161,8 +161,8 @@ class OptimalPlans:
             floor = max(floor, behind + local + values[m] + (values[m - 1] if m - 1 > s else 0))
             seconds += layer.forward_s
             right, left = self._curves[m, t, True], self._curves[s, m - 1, owned]
-            points.append((*_both(right, local, left, floor, seconds), m))
-        return _lower(points)
+            points.append((*_in_sequence(right, local, left, floor, seconds), m))
+        return _lower_envelope(points)
 
     def _write(self, plan: list[Action], s: int, t: int, owned: bool, budget: int) -> None:
         """Append the plan for the layers s..t within a budget."""
@@ -191,7 +191,7 @@ class OptimalPlans:
         plan.append(Action(Act.BACKWARD, s))
 
 
-def _both(
+def _in_sequence(
     right: TimeCurve, value: int, left: TimeCurve, floor: int, seconds: float
 ) -> tuple[Any, Any]:
     """Return the curve of two runs one after the other, within the same bytes."""
@@ -202,7 +202,7 @@ def _both(
     return np.maximum(need, floor), first + second + seconds
 
 
-def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
+def _lower_envelope(points: list[tuple[Any, Any, int]]) -> TimeCurve:
     """Return the lower envelope of some curves: at each number of bytes the least time."""
     need = np.concatenate([item for item, _, _ in points])
     seconds = np.concatenate([item for _, item, _ in points])
@@ -242,14 +242,14 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
         least = min(least, swapped.least)
         if budget >= swapped.least:
             result.append(
-                _come_early(costs, _leave_late(costs, swapped.plan(budget), budget), budget)
+                _fetch_early(costs, _offload_late(costs, swapped.plan(budget), budget), budget)
             )
     if not result:
-        raise plans.too_few(budget, least)
+        raise plans.budget_error(budget, least)
     return min(result, key=lambda plan: price_plan(costs, plan, bandwidth).seconds)
 
 
-def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
+def _offload_late(costs: Costs, plan: Plan, budget: int) -> Plan:
     """Return a plan that waits for a transfer out only when the memory is needed."""
     state, late, last = PlanState(costs), list[Action](), len(costs) - 1
     remaining = [action for action in plan if action.act is not Act.AWAY]
@@ -262,7 +262,7 @@ def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
         )
         trial = state.copy()
         if (
-            all(trial.has_for(item) and trial.do(item) <= budget for item in remaining[:count])
+            all(trial.has_inputs(item) and trial.do(item) <= budget for item in remaining[:count])
             or not state.leaving
         ):
             late += remaining[:count]
@@ -273,7 +273,7 @@ def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
     return tuple(late)
 
 
-def _come_early(costs: Costs, plan: Plan, budget: int) -> Plan:
+def _fetch_early(costs: Costs, plan: Plan, budget: int) -> Plan:
     """Return a plan that starts transfers in as early as the memory allows."""
     state, last = PlanState(costs), len(costs) - 1
     rows = [(action, state.do(action)) for action in plan]

@@ -219,7 +219,7 @@ class PlanState:
         return total + (costs[self._grad].gradient if self._grad < len(costs) else 0)
 
     @property
-    def is_over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether each layer has gone back, and the memory is empty."""
         return not (
             self._grad
@@ -229,7 +229,7 @@ class PlanState:
             or self._values - {0, len(self._costs)}
         )
 
-    def has_for(self, action: Action) -> bool:
+    def has_inputs(self, action: Action) -> bool:
         """Return whether an action has its inputs."""
         i, act = action.layer, action.act
         if act is Act.BACKWARD:
@@ -318,7 +318,7 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
     """
     state, moved, rows = PlanState(costs, bandwidth), 0, list[list[Any]]()
     for action in plan:
-        if not state.has_for(action):
+        if not state.has_inputs(action):
             raise UsageError(
                 f"action {action} of the plan, number {len(rows)}, lacks what it needs; check the"
                 " plan"
@@ -335,7 +335,7 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
         rows.append(
             [act.value, i, signs, begin_s, computes_s, end_s, peak, state.bytes, transfer or None]
         )
-    if not state.is_over:
+    if not state.is_complete:
         raise UsageError(
             "the plan leaves something behind; each layer must go back once, and each value be"
             " dropped"

@@ -39,10 +39,10 @@ def explain(
         step: the update that failed, counted from 1.
         value: the global loss.
     """
-    computed, origin = _go_forward(model, x, loss)
+    computed, origin = _run_forward(model, x, loss)
     origins: Sequence[str | None] = group.gather(origin)
     return _error(
-        origins if any(origins) else group.gather(_go_backward(model, computed)), step, value
+        origins if any(origins) else group.gather(_run_backward(model, computed)), step, value
     )
 
 
@@ -65,8 +65,8 @@ def locate_nonfinite(model: Module, x: Array, loss: Callable[[], Tensor]) -> str
         x: the input, (batch, ...).
         loss: computes the loss again, in the mode of the failed step and with its weights.
     """
-    computed, origin = _go_forward(model, x, loss)
-    return origin or _go_backward(model, computed)
+    computed, origin = _run_forward(model, x, loss)
+    return origin or _run_backward(model, computed)
 
 
 def nonfinite_message(step: int, value: float, origin: str | None, rank_name: str) -> str:
@@ -115,7 +115,7 @@ def explain_gradients(
     return _error(group.gather(origin and f"{origin}, summed over {source}"), step, value)
 
 
-def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
+def _run_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
     """Return the loss, computed again, and this rank's first non-finite value as text, or None."""
     origins = [] if finite(x) else ["the input"]
     origins += [
@@ -134,7 +134,7 @@ def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Te
     return computed, next(iter(origins), None)
 
 
-def _go_backward(model: Module, loss: Tensor) -> str | None:
+def _run_backward(model: Module, loss: Tensor) -> str | None:
     """Return this rank's first non-finite gradient as text, or None."""
     parameters = dict(model.named_parameters())
     with without_hooks(list(parameters.values())):

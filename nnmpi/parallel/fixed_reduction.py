@@ -88,7 +88,7 @@ class FixedReduction(DataParallel):
         for span in self.storage.spans:
             span.parameter.grad = span.parameter.buffer
         for norm, observed in zip(self._norms, self._observed, strict=True):
-            self._take_in(norm, observed)
+            self._update_statistics(norm, observed)
         sent_bytes = sum(grad.nbytes for grad in grads) if self.group.size > 1 else 0
         self.traffic = Traffic(0.0, sent_bytes, len(grads), nan)
 
@@ -114,7 +114,7 @@ class FixedReduction(DataParallel):
             )
         self._observed[number][self.microbatch] = (mean, variance)
 
-    def _take_in(self, norm: BatchNorm, observed: dict[int, tuple[Array, Array]]) -> None:
+    def _update_statistics(self, norm: BatchNorm, observed: dict[int, tuple[Array, Array]]) -> None:
         """Update running statistics by all microbatches in order, on every replica."""
         channels = norm.running_mean.data.size
         by_microbatch = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))

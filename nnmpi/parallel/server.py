@@ -122,7 +122,7 @@ class ParameterServer:
 
         server.open(first, stop, bound)
         send(server.release())                          all workers get the weights and begin
-        while not server.controller.over:
+        while not server.controller.is_over:
             server.push(worker, push, gradient)         one or several arrived gradients
             send(server.release())
         server.close()
@@ -173,7 +173,7 @@ class ParameterServer:
         Raises:
             CommError: for a worker that may not continue yet.
         """
-        self.controller.arrive(worker)
+        self.controller.add_gradient(worker)
         if push.broken:
             self.controller.close(at_once=True)
         else:
@@ -435,7 +435,7 @@ class PushPull:
                 f"segment {self._segment} is not over for this worker; pull and push until it has"
                 " no task"
             )
-        while self._server is not None and not self._server.controller.over:
+        while self._server is not None and not self._server.controller.is_over:
             self._wait_until(self.poll)
         self._wait_until(self._all_sent)
         if self._server is not None:

@@ -1,10 +1,10 @@
 """The server's consistency controller: which worker waits, and which task is next.
 
     worker            controller                        worker            controller, bound 0
-      | arrive ------->| a task is left: continue      A | arrive ------>| A leads by 1: it waits
-      |<------- task   |                               B | arrive ------>| no worker leads any more
+      | gradient ----->| a task is left: continue      A | gradient ---->| A leads by 1: it waits
+      |<------- task   |                               B | gradient ---->| no worker leads any more
       | computes       |                               A |<----- task    |
-      | arrive ------->| no task is left: it waits     B |<----- task    |
+      | gradient ----->| no task is left: it waits     B |<----- task    |
       |<------- None   | when all gradients have arrived
 
 Task                     one part of one batch: a worker's computation in one step
@@ -137,7 +137,7 @@ class ConsistencyController:
         return self.queue.stop - self.queue.first
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the segment has ended for every worker."""
         return self._finished and not any(self._waiting)
 
@@ -149,7 +149,7 @@ class ConsistencyController:
         self._waiting = [True] * workers
         self.clocks.limit_lag(bound)
 
-    def arrive(self, worker: int) -> None:
+    def add_gradient(self, worker: int) -> None:
         """Note that a worker's gradient has arrived, and that the worker waits.
 
         Raises:

@@ -62,13 +62,13 @@ def quickest(costs, budget, bandwidth=inf, bound=inf):
             forward = act in (Act.FORWARD, Act.KEEP)
             idle = act is Act.FORWARD and (i + 1 in state._values or i == len(costs) - 1)
             idle |= (forward and (i >= state._grad or i in there)) or (act is Act.DROP and i == 0)
-            if not idle and state.has_for(action):
+            if not idle and state.has_inputs(action):
                 yield action
 
     waiting, seen, number = [(0.0, 0, PlanState(costs, bandwidth))], {}, 0
     while waiting:
         _, _, state = heapq.heappop(waiting)
-        if state.is_over:
+        if state.is_complete:
             return state.seconds
         for action in actions(state):
             after = state.copy()

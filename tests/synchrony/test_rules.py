@@ -61,18 +61,18 @@ def test_a_controller_in_step_and_then_with_a_bound() -> None:
     controller = ConsistencyController(2)
     controller.open(0, 2, 0)
     assert controller.release() == {0: Task(0, 0), 1: Task(0, 1)}
-    controller.arrive(1)
+    controller.add_gradient(1)
     assert controller.release() == {}
     with pytest.raises(CommError, match="worker 1, which still waits"):
-        controller.arrive(1)
-    controller.arrive(0)
+        controller.add_gradient(1)
+    controller.add_gradient(0)
     assert controller.release() == {0: Task(1, 0), 1: Task(1, 1)}
-    controller.arrive(0)
-    controller.arrive(1)
-    assert not controller.over
+    controller.add_gradient(0)
+    controller.add_gradient(1)
+    assert not controller.is_over
     assert controller.release() == {0: None, 1: None}
     assert (
-        controller.over,
+        controller.is_over,
         controller.batches_done,
         controller.longest_lead,
         controller.arrived,
@@ -80,14 +80,14 @@ def test_a_controller_in_step_and_then_with_a_bound() -> None:
     controller.open(2, 5, 1)
     controller.release()
     for goes_on in (True, False):
-        controller.arrive(0)
+        controller.add_gradient(0)
         assert list(controller.release()) == [0] * goes_on
     assert controller.longest_lead == 1
     controller.close()
-    controller.arrive(1)
+    controller.add_gradient(1)
     # the bound lets both go on, but the batch has one part left
     assert controller.release() == {0: Task(3, 1)}
-    controller.arrive(0)
+    controller.add_gradient(0)
     assert controller.release() == {0: None, 1: None}
     assert controller.batches_done == 2
 

@@ -165,7 +165,7 @@ def test_a_segment_ends_early(how: str) -> None:
     server.push(1, gradient=np.nan if how == "broken" else 1.0, **{how: True})
     assert server.release() == []
     server.play("02")
-    assert server.server.controller.over
+    assert server.server.controller.is_over
     assert set(server.tasks.values()) == {None}
     assert server.server.controller.batches_done == 1  # all of its parts had been assigned
     assert server.weight == pytest.approx(-LR * (3 if how == "signal" else 2))
@@ -183,4 +183,4 @@ def test_state_and_weights_go_back_and_frozen_parameters_stay() -> None:
     assert server.given.slots()["m"][0].any()
     with pytest.raises(CommError, match="still waits"):
         server.server.controller.open(2, 3, 0)
-        server.server.controller.arrive(0)
+        server.server.controller.add_gradient(0)
