@@ -250,7 +250,7 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
         )
 
 
-def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
+def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     """Return the loss of logits.
 
     Raises:
@@ -258,23 +258,23 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
             its line.
     """
     try:
-        result: object = loss(logits, labels)
+        total: object = loss(logits, labels)
     except (NnmpiError, MemoryError):
         raise
     except Exception as error:
         raise UsageError(
             fault(getattr(loss, "function", loss), ("logits", "labels"), error)
         ) from error
-    if not isinstance(result, Tensor):
+    if not isinstance(total, Tensor):
         raise UsageError(
-            f"the loss gave a {type(result).__name__}; return the sum of the losses, a Tensor"
+            f"the loss gave a {type(total).__name__}; return the sum of the losses, a Tensor"
         )
-    if result.size != 1:
+    if total.size != 1:
         raise UsageError(
-            f"the loss gave a Tensor of shape {result.shape}; return the sum of the losses, one"
+            f"the loss gave a Tensor of shape {total.shape}; return the sum of the losses, one"
             " number"
         )
-    return result
+    return total
 
 
 def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:

@@ -47,7 +47,7 @@ from nnmpi.compose.losses import (
     check_labels,
     count_correct,
     is_own_loss,
-    summed,
+    sum_of,
     to_device,
 )
 from nnmpi.compose.replayed import LOOKED_AT, Replay, is_own
@@ -444,7 +444,7 @@ class Passes(Caller):
         if not again:  # before the loss: a device would read out of range silently
             check_labels(now.loss, device_batch, now.cuts[microbatch].start, logits)
         labels = feed(lambda: self._now.part(microbatch).y)
-        loss = summed(now.loss, logits, labels)
+        loss = sum_of(now.loss, logits, labels)
         if not again:
             perform(self._note_numbers, microbatch, logits.data, loss.data)
         return loss

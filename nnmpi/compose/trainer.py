@@ -324,7 +324,7 @@ def check_numerics(trainer: Trainer) -> None:
     text = [
         ("the ranks compute in different precisions", mode),
         *(
-            ("the ranks' losses differ", _described(item))
+            ("the ranks' losses differ", _loss_text(item))
             for item in (trainer.loss, trainer.evaluation_loss)
         ),
         ("the ranks' seeds differ", trainer.seed),
@@ -369,12 +369,12 @@ def _update(trainer: Trainer) -> list[str]:
     return [type(optimizer).__name__, *numbers, f"clip {trainer.clip}"]
 
 
-def _described(loss: Any) -> str:
+def _loss_text(loss: Any) -> str:
     """Return a loss as text: its name and its options, if any."""
     if isinstance(loss, LabelLoss):
-        return _described(loss.function)
+        return _loss_text(loss.function)
     if isinstance(loss, partial):
-        return f"{_described(loss.func)} with {loss.keywords}"
+        return f"{_loss_text(loss.func)} with {loss.keywords}"
     words = repr(loss)
     return (
         words if " at 0x" not in words else str(getattr(loss, "__qualname__", type(loss).__name__))

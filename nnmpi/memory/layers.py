@@ -251,7 +251,7 @@ def measure(
                 if store is not None:
                     nbytes = moved_bytes([*result, replace(cost, moves=True)], len(result))
                     cost = replace(
-                        cost, moves=_moves(layer, around, nbytes, not result, backend, store)
+                        cost, moves=_can_move(layer, around, nbytes, not result, backend, store)
                     )
             result.append(cost)
             around = after
@@ -361,7 +361,7 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
     ), after
 
 
-def _moves(
+def _can_move(
     layer: Measured, before: _Around, nbytes: int, first: bool, backend: Backend, store: Store
 ) -> bool:
     """Offload a layer's saved arrays and fetch them; return whether that freed their memory."""

@@ -329,7 +329,7 @@ class ModelWalk:
         if self._has_rule(module):
             placed, placement = self._layer(module, name, layout)
             return placed, ActivationLayout(placement, shape_after(module, layout.shape))
-        is_open = self._open(module, name)
+        is_open = self._shard_inside(module, name)
         before = None if layout.placement.is_replicated else self._gather(layout)
         # the result of a custom model as a whole stays as it is: the loss refuses a sharded one
         after = partial(whole, group=PartExchange(self.sharder.group)) if is_open and name else None
@@ -410,7 +410,7 @@ class ModelWalk:
         shortcut = Sequential() if block.shortcut is None else block.shortcut
         return self.replace(shortcut, _join(name, "shortcut"), layout)
 
-    def _open(self, module: Module, name: str) -> bool:
+    def _shard_inside(self, module: Module, name: str) -> bool:
         """Shard a custom module's layers that the table names; return whether there are any.
 
         Their results carry their placement, and operations on them support it or refuse it.
@@ -431,7 +431,7 @@ class ModelWalk:
                     *self.replace(child, inside, ActivationLayout(expects, None))
                 )
             else:
-                result = self._open(child, inside) or result
+                result = self._shard_inside(child, inside) or result
                 continue
             module.set_child(
                 child_name, ShardedChild(placed, inside, expects, gives, self.sharder.group)

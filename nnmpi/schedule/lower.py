@@ -37,7 +37,7 @@ def lower(schedule: Schedule) -> Schedule:
     """Return an executable schedule from computation alone (with updates in PipeDream)."""
     with_transfers = add_transfers(schedule)
     late = fuse(place_reductions(with_transfers))
-    if _is_met(late):
+    if _suits_rendezvous(late):
         return late
     return fuse(place_reductions(receive_early(with_transfers)))
 
@@ -66,7 +66,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
             if send and after:
                 yield send.at(item.stage, item.microbatch)
 
-    return schedule.changed(change)
+    return schedule.map_instructions(change)
 
 
 def receive_early(schedule: Schedule) -> Schedule:
@@ -101,7 +101,7 @@ def receive_early(schedule: Schedule) -> Schedule:
                     yield receives.pop(0)[1]
                 yield element
 
-    return schedule.changed(change)
+    return schedule.map_instructions(change)
 
 
 def place_reductions(schedule: Schedule) -> Schedule:
@@ -121,7 +121,7 @@ def place_reductions(schedule: Schedule) -> Schedule:
                 yield Kind.REDUCE.at(element.stage)
         yield from [Kind.STEP.at(stage) for stage in sorted(last)] * updates
 
-    return schedule.changed(change)
+    return schedule.map_instructions(change)
 
 
 def fuse(schedule: Schedule) -> Schedule:
@@ -132,10 +132,10 @@ def fuse(schedule: Schedule) -> Schedule:
             items = tuple(run)
             yield from [Fused(items)] if transfers and len(items) > 1 else items
 
-    return schedule.changed(change)
+    return schedule.map_instructions(change)
 
 
-def _is_met(schedule: Schedule) -> bool:
+def _suits_rendezvous(schedule: Schedule) -> bool:
     """Whether, in unit time, rendezvous sends take no longer than eager ones.
 
     Then receives need not be posted earlier. The times are sums and maxima of integers, which

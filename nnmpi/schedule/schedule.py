@@ -234,7 +234,9 @@ class Schedule:
         for item in self.programs[rank]:
             yield from parts(item)
 
-    def changed(self, change: Callable[[tuple[Instruction, ...]], Iterable[Item]]) -> "Schedule":
+    def map_instructions(
+        self, change: Callable[[tuple[Instruction, ...]], Iterable[Item]]
+    ) -> "Schedule":
         """Return the schedule with each rank's instructions replaced by `change(instructions)`."""
         programs = (change(tuple(self.instructions(rank))) for rank in range(self.ranks))
         return replace(self, programs=tuple(map(tuple, programs)))

@@ -21,7 +21,7 @@ from nnmpi.schedule.schedule import (
     stages_of,
     there_and_back,
 )
-from nnmpi.schedule.there_and_back import quickest
+from nnmpi.schedule.there_and_back import fastest
 from nnmpi.shard import split
 
 
@@ -182,7 +182,7 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
     stage saves min(S, M) activations (until their W), as many as the first stage of 1F1B does.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024.
     """
-    return tuple(quickest(ranks, microbatches, ranks, 1)[rank])
+    return tuple(fastest(ranks, microbatches, ranks, 1)[rank])
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
@@ -201,7 +201,7 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     of 1F1B saves R activations of all its layers. Source: Qi et al., Pipeline Parallelism with
     Controllable Memory, 2024; for all three see `there_and_back`.
     """
-    return tuple(quickest(ranks, microbatches, 2 * ranks)[rank])
+    return tuple(fastest(ranks, microbatches, 2 * ranks)[rank])
 
 
 def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
@@ -216,7 +216,7 @@ def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 
     A rank saves R + 2 activations of half its layers.
     """
-    return tuple(quickest(ranks, microbatches, min(ranks + 2, 2 * ranks))[rank])
+    return tuple(fastest(ranks, microbatches, min(ranks + 2, 2 * ranks))[rank])
 
 
 def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
@@ -231,7 +231,7 @@ def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 
     A rank saves 2 (R + 4) / 3 activations of half its layers, with (R + 4) / 3 rounded down.
     """
-    return tuple(quickest(ranks, microbatches, 2 * ((ranks + 4) // 3))[rank])
+    return tuple(fastest(ranks, microbatches, 2 * ((ranks + 4) // 3))[rank])
 
 
 # schedules for any number of stages on a rank, which take this number

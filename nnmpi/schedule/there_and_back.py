@@ -39,7 +39,7 @@ _TIMETABLES = {
 
 
 @lru_cache(maxsize=64)
-def quickest(
+def fastest(
     ranks: int, microbatches: int, most: int, virtual: int = 2
 ) -> Sequence[Sequence[Instruction]]:
     """Return each rank's computation by the fastest timetable under a cap.
@@ -50,11 +50,11 @@ def quickest(
             number of ranks on.
         virtual: stages per rank, 1 or 2.
     """
-    result = [_play(ranks, microbatches, most, *item) for item in _TIMETABLES[virtual]]
+    result = [_run(ranks, microbatches, most, *item) for item in _TIMETABLES[virtual]]
     return min(filter(None, result), key=lambda entry: entry[0])[1]
 
 
-def _play(
+def _run(
     ranks: int, microbatches: int, most: int, pace: int, turns: Sequence[int]
 ) -> tuple[int, Sequence[Sequence[Instruction]]] | None:
     """Return the units of time and each rank's program; None if all ranks wait for memory."""

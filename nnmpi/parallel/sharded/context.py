@@ -293,9 +293,9 @@ class ShardedChild(Redistributed):
 
     def forward(self, x: Any) -> Any:
         """Return the layer's result, marked as a part if it is sharded."""
-        return _mark(self.inner(self._arranged(x)), self._gives, self._group, self._name)
+        return _mark(self.inner(self._redistribute(x)), self._gives, self._group, self._name)
 
-    def _arranged(self, x: Any) -> Any:
+    def _redistribute(self, x: Any) -> Any:
         if self._expects.is_replicated:
             return whole(x, self._group)
         expected = _cut(x, self._expects, self._group, self._name)
@@ -303,7 +303,7 @@ class ShardedChild(Redistributed):
             return x.part()
         return scatter(whole(x, self._group), self._group.group, self._expects)
 
-    def _closed(self, *_: Any) -> NoReturn:
+    def _refuse_access(self, *_: Any) -> NoReturn:
         raise LayoutError(
             f"layer {self._name!r} is shared out over {self._group.size} ranks, and its parameters"
             " and layers cannot be used one by one then; call the layer, or give it no entry in"
@@ -314,7 +314,9 @@ class ShardedChild(Redistributed):
         # reached only for attributes that this object does not have
         value = getattr(self.inner, name)
         return (
-            self._closed() if isinstance(value, Tensor | Module | Buffer | list | tuple) else value
+            self._refuse_access()
+            if isinstance(value, Tensor | Module | Buffer | list | tuple)
+            else value
         )
 
-    __getitem__ = __len__ = __iter__ = _closed
+    __getitem__ = __len__ = __iter__ = _refuse_access
