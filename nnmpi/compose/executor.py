@@ -45,7 +45,7 @@ from nnmpi.schedule.schedule import (
 )
 from nnmpi.schedule.schedules import Generator, make
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.tensor.cut import whole
+from nnmpi.tensor.sharded import whole
 from nnmpi.tensor.tensor import Tensor
 
 INFERENCE, SERIAL = "inference", "1f1b"  # 1F1B on one rank: each forward, then its backward

@@ -26,10 +26,10 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, ope
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.backward import Deferred, walk_back
-from nnmpi.tensor.cut import mark
 from nnmpi.tensor.function import CommonRoot, Function, Tape, enable_grad, no_grad
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.placement import TensorCut
+from nnmpi.tensor.placement import Shard
+from nnmpi.tensor.sharded import mark
 from nnmpi.tensor.tensor import Tensor
 
 Layer = Callable[[Tensor], Any]
@@ -40,7 +40,7 @@ class Value(NamedTuple):
     """An array between two layers, or a shard of a larger one; `cuts` from the inside out."""
 
     array: Array
-    cuts: tuple[TensorCut, ...] = ()
+    cuts: tuple[Shard, ...] = ()
 
     def tensor(self) -> Tensor:
         """Return it as a tensor without a graph."""
@@ -53,11 +53,11 @@ class Value(NamedTuple):
         return x
 
 
-def local_tensor(x: Tensor) -> tuple[Tensor, tuple[TensorCut, ...]]:
+def local_tensor(x: Tensor) -> tuple[Tensor, tuple[Shard, ...]]:
     """Return a tensor as this rank's plain tensor, in the same graph, and its cuts."""
-    cuts: list[TensorCut] = []
-    while x.cut is not None:
-        cuts.append(x.cut)
+    cuts: list[Shard] = []
+    while x.shard is not None:
+        cuts.append(x.shard)
         x = x.part()  # type: ignore[attr-defined]
     return x, tuple(reversed(cuts))
 

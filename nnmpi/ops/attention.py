@@ -21,7 +21,7 @@ from nnmpi.ops.dropout import MaskKey
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, read_as, require_floating
-from nnmpi.tensor.placement import Placement, TensorCut, alike, uncut
+from nnmpi.tensor.placement import Placement, Shard, alike, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -30,15 +30,15 @@ def attention_for(array: Array) -> Any:
     return kernels_for(array, "attend") or plain
 
 
-def over_ranks(function: Function, cut: TensorCut, kernels: Any) -> Any:
+def over_ranks(function: Function, shard: Shard, kernels: Any) -> Any:
     """Return the attention over positions of several ranks, with its exchange.
 
     Raises:
         LayoutError: when the ranks' group has no attention over positions.
     """
-    result = cut.group.attention(kernels, cut.placement)
+    result = shard.group.attention(kernels, shard.placement)
     if result is None:
-        raise cut.refuse(function, "looks at all positions")
+        raise shard.refuse(function, "looks at all positions")
     return result
 
 
@@ -60,8 +60,8 @@ class Attention(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: that of q, k and v, if each head is on one rank."""
         first = alike(self, inputs, "needs queries, keys and values of the same heads")
-        if first.cut.axis == 2:
-            self.kernels = over_ranks(self, first.cut, self.kernels)
+        if first.shard.axis == 2:
+            self.kernels = over_ranks(self, first.shard, self.kernels)
             return uncut(self, first, (), "")
         return uncut(self, first, (3,), "needs whole heads")
 
@@ -171,21 +171,21 @@ class PackedAttention(Function):
         q2 k2 v2                       rank 1
         """
         (qkv,) = inputs
-        cut, (batch, time, width) = qkv.cut, qkv.shape
+        shard, (batch, time, width) = qkv.shard, qkv.shape
         if self.mask_key is not None:
             uncut(self, qkv, (0,), "needs whole sequences")
-        if cut.axis == 1 and self.before is not None:
-            raise cut.refuse(self, "continues whole sequences")
-        if cut.axis == 1:
-            self.kernels, self.length = over_ranks(self, cut, self.kernels), time
-        if cut.axis < 2:
+        if shard.axis == 1 and self.before is not None:
+            raise shard.refuse(self, "continues whole sequences")
+        if shard.axis == 1:
+            self.kernels, self.length = over_ranks(self, shard, self.kernels), time
+        if shard.axis < 2:
             return uncut(self, qkv, (), "")
         apart = (batch, time, 3, self.heads, width // (3 * self.heads))
-        by_heads: Placement | None = cut.placement.reshaped(qkv.shape, apart, cut.group.size)
+        by_heads: Placement | None = shard.placement.reshaped(qkv.shape, apart, shard.group.size)
         if by_heads is None or by_heads.axis != 3:
-            raise cut.refuse(self, "needs queries, keys and values of whole heads on each rank")
-        self.first = by_heads.region((self.heads,), 0, cut.group.size, cut.group.rank).start
-        self.heads = cut.local_length(by_heads)
+            raise shard.refuse(self, "needs queries, keys and values of whole heads on each rank")
+        self.first = by_heads.region((self.heads,), 0, shard.group.size, shard.group.rank).start
+        self.heads = shard.local_length(by_heads)
         return replace(by_heads, unit=width // (3 * by_heads.units), axis=2)
 
     def forward(self, qkv: Array) -> Array:

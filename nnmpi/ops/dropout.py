@@ -44,9 +44,9 @@ class DropoutFunction(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; number this shard's columns as in the full row."""
         (x,) = inputs
-        cut, row = x.cut, x.shape[1:]
+        shard, row = x.shard, x.shape[1:]
         uncut(self, x, (0,), "needs whole rows")
-        local = cut.placement.region(row, cut.axis - 1, cut.group.size, cut.group.rank)
+        local = shard.placement.region(row, shard.axis - 1, shard.group.size, shard.group.rank)
         self.columns = (
             _numbers(local)
             if self.columns is None

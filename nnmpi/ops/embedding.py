@@ -12,7 +12,7 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import read_as, refuse_parts, whole_values
-from nnmpi.tensor.placement import Placement, is_cut, uncut
+from nnmpi.tensor.placement import Placement, is_sharded, uncut
 from nnmpi.tensor.tensor import Tensor
 
 LONG_ROWS = 128  # features, see `add_rows`
@@ -77,7 +77,7 @@ def embedding(
         ShapeError: for an index outside 0..entries-1 (the first such is named), or a table that is
             no matrix.
     """
-    values = indices.data if is_cut(indices) else whole_values("embedding", indices)
+    values = indices.data if is_sharded(indices) else whole_values("embedding", indices)
     if not is_array(values):
         values = np.asarray(values)  # checked on the host, also for a table on the device
     if values.dtype.kind not in "iu":
@@ -89,7 +89,7 @@ def embedding(
     if kernels_for(table.data, "embedding") is None or type(values) is np.ndarray:
         perform(_check_indices, values, table.shape[0] if entries is None else entries)
         values = namespace(table.data).asarray(values)
-    return make(read_as("embedding", table))(table, indices if is_cut(indices) else values)
+    return make(read_as("embedding", table))(table, indices if is_sharded(indices) else values)
 
 
 def _check_indices(indices: Array, entries: int) -> None:

@@ -76,8 +76,8 @@ from nnmpi.parallel.sharded.elementwise import (
     place_softmax,
 )
 from nnmpi.parallel.sharded.linear import PRODUCTS, place_product
-from nnmpi.tensor.cut import whole
 from nnmpi.tensor.placement import REPLICATED, Placement, features
+from nnmpi.tensor.sharded import whole
 
 Rule: TypeAlias = Callable[[Any, LayerContext], Placed]
 

@@ -8,16 +8,16 @@ Reading order:
     operand                      dtype rules, and computing half precision in float32
     tensor                       the public class: each operation is a method
     parameter                    a model's parameters as views into flat arrays
-    placement, cut               sharded tensors; the rest does not depend on them
+    placement, sharded           sharded tensors; the rest does not depend on them
 
 To add an operation, write a `Function` with forward and backward, here or in `ops`, and a method or
 function that calls it. `check` compares its gradient with finite differences.
 """
 
 from nnmpi.tensor.check import GradientError, check_gradients
-from nnmpi.tensor.cut import whole
 from nnmpi.tensor.function import Function, enable_grad, no_grad, recording
 from nnmpi.tensor.parameter import FlatStorage, Parameter, Span
+from nnmpi.tensor.sharded import whole
 from nnmpi.tensor.tensor import Tensor, concatenate, maximum, minimum, stack, where
 
 __all__ = [

@@ -46,7 +46,7 @@ from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.placement import Placement, TensorCut, aligned, is_cut
+from nnmpi.tensor.placement import Placement, Shard, aligned, is_sharded
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient
 
@@ -106,7 +106,7 @@ class Variable:
         grad: the gradient, an array like `data`; None until a backward pass reaches this leaf.
         node: the operation that computed it; None for a leaf.
         tape: the tape with that operation; None for a leaf.
-        cut: the shard's position in its full tensor (see `cut.CutTensor`); None for a full tensor.
+        shard: the position in its full tensor, of a shard (see `sharded.ShardedTensor`); or None.
         buffer: a view into flat storage that receives the first gradient of a pass, or None.
         hook: called with this leaf as soon as its gradient is final, once in every backward pass
             that gives it one; or None. Set it before the forward pass: operations read it when
@@ -119,7 +119,7 @@ class Variable:
     __slots__ = (
         "__weakref__",
         "buffer",
-        "cut",
+        "shard",
         "data",
         "grad",
         "hook",
@@ -135,7 +135,7 @@ class Variable:
     tape: Tape | None
     buffer: Array | None
     hook: Callable[[Any], None] | None
-    cut: TensorCut | None
+    shard: Shard | None
     guard: Callable[[], None] | None = None
     writes: Writes | None = None
 
@@ -259,7 +259,7 @@ class Function:
         raise NotImplementedError(f"{type(self).__name__} defines no backward")
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the output's placement, given inputs of which some are shards (`cut.CutTensor`).
+        """Return the output's placement; some inputs are shards (`sharded.ShardedTensor`).
 
         Called before `forward`, which then gets the shards' arrays. An override also converts
         options that describe the full tensor, such as a shape, to the shard's. The default refuses
@@ -268,8 +268,8 @@ class Function:
         Raises:
             LayoutError: when the operation on shards would not give shards of the result.
         """
-        part = next(x for x in inputs if is_cut(x))
-        raise part.cut.refuse(self, "works on whole tensors")
+        part = next(x for x in inputs if is_sharded(x))
+        raise part.shard.refuse(self, "works on whole tensors")
 
     def __call__(self, *inputs: Any) -> Any:
         """Apply the operation, and record it if an input needs a gradient.
@@ -292,7 +292,7 @@ class Function:
                     first = x
                 if recording and x.requires_grad:
                     needed = recorded = True
-                if x.cut is not None:
+                if x.shard is not None:
                     part = x
                 x = x.data
             values.append(x)

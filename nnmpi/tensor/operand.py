@@ -20,7 +20,7 @@ from nnmpi.backend.precision import (
 )
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
-from nnmpi.tensor.placement import is_cut
+from nnmpi.tensor.placement import is_sharded
 
 
 class AsType(Elementwise):
@@ -136,7 +136,7 @@ def check_broadcast(name: str, *shapes: Shape) -> None:
 
 
 def refuse_parts(operation: object, *inputs: Any, why: str = "meets a whole tensor") -> None:
-    """Refuse shards (`cut.CutTensor`) for an operation that does not support them.
+    """Refuse shards (`sharded.ShardedTensor`) for an operation that does not support them.
 
     Args:
         operation: a `Function`, or a name.
@@ -147,8 +147,8 @@ def refuse_parts(operation: object, *inputs: Any, why: str = "meets a whole tens
         LayoutError: naming the layer that made the shard.
     """
     for x in inputs:
-        if is_cut(x):
-            raise x.cut.refuse(operation, why) from None
+        if is_sharded(x):
+            raise x.shard.refuse(operation, why) from None
 
 
 def whole_values(name: str, x: Any) -> Any:
@@ -159,8 +159,8 @@ def whole_values(name: str, x: Any) -> Any:
     """
     if not isinstance(x, Variable):
         return x
-    if x.cut is not None:
-        raise x.cut.refuse(name, "takes the values of a whole tensor")
+    if x.shard is not None:
+        raise x.shard.refuse(name, "takes the values of a whole tensor")
     return x.data
 
 

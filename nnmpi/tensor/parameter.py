@@ -88,7 +88,7 @@ class Parameter(Tensor):
         self._unbind()
 
     def _unbind(self) -> None:
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = (
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.shard = (
             self.writes
         ) = None
 

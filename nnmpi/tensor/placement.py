@@ -14,9 +14,9 @@ ranks of the elements:
     units=2 unit=3 repeats=3  q, k, v of 2 heads of 3         0 0 0 1 1 1  0 0 0 1 1 1  0 0 0 1 1 1
 
 For a known order of layers, `parallel.tensor` plans the placements ahead. For a module with a
-forward of its own, the tensors carry them: a sharded layer returns a `CutTensor` (see `cut`), whose
-`TensorCut` gives its position in the full tensor. Each operation derives the placement of its
-result in `Function.placed`:
+forward of its own, the tensors carry them: a sharded layer returns a `ShardedTensor` (see
+`sharded`), whose `Shard` gives its position in the full tensor. Each operation derives the
+placement of its result in `Function.placed`:
 
     elementwise, or along another axis                              a shard of the result
     along the sharded axis, or a Function without `placed`          refused
@@ -26,7 +26,7 @@ scale, a mask) is the same on every rank, but its gradient is the sum over the r
 through `TensorGroup.copy`. If it has the full length of the sharded axis, each rank uses its slice
 (`TensorGroup.scatter`).
 
-A shard may be sharded again, along another axis over other ranks (`TensorCut.within`): positions
+A shard may be sharded again, along another axis over other ranks (`Shard.within`): positions
 over the ranks s of sequence parallelism, features over the ranks t of tensor parallelism. Then
 `placed` is called once per group, the outer one first; it sees the inner shards as full.
 
@@ -58,8 +58,8 @@ class Placement:
         unit: the number of neighbouring elements in a unit.
         repeats: the number of times that the sequence of units recurs; None if only the next
             layer's size determines it.
-        axis: the sharded axis: the last one (-1) or the images' rows (1); in a `TensorCut` any
-            axis, counted from 0.
+        axis: the sharded axis: the last one (-1) or the images' rows (1); in a `Shard` any axis,
+            counted from 0.
     """
 
     units: int = 0
@@ -286,7 +286,7 @@ class TensorGroup(Protocol):
 
 
 @dataclass(frozen=True)
-class TensorCut:
+class Shard:
     """The position of a rank's shard in its full tensor.
 
     Attributes:
@@ -294,13 +294,13 @@ class TensorCut:
         group: the ranks that share the tensor.
         layer: the full name of the layer that made the shard; empty for positions, which are
             sharded before the first layer.
-        within: the cut of the shard itself, along another axis over other ranks; or None.
+        within: the position of the shard's own shard, along another axis over other ranks; or None.
     """
 
     placement: Placement
     group: TensorGroup
     layer: str
-    within: TensorCut | None = None
+    within: Shard | None = None
 
     @property
     def axis(self) -> int:
@@ -322,7 +322,7 @@ class TensorCut:
         shape = shape if self.within is None else self.within.of(shape)
         return (*shape[: self.axis], self.length, *shape[self.axis + 1 :])
 
-    def is_like(self, other: TensorCut) -> bool:
+    def is_like(self, other: Shard) -> bool:
         """Return whether both tensors have the same placement."""
         return self.placement.is_like(other.placement, self.group.size)
 
@@ -351,9 +351,9 @@ class TensorCut:
         )
 
 
-def is_cut(x: Any) -> bool:
+def is_sharded(x: Any) -> bool:
     """True for a rank's shard of a tensor; False for full tensors, arrays and numbers."""
-    return getattr(x, "cut", None) is not None
+    return getattr(x, "shard", None) is not None
 
 
 def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
@@ -368,10 +368,10 @@ def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
     Raises:
         LayoutError: when the sharded axis is among `axes`.
     """
-    cut: TensorCut = x.cut
-    if cut.axis in (axis % x.ndim for axis in axes):
-        raise cut.refuse(function, why)
-    return cut.placement
+    shard: Shard = x.shard
+    if shard.axis in (axis % x.ndim for axis in axes):
+        raise shard.refuse(function, why)
+    return shard.placement
 
 
 def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
@@ -380,15 +380,15 @@ def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
     Raises:
         LayoutError: with the reason `why`.
     """
-    first = next(x for x in inputs if is_cut(x))
-    if not all(is_cut(x) and x.cut.is_like(first.cut) for x in inputs):
-        raise first.cut.refuse(function, why)
+    first = next(x for x in inputs if is_sharded(x))
+    if not all(is_sharded(x) and x.shard.is_like(first.shard) for x in inputs):
+        raise first.shard.refuse(function, why)
     return first
 
 
 def moved(x: Any, axis: int) -> Placement:
     """Return a shard's placement, with the sharded axis renumbered."""
-    placement: Placement = x.cut.placement
+    placement: Placement = x.shard.placement
     return replace(placement, axis=axis)
 
 
@@ -406,21 +406,23 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
     Raises:
         LayoutError: for other inputs.
     """
-    first = next(x for x in inputs if is_cut(x))
-    cut: TensorCut = first.cut
-    behind = first.ndim - cut.axis  # the axis counted from the end, as broadcasting aligns axes
+    first = next(x for x in inputs if is_sharded(x))
+    shard: Shard = first.shard
+    behind = first.ndim - shard.axis  # the axis counted from the end, as broadcasting aligns axes
     shapes = [tuple(getattr(x, "shape", ())) for x in inputs]
     for x, shape in zip(inputs, shapes, strict=True):
-        if is_cut(x):
-            placement = moved(first, x.cut.axis)
-            if len(shape) - x.cut.axis != behind or not x.cut.placement.is_like(
-                placement, cut.group.size
+        if is_sharded(x):
+            placement = moved(first, x.shard.axis)
+            if len(shape) - x.shard.axis != behind or not x.shard.placement.is_like(
+                placement, shard.group.size
             ):
-                raise cut.refuse(
-                    function, f"meets a part that layer {x.cut.layer!r} left in another way"
+                raise shard.refuse(
+                    function, f"meets a part that layer {x.shard.layer!r} left in another way"
                 )
-        elif len(shape) >= behind and shape[-behind] not in ((1, cut.length) if scatters else (1,)):
-            raise cut.refuse(function, "meets a whole tensor")
+        elif len(shape) >= behind and shape[-behind] not in (
+            (1, shard.length) if scatters else (1,)
+        ):
+            raise shard.refuse(function, "meets a whole tensor")
     return moved(first, max(map(len, shapes)) - behind)
 
 

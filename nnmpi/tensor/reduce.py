@@ -9,7 +9,7 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function, Grads, unbroadcast
-from nnmpi.tensor.placement import Placement, aligned, is_cut, moved, uncut
+from nnmpi.tensor.placement import Placement, aligned, is_sharded, moved, uncut
 
 
 def _keep_axes(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -139,14 +139,14 @@ class MatMul(Function):
         """
         a, b = inputs
         for x, inner in ((a, -1), (b, -2 if b.ndim > 1 else -1)):
-            if is_cut(x):
+            if is_sharded(x):
                 uncut(self, x, (inner,), "adds up along all of that axis")
-        x = a if is_cut(a) else b
-        behind = x.ndim - x.cut.axis
+        x = a if is_sharded(a) else b
+        behind = x.ndim - x.shard.axis
         if behind > 2:  # an axis of the stacks
             return aligned(self, inputs)
-        if is_cut(a) and is_cut(b):
-            raise x.cut.refuse(self, "multiplies all parts with all parts")
+        if is_sharded(a) and is_sharded(b):
+            raise x.shard.refuse(self, "multiplies all parts with all parts")
         return moved(x, max(a.ndim, b.ndim, 2) - behind - (a.ndim == 1))
 
     def forward(self, a: Array, b: Array) -> Array:

@@ -27,12 +27,12 @@ class Reshape(Function):
         See `Placement.reshaped`.
         """
         (x,) = inputs
-        cut, known = x.cut, prod(n for n in self.new if n != -1)
+        shard, known = x.shard, prod(n for n in self.new if n != -1)
         new = tuple(x.size // known if n == -1 else n for n in self.new)
-        placement: Placement | None = cut.placement.reshaped(x.shape, new, cut.group.size)
+        placement: Placement | None = shard.placement.reshaped(x.shape, new, shard.group.size)
         if placement is None:
-            raise cut.refuse(self, f"of {x.shape} to {new} tears the ranks' parts apart")
-        local = cut.local_length(placement)
+            raise shard.refuse(self, f"of {x.shape} to {new} tears the ranks' parts apart")
+        local = shard.local_length(placement)
         self.new = (*new[: placement.axis], local, *new[placement.axis + 1 :])
         return placement
 
@@ -57,7 +57,7 @@ class Transpose(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement, with the sharded axis at its new position."""
         (x,) = inputs
-        return moved(x, self.axes.index(x.cut.axis))
+        return moved(x, self.axes.index(x.shard.axis))
 
     def forward(self, x: Array) -> Array:
         return x.transpose(self.axes)
@@ -147,18 +147,20 @@ class GetItem(Function):
         It also rewrites the key, whose slice of the sharded axis becomes one of the local shard.
         """
         (x,) = inputs
-        cut, key = x.cut, self._expanded(x.ndim)
+        shard, key = x.shard, self._expanded(x.ndim)
         if key is None:
-            raise cut.refuse(self, "picks elements by an array")
+            raise shard.refuse(self, "picks elements by an array")
         # the position in the key of the sharded axis; new axes (None) are none of x's
-        at = [i for i, item in enumerate(key) if item is not None][cut.axis]
+        at = [i for i, item in enumerate(key) if item is not None][shard.axis]
         local = key[at]
-        start, stop, step = local.indices(cut.length) if isinstance(local, slice) else (0, 0, 1)
-        placement: Placement | None = cut.placement.sliced(start, stop) if step == 1 else None
+        start, stop, step = local.indices(shard.length) if isinstance(local, slice) else (0, 0, 1)
+        placement: Placement | None = shard.placement.sliced(start, stop) if step == 1 else None
         if placement is None:
-            raise cut.refuse(self, f"picks {local} of that axis, no whole groups of its parts")
-        repeat = cut.local_length() // (cut.placement.repeats or 1)
-        key[at] = slice(start // cut.placement.once * repeat, stop // cut.placement.once * repeat)
+            raise shard.refuse(self, f"picks {local} of that axis, no whole groups of its parts")
+        repeat = shard.local_length() // (shard.placement.repeats or 1)
+        key[at] = slice(
+            start // shard.placement.once * repeat, stop // shard.placement.once * repeat
+        )
         self.key = tuple(key)
         removed = sum(isinstance(item, int) for item in key[:at])
         return replace(placement, axis=at - removed)

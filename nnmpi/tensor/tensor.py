@@ -62,7 +62,7 @@ from nnmpi.tensor.operand import (
     values_of,
     whole_values,
 )
-from nnmpi.tensor.placement import is_cut
+from nnmpi.tensor.placement import is_sharded
 from nnmpi.tensor.shape import (
     Concatenate,
     GetItem,
@@ -102,14 +102,14 @@ class Tensor(Variable):
                 f"a tensor of {self.data.dtype} can have no gradient; use floating point"
             )
         self.requires_grad = requires_grad
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.cut = None
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.shard = None
 
     @staticmethod
     def blank() -> Tensor:
         """Return a tensor without data, for an operation to fill in."""
         tensor = Tensor.__new__(Tensor)
         tensor.requires_grad = False
-        tensor.grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.cut = None
+        tensor.grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.shard = None
         return tensor
 
     def backward(
@@ -543,7 +543,7 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
             f" {getattr(values, 'dtype', type(values).__name__)}"
         )
     a, b = operands("where", a, b)
-    if any(map(is_cut, (condition, a, b))):  # `placed` of the operation compares the placements
+    if any(map(is_sharded, (condition, a, b))):  # `placed` of the operation compares the placements
         return in_float32(Where(), condition, a, b)
     check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
     return in_float32(Where(), values, a, b)

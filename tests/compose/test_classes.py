@@ -16,7 +16,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Sharding
-from nnmpi.tensor.cut import whole
+from nnmpi.tensor.sharded import whole
 from nnmpi.timeline import Timeline, recording
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, run

@@ -17,7 +17,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.shard import split, zigzag
-from nnmpi.tensor.cut import whole
+from nnmpi.tensor.sharded import whole
 from nnmpi.timeline import Timeline, recording
 from tests.equivalence.reference import Setup, differences, run, serial_run
 from tests.equivalence.rows import GPT, TEXT, TIME, TOKENS, tokens

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from nnmpi import tensor
-from nnmpi.tensor.cut import whole
+from nnmpi.tensor.sharded import whole
 from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import (
     Case,

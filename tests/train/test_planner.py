@@ -63,7 +63,9 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profile, "MEASURE_S", 0.0)
     monkeypatch.setattr(network, "FIT_S", 0.05)
     monkeypatch.setattr(auto_layout, "RACE_S", 0.0)
-    monkeypatch.setattr(measure, "ALL_REDUCE_SIZES", measure.ALL_REDUCE_SIZES[:-3])  # up to a megabyte
+    monkeypatch.setattr(
+        measure, "ALL_REDUCE_SIZES", measure.ALL_REDUCE_SIZES[:-3]
+    )  # up to a megabyte
 
 
 def workload(batch_size: int = 16, samples: Dataset | None = None, **options: Any) -> Workload:

@@ -26,8 +26,8 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.ops.collectives import PartExchange
 from nnmpi.parallel.sequence.attention import RingAttention, UlyssesAttention
-from nnmpi.tensor.cut import CutTensor, mark
-from nnmpi.tensor.placement import PairPlacement, Placement, TensorCut, is_cut
+from nnmpi.tensor.placement import PairPlacement, Placement, Shard, is_sharded
+from nnmpi.tensor.sharded import ShardedTensor, mark
 from nnmpi.tensor.tensor import Tensor
 
 POSITIONS = 1  # the axis
@@ -77,14 +77,14 @@ class SequenceGroup(PartExchange):
         region = placement.region(array.shape, POSITIONS, self.size, self.rank)
         return namespace(array).ascontiguousarray(region.take(array))
 
-    def as_sharded(self, x: Tensor, length: int) -> CutTensor:
+    def as_sharded(self, x: Tensor, length: int) -> ShardedTensor:
         """Return this rank's positions, marked as a shard of the full sequences.
 
         Args:
             x: (batch, this rank's positions, ...).
             length: of the full sequences.
         """
-        return mark(x, TensorCut(self.placement(length), self, ""))
+        return mark(x, Shard(self.placement(length), self, ""))
 
     def as_local(self, x: Any, length: int) -> Tensor:
         """Return a model's result for this rank's positions as a plain tensor.
@@ -92,7 +92,7 @@ class SequenceGroup(PartExchange):
         Raises:
             LayoutError: when it has lost its positions.
         """
-        if is_cut(x) and x.cut.group == self and x.cut.placement == self.placement(length):
+        if is_sharded(x) and x.shard.group == self and x.shard.placement == self.placement(length):
             return x.part()
         shape = getattr(x, "shape", type(x).__name__)
         raise LayoutError(

@@ -19,9 +19,9 @@ from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.ops.collectives import PartExchange, redistribute, scatter
 from nnmpi.shard import Region
-from nnmpi.tensor.cut import CutTensor, mark, whole
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.placement import REPLICATED, Placement, TensorCut, features, is_cut
+from nnmpi.tensor.placement import REPLICATED, Placement, Shard, features, is_sharded
+from nnmpi.tensor.sharded import ShardedTensor, mark, whole
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -171,7 +171,7 @@ class LayerContext:
         """Return a layer whose operations support shards themselves (see `tensor.placement`)."""
         exchange = PartExchange(self.group)
         as_part = partial(_mark, placement=self.placement, exchange=exchange, name=self.name)
-        return Redistributed(module, as_part, CutTensor.part), self.placement
+        return Redistributed(module, as_part, ShardedTensor.part), self.placement
 
     def to_replicated(self, features: int | None = None, way: str = "gather") -> Redistribute:
         """Return the gather before replicated work; its backward keeps this rank's slice."""
@@ -258,12 +258,12 @@ class Redistributed(Module):
         return y if self._after is None else self._after(y)
 
 
-def _cut(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> TensorCut:
+def _cut(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> Shard:
     """Return a tensor's cut in this placement; if the repeats are unknown, x is the part itself."""
     axis, width = placement.axis % x.ndim, placement.width(exchange.size, exchange.rank)
     if placement.repeats is None:
         placement = replace(placement, repeats=x.shape[axis] // width if width else 1)
-    return TensorCut(replace(placement, axis=axis), exchange, name)
+    return Shard(replace(placement, axis=axis), exchange, name)
 
 
 def _mark(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> Tensor:
@@ -273,7 +273,7 @@ def _mark(x: Tensor, placement: Placement, exchange: PartExchange, name: str) ->
 class ShardedChild(Redistributed):
     """A sharded layer or container, as the forward of the custom module above it sees it.
 
-    It may be called with full tensors or parts (see `tensor.cut`): the input is brought to the
+    It may be called with full tensors or parts (see `tensor.sharded`): the input is brought to the
     layer's placement. The result carries its placement. The parameters, and the layers in a
     container, are not accessible: they are this rank's parts without a placement.
 
@@ -299,7 +299,7 @@ class ShardedChild(Redistributed):
         if self._expects.is_replicated:
             return whole(x, self._group)
         expected = _cut(x, self._expects, self._group, self._name)
-        if is_cut(x) and x.cut.group == self._group and x.cut.is_like(expected):
+        if is_sharded(x) and x.shard.group == self._group and x.shard.is_like(expected):
             return x.part()
         return scatter(whole(x, self._group), self._group.group, self._expects)
 

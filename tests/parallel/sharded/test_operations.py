@@ -15,9 +15,9 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
 from nnmpi.ops.collectives import PartExchange, scatter
-from nnmpi.tensor.cut import mark, whole
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.placement import Placement, TensorCut, is_cut
+from nnmpi.tensor.placement import Placement, Shard, is_sharded
+from nnmpi.tensor.sharded import mark, whole
 from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import Case
 from tests.tensor.test_operations import TABLE
@@ -55,7 +55,7 @@ TAKEN: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
 
 def part_of(x: Tensor, placement: Placement, group: Group) -> Tensor:
     """Return this rank's part of a tensor, as one that says so."""
-    return mark(scatter(x, group, placement), TensorCut(placement, PartExchange(group), "made"))
+    return mark(scatter(x, group, placement), Shard(placement, PartExchange(group), "made"))
 
 
 def placements(length: int, axis: int) -> Iterator[Placement]:
@@ -178,7 +178,7 @@ def test_nobody_sees_values_of_a_part() -> None:
         x = part_of(Tensor(np.arange(12.0).reshape(3, 4)), Placement(4, axis=1), group)
         assert (x.shape, x.size, len(x), x.ndim) == ((3, 4), 12, 3, 2)
         assert x.data.shape == (3, 2)
-        assert is_cut(x.detach())
+        assert is_sharded(x.detach())
         for look in (
             x.numpy,
             x.item,

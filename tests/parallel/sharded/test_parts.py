@@ -16,8 +16,8 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.tensor import shard
-from nnmpi.tensor.cut import whole
 from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.sharded import whole
 from nnmpi.tensor.tensor import Tensor, concatenate
 from tests.parallel.sharded.compare import check_equal, images
 

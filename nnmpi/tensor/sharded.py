@@ -12,38 +12,39 @@ from nnmpi.backend.array import Shape
 from nnmpi.backend.recording import active
 from nnmpi.errors import LayoutError
 from nnmpi.tensor.function import Elementwise, Function, Variable
-from nnmpi.tensor.placement import TensorCut, TensorGroup, beside, is_cut
+from nnmpi.tensor.placement import Shard, TensorGroup, beside, is_sharded
 from nnmpi.tensor.tensor import Tensor
 
 
-class CutTensor(Tensor):
-    """This rank's shard of a tensor; `cut` is its placement. Sharded layers make them (`mark`)."""
+class ShardedTensor(Tensor):
+    """This rank's shard of a tensor, at the position `shard`. Sharded layers make them (`mark`)."""
 
     __slots__ = ()
 
-    cut: TensorCut
+    shard: Shard
 
     @property
     def shape(self) -> Shape:
         """The lengths of the full tensor's axes."""
-        return self.cut.of(self.data.shape)
+        return self.shard.of(self.data.shape)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"CutTensor(axis {self.cut.axis} of {self.shape}, left by layer {self.cut.layer!r})"
+        shard = self.shard
+        return f"ShardedTensor(axis {shard.axis} of {self.shape}, left by layer {shard.layer!r})"
 
     def detach(self) -> Tensor:
         """Return a shard of the same values (not copied) without history in the graph."""
-        return mark(Tensor(self.data), self.cut)
+        return mark(Tensor(self.data), self.shard)
 
     def part(self) -> Tensor:
         """Return the local shard as a plain Tensor, for code that handles sharding itself.
 
-        The result is a `CutTensor` again if the shard is sharded itself (`TensorCut.within`).
+        The result is a `ShardedTensor` again if the shard is sharded itself (`Shard.within`).
         """
-        part = Tensor.blank() if self.cut.within is None else _cut_tensor(self.cut.within)
+        part = Tensor.blank() if self.shard.within is None else _sharded_tensor(self.shard.within)
         _share(part, self)
         return part
 
@@ -53,29 +54,29 @@ class CutTensor(Tensor):
         Raises:
             LayoutError: if the operation does not support them.
         """
-        cut = max((x.cut for x in inputs if is_cut(x)), key=lambda item: item.group.depth)
-        group = cut.group
+        shard = max((x.shard for x in inputs if is_sharded(x)), key=lambda item: item.group.depth)
+        group = shard.group
         # over this group alone: tensors sharded over other groups count as full
-        seen = [_FullTensor(x) if is_cut(x) and x.cut.group != group else x for x in inputs]
+        seen = [_FullTensor(x) if is_sharded(x) and x.shard.group != group else x for x in inputs]
         placement = function.placed(*seen)
         ndim = max(len(getattr(x, "shape", ())) for x in inputs)
         local = []
         for x, item in zip(inputs, seen, strict=True):
             scattered = None
-            if is_cut(item):
+            if is_sharded(item):
                 x = x.part()
             elif isinstance(function, Elementwise):
                 scattered = beside(x, ndim, placement)
             if scattered is not None:
                 x = group.scatter(x, scattered)
-            elif not is_cut(item) and isinstance(x, Variable) and x.requires_grad:
+            elif not is_sharded(item) and isinstance(x, Variable) and x.requires_grad:
                 x = group.copy(x)  # backward sums its gradients over the ranks
             local.append(x)
         # calls `apply` again, for the next group, if a shard is sharded itself
-        return mark(function(*local), replace(cut, placement=placement))
+        return mark(function(*local), replace(shard, placement=placement))
 
     def _refuse_look(self, *_: Any) -> NoReturn:
-        raise self.cut.refuse(
+        raise self.shard.refuse(
             "a look at values (numpy, item, argmax, comparison)", "needs all of them"
         )
 
@@ -87,7 +88,7 @@ class CutTensor(Tensor):
         Raises:
             LayoutError: always.
         """
-        raise self.cut.refuse("backward", "begins at a whole tensor")
+        raise self.shard.refuse("backward", "begins at a whole tensor")
 
 
 class _FullTensor:
@@ -95,31 +96,31 @@ class _FullTensor:
     it.
     """
 
-    cut = None
+    shard = None
 
-    def __init__(self, x: CutTensor) -> None:
+    def __init__(self, x: ShardedTensor) -> None:
         self.shape, self.ndim, self.size = x.shape, x.ndim, x.size
 
 
-def mark(x: Tensor, cut: TensorCut) -> CutTensor:
-    """Wrap a rank's shard as a `CutTensor`.
+def mark(x: Tensor, shard: Shard) -> ShardedTensor:
+    """Wrap a rank's shard as a `ShardedTensor`.
 
     Args:
         x: the shard; it may be sharded itself, over other ranks.
-        cut: its position in the full tensor.
+        shard: its position in the full tensor.
 
     Raises:
         LayoutError: when the shard's length does not match.
     """
-    if x.shape[cut.axis] != cut.local_length():
+    if x.shape[shard.axis] != shard.local_length():
         raise LayoutError(
-            f"layer {cut.layer!r} leaves a part of shape {x.shape}, but {cut.local_length()} of"
-            f" {cut.length} in axis {cut.axis} are this rank's; the layers were sharded for other"
-            " sizes"
+            f"layer {shard.layer!r} leaves a part of shape {x.shape}, but {shard.local_length()} of"
+            f" {shard.length} in axis {shard.axis} are this rank's; the layers were sharded for"
+            " other sizes"
         )
     if x.node is None and x.requires_grad:
         x = x.reshape(x.shape)  # an operation in between, so that the leaf x gets the gradient
-    part = _cut_tensor(replace(cut, within=x.cut))
+    part = _sharded_tensor(replace(shard, within=x.shard))
     _share(part, x)
     return part
 
@@ -134,19 +135,19 @@ def whole(x: Any, group: TensorGroup | None = None) -> Any:
         x: a tensor, or anything else.
         group: gather over this group alone; shards of other groups stay shards. Default: all.
     """
-    if is_cut(x):
+    if is_sharded(x):
         if group is None:
-            return whole(x.cut.group.gather(x.part(), x.cut.placement))
-        return x.cut.group.gather(x.part(), x.cut.placement) if x.cut.group == group else x
+            return whole(x.shard.group.gather(x.part(), x.shard.placement))
+        return x.shard.group.gather(x.part(), x.shard.placement) if x.shard.group == group else x
     if type(x) in (list, tuple):
         return type(x)(whole(item, group) for item in x)
     return {key: whole(value, group) for key, value in x.items()} if type(x) is dict else x
 
 
-def _cut_tensor(cut: TensorCut) -> CutTensor:
-    part = CutTensor.__new__(CutTensor)
+def _sharded_tensor(shard: Shard) -> ShardedTensor:
+    part = ShardedTensor.__new__(ShardedTensor)
     part.grad = part.buffer = part.hook = None
-    part.cut = cut
+    part.shard = shard
     return part
 
 
