@@ -9,33 +9,21 @@ weights), Adam 0.001, batches of 64, inputs from 0 to 1. The run folder gets a `
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import nn
+# the checkout, so that the modules here have their full names
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from nnmpi import data
-from nnmpi.data.sampler import order
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
 
-
-def cnn() -> nn.Sequential:
-    """Return the network of `nnmpi.models.cnn` for images (batch, 1, 28, 28)."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(3136, 128),
-        nn.ReLU(),
-        nn.Linear(128, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
+from benchmarks.training.cases import CASES  # noqa: E402
+from benchmarks.training.trainer_torch import build  # noqa: E402
+from nnmpi import data  # noqa: E402
+from nnmpi.data.sampler import order  # noqa: E402
 
 
 def tensors(dataset: data.Dataset) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +89,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     train, test = data.load("mnist", options.data_dir)
     (x, y), (test_x, test_y) = tensors(train), tensors(test)
-    model = cnn()
+    model = build(CASES["cnn"])
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "config.json").write_text(

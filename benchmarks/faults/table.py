@@ -4,7 +4,6 @@ python -m benchmarks.faults table --python .venv/bin/python --python mpich/bin/p
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.faults.victim import ACTS, GUILTY
 from benchmarks.harness import command, tables
+from benchmarks.harness.launch import environment, spawn
 from nnmpi.command import Parser
 from nnmpi.launching import kill
 
@@ -69,43 +69,27 @@ def inject(python, way, fault, folder):
     words = f"{TRAIN} {WAYS[way]} --stall-limit {STALL_LIMIT_S} --out {run}/it"
     if fault == "slow by 20x":
         words = words.replace(f"limit {STALL_LIMIT_S}", "limit 60")
-    mpirun = Path(python).with_name("mpirun")
-    command = [
-        str(mpirun),
-        "-n",
-        str(RANKS),
-        python,
-        "-m",
-        "benchmarks.faults.victim",
-        *words.split(),
-    ]
-    root = str(Path(__file__).parents[2])
-    environ = {**os.environ, "NNMPI_FAULT": fault, "NNMPI_FAULT_FILE": str(at), "PYTHONPATH": root}
+    mpirun = str(Path(python).with_name("mpirun"))
+    victim = "benchmarks.faults.victim"
+    words_of_job = [mpirun, "-n", str(RANKS), python, "-m", victim, *words.split()]
+    environ = environment() | {"NNMPI_FAULT": fault, "NNMPI_FAULT_FILE": str(at)}
     environ |= {"NNMPI_START_LIMIT_S": str(STALL_LIMIT_S)} if fault == "stop at start-up" else {}
     run.mkdir()
     mounted = fault == "full disk"
     if mounted:
         subprocess.run(["mount", "-t", "tmpfs", "-o", RUN_DISK, "none", str(run)], check=True)
     try:
-        return _watch(command, environ, folder, at, fault)
+        return _watch(words_of_job, environ, folder, at, fault)
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(run)], check=True)
 
 
-def _watch(command, environ, folder, at, fault):
+def _watch(words, environ, folder, at, fault):
     begin = polled_s = time.time()
     seen_s, longest_s = None, 0.0
     with (folder / "output").open("wb") as sink, (folder / "output").open("rb") as source:
-        job = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            start_new_session=True,
-            cwd=folder / "work",
-        )
+        job = spawn(words, sink, environ, cwd=folder / "work")
         text = ""
         while job.poll() is None and time.time() - begin < HANGS_S + longest_s:
             text += source.read().decode(errors="replace")

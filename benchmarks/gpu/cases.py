@@ -15,12 +15,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.training.cases import BLOCK, CNN, MLP, SQUARED, Case
 from benchmarks.training.cases import CASES as ON_CPU
-from benchmarks.training.trainer_nnmpi import build
+from benchmarks.training.trainer_nnmpi import first_weights
 
 FLOAT32, TF32, BF16 = "float32", "tf32", "bf16"
 MODES = (FLOAT32, TF32, BF16)
@@ -60,10 +59,7 @@ class CaseArrays:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.x, self.y = case.data()
-        model = build(case).initialize(seed=case.seed)
-        self.weights: list[NDArray[np.float32]] = [
-            np.array(parameter.data) for parameter in model.parameters()
-        ]
+        self.weights = first_weights(case)
 
     def batch(self, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the batch with floating-point numbers of a dtype."""

@@ -37,7 +37,11 @@ _VARIABLES = {
     "OMPI_MCA_mtl": "^ofi",
     "OMPI_MCA_osc": "^ucx",
 }
-_ROOT_VARIABLES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+_ROOT_VARIABLES = {  # both refuse root by default
+    f"{project}_ALLOW_RUN_AS_ROOT{word}": "1"
+    for project in ("OMPI", "PRTE")
+    for word in ("", "_CONFIRM")
+}
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,7 @@ def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
 def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:
     with tempfile.TemporaryFile() as sink:
         # A file: a stray rank could hold a pipe open forever.
-        process = subprocess.Popen(
-            [find_mpirun(), "-n", str(ranks), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            start_new_session=True,
-        )
+        process = spawn([find_mpirun(), "-n", str(ranks), *words], sink, environment())
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -153,13 +150,35 @@ def _run_once(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, st
         return status, sink.read().decode(errors="replace")
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of ranks: this process's, mpirun's settings, one thread per rank, and
-    this checkout in PYTHONPATH.
+def spawn(words: Sequence[str], sink: Any, env: Mapping[str, str], **more: Any) -> Any:
+    """Start a command in a session of its own, without input, its output and errors in `sink`.
+
+    Ctrl-C at the terminal then reaches the benchmark alone, which ends the command.
     """
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=sink,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+        **more,
+    )
+
+
+def environment(
+    inherited: Mapping[str, str] = os.environ, settings: Mapping[str, str] = _VARIABLES
+) -> dict[str, str]:
+    """Return the environment of ranks: one thread each, and this checkout in PYTHONPATH.
+
+    Args:
+        inherited: the caller's variables, which override `settings`.
+        settings: of MPI.
+    """
+    paths = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
     root = _ROOT_VARIABLES if os.geteuid() == 0 else {}
-    return {**_VARIABLES, **root, **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**settings, **root, **inherited, **threads, "PYTHONPATH": paths}
 
 
 def _job(module: str, settings: str, result: str) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from benchmarks.harness.launch import ROOT
-from benchmarks.harness.launch import run_job as run_here
+from benchmarks.harness import launch
 from benchmarks.netlab.lab import Lab, LabError
 from nnmpi.errors import UsageError
 from nnmpi.launching import find_mpirun
@@ -49,7 +48,7 @@ _MPICH = {"HYDRA_LAUNCHER": "ssh", "HYDRA_IFACE": "eth0", "MPIR_CVAR_CH4_NETMOD"
 
 def mpi_name() -> str:
     """Return this Python's MPI library and its version: "Open MPI 5.0.11"."""
-    return run_here(None, 1, {})["mpi"]
+    return launch.run_job(None, 1, {})["mpi"]
 
 
 def environment(agent: Path | None = None) -> dict[str, str]:
@@ -59,19 +58,12 @@ def environment(agent: Path | None = None) -> dict[str, str]:
     Args:
         agent: the launch agent; without one, the environment is for outside the lab.
     """
-    saved = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    settings = {}
     if agent is not None:
-        saved |= {
-            **_OPEN_MPI,
-            **_MPICH,
-            "PRTE_MCA_plm_ssh_agent": str(agent),
-            "HYDRA_LAUNCHER_EXEC": str(agent),
-        }
-    saved["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [saved.get("PYTHONPATH")])])
-    for project in ("OMPI", "PRTE"):  # they refuse root by default, and a lab needs root
-        saved[f"{project}_ALLOW_RUN_AS_ROOT"] = saved[f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-    saved["OMP_NUM_THREADS"] = saved["OPENBLAS_NUM_THREADS"] = "1"  # many ranks, few cores
-    return saved
+        agents = dict.fromkeys(("PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC"), str(agent))
+        settings = {**_OPEN_MPI, **_MPICH, **agents}
+    return launch.environment(inherited, settings)
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, str]:
@@ -113,17 +105,12 @@ def run_ranks(
     else:
         start = ("-hosts", names, "-np", count, "-ppn", "1")
     more = {f"{'OMPI_MCA_' * is_open}{name}": value for name, value in settings.items()}
-    process = subprocess.Popen(
+    process = launch.spawn(
         (*lab.enter_head(), find_mpirun(), *start, sys.executable, *words),
-        env={**environment(lab.agent), **more},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        subprocess.PIPE,
+        {**environment(lab.agent), **more},
         text=True,
-        # Ctrl-C at the terminal must reach this process alone, which then ends the lab
-        start_new_session=True,
     )
-    assert process.stdout is not None
     timer, text = Timer(limit_s, lab.end), [""]
     timer.start()
     try:

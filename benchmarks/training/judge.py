@@ -21,7 +21,7 @@ from benchmarks.training.cases import Case
 from benchmarks.training.contestants import EAGER, NNMPI, Contestant, reference
 from benchmarks.training.layouts import from_torch, split, to_torch
 from benchmarks.training.team import Team, Teams
-from benchmarks.training.trainer_nnmpi import build
+from benchmarks.training.trainer_nnmpi import first_weights
 
 PROBE_LR = 2.0**20
 TRAIN_LR, TRAIN_STEPS, LARGE_STEPS = 0.01, 5, 2  # the last for cases whose step takes a second
@@ -40,8 +40,7 @@ class CaseFiles:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
-        model = build(case).initialize(seed=case.seed)
-        self.weights = [np.array(parameter.data) for parameter in model.parameters()]
+        self.weights = first_weights(case)
         x, y = case.data()
         np.save(folder / "x.npy", x)
         np.save(folder / "y.npy", y)

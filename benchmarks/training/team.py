@@ -22,7 +22,7 @@ from socket import AF_UNIX, socket
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.harness.launch import environment
+from benchmarks.harness.launch import environment, spawn
 from benchmarks.training.contestants import TORCH, TUNED_MALLOC, Contestant
 from benchmarks.training.member import SOCKET
 from nnmpi.errors import LaunchError
@@ -63,17 +63,7 @@ class Team:
         local = dict.fromkeys(VARIABLES, self._shared) if self._shared else {}
         environ = {**environment(), **local, **(TUNED_MALLOC if contestant.tuned else {})}
         with open(self._output, "wb") as sink:
-            self._processes = [
-                subprocess.Popen(
-                    item,
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=subprocess.STDOUT,
-                    env=environ,
-                    start_new_session=True,
-                )
-                for item in every
-            ]
+            self._processes = [spawn(item, sink, environ) for item in every]
 
     @property
     def complete(self) -> bool:

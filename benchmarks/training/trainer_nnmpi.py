@@ -125,6 +125,12 @@ def build(case: Case) -> nn.Module:
     return nn.Sequential(*modules[:-1])
 
 
+def first_weights(case: Case) -> list[NDArray[np.float32]]:
+    """Return the model's first weights, in nnmpi's order and layout."""
+    model = build(case).initialize(seed=case.seed)
+    return [np.array(parameter.data) for parameter in model.parameters()]
+
+
 def sum_loss(case: Case) -> Callable[[Tensor, Any], Tensor]:
     """Return (output, labels) -> the loss summed over the targets."""
     if case.loss == CROSS_ENTROPY:
