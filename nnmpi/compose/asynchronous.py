@@ -236,8 +236,8 @@ class ServerCoupling(Coupling):
         assert self.server is not None
         if not push.broken:
             before_s, self._last_report_s = self._last_report_s, clock.now()
-            text = {name: getattr(push, name) for name in REPORTED}
-            totals = Totals(steps=1, wall_s=self._last_report_s - before_s, **text)
+            fields = {name: getattr(push, name) for name in REPORTED}
+            totals = Totals(steps=1, wall_s=self._last_report_s - before_s, **fields)
             self.segment.progress(
                 Progress(push.batch, worker, totals, push.norm, self._last_report_s - self._begin_s)
             )

@@ -81,15 +81,13 @@ def _program(rank: int, *shape: Any) -> Program:
     items = tuple(
         item
         for item in result
-        if any(element.microbatch is not None or element.kind not in left_out for element in item)
+        if any(op.microbatch is not None or op.kind not in left_out for op in item)
     )
     receives: dict[tuple[Kind, int], list[int]] = {}
-    for instruction in schedule.instructions(rank):
-        if instruction.kind in RECEIVES and instruction.microbatch is not None:
-            receives.setdefault((instruction.kind, instruction.stage), []).append(
-                instruction.microbatch
-            )
-    weight = sum(_WEIGHTS.get(element.kind, 0.0) for item in items for element in item)
+    for op in schedule.instructions(rank):
+        if op.kind in RECEIVES and op.microbatch is not None:
+            receives.setdefault((op.kind, op.stage), []).append(op.microbatch)
+    weight = sum(_WEIGHTS.get(op.kind, 0.0) for item in items for op in item)
     return Program(
         items,
         {channel: tuple(numbers) for channel, numbers in receives.items()},
@@ -331,8 +329,8 @@ class Executor:
         paced = self._now.schedule.trains and bool(self._caller.slow)
         watched = paced or self._messages is not None or self._timeline is not None
         for item in self._now.items:
-            for element in item:
-                kind, stage, microbatch = element.kind, element.stage, element.microbatch
+            for op in item:
+                kind, stage, microbatch = op.kind, op.stage, op.microbatch
                 if self._boundaries and kind in _USES and microbatch is not None:
                     self._wait_for_message(_USES[kind], stage, microbatch)
                 if watched:
@@ -345,7 +343,7 @@ class Executor:
                     stages = self.stages.values() if kind is Kind.F else ()
                     live = sum(entry.live for entry in stages)
                     waiting = sum(entry.waiting_bytes for entry in stages)
-                    perform(self._end, element, live, waiting)
+                    perform(self._end, op, live, waiting)
                 if stage == 0 and kind in _LAST:
                     perform(self._caller.end_backward, microbatch)
             if self._messages is not None:
@@ -462,8 +460,8 @@ class Executor:
             sent = end.send(self._keys[microbatch], result, self._waits)
         else:
             sent = end.send_back(result.arrays, self._waits)
-        element = kind.at(boundary + (kind is Kind.SEND_GRAD), microbatch)
-        self._report.sent.append((element, [array.nbytes for array in sent]))
+        instruction = kind.at(boundary + (kind is Kind.SEND_GRAD), microbatch)
+        self._report.sent.append((instruction, [array.nbytes for array in sent]))
 
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Post this receive, unless it is posted, and the channel's next one.

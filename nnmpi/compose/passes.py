@@ -640,30 +640,30 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
     machine = world.machine
     if machine is not None:
         nodes, ranks = machine.nodes_of(world.size), group.comm.members
-        for first, lengths in reports[-1].sent:
-            other = first.stage + (1 if first.kind is Kind.SEND_ACT else -1)
+        for op, lengths in reports[-1].sent:
+            other = op.stage + (1 if op.kind is Kind.SEND_ACT else -1)
             across = nodes[ranks[group.rank]] != nodes[ranks[other % group.size]]
-            local.append([first.kind, first.stage, sum(machine.message(across, [False], lengths))])
+            local.append([op.kind, op.stage, sum(machine.message(across, [False], lengths))])
     totals = [
         median(report.total_s for report in reports),
         median(report.compute_s for report in reports),
     ]
-    text = group.gather([local, totals, max(report.peak_live for report in reports)])
+    by_rank = group.gather([local, totals, max(report.peak_live for report in reports)])
     samples = [
-        (Kind(kind).at(stage), seconds) for costs, _, _ in text for kind, stage, seconds in costs
+        (Kind(kind).at(stage), seconds) for costs, _, _ in by_rank for kind, stage, seconds in costs
     ]
     simulation = simulate_schedule(schedule, measured_costs(schedule.stages, samples))
-    measured_s = max(total_s for _, (total_s, _), _ in text)
-    busy_s = sum(compute_s for _, (_, compute_s), _ in text)
+    measured_s = max(total_s for _, (total_s, _), _ in by_rank)
+    busy_s = sum(compute_s for _, (_, compute_s), _ in by_rank)
     stage_s = [0.0] * schedule.stages
-    for first, seconds in samples:
-        if first.kind in COMPUTE:
-            stage_s[first.stage] += seconds / len(reports) / schedule.microbatches
+    for op, seconds in samples:
+        if op.kind in COMPUTE:
+            stage_s[op.stage] += seconds / len(reports) / schedule.microbatches
     bubble = 1 - busy_s / (measured_s * group.size) if measured_s else 0.0
     return (
         f"pipeline pass {1e3 * measured_s:.2f} ms, simulated {1e3 * simulation.makespan_s:.2f} ms"
         f"{'' if machine else ' without messages, of which there is no fit'}; "
         f"bubble {bubble:.0%}, simulated {simulation.bubble:.0%}; "
         f"ms per microbatch and stage: {', '.join(f'{1e3 * seconds:.2f}' for seconds in stage_s)}; "
-        f"activations kept: {', '.join(str(peak) for _, _, peak in text)}"
+        f"activations kept: {', '.join(str(peak) for _, _, peak in by_rank)}"
     )

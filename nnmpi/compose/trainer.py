@@ -321,7 +321,7 @@ def check_numerics(trainer: Trainer) -> None:
             any precision but float32 for a float64 model.
     """
     mode, model, backend = trainer.precision, trainer.model, trainer.backend
-    text = [
+    settings = [
         ("the ranks compute in different precisions", mode),
         *(
             ("the ranks' losses differ", _loss_text(item))
@@ -332,8 +332,8 @@ def check_numerics(trainer: Trainer) -> None:
     ]
     require_equal(
         trainer.group,
-        [item for _, item in text],
-        lambda number: text[min(number, len(text) - 1)][0],
+        [item for _, item in settings],
+        lambda number: settings[min(number, len(settings) - 1)][0],
         "give all the same",
         UsageError,
     )
@@ -375,7 +375,5 @@ def _loss_text(loss: Any) -> str:
         return _loss_text(loss.function)
     if isinstance(loss, partial):
         return f"{_loss_text(loss.func)} with {loss.keywords}"
-    words = repr(loss)
-    return (
-        words if " at 0x" not in words else str(getattr(loss, "__qualname__", type(loss).__name__))
-    )
+    text = repr(loss)
+    return text if " at 0x" not in text else str(getattr(loss, "__qualname__", type(loss).__name__))

@@ -103,13 +103,13 @@ def run_saving(layer: Layer, value: Value, needed: bool) -> tuple[Value, LayerGr
     Args:
         needed: whether the value needs a gradient.
     """
-    first, x = None, Tensor(value.array, requires_grad=needed)
+    graph_input, x = None, Tensor(value.array, requires_grad=needed)
     if needed:
-        first = _GraphInput()
-        x = first(x)
-        first.edges = (None,)  # no edge to the leaf, which would keep the value alive
+        graph_input = _GraphInput()
+        x = graph_input(x)
+        graph_input.edges = (None,)  # no edge to the leaf, which would keep the value alive
     y, cuts = local_tensor(layer(value.marked(x)))
-    return Value(y.data, cuts), LayerGraph(first, y)
+    return Value(y.data, cuts), LayerGraph(graph_input, y)
 
 
 def run_without_graph(layer: Layer, value: Value) -> Value:

@@ -283,8 +283,8 @@ class SavedArrays:
                 array.dtype,
             )
 
-        for entry in self._operations:
-            entry.saved = _replaced(entry.saved, locate)
+        for operation in self._operations:
+            operation.saved = _replaced(operation.saved, locate)
         self._lengths = [extent.high - extent.low for extent in extents]
         self._memory = [_as_bytes(extent, backend) for extent in extents]
 

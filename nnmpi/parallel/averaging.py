@@ -228,15 +228,15 @@ class Gossip(Averaging):
         data, steps = self.storage.data, len(gossip(self.group.rank, self.group.size))
         with keep_frozen(self.storage):
             sums = [
-                self.group.bind(item, "gossip", tag, NEIGHBOUR_AVERAGE.name)
-                for tag, item in enumerate(data)
+                self.group.bind(array, "gossip", tag, NEIGHBOUR_AVERAGE.name)
+                for tag, array in enumerate(data)
             ]
-            for entry in sums:
-                entry.start()
+            for pending in sums:
+                pending.start()
             # The rank sleeps, and uses no core, while its neighbours are late. A list, so that all
             # sums are polled each time: `all` of a generator would stop at the first late one.
             world = self.group.comm.world
-            world.wait_until(lambda: all([item.poll() for item in sums]))  # noqa: C419
+            world.wait_until(lambda: all([pending.poll() for pending in sums]))  # noqa: C419
             scale(data, 1 / (2 * steps))  # each step has doubled the number of buffers in the sum
         self.messages += steps * len(data)
         self.bytes += steps * sum(array.nbytes for array in data)

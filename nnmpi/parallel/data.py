@@ -244,8 +244,8 @@ class DataParallel:
     def describe(self) -> str:
         """Return the buckets with their all-reduce algorithms and the reasons."""
         words = [counted(len(self.exchange.buckets), "bucket")]
-        first = {choice.algorithm: choice for choice in reversed(self.exchange.choices)}
-        words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
+        choice_of = {choice.algorithm: choice for choice in reversed(self.exchange.choices)}
+        words += [f"{name} ({choice.reason})" for name, choice in reversed(choice_of.items())]
         words.append(
             "overlapped with the backward pass"
             if self.exchange.overlap

@@ -78,19 +78,19 @@ def nonfinite_message(step: int, value: float, origin: str | None, rank_name: st
         origin: the result of `locate_nonfinite`; None if all was finite in the second computation.
         rank_name: the worker: "rank 2", "worker 2".
     """
-    text = f" or its gradient is not finite on {rank_name}; lower the learning rate"
+    ending = f" or its gradient is not finite on {rank_name}; lower the learning rate"
     if origin is not None:
-        text = (
+        ending = (
             f"; the first values that are not finite are in {origin} on {rank_name}; lower the"
             " learning rate, "
         )
-        text += "clip the gradients, or check the data"
+        ending += "clip the gradients, or check the data"
     hint = (
         "; float16 ends at 65504: precision bf16 or smaller inputs may help"
         if precision() == "fp16"
         else ""
     )
-    return f"step {step}: the loss is {value:g}{text}{hint}"
+    return f"step {step}: the loss is {value:g}{ending}{hint}"
 
 
 def explain_gradients(

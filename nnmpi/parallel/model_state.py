@@ -437,15 +437,15 @@ def _gather_array(
         # no copy if it is contiguous
         return None if rank else phase.attempt(_to_host, local)
     full = None if rank else phase.attempt(np.empty, spec.shape, spec.dtype)
-    for entry in written:
-        if entry.rank == rank == 0:
-            phase.attempt(_put, full, entry.region, local)
-        elif entry.rank == rank:
+    for slice_ in written:
+        if slice_.rank == rank == 0:
+            phase.attempt(_put, full, slice_.region, local)
+        elif slice_.rank == rank:
             phase.require(channel.send(phase.attempt(_to_host, local), to=0))
         elif rank == 0:
-            part = phase.attempt(np.empty, entry.region.local_shape, spec.dtype)
-            if phase.require(channel.receive(part, entry.rank)):
-                phase.attempt(_put, full, entry.region, part)
+            part = phase.attempt(np.empty, slice_.region.local_shape, spec.dtype)
+            if phase.require(channel.receive(part, slice_.rank)):
+                phase.attempt(_put, full, slice_.region, part)
     return None if phase.stopped else full
 
 

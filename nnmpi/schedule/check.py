@@ -53,8 +53,8 @@ class Positions:
         self.all: defaultdict[Instruction, list[Position]] = defaultdict(list)
         for rank, program in enumerate(schedule.programs):
             for index, item in enumerate(program):
-                for element in parts(item):
-                    self.all[element].append(Position(rank, index))
+                for op in parts(item):
+                    self.all[op].append(Position(rank, index))
 
     def __contains__(self, instruction: Instruction) -> bool:
         """Whether an instruction occurs."""
@@ -114,25 +114,27 @@ def check(schedule: Schedule) -> None:
 def _check_work(schedule: Schedule, positions: Positions) -> None:
     """Refuse instructions that are missing, doubled, on a wrong rank, or unused."""
     expected = set(_expected(schedule, positions))
-    for first, result in positions.all.items():
-        if first not in expected:
+    for op, occurrences in positions.all.items():
+        if op not in expected:
             size = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-            positions.fail(f"{first} has no place in a schedule of {size}", result)
-        for position in result:
-            if position.rank != schedule.rank_of(first.stage):
-                owner = f"stage {first.stage} lives on rank {schedule.rank_of(first.stage)}"
-                positions.fail(f"{first} stands on rank {position.rank}, but {owner}", [position])
-        if len(result) > 1:
-            positions.fail(f"{first} is done {len(result)} times; everything is done once", result)
-    for first in sorted(expected - positions.all.keys(), key=str):
-        rank = schedule.rank_of(first.stage)
-        if first.kind in TRANSFERS:
-            other = other_end(first)
+            positions.fail(f"{op} has no place in a schedule of {size}", occurrences)
+        for position in occurrences:
+            if position.rank != schedule.rank_of(op.stage):
+                owner = f"stage {op.stage} lives on rank {schedule.rank_of(op.stage)}"
+                positions.fail(f"{op} stands on rank {position.rank}, but {owner}", [position])
+        if len(occurrences) > 1:
             positions.fail(
-                f"{first} is missing on rank {rank}: {other} has no partner",
+                f"{op} is done {len(occurrences)} times; everything is done once", occurrences
+            )
+    for op in sorted(expected - positions.all.keys(), key=str):
+        rank = schedule.rank_of(op.stage)
+        if op.kind in TRANSFERS:
+            other = other_end(op)
+            positions.fail(
+                f"{op} is missing on rank {rank}: {other} has no partner",
                 positions.all.get(other, []),
             )
-        positions.fail(f"{first} is missing on rank {rank}", [])
+        positions.fail(f"{op} is missing on rank {rank}", [])
 
 
 def _expected(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
@@ -242,10 +244,10 @@ def _check_progress(schedule: Schedule, positions: Positions) -> None:
         sender, receiver, _ = schedule.channel_of(waiting)
         progress = run.ranks[receiver if waiting.kind in SENDS else sender]
     circle = circle[circle.index(progress) :]
-    text = [f"rank {item.rank} in {run.waiting(item)[0]}" for item in circle]
-    marked = [positions[element] for item in circle for element in run.waiting(item)[:1]]
+    waits = [f"rank {item.rank} in {run.waiting(item)[0]}" for item in circle]
+    marked = [positions[transfer] for item in circle for transfer in run.waiting(item)[:1]]
     sentence = (
-        f"deadlock when sends wait for their receivers: {', '.join(text)}: each waits for the next,"
-        " the last for"
+        f"deadlock when sends wait for their receivers: {', '.join(waits)}: each waits for the"
+        " next, the last for the first"
     )
-    positions.fail(f"{sentence} the first", marked)
+    positions.fail(sentence, marked)

@@ -54,17 +54,17 @@ _TRANSFERS_OF = MappingProxyType(
 def add_transfers(schedule: Schedule) -> Schedule:
     """Add a receive before each use and a send after each result that crosses ranks."""
 
-    def change(local: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        for item in local:
-            receive, send = _TRANSFERS_OF.get(item.kind, (None, None))
-            before, after = schedule.is_cut(item.stage - 1), schedule.is_cut(item.stage)
-            if item.kind is not Kind.F:
+    def change(program: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        for op in program:
+            receive, send = _TRANSFERS_OF.get(op.kind, (None, None))
+            before, after = schedule.is_cut(op.stage - 1), schedule.is_cut(op.stage)
+            if op.kind is not Kind.F:
                 before, after = after, before
             if receive and before:
-                yield receive.at(item.stage, item.microbatch)
-            yield item
+                yield receive.at(op.stage, op.microbatch)
+            yield op
             if send and after:
-                yield send.at(item.stage, item.microbatch)
+                yield send.at(op.stage, op.microbatch)
 
     return schedule.map_instructions(change)
 
@@ -90,16 +90,14 @@ def receive_early(schedule: Schedule) -> Schedule:
         return schedule
     begin_s = {span.instruction: span.begin_s for span in run.spans}
 
-    def change(local: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        receives = [
-            (begin_s.get(send_of(item), 0.0), item) for item in local if item.kind in RECEIVES
-        ]
+    def change(program: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        receives = [(begin_s.get(send_of(op), 0.0), op) for op in program if op.kind in RECEIVES]
         receives.sort(key=lambda pair: pair[0])
-        for element in local:
-            if element.kind not in RECEIVES:
-                while element.kind not in SENDS and receives and receives[0][0] <= begin_s[element]:
+        for op in program:
+            if op.kind not in RECEIVES:
+                while op.kind not in SENDS and receives and receives[0][0] <= begin_s[op]:
                     yield receives.pop(0)[1]
-                yield element
+                yield op
 
     return schedule.map_instructions(change)
 
@@ -110,15 +108,15 @@ def place_reductions(schedule: Schedule) -> Schedule:
     If the generator has updates of its own (one per microbatch), each gets a reduction before it.
     """
 
-    def change(local: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        last = {item.stage: item for item in local if item.kind in BACKWARD}
-        updates = not any(item.kind is Kind.STEP for item in local)
-        for element in local:
-            if element.kind is Kind.STEP:
-                yield Kind.REDUCE.at(element.stage, element.microbatch)
-            yield element
-            if updates and last.get(element.stage) is element:
-                yield Kind.REDUCE.at(element.stage)
+    def change(program: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        last = {op.stage: op for op in program if op.kind in BACKWARD}
+        updates = not any(op.kind is Kind.STEP for op in program)
+        for op in program:
+            if op.kind is Kind.STEP:
+                yield Kind.REDUCE.at(op.stage, op.microbatch)
+            yield op
+            if updates and last.get(op.stage) is op:
+                yield Kind.REDUCE.at(op.stage)
         yield from [Kind.STEP.at(stage) for stage in sorted(last)] * updates
 
     return schedule.map_instructions(change)
@@ -127,8 +125,8 @@ def place_reductions(schedule: Schedule) -> Schedule:
 def fuse(schedule: Schedule) -> Schedule:
     """Post adjacent transfers together, as nothing happens between them."""
 
-    def change(local: tuple[Instruction, ...]) -> Iterator[Item]:
-        for transfers, run in groupby(local, lambda item: item.kind in TRANSFERS):
+    def change(program: tuple[Instruction, ...]) -> Iterator[Item]:
+        for transfers, run in groupby(program, lambda item: item.kind in TRANSFERS):
             items = tuple(run)
             yield from [Fused(items)] if transfers and len(items) > 1 else items
 

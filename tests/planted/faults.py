@@ -170,8 +170,8 @@ FAULTS = (
     Fault(
         "check: doubled work",
         "nnmpi/schedule/check.py",
-        "if len(result) > 1:",
-        "if len(result) > 2:",
+        "if len(occurrences) > 1:",
+        "if len(occurrences) > 2:",
         "tests/schedule",
     ),
     Fault(

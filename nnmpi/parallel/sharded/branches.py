@@ -119,13 +119,13 @@ class DealtBranches(Branches):
             for result in results
         ]
         by_rank = self._group.gather(forms)
-        matches = [by_rank[root][i] for i, root in enumerate(self._roots)]
-        if None in matches:
+        agreed = [by_rank[root][i] for i, root in enumerate(self._roots)]
+        if None in agreed:
             raise UsageError(
-                f"branch {matches.index(None)} does not return one Tensor; let it return one, for"
+                f"branch {agreed.index(None)} does not return one Tensor; let it return one, for"
                 " join"
             )
-        return matches
+        return agreed
 
 
 def place_branches(layer: Branches, context: LayerContext) -> Placed:
