@@ -33,7 +33,7 @@ To change ...                              see
     the library that computes products     gemm
     the dtype that a product reads         precision, then its uses in gemm and the kernels
     the kinds of devices                   a subclass of `Backend`, as in device, and `select`
-    the calls that a recording has         recording; `perform` records any function as one call
+    the calls that a recording has         recording; `record_call` records any function as one call
 """
 
 from nnmpi.backend.array import Array, namespace

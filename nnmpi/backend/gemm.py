@@ -17,7 +17,7 @@ from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.blas import has_small_products, installed_mkl
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 
 
@@ -58,13 +58,13 @@ def gemm(
                 f" {out.shape}"
             )
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
-        perform(products.multiply, a, b, out, add, precision() == "tf32")
+        record_call(products.multiply, a, b, out, add, precision() == "tf32")
         return out
     mkl = installed_mkl()
     if mkl is not None and mkl.takes(a, b, out):
         if out is None:
             out = xp.empty((a.shape[0], b.shape[1]), a.dtype)
-        perform(mkl.multiply, a, b, out, add)
+        record_call(mkl.multiply, a, b, out, add)
         return out
     if a.ndim == b.ndim == 2 and b.dtype == np.float32 == a.dtype and not add:
         rows = b.flags.c_contiguous
@@ -73,7 +73,7 @@ def gemm(
             if out is None:
                 out = xp.empty((a.shape[0], b.shape[1]), a.dtype)
             if out.flags.c_contiguous and out.dtype == a.dtype:
-                perform(_by_strips, a, b, out, width)
+                record_call(_by_strips, a, b, out, width)
                 return out
     # NumPy's dot is faster than its matmul, which also warns of what OpenBLAS computes in lanes
     # that nobody reads.

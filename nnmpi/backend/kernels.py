@@ -14,7 +14,7 @@ anywhere. The Function first looks for a faster kernel here:
 
 To add a compiled kernel, write a function in `jit/kernels.py` or `cuda/kernels.py`, with the kernel
 itself beside it, and these lines in the Function. Compiled functions run through
-`recording.perform`, which records each as one call.
+`recording.record_call`, which records each as one call.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@
 While a recorder is active, operations get `recorder.module(numpy)` instead of NumPy. The first
 result's array becomes the `out` of the recorded call. Views of it stay valid, so views need no
 call. Work outside the array library (an optimizer's step, an exchange between ranks) is recorded as
-one call by `perform`.
+one call by `record_call`.
 
 Results are allocated from a pool, and freed as in an eager step:
 
@@ -63,10 +63,10 @@ def active() -> Recorder | None:
     return _active.get()
 
 
-def perform(function: Callable[..., Any], *args: Any) -> Any:
+def record_call(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function and return its result; a recording repeats it as one call."""
     recorder = _active.get()
-    return function(*args) if recorder is None else recorder.perform(function, *args)
+    return function(*args) if recorder is None else recorder.record_call(function, *args)
 
 
 def feed(function: Callable[..., Array], *args: Any) -> Array:
@@ -221,7 +221,7 @@ class Recorder:
         finally:
             _active.reset(token)
 
-    def perform(self, function: Callable[..., Any], *args: Any) -> Any:
+    def record_call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function, record it as one call, and return its result."""
         result = self.run_eagerly(function, *args)
         self.record(function, *args)

@@ -23,7 +23,7 @@ import nnmpi.clock as clock
 import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.recording import active, feed, perform
+from nnmpi.backend.recording import active, feed, record_call
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.replayed import Replay
@@ -221,11 +221,11 @@ class Executor:
             Kind.I: partial(self._backward, halves=True),
             Kind.W: lambda stage, microbatch: self.stages[stage].finish(microbatch),
             Kind.SEND_ACT: partial(self._send, Kind.SEND_ACT),
-            Kind.RECV_ACT: partial(perform, self._receive, Kind.RECV_ACT),
+            Kind.RECV_ACT: partial(record_call, self._receive, Kind.RECV_ACT),
             Kind.SEND_GRAD: partial(self._send, Kind.SEND_GRAD),
-            Kind.RECV_GRAD: partial(perform, self._receive, Kind.RECV_GRAD),
-            Kind.REDUCE: partial(perform, self._caller.reduce),
-            Kind.STEP: partial(perform, self._caller.step),
+            Kind.RECV_GRAD: partial(record_call, self._receive, Kind.RECV_GRAD),
+            Kind.REDUCE: partial(record_call, self._caller.reduce),
+            Kind.STEP: partial(record_call, self._caller.step),
         }
 
     def _make_stage(self, arrangement: Arrangement, number: int) -> Stage:
@@ -323,7 +323,7 @@ class Executor:
     def _loop(self) -> None:
         """Carry out the instructions in their order.
 
-        The loop may be recorded. So all work besides computation on arrays goes through `perform`,
+        The loop may be recorded. So all work besides computation on arrays goes through `record_call`,
         and inputs from outside through `feed`; a replay repeats both.
         """
         paced = self._now.schedule.trains and bool(self._caller.slow)
@@ -334,20 +334,20 @@ class Executor:
                 if self._boundaries and kind in _USES and microbatch is not None:
                     self._wait_for_message(_USES[kind], stage, microbatch)
                 if watched:
-                    perform(self._begin, kind)
+                    record_call(self._begin, kind)
                 self._actions[kind](stage, microbatch)
                 if paced and kind in _WEIGHTS:
-                    perform(self.pace)
+                    record_call(self.pace)
                 if watched:
                     # the peak is after a forward: backwards only free memory
                     stages = self.stages.values() if kind is Kind.F else ()
                     live = sum(entry.live for entry in stages)
                     waiting = sum(entry.waiting_bytes for entry in stages)
-                    perform(self._end, op, live, waiting)
+                    record_call(self._end, op, live, waiting)
                 if stage == 0 and kind in _LAST:
-                    perform(self._caller.end_backward, microbatch)
+                    record_call(self._caller.end_backward, microbatch)
             if self._messages is not None:
-                perform(self._progress)
+                record_call(self._progress)
 
     def _progress(self) -> None:
         # A second thread that calls MPI instead was slower: 0.65 ms against 0.47.
@@ -399,7 +399,7 @@ class Executor:
 
     def _backward(self, stage: int, microbatch: int, halves: bool) -> None:
         if stage == self.count - 1:
-            perform(self._caller.begin_backward, microbatch)
+            record_call(self._caller.begin_backward, microbatch)
             grads: Sequence[Array] = [feed(lambda: self._seeds[microbatch])]
         else:
             grads = self._grads.pop((stage, microbatch))
@@ -447,7 +447,7 @@ class Executor:
         else:
             stage -= 1
             values = BoundaryArrays(tuple(self._grads.pop((stage, microbatch))), ())
-        perform(self._send_over, kind, stage, microbatch, active() is not None, *values)
+        record_call(self._send_over, kind, stage, microbatch, active() is not None, *values)
 
     def _send_over(
         self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any
@@ -480,7 +480,7 @@ class Executor:
         """Wait for a receive's arrays, unless that was done before."""
         if (kind, stage, microbatch) not in self._posted:
             return
-        perform(self._wait, kind, stage, microbatch)
+        record_call(self._wait, kind, stage, microbatch)
         arrays = [
             feed(lambda i: self._received.arrays[i], i) for i in range(len(self._received.arrays))
         ]

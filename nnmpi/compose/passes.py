@@ -29,7 +29,7 @@ import nnmpi.clock as clock
 import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.recording import feed, perform
+from nnmpi.backend.recording import feed, record_call
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
@@ -446,7 +446,7 @@ class Passes(Caller):
         labels = feed(lambda: self._now.part(microbatch).y)
         loss = sum_of(now.loss, logits, labels)
         if not again:
-            perform(self._note_numbers, microbatch, logits.data, loss.data)
+            record_call(self._note_numbers, microbatch, logits.data, loss.data)
         return loss
 
     def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
@@ -50,7 +50,7 @@ class GPTEmbedding(Module):
         else:
             positions = namespace(self.positions.weight.data).empty(tokens.shape[-1], np.int64)
             # recorded as one call: the positions differ in each replay
-            perform(self._continue, memory, tokens.shape, positions)
+            record_call(self._continue, memory, tokens.shape, positions)
             rows = self.positions(positions)
         return self.tokens(tokens) + rows
 

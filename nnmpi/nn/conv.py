@@ -72,7 +72,7 @@ class Conv2d(Module):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Pair, Pair, Pair, int]:
         """Return the arguments of `ops.conv2d`, also for the fused operations."""
         return (
-            self.enter(x),
+            self.product_input(x),
             self.weight,
             self.bias,
             self.stride,

@@ -39,7 +39,7 @@ class Linear(Module):
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the arguments of `ops.linear`, also for the fused operations."""
-        return self.enter(x), self.weight, self.bias
+        return self.product_input(x), self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b. See `ops.linear`."""
@@ -92,4 +92,4 @@ class TiedLinear(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T. See `ops.linear.linear_transposed`."""
-        return linear_transposed(self.enter(x), self.weight)
+        return linear_transposed(self.product_input(x), self.weight)

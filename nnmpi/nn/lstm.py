@@ -3,7 +3,7 @@
 from typing import Any
 
 from nnmpi.backend.array import namespace
-from nnmpi.backend.recording import active, perform
+from nnmpi.backend.recording import active, record_call
 from nnmpi.errors import UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
@@ -104,7 +104,7 @@ class LSTM(Module):
             memory[self.path] = ends
         else:  # replays read the state from the recorded arrays: write it back into them
             for state, end in zip(before, ends, strict=True):
-                perform(namespace(state.data).copyto, state.data, end.data)
+                record_call(namespace(state.data).copyto, state.data, end.data)
         return y
 
     def with_state(

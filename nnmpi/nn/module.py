@@ -113,7 +113,7 @@ class Module:
         """Compute the result. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
-    def enter(self, x: Tensor) -> Tensor:
+    def product_input(self, x: Tensor) -> Tensor:
         """Return the input of the layer's product; tensor parallelism adds its collective here."""
         return x
 
@@ -291,7 +291,7 @@ class Module:
             if recorder is None:
                 parameter.grad = None
             else:
-                recorder.perform(setattr, parameter, "grad", None)
+                recorder.record_call(setattr, parameter, "grad", None)
                 recorder.cleared.add(id(parameter))
 
     def state(self) -> dict[str, Array]:

@@ -14,7 +14,7 @@ from typing import Any
 import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
@@ -196,7 +196,7 @@ class PackedAttention(Function):
             return y
         if self.before is not None:
             # recorded as one call, since the number of tokens grows with each replay
-            perform(self._continue, self.before, qkv, y)
+            record_call(self._continue, self.before, qkv, y)
             return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import perform, refuse
+from nnmpi.backend.recording import record_call, refuse
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, ShapeError
@@ -326,7 +326,7 @@ def _agreed(
         known[:] = now
         return now
 
-    everyones = perform(meet)
+    everyones = record_call(meet)
     for rank, (full, *parts) in enumerate(everyones if cut else ()):
         if len(parts) != group.size or sum(parts) != full or min(parts) < 0:
             raise ShapeError(

@@ -8,7 +8,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, is_array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.precision import FLOAT32, cast, is_low
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import read_as, refuse_parts, whole_values
@@ -87,7 +87,7 @@ def embedding(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"
         )
     if kernels_for(table.data, "embedding") is None or type(values) is np.ndarray:
-        perform(_check_indices, values, table.shape[0] if entries is None else entries)
+        record_call(_check_indices, values, table.shape[0] if entries is None else entries)
         values = namespace(table.data).asarray(values)
     return make(read_as("embedding", table))(table, indices if is_sharded(indices) else values)
 

@@ -13,7 +13,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.precision import cast
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
@@ -289,7 +289,7 @@ def checked_labels(
         )
     # labels on a device are not checked: the host would have to wait for them
     if type(logits.data) is np.ndarray or kernels_for(logits.data, "softmax_loss") is None:
-        perform(_check_labels, values, classes, ignore_index)
+        record_call(_check_labels, values, classes, ignore_index)
     return values
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, Shape, namespace
 from nnmpi.backend.kernels import bias_grad, kernels_for
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import WIDE, row_blocks, row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import place_for, with_kernels
@@ -62,7 +62,7 @@ class BatchNormFunction(Function):
         mean, variance = xp.empty((channels,), x.dtype), xp.empty((channels,), x.dtype)
         # an array: in a replay other ranks may have other numbers of rows
         n = xp.empty((), np.float64)
-        count = perform(_measure, rows, mean, variance, n, self.all_reduce, self.observe)
+        count = record_call(_measure, rows, mean, variance, n, self.all_reduce, self.observe)
         self.statistics = (mean, variance, count)
         steady = xp.add(variance, self.eps)
         inverse = xp.divide(
@@ -94,7 +94,7 @@ class BatchNormFunction(Function):
         if self.needs[0]:
             sums = xp.concatenate([to_shift, to_scale])
             if self.all_reduce is not None:
-                perform(_all_reduce, self.all_reduce, sums)
+                record_call(_all_reduce, self.all_reduce, sums)
             xp.divide(sums, n, out=sums)
             slopes = xp.multiply(sums[channels:], inverse)
             factors = xp.multiply(scale, inverse)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import perform, refuse
+from nnmpi.backend.recording import record_call, refuse
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.optim.optimizer import block_elements, pieces
 
@@ -122,7 +122,7 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
         UsageError: see `coefficient`.
     """
     grads = grads.storage.grads if hasattr(grads, "storage") else grads
-    return perform(_clip, grads, max_norm)
+    return record_call(_clip, grads, max_norm)
 
 
 def _clip(grads: Sequence[Array], max_norm: float) -> float:

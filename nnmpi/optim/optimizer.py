@@ -27,7 +27,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError, UsageError, shortened
 from nnmpi.launcher import read_launch
 
@@ -236,7 +236,7 @@ class Optimizer(ABC):
                 were replaced, the model was initialized again, or the parameters are in memory
                 shared with other ranks (see `parallel.fused`).
         """
-        perform(self._step)  # recorded as one call, since `lr` may change between replays
+        record_call(self._step)  # recorded as one call, since `lr` may change between replays
 
     def _step(self) -> None:
         lr = number("lr", self.lr)

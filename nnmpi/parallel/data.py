@@ -21,7 +21,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
@@ -182,15 +182,15 @@ class DataParallel:
         if seed is None or loss_sum.shape:
             # float64: rounded to the gradient's dtype only in the backward pass
             seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))
-        # `perform` records the call, so that a compiled step repeats it each time
-        perform(self.begin_pass, last)
+        # `record_call` records the call, so that a compiled step repeats it each time
+        record_call(self.begin_pass, last)
         try:
             loss_sum.backward(seed)
-            perform(self.finish_pass)
+            record_call(self.finish_pass)
         finally:
-            perform(self.end_pass)
+            record_call(self.end_pass)
         if last:
-            perform(self.finish)
+            record_call(self.finish)
 
     def reduce(self, numbers: Sequence[int]) -> None:
         """Start the sum of final gradients, by their parameters' numbers in the storage.

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, is_result, namespace
-from nnmpi.backend.recording import active, perform
+from nnmpi.backend.recording import active, record_call
 from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.function import Function, Grads, Variable, record_whole, unbroadcast
 
@@ -105,7 +105,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     if root.node is None or root.tape is None:  # a leaf: no operations to walk back along
         root.add_grad(seed, xp)
         if root.hook is not None:
-            perform(root.hook, root)
+            record_call(root.hook, root)
         return
     tape = root.tape.find()
     nodes = tape.nodes
@@ -151,7 +151,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                 # outside the `if` above: the hook is due even if no gradient reached this node
                 for leaf in finals.get(node, ()):
                     if leaf.hook is not None and leaf.grad is not None:
-                        perform(leaf.hook, leaf)
+                        record_call(leaf.hook, leaf)
     except BaseException:
         # A later pass over the same graph must not add to this pass's partial sums.
         for node in nodes[: last + 1]:

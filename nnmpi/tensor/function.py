@@ -159,7 +159,7 @@ class Variable:
         if recorder is None:
             self.grad = target
         else:
-            recorder.perform(setattr, self, "grad", target)
+            recorder.record_call(setattr, self, "grad", target)
             if self.buffer is None:
                 recorder.loose.append((self, target))
 

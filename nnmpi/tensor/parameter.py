@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.recording import active, perform
+from nnmpi.backend.recording import active, record_call
 from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Writes
@@ -325,7 +325,7 @@ class FlatStorage:
         if recorder is None:
             self._clear_grads()
         else:
-            recorder.perform(self._clear_grads)
+            recorder.record_call(self._clear_grads)
             recorder.cleared.update(id(span.parameter) for span in self.spans)
 
     def _clear_grads(self) -> None:
@@ -341,7 +341,7 @@ class FlatStorage:
         Raises:
             UsageError: when a parameter was bound to other arrays, which updates would not reach.
         """
-        perform(self._finish)
+        record_call(self._finish)
 
     def _finish(self) -> None:
         self.check_places()

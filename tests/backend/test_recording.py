@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nnmpi.backend.recording import MemoryPool, Recorder, alias, perform, refuse
+from nnmpi.backend.recording import MemoryPool, Recorder, alias, record_call, refuse
 from nnmpi.errors import UsageError
 
 
@@ -74,18 +74,18 @@ def test_what_is_performed_is_noted_as_a_whole(recorder):
     seen, xp = [], recorder.module(np)
 
     def work(x):
-        perform(seen.append, x)
+        record_call(seen.append, x)
         refuse("nothing is recorded in here, so this")
         return len(seen)
 
     with recorder.running():
-        assert perform(work, 5) == 1
+        assert record_call(work, 5) == 1
         with pytest.raises(UsageError, match="a look"):
             refuse("a look")
     assert len(recorder.calls) == 1
     replayed(recorder)
     assert seen == [5, 5]
-    assert perform(work, 6) == 3
+    assert record_call(work, 6) == 3
     assert len(recorder.calls) == 1
     assert xp.__name__ == "numpy"
 

@@ -11,9 +11,9 @@ def compiled_calls(monkeypatch):
     names = []
     for name in ("nnmpi.backend.jit.kernels", "nnmpi.ops.conv.depthwise"):
         module = import_module(name)
-        monkeypatch.setattr(module, "perform", _noting(names, module.perform))
+        monkeypatch.setattr(module, "record_call", _noting(names, module.record_call))
     return names
 
 
-def _noting(names, perform):
-    return lambda f, *args: (names.append(f.__name__), perform(f, *args))
+def _noting(names, record_call):
+    return lambda f, *args: (names.append(f.__name__), record_call(f, *args))

@@ -16,7 +16,7 @@ from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.jit.conv3x3 import has_products, sizes
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 
 __all__ = [
     "adam",
@@ -132,7 +132,7 @@ adam, lstm_step, lstm_step_grad = (
 
 
 def _perform(name: str, *args: Any) -> None:
-    perform(loop(name), *args)
+    record_call(loop(name), *args)
 
 
 relu_grad, norm, norm_products, norm_grad = (
@@ -142,12 +142,12 @@ relu_grad, norm, norm_products, norm_grad = (
 
 def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:
     """y = max(y + bias, 0), in place."""
-    perform(loop("bias_relu"), y, _shift(xp, y, bias))
+    record_call(loop("bias_relu"), y, _shift(xp, y, bias))
 
 
 def _bias_slope(name: str, xp: Any, y: Array, bias: Array | None, slope: Array) -> None:
     """y = the activation of y + bias, in place; write its derivative."""
-    perform(loop(name), y, _shift(xp, y, bias), slope)
+    record_call(loop(name), y, _shift(xp, y, bias), slope)
 
 
 bias_gelu, bias_gelu_tanh, bias_silu = (
@@ -163,7 +163,7 @@ def _grad_bias(name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | No
     """Return the gradient of an activation's input, and write its sum over the rows."""
     result: Array = xp.empty(grad.shape, grad.dtype)
     sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-    perform(loop(name), xp.ascontiguousarray(grad), kept, result, sums)
+    record_call(loop(name), xp.ascontiguousarray(grad), kept, result, sums)
     return result
 
 
@@ -179,5 +179,5 @@ def softmax_loss(
         return None
     logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
     losses, gradients = xp.empty((len(logits),), logits.dtype), xp.empty(logits.shape, logits.dtype)
-    perform(loop("softmax_loss"), logits, labels, losses, gradients)
+    record_call(loop("softmax_loss"), logits, labels, losses, gradients)
     return losses, (gradients,)

@@ -77,7 +77,7 @@ class Algorithm:
 
     `xp` is what the Function got: the array library, or its stand-in while a step is recorded. What
     follows its promise (see `tensor.function`) is replayed call by call; compiled kernels are
-    called through `backend.recording.perform`.
+    called through `backend.recording.record_call`.
 
     Args:
         spec: what is computed.

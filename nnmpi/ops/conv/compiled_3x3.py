@@ -16,7 +16,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import load
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
 
 
@@ -91,7 +91,7 @@ def _scratch(xp: Any, counts: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
 
 
 def _perform(kernel: Any, *args: Any) -> None:
-    perform(kernel, *(arg if isinstance(arg, tuple) else _flat(arg) for arg in args))
+    record_call(kernel, *(arg if isinstance(arg, tuple) else _flat(arg) for arg in args))
 
 
 def _flat(array: Array) -> Array:

@@ -53,7 +53,7 @@ from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.precision import cast, is_low, to_float32
-from nnmpi.backend.recording import perform
+from nnmpi.backend.recording import record_call
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import start_exchange
@@ -91,7 +91,7 @@ class RingAttention:
         top, total = (
             xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2)
         )
-        perform(self._forward, *inputs, y, (top, total), causal, drop)
+        record_call(self._forward, *inputs, y, (top, total), causal, drop)
         return (*inputs, y, top, total) if keep else ()
 
     def attend_grad(
@@ -104,7 +104,7 @@ class RingAttention:
         drop: AttentionDropout | None = None,
     ) -> None:
         """See `ops.attend.attend_grad`, for this rank's positions."""
-        perform(self._backward, grad, residuals, grads, causal, drop)
+        record_call(self._backward, grad, residuals, grads, causal, drop)
 
     def _forward(
         self,
@@ -276,7 +276,7 @@ class UlyssesAttention:
         """See `ops.attend.attend`, for this rank's positions."""
         check_heads(y.shape[1], self._group.size)
         saved: list[Residuals] = []  # filled again whenever a compiled step replays this call
-        perform(self._forward, inputs, y, (causal, keep, *self._local_drop(drop, y)), saved)
+        record_call(self._forward, inputs, y, (causal, keep, *self._local_drop(drop, y)), saved)
         return (saved,)
 
     def attend_grad(
@@ -289,7 +289,9 @@ class UlyssesAttention:
         drop: AttentionDropout | None = None,
     ) -> None:
         """See `ops.attend.attend_grad`, for this rank's positions."""
-        perform(self._backward, grad, residuals[0], grads, (causal, *self._local_drop(drop, grad)))
+        record_call(
+            self._backward, grad, residuals[0], grads, (causal, *self._local_drop(drop, grad))
+        )
 
     def _local_drop(self, drop: AttentionDropout | None, y: Heads) -> tuple[AttentionDropout, ...]:
         """Return this rank's heads of the dropout; empty without dropout."""

@@ -153,7 +153,7 @@ class RowsConv2d(Conv2d):
         Raises:
             ShapeError: for images other than those of `shard`'s sample.
         """
-        x = self.enter(x)
+        x = self.product_input(x)
         if x.ndim != 4 or x.shape[3] != self.weight.shape[2] * self.groups:
             raise ShapeError(
                 f"a convolution of images {x.shape} does not fit a weight of {self.weight.shape}"
@@ -175,8 +175,10 @@ class RowsConv2d(Conv2d):
 def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
     """Return the convolution of this rank's rows."""
     windows = _windows(context, layer.weight.shape[:2], layer.stride, layer.padding, layer.dilation)
-    enter = context.to_parts(rows(windows.height))
-    conv = part_of(layer, RowsConv2d, enter=enter, group=context.group, windows=windows)
+    product_input = context.to_parts(rows(windows.height))
+    conv = part_of(
+        layer, RowsConv2d, product_input=product_input, group=context.group, windows=windows
+    )
     return conv, rows(windows.outputs)
 
 

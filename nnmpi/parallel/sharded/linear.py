@@ -17,7 +17,7 @@ depthwise convolution of sharded channels needs no exchange at all.
     features sharded     every rank looks up its part of the row; no exchange
 
 A layer sharded by outputs is the layer itself with a part of its weight, and an exchange before it
-(`enter`).
+(`product_input`).
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b."""
-        x = self.enter(x)
+        x = self.product_input(x)
         full = sum_over_ranks(linear_part(x, self.weight), self.group, self.bias)
         return full.astype(read_as("linear", x, self.weight))
 
@@ -60,7 +60,9 @@ class RowConv2d(Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
-        y = conv2d(self.enter(x), self.weight, None, self.stride, self.padding, self.dilation)
+        y = conv2d(
+            self.product_input(x), self.weight, None, self.stride, self.padding, self.dilation
+        )
         full = y.astype("float32") if is_low(y.dtype) else y
         return sum_over_ranks(full, self.group, self.bias).astype(y.dtype)
 
@@ -146,7 +148,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         local["bias"] = context.sharder.cut(getattr(layer, "bias", None), result, 0)
         if groups > 1:  # all outputs of a group belong to one rank
             local["groups"] = result.width(context.group.size, context.group.rank) // result.unit
-        return part_of(layer, enter=_enter(groups, context, inputs), **local), result
+        return part_of(layer, product_input=_enter(groups, context, inputs), **local), result
     if sharding in kind.by_inputs:
         if groups > 1:
             raise context.refuse(
@@ -158,7 +160,11 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         weight = context.sharder.cut(layer.weight, cut.resolve(inputs), kind.inputs)
         return (
             part_of(
-                layer, kind.row, enter=context.to_parts(cut), weight=weight, group=context.group
+                layer,
+                kind.row,
+                product_input=context.to_parts(cut),
+                weight=weight,
+                group=context.group,
             ),
             REPLICATED,
         )
