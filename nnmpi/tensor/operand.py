@@ -205,13 +205,13 @@ def may_meet(name: str, *inputs: Any) -> None:
 
 
 def mixes(*dtypes: Any) -> bool:
-    """True if mixed precision allows these dtypes together: float32 and its lower dtype."""
+    """True if mixed precision allows these dtypes together: float32 and its low dtype."""
     low = low_dtype(precision())
     return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
 
 
 def read_as(name: str, *inputs: Any) -> Dtype:
-    """Return the input dtype of a matrix product: the operands', or mixed precision's lower one.
+    """Return the input dtype of a matrix product: the operands', or mixed precision's low one.
 
     Args:
         inputs: tensors and arrays; None stands for a missing input.

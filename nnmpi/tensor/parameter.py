@@ -238,7 +238,7 @@ class FlatStorage:
                     f"{name} got values of shape {value.shape}, not {parameter.declared}"
                 )
             parameter.name = name
-            self._views.append(self._lay(span))
+            self._views.append(self._bind(span))
             self.write(span, value)
 
     def _allocate(
@@ -257,7 +257,7 @@ class FlatStorage:
         """Copy values of a parameter's shape into the storage."""
         span.parameter.data[...] = value
 
-    def _lay(self, span: Span) -> tuple[Parameter, Array, Array]:
+    def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
         """Bind a parameter to its slices of the flat arrays, without gradient; return the views."""
         parameter, part = span.parameter, slice(span.start, span.stop)
         parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
@@ -288,7 +288,7 @@ class FlatStorage:
         self.data = self._data = self.data if data is None else list(data)
         self.grads = self._grads = self.grads if grads is None else list(grads)
         if any(parameter.data is array for parameter, array, _ in self._views):
-            self._views = [self._lay(span) for span in self.spans]
+            self._views = [self._bind(span) for span in self.spans]
         self.moves += 1
 
     @property

@@ -274,7 +274,7 @@ class ShardedStorage(FlatStorage):
             self.data = [full[item] for full, item in zip(data, self.slices, strict=True)]
         if self.stage == 1:
             self.grads = [full[item] for full, item in zip(grads, self.slices, strict=True)]
-        self._views = [self._lay(span) for span in self.spans]
+        self._views = [self._bind(span) for span in self.spans]
         self.moves += 1
 
     # ---- gradients ----
