@@ -88,7 +88,7 @@ class Shutdown:
             abort(self._mpi, status)
 
     def on_end(self) -> None:
-        """End after the end of the program: for `atexit`."""
+        """End normally, after the program: for `atexit`."""
         if self._is_child():
             _leave_fork(0)
         if self._mpi.Is_finalized():

@@ -85,7 +85,7 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
         if stays_on_one_node(launch, os.environ):
             os.environ.update(NO_NETWORK)
         with warnings.catch_warnings():
-            # mpi4py warns of a mismatch; the refusal below says it better
+            # mpi4py warns of a mismatch, which is refused in a sentence below
             warnings.simplefilter("ignore")
             alone = launch is None or launch.size == 1
             wait_for_all_ranks_to_start(mpi, inf if alone else limit_s)

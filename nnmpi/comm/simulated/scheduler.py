@@ -112,7 +112,7 @@ class SimulatedRank:
         waits_for: its present or last wait, as text.
         lines: the source lines of that wait.
         ended: whether its program has ended.
-        events: a counter of completed and awaited requests; when it has changed, another poll may
+        completions: a counter of completed and awaited requests; when it has changed, another poll may
             succeed.
         calls: number of calls so far.
         world: its view of the world, with its step of training.
@@ -123,7 +123,7 @@ class SimulatedRank:
     waits_for: str = ""
     lines: Lines = ()
     ended: bool = False
-    events: int = 0
+    completions: int = 0
     calls: int = 0
     world: Any = None
     _awaits: set[Any] | None = None
@@ -274,7 +274,7 @@ class Scheduler:
 
     def notify(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
         """Notify a rank of a complete request; plan its turn if it waited for this one last."""
-        rank.events += 1
+        rank.completions += 1
         rank._polls = 0
         if rank._awaits is None:
             return

@@ -519,7 +519,7 @@ class SimulatedComm:
         for request in requests:
             self._local.clock_s = max(self._local.clock_s, request.complete_s)
             self._board.open[self._local.number].close(request)
-        self._local.events += 1
+        self._local.completions += 1
 
     def progress(self) -> None:
         """Let other ranks and messages advance; see `comm.world.Comm`."""

@@ -65,14 +65,14 @@ class SimulatedWorld:
         """
         local, scheduler = self._local, self._scheduler
         while True:
-            events = local.events
+            before = local.completions
             if ready():
                 return True
             scheduler.begin_call(local)  # other ranks' turns in it may complete a request
             if local.clock_s >= until_s:
                 scheduler.end_call(local)
                 return False
-            if local.events == events:
+            if local.completions == before:
                 scheduler.block(
                     local, set(), "something to become complete", find_lines(), list, until_s
                 )
