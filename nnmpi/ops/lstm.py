@@ -1,26 +1,28 @@
 """LSTM layers over sequences, with backpropagation through time, one operation per layer.
 
-    x (batch, time, in) --rows of a time together, running ones alone--> packed (rows, in)
+    x (batch, time, in)  --the running sequences of each time step-->  packed (rows, in)
         gates = packed W + b                  one product for all steps
         gates += h R, then the gates          step by step
 
-Of all steps the gates, c and h are kept. Backward goes through the steps for the gates' gradients,
-and then takes one product for each weight.
+The gates, c and h of all steps are saved. Backward computes the gates' gradients step by step, and
+then one product for each weight: products of a step's few rows would run at half the speed.
 
-Rows lie packed, all those of a time together, the longest sequences first; so the running ones are
-a beginning:
+Rows are packed by time step, the longest sequences first, so that the running sequences are always
+the first rows of a state:
 
     time      0         1         2       3        sizes (3, 3, 2, 1)
     packed  | a b c   | a b c   | a b   | a |      forward goes to the right, `reverse` to the left:
-                                                   then b begins at time 2, from its initial state
+                                                   b then begins at time 2, with its initial state
 
-    i, f, o = sigmoid        g = tanh        of x W + h R + b          (Hochreiter and Schmidhuber, 1997; the forget
-    c = f c + i g            h = o tanh(c)                              gate is Gers et al.'s, 2000)
+    i, f, o = sigmoid        g = tanh        of x W + h R + b
+    c = f c + i g            h = o tanh(c)
 
-The gates lie side by side, in the order i, f, o, g. A sigmoid is (1 + tanh(x / 2)) / 2, so that a
-step takes one tanh for all four. Halving is exact, so the weights of i, f and o are halved once for
-all steps; and the tanh itself is saved, for which a step has a third fewer calls of NumPy than
-with the sigmoids (43 and 88 us forward, 60 and 109 us back, for 32 rows of 256 features).
+(Hochreiter and Schmidhuber, 1997; the forget gate is by Gers et al., 2000.)
+
+The gates lie side by side in the order i, f, o, g. A sigmoid is (1 + tanh(x / 2)) / 2, so one tanh
+computes all four. The weights of i, f and o are halved once for all steps, which is exact. The tanh
+is saved instead of the sigmoids: a step then has a third fewer calls of NumPy, and takes 43 us
+forward instead of 88, and 60 us backward instead of 109 (32 rows of 256 features).
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from nnmpi.tensor.tensor import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Which rows of a padded batch are real, and in which order they lie packed.
+    """The real rows of a padded batch, and their packed order.
 
     Attributes:
-        sizes: how many sequences run at each time.
-        order: (batch,), the sequences, the longest first; None where all are equally long, and
-            nothing moves.
-        rows, times: (packed rows,), where each comes from; None likewise.
+        sizes: the number of running sequences at each time step.
+        order: (batch,), the sequences, the longest first; None if all have the same length, and no
+            row moves.
+        rows, times: (packed rows,), the sequence and time step of each; None likewise.
     """
 
     sizes: tuple[int, ...]
@@ -63,8 +65,8 @@ class Packing:
 
         Args:
             batch, time: of the padded sequences.
-            lengths: (batch,), integers on the host; None where all are whole.
-            xp: the module of the arrays.
+            lengths: (batch,), integers on the host; None if no sequence is padded.
+            xp: the arrays' module.
         """
         if lengths is None:
             return cls((batch,) * time)
@@ -86,7 +88,7 @@ class Packing:
         return rows
 
     def unpack(self, rows: Array, into: Array) -> None:
-        """Write packed rows to their places in (time, batch, n), and 0 to all others."""
+        """Write packed rows to (time, batch, n), and 0 to the padding."""
         if self.rows is None:
             into[...] = rows.reshape(into.shape)
         else:
@@ -107,11 +109,11 @@ class Packing:
 
 
 class LSTMFunction(Function):
-    """One layer and direction: (batch, time + 2, features), h over time, then last h and c.
+    """One layer in one direction: (batch, time + 2, features), h over time, the last h, the last c.
 
     Args:
-        reverse: whether time runs backwards.
-        ends: whether the last two are wanted; otherwise (batch, time, features).
+        reverse: whether to go from the last time step to the first.
+        ends: whether to append the last h and c; otherwise the result is (batch, time, features).
     """
 
     __slots__ = ("ends", "reverse")
@@ -158,7 +160,7 @@ class LSTMFunction(Function):
     def backward(self, grad: Array) -> Grads:
         packing, rows, weight, recurrent, gates, hidden, cells, first_h, first_c = self.saved
         xp, time = namespace(grad), len(packing.sizes)
-        # the gradients of the last h and c, which those of the initial state replace
+        # the gradients of the last h and c; step by step they become those of the initial state
         ends = [
             packing.sort(grad[:, time + i]) if self.ends else xp.zeros_like(first_c) for i in (0, 1)
         ]
@@ -181,7 +183,7 @@ class LSTMFunction(Function):
             to_x = xp.empty((time, grad.shape[0], weight.shape[0]), grad.dtype)
             packing.unpack(gemm(xp, to_gates, weight.T), to_x)
             to_x = to_x.swapaxes(0, 1)
-        to_weight, to_recurrent = (  # each computed where it belongs, if that place is known
+        to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
             gemm(xp, left.T, to_gates, *self.sum_into(i)) if self.needs[i] else None
             for i, left in ((1, rows), (2, before_h))
         )
@@ -204,14 +206,14 @@ def _halves(xp: Any, recurrent: Array) -> Array:
 
 
 def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
-    """Compute what comes after the product of one step.
+    """Compute a step's gates and state after its product.
 
     Args:
         xp: the arrays' module.
-        g: (n, 4 features), x W + b, which the tanh of the gates replaces.
+        g: (n, 4 features), x W + b; overwritten by the tanh of the gates.
         product: (n, 4 features), h R.
         c: (n, features), before the step.
-        new_c, new_h: (n, features), where the results go.
+        new_c, new_h: (n, features), out.
     """
     kernels = kernels_for(g, "lstm_step")
     if kernels is not None:
@@ -229,22 +231,22 @@ def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Arra
 def _step_grad(
     xp: Any, g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, c: Array
 ) -> None:
-    """Compute what comes before the product of one step backward.
+    """Compute the gradients of a step's gates, before its product.
 
     Args:
         xp: the arrays' module.
         g: (n, 4 features), the tanh of the gates.
-        slopes: (n, 4 features), where the gradient of what goes into them goes.
-        h, grad: (n, features), the two parts of the gradient of h; h may be written to.
+        slopes: (n, 4 features), out: the gradient of the tanh's arguments.
+        h, grad: (n, features), the two parts of the gradient of h; h may be overwritten.
         cell, last_c: (n, features), c after and before the step.
-        c: (n, features), the gradient of c after the step, which that before the step replaces.
+        c: (n, features), the gradient of c after the step; overwritten by the one before it.
     """
     kernels = kernels_for(g, "lstm_step_grad")
     if kernels is not None:
         kernels.lstm_step_grad(g, slopes, h, grad, cell, last_c, c)
         return
     (i, f, o, candidate), (to_i, to_f, to_o, to_g) = _four(g), _four(slopes)
-    xp.subtract(1, xp.multiply(g, g, out=slopes), out=slopes)  # of a sigmoid, 4 times its slope
+    xp.subtract(1, xp.multiply(g, g, out=slopes), out=slopes)  # 4 times a sigmoid's slope
     xp.multiply(xp.add(h, grad, out=h), 0.25, out=h)
     t = xp.tanh(cell)
     part = xp.multiply(h, t)
@@ -260,9 +262,9 @@ def _step_grad(
 
 
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:
-    """Yield the time steps in order: their rows, how many, and the previous step's rows.
+    """Yield each time step's packed rows, their number, and the previous step's rows, in order.
 
-    Of the sequences that run, the ones that the step before had come first; the others begin here.
+    The running sequences of the previous step come first; the others begin here.
     """
     ends, end = [], 0
     for n in sizes:
@@ -277,13 +279,13 @@ def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, sli
 
 
 def _carry(out: Array, first: Array, rows: Array, earlier: slice) -> None:
-    """Write the state before a step: of the step before where there was one, else the initial one.
+    """Write the state before a step: the previous step's, or the initial one for what begins here.
 
     Args:
         out: (n, features).
         first: (batch, features), the initial state.
-        rows: (all rows, features), the state after each step.
-        earlier: from `steps`.
+        rows: (packed rows, features), the state after each step.
+        earlier: the previous step's rows, see `steps`.
     """
     n, running = len(out), earlier.stop - earlier.start
     out[:running] = rows[earlier]
@@ -291,7 +293,6 @@ def _carry(out: Array, first: Array, rows: Array, earlier: slice) -> None:
 
 
 def _four(gates: Array) -> tuple[Array, Array, Array, Array]:
-    """Return the parts i, f, o and g of (rows, 4 features)."""
     n = gates.shape[1] // 4
     return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n : 3 * n], gates[:, 3 * n :]
 
@@ -308,9 +309,8 @@ def lstm(
 ) -> Tensor:
     """Return h over time of an LSTM layer (Hochreiter and Schmidhuber, 1997).
 
-    What lies behind a sequence's length is not read, and h is 0 there: with or without padding,
-    alone or in a batch, a sequence has the same result. In mixed precision it is computed in
-    float32.
+    Padding is not read, and h is 0 there: a sequence has the same result with or without padding,
+    alone or in a batch. Mixed precision computes in float32.
 
     Args:
         x: (batch, time, in).
@@ -318,13 +318,13 @@ def lstm(
         recurrent: (features, 4 features).
         bias: (4 features,).
         state: the first h and c, (batch, features) each; None for 0.
-        lengths: (batch,), integers from 1 to time; None where all sequences are whole.
+        lengths: (batch,), integers from 1 to time; None if no sequence is padded.
         reverse: whether to read each sequence from its end.
-        ends: whether the last h and c are added to the result.
+        ends: whether to append the last h and c.
 
     Returns:
-        (batch, time, features), or with `ends` (batch, time + 2, features), of which the last two
-        are the last h and c.
+        (batch, time, features), or with `ends` (batch, time + 2, features): h over time, the last
+        h, the last c.
 
     Raises:
         ShapeError: when the shapes do not fit, or a length is not within 1..time.
@@ -359,7 +359,7 @@ def lstm(
 
 
 def _checked(lengths: Any, shape: Shape) -> Array | None:
-    """Return lengths as an array on the host. Errors are those of `lstm`."""
+    """Return lengths as a host array. Errors are those of `lstm`."""
     if lengths is None:
         return None
     values = np.asarray(lengths.numpy() if isinstance(lengths, Tensor) else lengths)

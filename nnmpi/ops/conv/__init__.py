@@ -1,20 +1,20 @@
 """2-D convolution of channels-last images, alone or fused with bias, ReLU and max-pooling.
 
-    conv2d, conv_relu, conv_relu_pool  -->  choose(...)  -->  Conv2d (the Function)  --forward, backward-->  Algorithm
-         check shapes and dtypes            one of these        allocates, saves            computes
+    conv2d, conv_relu, conv_relu_pool  -->  choose  -->  Conv2dFunction     -->  Algorithm
+         check shapes and dtypes            by shape     allocates, saves        computes
 
-                     where arrays lie     what it multiplies
-    Im2col           any library          columns (pixels, kh kw c) @ kernels (kh kw c, o), any stride and groups
-    Im2colReluPool   NumPy                the same, and ReLU and pooling while a block's result is in the cache
-    Depthwise        any library          nothing: shifted images times numbers, for a group of each channel
-    WinogradNumpy    NumPy                16 or 36 places (.., tiles, c) @ (.., c, o) for 3 x 3 kernels
-    CompiledWinograd NumPy, by numba      the same in one compiled pass (see `nnmpi.jit`)
-    CompiledDirect   NumPy, by numba      no matrices: few input channels, with ReLU and pooling
+                      library          method
+    Im2col            any              columns (pixels, kh kw c) @ kernels (kh kw c, o)
+    Im2colReluPool    NumPy            the same, then ReLU and pooling of a block in the cache
+    Depthwise         any              each channel alone: shifted images times numbers, added up
+    WinogradNumpy     NumPy            16 or 36 products (tiles, c) @ (c, o), 3 x 3 kernels
+    CompiledWinograd  NumPy, numba     16 of them in one compiled pass (see `nnmpi.jit`)
+    CompiledDirect    NumPy, numba     no matrices: few input channels, with ReLU and pooling
 
-Read `algorithm` (what is computed, and what an algorithm must do), `conv2d` (the operations, and
-which algorithm is taken), and then any algorithm: each has a picture at its head. `ops.planes` is
-how NumPy's algorithms pool.
+Start with `algorithm` (the specification, and an algorithm's interface) and `conv2d` (the
+operations, and the choice of an algorithm). Each algorithm has a picture at its head. NumPy's
+algorithms pool by `ops.planes`.
 
-To add an algorithm: subclass `Algorithm`, and say in `conv2d.choose` when it is taken. Kernels are
-in nnmpi/backend/jit (numba).
+To add an algorithm, subclass `Algorithm` and add its condition to `conv2d.choose`. Compiled kernels
+are in nnmpi/backend/jit (numba).
 """

@@ -1,10 +1,11 @@
-"""What a convolution computes, and what every algorithm for it must do.
+"""The specification of a convolution, and the interface of the algorithms that compute it.
 
     forward     z = conv(x, weight) + bias,     y = z,    relu(z)    or    max_pool(relu(z))
-    backward    dz from dy,     dx from dz and weight,    dweight from x and dz,    dbias = sum of dz over all pixels
+    backward    dz from dy,     dx from dz and weight,    dweight from x and dz
+                dbias = sum of dz over all pixels
 
-The Function (see `conv2d`) allocates results and keeps what backward needs; an algorithm fills the
-arrays it is given.
+The Function (see `conv2d`) allocates results and saves arrays for backward; an algorithm fills
+arrays. So algorithms differ in their arithmetic alone.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ NO_POOL: Pair = (1, 1)
 
 
 class ConvSpec(NamedTuple):
-    """What is computed: how windows go over images, in how many groups, and what follows.
+    """A convolution: its windows and groups, and the operations fused with it.
 
     Attributes:
         kernel, stride, padding, dilation: rows and columns of pixels.
-        groups: channels are split into this many groups that do not mix.
-        relu: whether a ReLU follows. Before a pooling there always is one.
+        groups: the number of groups of channels that do not mix.
+        relu: whether a ReLU follows. A pooling always has one before it.
         pool: the window of the max-pooling, whose stride is its size; (1, 1) for no pooling.
     """
 
@@ -36,7 +37,7 @@ class ConvSpec(NamedTuple):
     pool: Pair = NO_POOL
 
     def pooled_size(self, h: int, w: int) -> Pair:
-        """Return the result's rows and columns for images of h x w, after pooling if any."""
+        """Return the result's rows and columns for images of h x w, after any pooling."""
         axes = zip((h, w), *self[:4], strict=True)
         rows, columns = (
             out_size(n, kernel, stride, border, apart) for n, kernel, stride, border, apart in axes
@@ -45,13 +46,13 @@ class ConvSpec(NamedTuple):
 
     @property
     def reversible(self) -> bool:
-        """True if the input gradient is a convolution, too: stride 1, padding within the kernel."""
+        """True if the input gradient is a convolution: stride 1, padding within the kernel."""
         return self.stride == (1, 1) and min(self.backwards().padding) >= 0
 
     def backwards(self) -> ConvSpec:
-        """Return the convolution with the flipped kernel that gives the input gradient.
+        """Return the convolution that gives the input gradient from the flipped kernel.
 
-        It is that only where `reversible`; it has no pooling and no ReLU.
+        Only valid if `reversible`. It has no pooling and no ReLU.
         """
         top = self.dilation[0] * (self.kernel[0] - 1) - self.padding[0]
         left = self.dilation[1] * (self.kernel[1] - 1) - self.padding[1]
@@ -59,7 +60,7 @@ class ConvSpec(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The arrays that a backward pass fills, C-contiguous; None where a gradient is not wanted.
+    """The arrays that a backward pass fills, C-contiguous; None for a gradient that nobody needs.
 
     Attributes:
         x: (n, h, w, c).
@@ -73,14 +74,14 @@ class Gradients(NamedTuple):
 
 
 class Algorithm:
-    """One convolution, computed in one way.
+    """A method to compute a convolution.
 
-    `xp` is what the Function got: the array library, or its stand-in while a step is recorded. What
-    follows its promise (see `tensor.function`) is replayed call by call; compiled kernels are
-    called through `backend.recording.record_call`.
+    `xp` is the array library, or its stand-in while a step is recorded: the calls on it are
+    replayed one by one (see `tensor.function`). Compiled kernels are called through
+    `backend.recording.record_call`, so that they are recorded, too.
 
     Args:
-        spec: what is computed.
+        spec: the convolution.
     """
 
     def __init__(self, spec: ConvSpec) -> None:
@@ -89,7 +90,7 @@ class Algorithm:
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> Any:
-        """Write the result to y; return what `backward` needs besides x and weight, or None.
+        """Write the result to y; return the values that `backward` needs besides x and weight.
 
         Args:
             xp: the array library.
@@ -97,20 +98,20 @@ class Algorithm:
             weight: (kh, kw, c / groups, o), C-contiguous.
             bias: (o,), C-contiguous, or None.
             y: out, (n, out_h, out_w, o) after the pooling, C-contiguous.
-            keep: whether there will be a backward pass.
+            keep: whether a backward pass will follow.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def backward(
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: Any, out: Gradients
     ) -> None:
-        """Write the gradients that are wanted.
+        """Write the gradients.
 
         Args:
             xp: the array library.
-            grad: of the result, (n, out_h, out_w, o); it may have gaps, and is not written to.
-            x, weight: as `forward` got them.
-            kept: what `forward` returned.
-            out: where the gradients go.
+            grad: of the result, (n, out_h, out_w, o); not always contiguous, never written to.
+            x, weight: the arguments of `forward`.
+            kept: the result of `forward`.
+            out: the arrays for the gradients.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no backward")

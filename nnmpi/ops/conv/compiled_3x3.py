@@ -1,11 +1,13 @@
 """3 x 3 convolution with padding 1 by numba's kernels: float32 on the CPU (`nnmpi.jit`).
 
-    CompiledWinograd    patches (16, tiles, c)  @  kernels (16, c, o)        alone, with ReLU, with 2 x 2 max-pooling
-    CompiledDirect      4 x 4 pixels per window, times 9 kernel elements,    with ReLU and pooling; few channels,
-                        for many outputs at a time: no matrices              and no gradient of the images
+    CompiledWinograd    patches (16, tiles, c)  @  kernels (16, c, o)
+                        alone, with ReLU, or with ReLU and 2 x 2 max-pooling
+    CompiledDirect      4 x 4 pixels per pooling window, times 9 kernel elements, for many outputs
+                        at a time: no matrices. With ReLU and pooling, for few channels, and
+                        without an input gradient
 
-A whole pass, forward or backward, is one call. The kernels are in nnmpi/backend/jit/conv3x3.py;
-they work on flat arrays, and every scratch array is given to them.
+A forward or backward pass is one call. The kernels, in nnmpi/backend/jit/conv3x3.py, work on flat
+arrays and allocate nothing: scratch arrays are arguments, so that a replayed step reuses them.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
 
 
 class Compiled3x3(Algorithm):
-    """conv2d(x, weight, bias, padding=1), then ReLU and 2 x 2 pooling, or ReLU, or nothing.
+    """conv2d(x, weight, bias, padding=1), alone, with ReLU, or with ReLU and 2 x 2 pooling.
 
-    Kept are the result, from which the ReLU's gradient is seen, the pooling's winners, and the
-    kernels' 16 places.
+    Saved: the result (it shows where the ReLU passed), the pooling's winners, and the transformed
+    kernels.
     """
 
     def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
-        """Return the kernels, how many elements the kernels' places have, and each scratch array.
+        """Return the compiled pair, and the sizes of the transformed kernels and scratch arrays.
 
         Args:
             sizes: (h, w, c, o), of images and channels.
-            gradients: whether the scratch arrays are the backward pass's.
+            gradients: whether to return the backward pass's scratch arrays.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no plan")
 
@@ -52,7 +54,7 @@ class Compiled3x3(Algorithm):
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients
     ) -> None:
         kernels, _, counts = self.plan((*x.shape[1:], weight.shape[3]), True)
-        # the bias's gradient is written, wanted or not
+        # the kernel always writes the bias gradient
         to_bias = xp.empty(weight.shape[3:], grad.dtype) if out.bias is None else out.bias
         expected = [
             xp.empty((0,), grad.dtype) if item is None else _flat(item)
@@ -65,7 +67,7 @@ class Compiled3x3(Algorithm):
 
 
 class CompiledDirect(Compiled3x3):
-    """Followed by ReLU and pooling, for images that need no gradient, of few channels."""
+    """With ReLU and pooling; for few channels and no input gradient: a network's first layer."""
 
     def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
         """See `Compiled3x3.plan`."""
@@ -74,7 +76,7 @@ class CompiledDirect(Compiled3x3):
 
 
 class CompiledWinograd(Compiled3x3):
-    """Followed by anything."""
+    """Alone, with ReLU, or with ReLU and pooling."""
 
     def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
         """See `Compiled3x3.plan`."""
@@ -95,5 +97,4 @@ def _perform(kernel: Any, *args: Any) -> None:
 
 
 def _flat(array: Array) -> Array:
-    """Return an array without gaps as a view in one axis."""
     return array.reshape(array.size)

@@ -1,25 +1,28 @@
-"""Convolution as an operation: its Function, shapes and dtypes, and what it saves.
+"""The operation: its Function, its checks of shapes and dtypes, the choice of an algorithm.
 
     images (n, h, w, c)  +  kernels (kh, kw, c / groups, o)  +  bias (o,)
                                    |
-                                   v  Conv2dFunction, by the algorithm that `choose` picks
-           (n, out_h, out_w, o), after ReLU and max-pooling where they are asked for
+                                   v  Conv2dFunction, by the algorithm that `choose` returns
+           (n, out_h, out_w, o), with ReLU and max-pooling if fused
 
-arrays                                                              algorithm
-NumPy                             3 x 3, many channels, no bias,    WinogradNumpy, by tiles of 4 x 4
-                                  no ReLU, size a multiple of 4
-NumPy, float32, `jit` on          3 x 3, ReLU and pooling, few      CompiledDirect
-                                  channels, x needs no gradient
-                                  3 x 3, no or 2 x 2 pooling        CompiledWinograd
-NumPy                             3 x 3, many channels, even size   WinogradNumpy, by tiles of 2 x 2
-                                  ReLU, one group, stride 1         Im2colReluPool
-any library                       a group for each channel          Depthwise (or WinogradNumpy, without `jit`)
-                                  no ReLU                           Im2col
-                                  otherwise                         None: conv2d, max_pool2d and
-                                                                    relu one by one
+The first row that fits is chosen:
 
-In half precision a device computes with float16 or bfloat16; NumPy computes in float32, and the
-result is rounded.
+arrays                      convolution                            algorithm
+NumPy                       3 x 3, many channels, no bias,         WinogradNumpy, tiles of 4 x 4
+                            no ReLU, size a multiple of 4
+NumPy, float32, `jit` on    3 x 3, ReLU and pooling, few           CompiledDirect
+                            channels, x needs no gradient
+                            3 x 3, no or 2 x 2 pooling             CompiledWinograd
+NumPy                       3 x 3, many channels, even size        WinogradNumpy, tiles of 2 x 2
+                            ReLU, one group, stride 1              Im2colReluPool
+any library                 a group for each channel, no ReLU      Depthwise
+                            no ReLU                                Im2col
+                            otherwise                              None: conv2d, relu and
+                                                                   max_pool2d one by one
+
+The choice depends on shapes, dtypes and switches alone, never on timings: a repeated run has the
+same bits. In half precision a device computes in float16 or bfloat16; NumPy computes in float32 and
+rounds the result.
 """
 
 from functools import partial
@@ -47,26 +50,26 @@ from nnmpi.tensor.tensor import Tensor
 # cost more than the products that they save. By tiles of 4 and by im2col, 32 images of 32 x 32 take
 # 10.4 and 21.5 ms forward and back from 24 to 12 channels, 4.6 and 6.9 ms from 8 to 8 (Xeon).
 FEW_CHANNELS = {2: 16, 4: 8}
-# of one image's transforms: above, they would come from memory and not from a cache
+# The transforms of a larger image do not fit into a cache.
 LARGE_BYTES = 1 << 23
-# Where so many channels (input times output) see so few pixels, the kernels' places are what takes
-# time and memory: tiles of 2 x 2 are as fast then, and what is compiled, in smaller blocks, is
-# slower.
+# With so many channels (input times output) and so few pixels, the transformed kernels take most of
+# the time and memory: tiles of 2 x 2 are then as fast as those of 4 x 4, and compiled kernels,
+# whose blocks are smaller, are slower.
 LARGE_KERNELS, FEW_PIXELS = 1 << 14, 1024
 
-# compiled kernels
-DIRECT_CHANNELS = 4  # input channels, up to which the direct kernel is taken where it can be
-# loops over fewer numbers are unrolled instead of vectorized: half as fast as the plain operations
+DIRECT_CHANNELS = 4  # the most input channels for which the direct kernel is faster than Winograd's
+# Compilers unroll loops over fewer outputs instead of vectorizing them, which is half as fast as
+# NumPy.
 FEWEST_OUTPUTS = 9
 
 
 class Conv2dFunction(Function):
-    """Convolution without flipped kernels, and the fused bias, ReLU and pooling.
+    """Convolution without flipped kernels, fused with bias, ReLU and pooling.
 
     Args:
-        algorithm: computes it; what, stands in its `spec`.
-        reads: the dtype in which images are read, and of the result; None for their own. Parameters
-            keep theirs.
+        algorithm: computes its `spec`.
+        reads: the dtype in which images are read, and of the result; None for the images' dtype.
+            Parameters keep theirs.
     """
 
     __slots__ = ("algorithm", "reads")
@@ -102,20 +105,20 @@ class Conv2dFunction(Function):
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Algorithm | None:
-    """Return the algorithm for a convolution; None where none does all of it at once.
+    """Return the algorithm for a convolution; None if none computes all of it at once.
 
     Args:
         x: images (n, h, w, c).
-        weight: (kh, kw, c / groups, o); shapes fit one another.
+        weight: (kh, kw, c / groups, o); its shape fits x.
         bias: (o,), or None.
-        spec: what is computed.
+        spec: the convolution.
     """
     (n, h, w, c), o, compiled = x.shape, weight.shape[3], compiled_kernels()
-    # Winograd's tiles are 2 x 2 pixels of the result, and so are the pooling's windows.
+    # a tile of 2 x 2 results is also a window of the pooling
     plain = spec[:4] == ((3, 3), (1, 1), (1, 1), (1, 1)) and spec.pool in (NO_POOL, (2, 2))
-    # Tiles of 4 x 4 leave some 1e-8 where a black region gives 0. A ReLU lets half of that through:
-    # on MNIST, with biases that begin at 0, a bias' gradient was wrong by 0.6 of the largest.
-    # Without a bias it meets zeros alone.
+    # Tiles of 4 x 4 give about 1e-8 for a black region instead of 0, and a ReLU passes half of
+    # these: on MNIST, with biases of 0, a bias gradient was wrong by 0.6 of the largest. Without a
+    # bias, no gradient of a bias is wrong.
     exact = spec.relu or bias is not None
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
         tiled = (
@@ -143,7 +146,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
             and o >= FEWEST_OUTPUTS
             and not (tiled and (side == 4 or few))
         ):
-            # the direct kernel gives no gradient of the images
+            # the direct kernel has no input gradient
             if (
                 c <= DIRECT_CHANNELS
                 and spec.pool != NO_POOL
@@ -230,7 +233,7 @@ def conv_relu_pool(
     Args:
         x, weight, bias, stride, padding, dilation, groups: those of `conv2d`.
         pool: the window of the pooling, whose stride is its size; one number, or one for rows and
-            one for columns. Rows and columns of the convolution that no window covers are left out.
+            one for columns. Rows and columns that fill no window are left out.
 
     Raises:
         ShapeError, DtypeError, UsageError, DeviceError: see `conv2d` and `max_pool2d`.
@@ -246,20 +249,19 @@ def conv_relu_pool(
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Tensor:
-    """Return what a spec says, by the algorithm that is chosen for it.
+    """Return the convolution `spec`, by the algorithm of `choose`.
 
-    Shapes must fit one another. There may be no images and no rows of windows: a rank's part of
-    images may have none.
+    Shapes must fit one another. There may be no images and no rows of windows: a rank's shard of
+    images may be empty.
 
     Args:
         x: images (n, h, w, c).
         weight: (kh, kw, c / groups, o).
         bias: (o,), or None.
-        spec: what is computed.
+        spec: the convolution.
 
     Raises:
-        DtypeError: when x, weight and bias differ in dtype, and the precision does not say that
-            they may.
+        DtypeError: when x, weight and bias differ in dtype, and the precision does not allow it.
     """
     dtype = read_as("conv2d", x, weight, bias)
     return multiply(lambda reads: partial(_convolve, spec, reads), dtype, x, weight, bias)
@@ -268,14 +270,14 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
 def _convolve(
     spec: ConvSpec, reads: Dtype | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Return the same, images being read in a dtype."""
+    """Return the convolution of images that are read in the dtype `reads`."""
     algorithm = choose(x, weight, bias, spec)
     if spec.relu:
         require_floating("conv_relu_pool", x)
     if algorithm is not None:
         return Conv2dFunction(algorithm, reads)(x, weight, bias)
     y = _convolve(spec._replace(relu=False, pool=NO_POOL), reads, x, weight, bias)
-    # the largest first: of the larger array nothing is kept then
+    # pooling before ReLU: then nothing of the larger array is saved
     return relu(y if spec.pool == NO_POOL else max_pool2d(y, spec.pool))
 
 
@@ -288,7 +290,7 @@ def checked_spec(
     dilation: int | Pair,
     groups: int,
 ) -> ConvSpec:
-    """Return what `conv2d` is asked for, or refuse it; arguments and errors are its own."""
+    """Return the specification of `conv2d`'s arguments; errors are its own."""
     steps, border, spread = (
         pair("stride", stride, 1),
         pair("padding", padding, 0),

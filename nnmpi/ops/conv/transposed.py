@@ -1,12 +1,14 @@
-"""Transposed convolution: the convolution that takes small images to large ones, as a decoder does.
+"""Transposed convolution: from small images to large ones, as in a decoder.
 
-    x (n, h, w, c)  each pixel times the kernel is added to the window of y that it stands for  ->  y (n, H, W, o)
+    x (n, h, w, c)  --each pixel times the kernel, added to its window of y-->  y (n, H, W, o)
 
-    forward     y = the input's gradient of the convolution  Y (H, W, o) -> X (h, w, c),  given x as its result's
-    backward    dx = that convolution of dy,     dW = its weight's gradient, with dy as images and x as gradient
+Forward and backward change places with an ordinary convolution C from (H, W, o) to (h, w, c):
 
-So it is that convolution read backwards, and computed by its parts (see `im2col`). Dumoulin and
-Visin, "A guide to convolution arithmetic for deep learning", 2016, section 4.
+    forward     y = C's input gradient for the output gradient x
+    backward    dx = C(dy),     dW = C's weight gradient for images dy and output gradient x
+
+So `im2col` computes both. Dumoulin and Visin, "A guide to convolution arithmetic for deep
+learning", 2016, section 4.
 """
 
 from nnmpi.backend.array import Array
@@ -24,7 +26,7 @@ class ConvTranspose2dFunction(Function):
     """See the head of this file.
 
     Args:
-        spec: of the convolution that goes the other way.
+        spec: the ordinary convolution from y to x.
         size: rows and columns of the result.
     """
 
