@@ -7,7 +7,6 @@ from shlex import quote
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.command import flag_of
@@ -220,5 +219,4 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # as in the train command: measured steps must be its steps
     run_on_ranks(sys.argv[1:], main)

@@ -12,7 +12,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 from benchmarks.harness import command  # noqa: E402
 from benchmarks.harness.tables import render  # noqa: E402
 from nnmpi.backend.backend import numpy_backend  # noqa: E402
-from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
 from nnmpi.command import Parser, positive_count  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
@@ -168,7 +167,6 @@ def main():
         ("--json", command.file, None, "file for everything, added to what is there"),
     )
     given = parser.parse_args()
-    keep_freed_memory()  # as the train command does
     group = start()
     say = (
         (lambda line: print(line, file=sys.stderr, flush=True))

@@ -21,7 +21,6 @@ import numpy as np  # noqa: E402
 
 import nnmpi  # noqa: E402
 from nnmpi import Tensor, data, models, nn, ops, optim  # noqa: E402
-from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.comm.agreement import on_root  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
 from nnmpi.command import Console  # noqa: E402
@@ -101,7 +100,6 @@ def loop(name: str, group: Group) -> float:
 
 def main() -> None:
     """Print a line."""
-    keep_freed_memory()
     name, epochs, group = sys.argv[1], int(sys.argv[2]), nnmpi.start()
     with tempfile.TemporaryDirectory(prefix="nnmpi-") as local, np.errstate(all="ignore"):
         trained_s, looped_s = (

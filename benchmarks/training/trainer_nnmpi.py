@@ -18,7 +18,6 @@ from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LANGUAGE, 
 from benchmarks.training.contestants import COMPILED, WORKER, Contestant
 from benchmarks.training.member import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
-from nnmpi.backend import keep_freed_memory
 from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
@@ -28,7 +27,6 @@ class NnmpiTrainer(Trainer):
     """A rank of nnmpi."""
 
     def __init__(self, contestant: Contestant, rank: int, folder: Path) -> None:
-        keep_freed_memory()  # as the train command does
         self._group = nnmpi.start() if contestant.ranks > 1 else None
         super().__init__(contestant, 0 if self._group is None else self._group.rank, folder)
         self._stack = ExitStack()

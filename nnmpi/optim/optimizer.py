@@ -27,6 +27,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError, UsageError, shortened
 from nnmpi.launcher import read_launch
@@ -188,6 +189,7 @@ class Optimizer(ABC):
                 a group that the storage does not have.
             ShapeError, DtypeError: see `_check`.
         """
+        keep_freed_memory()  # of a program that is about to train
         storage = getattr(storage, "storage", storage)
         if not hasattr(storage, "grads"):
             raise UsageError(

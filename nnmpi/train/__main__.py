@@ -5,11 +5,9 @@ import sys
 
 gc.disable()  # imports leave no cycles to collect
 
-from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.train.cli import launch  # noqa: E402
 
 if __name__ == "__main__":
     gc.freeze()  # imported modules live to the end: keep the collector from scanning them
     gc.enable()
-    keep_freed_memory()
     launch(sys.argv[1:])
