@@ -206,6 +206,8 @@ def test_strips_give_the_product(
     otherwise is one product.
     """
     monkeypatch.setattr(GEMM, "has_small_products", lambda: True)
+    monkeypatch.setattr(GEMM, "_strip_width", GEMM._strip_width.__wrapped__)
+    monkeypatch.setattr(GEMM, "read_cpu", lambda field: "AuthenticAMD")
     widths, by_strips = [], GEMM._by_strips
     monkeypatch.setattr(GEMM, "installed_mkl", lambda: None)
     monkeypatch.setattr(
