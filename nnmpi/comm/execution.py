@@ -335,6 +335,7 @@ class NativeExecution(Stages):
             partial(_copy, array, args[0]) for name, args in calls if name == "reduce_scatter"
         ]
         blocks = [partial(getattr(comm, name), *args) for name, args in calls]
+        # by MPI's rule of names: iallreduce, ibroadcast, iallgatherv, ireduce_scatter
         starts = [partial(getattr(comm, f"i{name}"), *args) for name, args in calls]
         stages += blocks if is_device(array) else [Calls(comm, starts, blocks)]
         super().__init__(stages, "this native collective")

@@ -177,6 +177,9 @@ class Comm(Protocol):
     def broadcast(self, data: Buffer, root: int, /) -> None:
         """Replace the array everywhere by root's."""
 
+    def ibroadcast(self, data: Buffer, root: int, /) -> Request:
+        """Start a broadcast."""
+
     def allgather(self, local: Buffer, into: Buffer, /) -> None:
         """Write every rank's array, all of one length, one after another in rank order."""
 

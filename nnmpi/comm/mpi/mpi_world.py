@@ -155,7 +155,7 @@ class MpiComm:
         self.allgather = named("an all-gather", mpi.Allgather)
         self.allreduce = named("an all-reduce", partial(mpi.Allreduce, MPI.IN_PLACE))
         self.iallreduce = partial(mpi.Iallreduce, MPI.IN_PLACE)
-        self.broadcast = named("a broadcast", mpi.Bcast)
+        self.broadcast, self.ibroadcast = named("a broadcast", mpi.Bcast), mpi.Ibcast
         self.reduce_scatter = named("a reduce-scatter", mpi.Reduce_scatter)
         self.ireduce_scatter = mpi.Ireduce_scatter
         self.allgatherv = named("an all-gather", partial(_gather, mpi.Allgatherv))

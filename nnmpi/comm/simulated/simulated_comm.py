@@ -564,6 +564,7 @@ class SimulatedComm:
         )
 
     broadcast = partialmethod(_wait_for, _broadcast, "broadcast")
+    ibroadcast = partialmethod(_broadcast, "ibroadcast")
 
     def _allgatherv(
         self, name: str, local: Buffer | None, into: Buffer, counts: Sequence[int]
