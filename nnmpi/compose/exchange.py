@@ -89,7 +89,7 @@ class Exchange:
         self.group = trainer.group
         self.backend = trainer.backend
         self.replicas = arrangement.mesh.replicas
-        self._is_whole = not arrangement.stages  # a full model: hooks report final gradients
+        self._is_uncut = not arrangement.stages  # a full model: hooks report final gradients
         self._updates = arrangement.layout.asynchronous
         self.optimizer.ranks = self.replicas
         self.parallel = self._start(options)
@@ -105,7 +105,7 @@ class Exchange:
     def _start(self, options: GradientExchange) -> DataParallel:
         args = (options.allreduce, options.bucket_bytes, options.overlap)
         return DataParallel(
-            self.model, self.replicas, *args, self.backend, runs_backward=self._is_whole
+            self.model, self.replicas, *args, self.backend, runs_backward=self._is_uncut
         )
 
     def begin(self, batch: Batch) -> None:
@@ -290,14 +290,14 @@ class ZeroExchange(Exchange):
         return trainer.arrangement.layout.zero > 0
 
     def _start(self, options: GradientExchange) -> DataParallel:
-        stage, full = self.arrangement.layout.zero, self._is_whole
+        stage = self.arrangement.layout.zero
         result = ShardedDataParallel(
             self.model,
             self.replicas,
             stage,
             options.algorithm,
             backend=self.backend,
-            runs_backward=full,
+            runs_backward=self._is_uncut,
         )
         self.weights = result if stage > 1 else None
         return result
