@@ -106,10 +106,10 @@ class Arrangement:
     @cached_property
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
         """This rank's stages, by number; empty without a pipeline."""
-        local = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
+        numbers = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
         return {
             number: self.layers[self.cuts[number].start : self.cuts[number].stop]
-            for number in local
+            for number in numbers
         }
 
     def free(self) -> None:
@@ -231,7 +231,7 @@ def arrange(
                 if isinstance(module, CausalSelfAttention):
                     check_heads(module.heads // mesh.tp, mesh.sp, mesh.tp)
         shape = None if sample is None else tuple(sample.shape[1:])
-        result = (
+        logits = (
             shard(model, bound.tp, layout.table, shape, keep_classes_sharded=True)
             if mesh.tp > 1
             else REPLICATED
@@ -240,7 +240,7 @@ def arrange(
             share_experts(model, bound.replicas)
     # `result` is the placement of the logits. They can only be sharded by classes, so its units are
     # classes; 0 if they are replicated.
-    arrangement = replace(arrangement, classes=result.units)
+    arrangement = replace(arrangement, classes=logits.units)
     if mesh.pp > 1:
         arrangement = _cut(arrangement, sample, dtype)
     _check_memory(arrangement, dtype)
@@ -285,8 +285,8 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
             )
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
     stages = cut_chain(layers, cuts)
-    local = stages_of(mesh.pp.rank, ranks, count, layout.home)
-    part = ModelPart(model, [layer for number in local for layer in stages[number]])
+    numbers = stages_of(mesh.pp.rank, ranks, count, layout.home)
+    part = ModelPart(model, [layer for i in numbers for layer in stages[i]])
     ties = _tie(full_model, part, _shared_parameters(layout, model, stages))
     return replace(full_model, model=part, layers=layers, cuts=cuts, costs=costs, ties=ties)
 
@@ -366,17 +366,17 @@ def _shared_parameters(
             for leaf in (*module.parameters(), *(buffer for _, buffer in module.named_buffers())):
                 stages_of_leaf.setdefault(id(leaf), set()).add(number)
     leaves = [*model.named_parameters(), *model.named_buffers()]
-    result = [
+    stages_by_leaf = [
         (name, leaf, tuple(sorted(stages_of_leaf.get(id(leaf), ())))) for name, leaf in leaves
     ]
-    for name, leaf, numbers in result:
+    for name, leaf, numbers in stages_by_leaf:
         if len(numbers) > 1 and isinstance(leaf, Buffer):
             raise LayoutError(
                 f"the layer of {name} stands in the stages {', '.join(map(str, numbers))}, which"
                 " would update its running statistics in another order than the serial run; make a"
                 " layer for each place, or cut the model so that both places share a stage"
             )
-    shared = {name: numbers for name, _, numbers in result if len(numbers) > 1}
+    shared = {name: numbers for name, _, numbers in stages_by_leaf if len(numbers) > 1}
     if shared and layout.asynchronous:
         name, numbers = next(iter(shared.items()))
         asked = f"the pipeline schedule {name_of(layout.schedule)}"
@@ -393,7 +393,7 @@ def _tie(
 ) -> tuple[Tie, ...]:
     """Return this rank's ties. Collective over the pipeline."""
     mesh, home = full_model.mesh, full_model.layout.home
-    local = dict(part.named_parameters())
+    parameters = dict(part.named_parameters())
     ties: list[Tie] = []
     groups: dict[tuple[int, ...], Group] = {}
     for name, stages in shared.items():
@@ -402,7 +402,7 @@ def _tie(
             continue
         if ranks not in groups:
             groups[ranks] = mesh.pp.split(int(mesh.pp.rank in ranks), mesh.pp.rank)
-        if name in local:
+        if name in parameters:
             ties.append(Tie(name, groups[ranks]))
     return tuple(ties)
 

@@ -252,8 +252,8 @@ class AveragingCoupling(Coupling):
         super().__init__(trainer, sync)
         shared = (self.group, trainer.model.storage, trainer.optimizer)
         self._is_local = sync.mode == "local"
-        local = sync.local_steps, sync.outer_lr, sync.outer_momentum
-        self._averaging = LocalSGD(*shared, *local) if self._is_local else Gossip(*shared)
+        options = sync.local_steps, sync.outer_lr, sync.outer_momentum
+        self._averaging = LocalSGD(*shared, *options) if self._is_local else Gossip(*shared)
         self._check = PeriodicCheck(self.group)
 
     def open(self, segment: TrainingSegment) -> None:
@@ -437,7 +437,7 @@ class AsynchronousWorker(Trainer):
             lr = segment.lr(number)
             waited_s, coupling.waited_s, coupling.served_s = coupling.waited_s, 0.0, 0.0
             group.comm.world.step = number
-            result, norm = self.compute(batch, number)
+            sums, norm = self.compute(batch, number)
             self.slow.wait(
                 clock.now() - started - coupling.served_s,
                 group.rank,
@@ -445,14 +445,14 @@ class AsynchronousWorker(Trainer):
                 coupling.sleep_until,
             )
             self.steps += 1
-            gradient = Gradient(task, batch, result, norm, lr)
+            gradient = Gradient(task, batch, sums, norm, lr)
             if not gradient.is_finite and not broken:
                 broken = self._explain(gradient, number)
             before, ended = ended, clock.now()
-            result.compute_s, result.sync_s = ended - started, waited_s
-            result.input_s, result.wall_s = started - before - waited_s, ended - before
-            totals = totals.plus(result)
-            trained += result.targets > 0
+            sums.compute_s, sums.sync_s = ended - started, waited_s
+            sums.input_s, sums.wall_s = started - before - waited_s, ended - before
+            totals = totals.plus(sums)
+            trained += sums.targets > 0
             coupling.use(gradient)
         totals.sync_s += coupling.waited_s
         with group.collective("end"):

@@ -211,14 +211,14 @@ class Exchange:
     def _sum_ties(self) -> None:
         """Sum the gradients of parameters that stages on several ranks share."""
         ties = self.arrangement.ties
-        local = (
+        parameters = (
             {span.parameter.name: span.parameter for span in self.model.storage.spans}
             if ties
             else {}
         )
         for tie in ties:  # in the same order on all ranks of the pipeline
-            local[tie.name].finish_gradient()
-            grad = local[tie.name].grad
+            parameters[tie.name].finish_gradient()
+            grad = parameters[tie.name].grad
             assert grad is not None
             total: Array = namespace(grad).ascontiguousarray(grad)
             tie.group.all_reduce(total.reshape(-1), check=False)
@@ -291,7 +291,7 @@ class ZeroExchange(Exchange):
 
     def _start(self, options: GradientExchange) -> DataParallel:
         stage = self.arrangement.layout.zero
-        result = ShardedDataParallel(
+        parallel = ShardedDataParallel(
             self.model,
             self.replicas,
             stage,
@@ -299,8 +299,8 @@ class ZeroExchange(Exchange):
             backend=self.backend,
             runs_backward=self._is_uncut,
         )
-        self.weights = result if stage > 1 else None
-        return result
+        self.weights = parallel if stage > 1 else None
+        return parallel
 
     def finish(self) -> Traffic:
         """See `Exchange.finish`; ties come first, as each rank has another shard afterwards."""

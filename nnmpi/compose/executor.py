@@ -77,10 +77,10 @@ class Program(NamedTuple):
 def _program(rank: int, *shape: Any) -> Program:
     schedule = _executable(*shape)
     left_out = {Kind.STEP} if schedule.stages > 1 else {Kind.STEP, Kind.REDUCE}
-    result = (parts(item) for item in schedule.programs[rank])
+    items_of_rank = (parts(item) for item in schedule.programs[rank])
     items = tuple(
         item
-        for item in result
+        for item in items_of_rank
         if any(op.microbatch is not None or op.kind not in left_out for op in item)
     )
     receives: dict[tuple[Kind, int], list[int]] = {}
@@ -393,9 +393,9 @@ class Executor:
             values = self._values.pop((stage, microbatch))
         else:
             values = BoundaryArrays((feed(lambda: self._inputs[microbatch]),), (False,))
-        result = self.stages[stage].forward(microbatch, values, self._now.schedule.trains)
+        outputs = self.stages[stage].forward(microbatch, values, self._now.schedule.trains)
         if stage < self.count - 1:
-            self._values[stage + 1, microbatch] = result
+            self._values[stage + 1, microbatch] = outputs
 
     def _backward(self, stage: int, microbatch: int, halves: bool) -> None:
         if stage == self.count - 1:
@@ -403,9 +403,9 @@ class Executor:
             grads: Sequence[Array] = [feed(lambda: self._seeds[microbatch])]
         else:
             grads = self._grads.pop((stage, microbatch))
-        result = self.stages[stage].backward(microbatch, grads, halves)
+        grads_back = self.stages[stage].backward(microbatch, grads, halves)
         if stage:
-            self._grads[stage - 1, microbatch] = result
+            self._grads[stage - 1, microbatch] = grads_back
 
     # ---- messages ----
 
@@ -453,13 +453,15 @@ class Executor:
         self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any
     ) -> None:
         """Send arrays over a boundary; copies of a recording's arrays, whose memory is reused."""
-        result, end = BoundaryArrays(*values), self._boundaries[boundary]
+        outgoing, boundary_ = BoundaryArrays(*values), self._boundaries[boundary]
         if copy:
-            result = result._replace(arrays=tuple(item.copy(order="K") for item in result.arrays))
+            outgoing = outgoing._replace(
+                arrays=tuple(item.copy(order="K") for item in outgoing.arrays)
+            )
         if kind is Kind.SEND_ACT:
-            sent = end.send(self._keys[microbatch], result, self._waits)
+            sent = boundary_.send(self._keys[microbatch], outgoing, self._waits)
         else:
-            sent = end.send_back(result.arrays, self._waits)
+            sent = boundary_.send_back(outgoing.arrays, self._waits)
         instruction = kind.at(boundary + (kind is Kind.SEND_GRAD), microbatch)
         self._report.sent.append((instruction, [array.nbytes for array in sent]))
 

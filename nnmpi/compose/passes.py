@@ -429,13 +429,13 @@ class Passes(Caller):
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)
-        local = {
+        fields = {
             "seed": self._seed,
             "step": step,
             "first_row": cut.first_row,
             "weight": self._weight(now, cut),
         }
-        return {"training": True, "again": again, **local}
+        return {"training": True, "again": again, **fields}
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch, and note loss and score."""
@@ -490,11 +490,11 @@ class Passes(Caller):
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
         """See `Caller`."""
-        result = self.slow.wait(
+        paused_s = self.slow.wait(
             computed_s, self.world.rank, self._now.step, share=share, waited_s=waited_s
         )
-        self.paused_s += result
-        return result
+        self.paused_s += paused_s
+        return paused_s
 
     def _pace_layer(self, number: int) -> None:
         """Slow a backward down by the share of its final gradients, before the next sum begins."""
@@ -540,8 +540,8 @@ class Passes(Caller):
 @lru_cache(maxsize=16)
 def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
     """Return the microbatches of an evaluated batch: as many as there are stages."""
-    result = enumerate(split(rows, max(1, min(rows, count))))
-    return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in result)
+    parts = enumerate(split(rows, max(1, min(rows, count))))
+    return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in parts)
 
 
 def _refusal(arrangement: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
@@ -598,9 +598,9 @@ def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str,
 
 def _warn_of_strangers(model: Module, loss: Tensor) -> None:
     """Warn of a parameter with a gradient that no layer of the model has: no update changes it."""
-    local = {id(parameter) for _, parameter in model.named_parameters()}
+    known = {id(parameter) for _, parameter in model.named_parameters()}
     for leaf in leaves_of(loss):
-        if isinstance(leaf, Parameter) and id(leaf) not in local:
+        if isinstance(leaf, Parameter) and id(leaf) not in known:
             warnings.warn(
                 f"a parameter of shape {leaf.shape} gets a gradient, but is not found in the model,"
                 " and so is not trained: a layer must be a module's attribute or an item of a list"
@@ -634,7 +634,7 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
     A pass takes the longest of the ranks' medians. The bubble is the share of the ranks' time
     without computation.
     """
-    local = [
+    times = [
         [item.kind, item.stage, seconds] for report in reports for item, seconds in report.samples
     ]
     machine = world.machine
@@ -643,12 +643,12 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
         for op, lengths in reports[-1].sent:
             other = op.stage + (1 if op.kind is Kind.SEND_ACT else -1)
             across = nodes[ranks[group.rank]] != nodes[ranks[other % group.size]]
-            local.append([op.kind, op.stage, sum(machine.message(across, [False], lengths))])
+            times.append([op.kind, op.stage, sum(machine.message(across, [False], lengths))])
     totals = [
         median(report.total_s for report in reports),
         median(report.compute_s for report in reports),
     ]
-    by_rank = group.gather([local, totals, max(report.peak_live for report in reports)])
+    by_rank = group.gather([times, totals, max(report.peak_live for report in reports)])
     samples = [
         (Kind(kind).at(stage), seconds) for costs, _, _ in by_rank for kind, stage, seconds in costs
     ]

@@ -162,9 +162,9 @@ def _is_replayable(module: Module) -> bool:
 
 def _holders(module: Module) -> Iterator[Iterable[object]]:
     """Yield iterables over the current parts of a module; each container comes before its items."""
-    local = vars(module)
-    yield from ((local,), local.values())
-    for value in local.values():
+    attributes = vars(module)
+    yield from ((attributes,), attributes.values())
+    for value in attributes.values():
         if isinstance(value, list):
             yield from ((value,), value)
         elif isinstance(value, dict):

@@ -87,9 +87,9 @@ class Totals:
 
     def add(self, other: Totals) -> None:
         """Add another report's sums to these."""
-        local, more = self.__dict__, other.__dict__
+        sums, more = self.__dict__, other.__dict__
         for name in SUMS:
-            local[name] += more[name]
+            sums[name] += more[name]
 
     def mean_over(self, workers: int, steps: int) -> Totals:
         """Return the sums over these steps, with times averaged over the workers."""
@@ -165,8 +165,10 @@ class Totals:
     def breakdown(self, of: str = "") -> str:
         """Return a step's time by part, in ms and per cent of wall time, as text."""
         wall_s = max(self.wall_s, 1e-12)
-        result = [(name, getattr(self, key)) for key, name in PARTS.items()]
-        parts = [(name, seconds) for name, seconds in result if seconds or name != PARTS["wait_s"]]
+        seconds_of = [(name, getattr(self, key)) for key, name in PARTS.items()]
+        parts = [
+            (name, seconds) for name, seconds in seconds_of if seconds or name != PARTS["wait_s"]
+        ]
         rest_s = self.wall_s - sum(seconds for _, seconds in parts)
         if abs(rest_s) < ROUNDING * wall_s:
             rest_s = 0.0

@@ -99,12 +99,12 @@ class SegmentReport:
     def plus(self, other: SegmentReport) -> SegmentReport:
         """Return both reports combined: sums, and the largest signal, updates, lead and drift."""
         largest = ("signal", "updates", "lead", "disagreement")
-        result = [item.staleness for item in (self, other) if item.staleness is not None]
+        staleness = [item.staleness for item in (self, other) if item.staleness is not None]
         return SegmentReport(
             totals=self.totals.plus(other.totals),
             messages=self.messages + other.messages,
             bytes=self.bytes + other.bytes,
-            staleness=Staleness.sum(result) if result else None,
+            staleness=Staleness.sum(staleness) if staleness else None,
             **{name: max(getattr(self, name), getattr(other, name)) for name in largest},
         )
 

@@ -471,8 +471,8 @@ class Worker(Trainer):
             else ""
         )
         rank = peaks.index(max(peaks))
-        local = f"; {format_bytes(ledger.peak)} on rank 0" if rank else ""
-        most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{local}"
+        on_root = f"; {format_bytes(ledger.peak)} on rank 0" if rank else ""
+        most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{on_root}"
         return [f"{most}{agrees}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
 
     def _deterministic(self) -> AbstractContextManager[object]:

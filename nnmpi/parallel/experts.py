@@ -23,18 +23,20 @@ def share_experts(model: Module, group: Group) -> None:
     Raises:
         LayoutError: for a model without a mixture.
     """
-    result = [module for _, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
-    if not result:
+    mixtures = [
+        module for _, module in model.named_modules() if isinstance(module, MixtureOfExperts)
+    ]
+    if not mixtures:
         raise LayoutError(
             "expert_parallel shares out the experts of nn.MixtureOfExperts, which this model"
             " has not"
         )
-    for module in result if group.size > 1 else ():
+    for module in mixtures if group.size > 1 else ():
         module.ranks, module.exchange = group, AllToAll
-        local = split(module.b1.shape[0], group.size)[group.rank]
+        owned = split(module.b1.shape[0], group.size)[group.rank]
         for name in ("w1", "b1", "w2", "b2"):
             full = getattr(module, name)
-            region = Region(full.shape, 0, local.start, local.stop)
+            region = Region(full.shape, 0, owned.start, owned.stop)
             part = type(full)(region.local_shape, full.init, region)
             part.requires_grad, part.apart = full.requires_grad, True
             module.set_child(name, part)

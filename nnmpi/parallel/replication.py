@@ -72,10 +72,10 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
     Parameters of one rank's experts stay as they are.
     """
     model.storage.shared = True
-    local = compress(
+    arrays = compress(
         model.storage.data, [parameters and not apart for apart in model.storage.apart]
     )
-    for array in [*local, *(buffer.data for _, buffer in model.named_buffers())]:
+    for array in [*arrays, *(buffer.data for _, buffer in model.named_buffers())]:
         values = namespace(array).ascontiguousarray(array)
         group.broadcast(values)
         if values is not array:

@@ -201,27 +201,27 @@ class ParameterServer:
         """
         for worker, (push, _) in self._pending.items():
             self.staleness.add(worker, self.version - push.version)
-        result = sorted(self._pending.values(), key=lambda item: (item[0].batch, item[0].part))
-        result = [(push, grads) for push, grads in result if push.targets]
+        pushes = sorted(self._pending.values(), key=lambda item: (item[0].batch, item[0].part))
+        pushes = [(push, grads) for push, grads in pushes if push.targets]
         self._pending.clear()
-        if not result:
+        if not pushes:
             return
-        for push, grads in result:
+        for push, grads in pushes:
             for total, array in zip(self._sums, grads, strict=True):
-                if push is result[0][0]:
+                if push is pushes[0][0]:
                     total[...] = array
                 else:
                     namespace(total).add(total, array, out=total)
         targets = Counter[int]()  # integers, whose sum is exact
-        for push, _ in result:
+        for push, _ in pushes:
             targets[push.global_targets] += push.targets
         share = sum(count / max(1, full) for full, count in targets.items())
-        rates = {push.lr for push, _ in result}
+        rates = {push.lr for push, _ in pushes}
         # The weighted mean of equal rates could round; a single rate stays as it is, bit for bit.
         lr = (
             rates.pop()
             if len(rates) == 1
-            else sum(push.lr * push.share for push, _ in result) / share
+            else sum(push.lr * push.share for push, _ in pushes) / share
         )
         if share != 1.0:
             for total in self._sums:

@@ -294,9 +294,9 @@ class ModelWalk:
         """
         for name, module in model.named_modules():
             self.modules.append(module)
-            result = find(self.table, name)
-            if result is not None:  # a module used several times may be found by any of its names
-                self.shardings.setdefault(id(module), result[1])
+            match = find(self.table, name)
+            if match is not None:  # a module used several times may be found by any of its names
+                self.shardings.setdefault(id(module), match[1])
         self._check_branches(model)
         last = model
         while type(last) is Sequential and last.layers:
@@ -415,7 +415,7 @@ class ModelWalk:
 
         Their results carry their placement, and operations on them support it or refuse it.
         """
-        result = False
+        is_sharded = False
         for child_name, child in list(module.children()):
             inside, sharding = _join(name, child_name), self._sharding(child)
             if self._has_rule(child) and sharding is not None:
@@ -431,13 +431,13 @@ class ModelWalk:
                     *self.replace(child, inside, ActivationLayout(expects, None))
                 )
             else:
-                result = self._shard_inside(child, inside) or result
+                is_sharded = self._shard_inside(child, inside) or is_sharded
                 continue
             module.set_child(
                 child_name, ShardedChild(placed, inside, expects, gives, self.sharder.group)
             )
-            result = True
-        return result
+            is_sharded = True
+        return is_sharded
 
     def _replicate(
         self, module: Module, layout: ActivationLayout

@@ -158,20 +158,20 @@ class StageBoundary:
             ShapeError: when its shapes differ from earlier ones of the same input shape.
             UsageError: when other tensors need gradients than before.
         """
-        result = signature_of(values)
-        agreed = self._agreed.setdefault(key, result)
-        if agreed is result:
-            self._messages.send(encode(result, key), self._peer, self._header_tag)
-        elif agreed != result and _as_text(agreed) == _as_text(result):
+        signature = signature_of(values)
+        agreed = self._agreed.setdefault(key, signature)
+        if agreed is signature:
+            self._messages.send(encode(signature, key), self._peer, self._header_tag)
+        elif agreed != signature and _as_text(agreed) == _as_text(signature):
             raise UsageError(
                 f"stage {self.stage} needs other gradients from the next stage than before, as"
                 " requires_grad of some parameter has changed since; release the Worker and make a"
                 " new one after changing requires_grad"
             )
-        elif agreed != result:
+        elif agreed != signature:
             raise ShapeError(
-                f"stage {self.stage} gave {_as_text(result)} for an input of shape {key[0]}, where"
-                f" {_as_text(agreed)} was agreed with the next stage; what crosses must depend on"
+                f"stage {self.stage} gave {_as_text(signature)} for an input of shape {key[0]},"
+                f" where {_as_text(agreed)} was agreed with the next stage; what crosses must depend on"
                 " the input's shape alone: cut the model elsewhere, or pad"
             )
         return self._send(values.arrays, self._forward_tag, waits)

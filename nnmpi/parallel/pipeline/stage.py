@@ -117,8 +117,8 @@ class Stage:
             )
         if self._is_last:
             return BoundaryArrays((), ())
-        result = tuple(whole_values("the end of a stage", end) for end in outputs)
-        return BoundaryArrays(result, tuple(end.requires_grad for end in outputs), single)
+        arrays = tuple(whole_values("the end of a stage", y) for y in outputs)
+        return BoundaryArrays(arrays, tuple(y.requires_grad for y in outputs), single)
 
     def backward(
         self, microbatch: int, grads: Sequence[Array], halves: bool = False
@@ -140,21 +140,21 @@ class Stage:
         _mark_as_inputs(flight.leaves)  # a leaf that passes through the stage is an output, too
         deferred = Deferred() if halves else None
         # the loss always has a backward, so that one that needs no gradient raises here
-        differentiable = outputs if self._is_last else [end for end in outputs if end.requires_grad]
+        differentiable = outputs if self._is_last else [y for y in outputs if y.requires_grad]
         if len(differentiable) == 1:
             differentiable[0].backward(grads[0], deferred=deferred)
         elif differentiable:
             CommonRoot(grads)(*differentiable).backward(np.zeros(()), deferred=deferred)
         if deferred is not None:
             self._halves[microbatch] = deferred
-        result = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
+        grads_back = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
         for leaf in flight.leaves:
             # the recording refers to the leaf, and must not keep its values alive
             leaf.data = alias(leaf.data)
         recorder = active()
         if recorder is not None:
             recorder.loose.clear()  # the leaves' gradients, which are sent as copies
-        return result
+        return grads_back
 
     def finish(self, microbatch: int) -> None:
         """Compute the parameters' gradients of a halved backward."""

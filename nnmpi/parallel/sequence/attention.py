@@ -148,8 +148,8 @@ class RingAttention:
             for rows, columns, which in self.visible(source, causal, drop):
                 inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 to = to_q[:, :, rows], target[0][:, :, columns], target[1][:, :, columns]
-                local = share[:, :, rows], inner[:, :, rows], inputs, top[:, :, rows]
-                attend_more_grad(xp, *local, to, which)
+                statistics = share[:, :, rows], inner[:, :, rows], inputs, top[:, :, rows]
+                attend_more_grad(xp, *statistics, to, which)
             if hop:
                 if follow is not None:
                     _add(target, follow)

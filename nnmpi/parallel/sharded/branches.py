@@ -91,22 +91,22 @@ class DealtBranches(Branches):
     def forward(self, x: Any) -> Tensor:
         """Return `join` of all ranks' results."""
         inputs = list({id(item): item for item in self.inputs(x)}.values())
-        local = {
+        copies = {
             id(item): copy(item if isinstance(item, Tensor) else Tensor(item), self._group)
             for item in inputs
         }
         results = [
-            branch(local[id(item)]) if root == self._group.rank else None
+            branch(copies[id(item)]) if root == self._group.rank else None
             for branch, root, item in zip(self.branches, self._roots, self.inputs(x), strict=True)
         ]
-        key = (precision(), *((item.shape, str(item.dtype)) for item in local.values()))
+        key = (precision(), *((item.shape, str(item.dtype)) for item in copies.values()))
         if key not in self._forms:
             self._forms[key] = self._agreed(results)
         forms = self._forms[key]
         return self.joined(
             [
                 FromRank(self._group, root, tuple(shape), dtype_named(dtype))(
-                    result, *local.values()
+                    result, *copies.values()
                 )
                 for root, result, (shape, dtype) in zip(self._roots, results, forms, strict=True)
             ]

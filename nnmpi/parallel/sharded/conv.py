@@ -69,11 +69,11 @@ class RowWindows:
 
         A rank without windows gets border rows, one less than a window reads.
         """
-        local = part(self.outputs, size, rank)
-        if not local:
+        windows = part(self.outputs, size, rank)
+        if not windows:
             return range(self.height, self.height + self.reach - 1)
-        first = local.start * self.stride - self.padding
-        return range(first, first + (len(local) - 1) * self.stride + self.reach)
+        first = windows.start * self.stride - self.padding
+        return range(first, first + (len(windows) - 1) * self.stride + self.reach)
 
 
 class Halo(Function):
@@ -122,11 +122,11 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
     Raises:
         ShapeError: when this rank's rows are not its part of the model's height.
     """
-    local = len(windows.owned(group.size, group.rank))
-    if x.data.shape[1] != local:
+    height = len(windows.owned(group.size, group.rank))
+    if x.data.shape[1] != height:
         raise ShapeError(
             f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the"
-            f" {local} of a height of {windows.height} that the model was sharded for; shard it"
+            f" {height} of a height of {windows.height} that the model was sharded for; shard it"
             " with the sample's shape that it gets"
         )
     return Halo(group, windows, value)(x)
@@ -190,15 +190,15 @@ def _windows(
     dilation: Pair = (1, 1),
 ) -> RowWindows:
     """Return the windows over the rows of the layer's images; refuse images smaller than one."""
-    result = []
+    windows = []
     for axis, unit in enumerate(("rows", "columns")):
         size, reach = context.sample()[axis], dilation[axis] * (kernel[axis] - 1) + 1
-        result.append(RowWindows(size, reach, stride[axis], padding[axis]))
-        if result[axis].outputs < 1:
+        windows.append(RowWindows(size, reach, stride[axis], padding[axis]))
+        if windows[axis].outputs < 1:
             raise context.refuse(
                 f"has windows of {reach} {unit}, which do not fit images of {size} {unit}"
             )
-    return result[0]
+    return windows[0]
 
 
 class RowsPool2d(Pool2d):
@@ -240,8 +240,8 @@ def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
     operation, border = (
         (MaxPool2dFunction, -float("inf")) if is_largest else (AvgPool2dFunction, 0.0)
     )
-    local = {"group": context.group, "windows": windows, "operation": operation, "border": border}
-    return part_of(layer, RowsPool2d, **local), rows(windows.outputs)
+    changes = {"group": context.group, "windows": windows, "operation": operation, "border": border}
+    return part_of(layer, RowsPool2d, **changes), rows(windows.outputs)
 
 
 def place_global_pool(layer: GlobalAvgPool2d, context: LayerContext) -> Placed:

@@ -39,12 +39,12 @@ class PartCrossEntropy(CrossEntropy):
     def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
         """Return each row's loss, and the residuals: probabilities, and this rank's labels."""
         xp = namespace(logits)
-        local = part(self.classes, self.group.size, self.group.rank)
+        classes = part(self.classes, self.group.size, self.group.rank)
         labels = labels.astype(xp.int64)
         saved = None if self.ignore_index is None else labels != self.ignore_index
-        rows = (labels >= local.start) & (labels < local.stop)
+        rows = (labels >= classes.start) & (labels < classes.stop)
         rows = xp.flatnonzero(rows if saved is None else rows & saved)
-        columns = labels[rows] - local.start
+        columns = labels[rows] - classes.start
         powers = logits - self._largest(logits)[:, None]
         exchanged = xp.zeros((3 if self.smoothing else 2, len(logits)), dtype=logits.dtype)
         exchanged[1][rows] = powers[rows, columns]
@@ -127,22 +127,22 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
     _check_width(logits.shape, group, classes)
     host = to_host(logits)
     rows = host.reshape(prod(host.shape[:-1]), host.shape[-1])
-    local = np.full((2, len(rows)), -np.inf)  # float64 holds every class exactly
+    bests = np.full((2, len(rows)), -np.inf)  # float64 holds every class exactly
     if rows.shape[1]:
-        best = rows.argmax(axis=1)
-        local[0] = rows[np.arange(len(rows)), best]
-        local[1] = best + part(classes, group.size, group.rank).start
-    parts = group.all_gather_v(local.reshape(-1), [local.size] * group.size)
+        column = rows.argmax(axis=1)
+        bests[0] = rows[np.arange(len(rows)), column]
+        bests[1] = column + part(classes, group.size, group.rank).start
+    parts = group.all_gather_v(bests.reshape(-1), [bests.size] * group.size)
     # (rank, value or class, row)
-    by_rank = np.stack([values.reshape(local.shape) for values in parts])
+    by_rank = np.stack([values.reshape(bests.shape) for values in parts])
     winner = by_rank[:, 0].argmax(axis=0)
     return by_rank[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
 
 
 def _check_width(shape: tuple[int, ...], group: Group, classes: int) -> None:
-    local = len(part(classes, group.size, group.rank))
-    if not shape or shape[-1] != local:
+    width = len(part(classes, group.size, group.rank))
+    if not shape or shape[-1] != width:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {local} of"
+            f"rank {group.rank} of {group.size} has logits of shape {shape}, but {width} of"
             f" {classes} classes are its part; let the last layer's table entry be Sharding.VOCAB"
         )

@@ -85,10 +85,10 @@ def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
         return part_of(layer, RowsBatchNorm, group=context.group), context.placement
     placement = context.placement.resolve(layer.weight.size)
     names = "weight", "bias", "running_mean", "running_variance"
-    local: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         name: context.sharder.cut(getattr(layer, name), placement, 0) for name in names
     }
-    return part_of(layer, PartBatchNorm, **local), placement
+    return part_of(layer, PartBatchNorm, **arrays), placement
 
 
 def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:

@@ -141,14 +141,14 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
             "is an Embedding, but its indices lie on several ranks; it must come before what is cut"
         )
     if sharding in kind.by_outputs:
-        result = (
+        placed = (
             divided(outputs, context.units) if groups == 1 else features(groups, outputs // groups)
         )
-        local: dict[str, Any] = {"weight": context.sharder.cut(layer.weight, result, kind.outputs)}
-        local["bias"] = context.sharder.cut(getattr(layer, "bias", None), result, 0)
+        parts: dict[str, Any] = {"weight": context.sharder.cut(layer.weight, placed, kind.outputs)}
+        parts["bias"] = context.sharder.cut(getattr(layer, "bias", None), placed, 0)
         if groups > 1:  # all outputs of a group belong to one rank
-            local["groups"] = result.width(context.group.size, context.group.rank) // result.unit
-        return part_of(layer, product_input=_enter(groups, context, inputs), **local), result
+            parts["groups"] = placed.width(context.group.size, context.group.rank) // placed.unit
+        return part_of(layer, product_input=_enter(groups, context, inputs), **parts), placed
     if sharding in kind.by_inputs:
         if groups > 1:
             raise context.refuse(
