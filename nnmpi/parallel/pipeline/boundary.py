@@ -171,8 +171,8 @@ class StageBoundary:
         elif agreed != signature:
             raise ShapeError(
                 f"stage {self.stage} gave {_as_text(signature)} for an input of shape {key[0]},"
-                f" where {_as_text(agreed)} was agreed with the next stage; what crosses must depend"
-                " on the input's shape alone: cut the model elsewhere, or pad"
+                f" where {_as_text(agreed)} was agreed with the next stage; what crosses must"
+                " depend on the input's shape alone: cut the model elsewhere, or pad"
             )
         return self._send(values.arrays, self._forward_tag, waits)
 
