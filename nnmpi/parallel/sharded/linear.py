@@ -148,7 +148,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         parts["bias"] = context.sharder.cut(getattr(layer, "bias", None), placed, 0)
         if groups > 1:  # all outputs of a group belong to one rank
             parts["groups"] = placed.width(context.group.size, context.group.rank) // placed.unit
-        return part_of(layer, product_input=_enter(groups, context, inputs), **parts), placed
+        return part_of(layer, product_input=_input_of(groups, context, inputs), **parts), placed
     if sharding in kind.by_inputs:
         if groups > 1:
             raise context.refuse(
@@ -177,7 +177,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
     )
 
 
-def _enter(groups: int, context: LayerContext, inputs: int) -> Redistribute:
+def _input_of(groups: int, context: LayerContext, inputs: int) -> Redistribute:
     """Return the exchange that gives a rank the inputs of its outputs."""
     if groups == 1:
         return context.gather_for_sharded_weights(inputs)
