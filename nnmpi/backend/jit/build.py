@@ -1,7 +1,8 @@
 """Compilation: flags, argument types, the cache on disk, and one compiler per node.
 
-Numba keeps machine code per function, argument types, sizes and processor, and notices when the
-function's own file changes. Here it also notices when a helper in another file of this folder does.
+Numba caches machine code per function, argument types, sizes and processor, and compiles again when
+the function's file changes. This module makes it compile again when any file of this folder
+changes, because kernels inline helpers of other files.
 """
 
 import hashlib
@@ -22,17 +23,17 @@ config: Any = numba.config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Sums may be taken in any order, which is what lets them be vectorized. NaN and infinity stay what
-# they are, so that a run that diverges shows it.
+# Sums in any order, without which they are not vectorized. NaN and infinity are kept (no "nnan" and
+# "ninf"), so that a run that diverges shows it.
 FAST = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy", "nogil": True}
 
-# A compilation takes seconds; who waits longer than this for another process's compiles for itself.
+# A compilation takes seconds. A process that waits longer for another's compiles for itself.
 WAIT_S = 120.0
 
 
 def read(ndim: int, dtype: Any = types.float32) -> Any:
-    """Return the type of a C-contiguous array that a kernel reads, maybe marked read-only."""
+    """Return the type of a C-contiguous array that a kernel reads; read-only arrays fit, too."""
     return types.Array(dtype, ndim, "C", readonly=True)
 
 
@@ -54,12 +55,12 @@ def build(function: F, *arguments: Any) -> F:
 
 
 def inlined(function: F) -> F:
-    """Return a helper inlined into each calling kernel, whose constant sizes it then sees."""
+    """Return a helper that is inlined into kernels, with their constant sizes."""
     return numba.njit(inline="always", **OPTIONS)(function)
 
 
 class _Cache(FunctionCache):
-    """Numba's cache, which here tells apart machine code from different states of this folder."""
+    """Numba's cache, with the state of this folder in the key."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         before, config.CACHE_DIR = config.CACHE_DIR, str(kernels_folder())
@@ -73,7 +74,7 @@ class _Cache(FunctionCache):
 
 
 def kernels_folder() -> Path:
-    """Return where machine code is kept: $NUMBA_CACHE_DIR, or in nnmpi's folder for such."""
+    """Return the folder of machine code: $NUMBA_CACHE_DIR, or one in nnmpi's cache folder."""
     return Path(config.CACHE_DIR) if config.CACHE_DIR else cache_folder() / "kernels"
 
 
@@ -88,7 +89,7 @@ def sources() -> str:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Keep this user's other processes waiting; they then find there what is compiled here."""
+    """Lock the cache, so that other processes wait and then load this one's machine code."""
     with ExitStack() as held:
         with suppress(
             UsageError

@@ -14,27 +14,26 @@ of 4 x 4 patches, two pixels apart, of the images with a border of zeros around 
     patch --B^T . B--> V[16][tiles][c]
                             | 16 products V[k] U[k]                 U[16][c][o] = G kernel G^T
                             v
-                       M[16][tiles][o] --A^T . A--> 2 x 2 outputs   ->  (+ bias, ReLU)          "plain"
-                                                                    or  largest, + bias, ReLU   "pooled"
+                       M[16][tiles][o] --A^T . A--> 2 x 2 outputs
+                            |                            "plain": (+ bias, ReLU)
+                            v                            "pooled": largest, + bias, ReLU
 
 A tile is a max-pooling window, so pooled outputs come straight from M. Backward is the adjoint,
 step by step: dM = A dY A^T, dU = sum V^T dM, dV = dM U^T, dX = sum of overlapping B dV B^T, dW =
 G^T dU G.
 
-All arrays are flat; the sizes are constants of each kernel, because only so do loops that write 16
-places of one array become vector instructions. Some tile rows are worked on at a time, so that V
-and M stay in the processor's cache.
+All arrays are flat, and the sizes are constants of each kernel: the compiler vectorizes a loop that
+writes 16 matrices of one array only if it knows the distance between them. A kernel handles a few
+tile rows at a time, so that V and M stay in the processor's cache.
 
-The products are sgemm of the OpenBLAS that NumPy's wheels bring along, with 64-bit sizes and a
-prefix before each name: no Python comes between them. Another NumPy (of a distribution, or with
-Apple's Accelerate) has no such function, and this kernel is not used there.
+The products are calls of sgemm in the OpenBLAS of NumPy's wheels, with no Python in between. Its
+functions have 64-bit sizes and a prefix in their names. Other builds of NumPy (a distribution's, or
+with Apple's Accelerate) lack them and do not use this kernel.
 
-The direct one, for images with few channels, then bias, ReLU and 2 x 2 max-pooling, has no products
-of matrices.
-
-The four outputs of a pooling window see 4 x 4 pixels of the images with a border of zeros. For each
-row of the kernel two rows of these pixels are kept as numbers, and its three elements taken for
-many outputs at a time:
+The direct convolution multiplies no matrices. It serves images with few channels, followed by bias,
+ReLU and 2 x 2 max-pooling. The four outputs of a pooling window see 4 x 4 pixels of the images with
+a border of zeros. For each kernel row, two rows of these pixels are kept in registers, and the
+row's three elements are applied for many output channels at a time:
 
     p0  p1  p2  p3           output 0 is the sum of p0 .. p2 times the row, 1 of p1 .. p3,
     q0  q1  q2  q3           2 of q0 .. q2, 3 of q1 .. q3
@@ -57,7 +56,7 @@ from threadpoolctl import threadpool_info
 from nnmpi.backend.jit.build import inlined
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
-DEAD = np.int32(4)  # in place of a corner: the window's output is not positive
+DEAD = np.int32(4)  # instead of a corner 0 to 3: the window's output is not positive
 
 NAME = "scipy_cblas_sgemm64_"
 
@@ -407,7 +406,7 @@ def _products(
     a, a_step, a_code, lda, b, b_step, b_code, ldb,
     d, d_step, ldd, rows, columns, inner, beta
 ):  # fmt: skip
-    """d[k] = a[k] b[k] + beta d[k] for the 16 matrices of each, `step` elements apart."""
+    """d[k] = a[k] b[k] + beta d[k] for 16 matrices each, `step` elements apart."""
     a_at, b_at, d_at = a.ctypes.data, b.ctypes.data, d.ctypes.data
     for k in range(16):
         at, bt, dt = a_at + 4 * k * a_step, b_at + 4 * k * b_step, d_at + 4 * k * d_step
@@ -420,9 +419,9 @@ def winograd(
     """Return the kernels of a convolution and its gradients; see `kernels.winograd`.
 
     Args:
-        z: the sizes that they are made for.
+        z: the sizes.
         pooled: whether ReLU and max-pooling over 2 x 2 pixels follow.
-        least: without pooling, below which no result is: 0 for a ReLU, minus infinity for none.
+        least: without pooling, the lower bound of results: 0 for a ReLU, minus infinity for none.
     """
     (h, w, c, o, images, rows), tiles, floor = z, z.tiles, np.float32(least)
 
@@ -522,8 +521,8 @@ def winograd(
 
 @inlined
 def _add_row(patch, below, c, weight, s, o, sums):
-    """Add one channel's and one kernel row's share to the four outputs of a window; s from element
-    to element.
+    """Add one channel and kernel row to the four outputs of a window; s is the distance between
+    elements of the row.
     """
     p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
     q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
@@ -537,7 +536,7 @@ def _add_row(patch, below, c, weight, s, o, sums):
 
 @inlined
 def _add_products(patch, below, c, above, place, s, o, to_weight):
-    """Add one window's share, of one channel, to the gradient of a row of the kernel."""
+    """Add one window and channel to the gradient of a kernel row."""
     p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
     q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
     for i in range(o):
@@ -548,7 +547,7 @@ def _add_products(patch, below, c, above, place, s, o, to_weight):
 
 
 def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the kernels of the pooled convolution and its gradients; see `kernels.direct`.
+    """Return the kernels of the direct convolution and its gradients; see `kernels.direct`.
 
     Args:
         h, w: the images' height and width, even.

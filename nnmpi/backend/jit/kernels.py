@@ -1,8 +1,8 @@
-"""What numba computes for NumPy's float32 arrays, as operations ask for it (see `backend.kernels`).
+"""Numba's kernels for NumPy's float32 arrays, as operations call them (see `backend.kernels`).
 
-Each kernel is compiled, or read from disk, when it is first asked for. Arrays are float32 and
-C-contiguous unless another dtype is said. Kernels return nothing: they write into arrays that must
-not overlap the others.
+A kernel is compiled, or read from disk, at its first call. Arrays are float32, unless another dtype
+stands here, and C-contiguous. Kernels return nothing: they write to arrays, which must not overlap
+the others.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Kernel: TypeAlias = Callable[..., None]
-CORNER = types.uint8  # which pixel of a window was the largest
+CORNER = types.uint8  # the largest pixel of a window, 0 to 3
 SIZES = types.UniTuple(types.int64, 14)  # type: ignore[no-untyped-call]
 
 LOOPS = {
@@ -62,7 +62,7 @@ LOOPS = {
 
 
 class Pair(NamedTuple):
-    """A kernel and that of its gradients."""
+    """A kernel and the one of its gradients."""
 
     forward: Kernel
     backward: Kernel
@@ -112,7 +112,7 @@ def depthwise(kernel_h: int, kernel_w: int) -> Pair:
 
 
 def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> Pair:
-    """Return the two, compiled; each gets so many scratch arrays, in a tuple."""
+    """Return the two compiled; `scratch` has the number of scratch arrays of each."""
     several = [types.UniTuple(write(1), count) for count in (*scratch, 3)]  # type: ignore[no-untyped-call]
     return Pair(
         build(forward, *(read(1),) * 3, write(1), write(1, CORNER), write(1), several[0]),
@@ -124,8 +124,7 @@ def _call(name: str, *args: Any) -> None:
     loop(name)(*args)
 
 
-# Adam's update of a block, see `optim.updates`; what stands around the product of a step, see
-# `ops.lstm`.
+# Adam's update of a block, see `optim.updates`; a step without its product, see `ops.lstm`.
 adam, lstm_step, lstm_step_grad = (
     partial(_call, name) for name in ("adam", "lstm_step", "lstm_step_grad")
 )
@@ -174,7 +173,7 @@ slope_grad_bias = partial(_grad_bias, "slope_grad_bias")
 def softmax_loss(
     xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
 ) -> tuple[Array, Residuals] | None:
-    """Return losses and their gradients, where all labels count and none is smoothed; else None."""
+    """Return losses and their gradients; None if labels are ignored or smoothed."""
     if ignore_index is not None or smoothing or labels.dtype != "int64":
         return None
     logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)

@@ -1,38 +1,36 @@
-"""Convolution by im2col: each window's pixels are a row of a matrix, and a product follows.
+"""Convolution by im2col: each window's pixels become a row of a matrix, and a product follows.
 
-    images (n, h, w, c)                          kernels (kh, kw, c, o)
-       |  a few images at a time                     |  seen as a matrix
-       v                                             v
-    columns (pixels, kh kw c)          @         (kh kw c, o)          ->   (pixels, o) = images (n, out_h, out_w, o)
+    images (n, h, w, c)                kernels (kh, kw, c, o)
+       |  a block of images               |  viewed as a matrix
+       v                                  v
+    columns (pixels, kh kw c)     @    (kh kw c, o)     =    (pixels, o), or (n, out_h, out_w, o)
 
-    dW = columns^T dy, summed over the blocks of images               (made again: that costs less
-                                                                      than keeping them)
-    dx = columns of dy @ flipped kernels                              for stride 1: a convolution,
-                                                                      too
-         dy W[r, s]^T added to the pixels that kernel element r, s saw      otherwise
+    dW = columns^T dy, summed over blocks       columns are made again: saving them costs more
+    dx = columns of dy @ flipped kernels        for stride 1, a convolution as well
+         dy W[r, s]^T, added to the pixels      otherwise
+         that kernel element r, s saw
 
-Columns are made for a few images at a time, or for some rows of a large one, so that on the host
-they stay in the processor's cache between the copy and the product. Rows are ordered by their place
-in the windows of a pooling that follows, so that the product has one contiguous plane per place,
-and pooling is arithmetic on whole planes:
+A block is a few images, or some rows of a large one, so that on the host the columns stay in the
+processor's cache between the copy and the product. Rows are ordered by their corner of the pooling
+window that follows. So the product has one contiguous plane per corner, and pooling is arithmetic
+on whole planes:
 
-    | place 0: all pixels of all images of the block |  place 1  |  place 2  |  place 3  |      of a 2x2 pooling
+    | corner 0: all pixels of the block | corner 1 | corner 2 | corner 3 |      of a 2 x 2 pooling
 
-In channels-last images the pixels that a row of the kernel sees are one run of memory. Where the
-runs are short (few channels), the matrix is stored transposed, so that the copy runs along the
-images' rows instead.
+In channels-last images the pixels under a kernel row are one run of memory. If the runs are short
+(few channels), the matrix is stored transposed, and the copy runs along the images' rows instead.
 
-`Im2col` computes any convolution, one group after another. `Im2colReluPool` does bias, ReLU and
-max-pooling on the way, and the convolution's whole result is never stored: a block's is pooled at
-once, and backward needs but where the largest elements were.
+`Im2col` computes any convolution, one group after another. `Im2colReluPool` fuses bias, ReLU and
+max-pooling: it pools each block at once and never stores the convolution's whole result. Backward
+needs only the positions of the largest elements.
 
-    forward     columns @ W = | y0 | y1 | y2 | y3 |       one plane per place in the pooling's window
-                h = relu(max(y0 .. y3) + b)               winner = the first place that is the
-                                                          largest, if h > 0
-    backward    dyk = dh where the winner is k            dW = columns^T dy, block by block; db = sum of dy
-                dx = conv(dy with a border, W flipped)
+    forward     columns @ W = | y0 | y1 | y2 | y3 |       one plane per corner of the window
+                h = relu(max(y0 .. y3) + b)               winner = the first corner with the
+                                                          largest value, if h > 0
+    backward    dyk = dh where the winner is k            dW = columns^T dy, block by block
+                dx = conv(dy with a border, W flipped)    db = sum of dy
 
-On a device float16 and bfloat16 are added up in float32, and the kernels' gradient stays float32.
+A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradient in float32.
 """
 
 from collections.abc import Iterator
@@ -50,27 +48,27 @@ from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.planes import Planes, repeated
 
-# of one block of columns and its result: half of a usual second-level cache; or as the kernels
+# of a block of columns and its result: half of a usual second-level cache, or the kernels' size
 COLUMNS_BYTES = 3 << 18
 DEVICE_BYTES = 1 << 28  # of the same on a device, which has more to do at a time
 SHORT_RUN = 24  # elements
 
 
 class Columns:
-    """The columns of one block of images after another, in memory that every block uses again.
+    """The columns of one block of images after another, in the same memory.
 
         for block in columns.blocks():                          a slice of the images
-            for rows, matrix in columns.strips(block):          some rows of them: all, unless
+            for rows, matrix in columns.strips(block):          some of their rows: all, unless
                                                                 images are large
 
     Args:
-        xp: the library that copies.
-        x: all images, (n, h, w, c). Without a border, windows lie in them and not in a copy.
+        xp: the array library.
+        x: all images, (n, h, w, c). Without padding, windows are views of them, not of a copy.
         spec: the convolution.
-        outputs: elements of the result of each row of columns.
+        outputs: elements of the result per row of columns.
 
     Attributes:
-        out: rows and columns that the pooling leaves.
+        out: rows and columns of the result, after pooling.
         count: images in a block; the last one may have fewer.
     """
 
@@ -88,7 +86,7 @@ class Columns:
         most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
         self.count = max(1, min(n, most // max(1, self.out[0])))
         self._strip_rows = max(1, min(self.out[0], most))
-        # each window is a pixel, and all of them in their order are the images
+        # each window is one pixel: the images are the columns
         alone = (spec.kernel, spec.stride, spec.padding, spec.pool) == (
             (1, 1),
             (1, 1),
@@ -117,8 +115,8 @@ class Columns:
     def strips(self, block: slice, fill: bool = True) -> Iterator[tuple[slice, Array]]:
         """Yield some pooled rows of a block's images, and their columns.
 
-        The columns, (pool_h pool_w images rows columns, kh kw c), overwrite those before, or are
-        the images themselves. They are of any values unless they are to be filled.
+        The columns, (pool_h pool_w images rows columns, kh kw c), overwrite the previous ones, or
+        are the images themselves. Without `fill` their values are undefined.
         """
         images, height = block, self.out[0]
         if self._is_pixels:
@@ -149,7 +147,7 @@ class ProductSum:
 
     Args:
         xp: the library that computes.
-        total: where the sum goes, in the shape of a product.
+        total: the array for the sum, of a product's shape.
     """
 
     def __init__(self, xp: Any, total: Array) -> None:
@@ -161,20 +159,20 @@ class ProductSum:
         self._begun = True
 
     def finish(self) -> Array:
-        """Return the sum, which is zero when nothing was added."""
+        """Return the sum; zeros if nothing was added."""
         if not self._begun:
             self._xp.copyto(self._total, 0)
         return self._total
 
 
 def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
-    """Write the input's gradient of any convolution, see the head of this file.
+    """Write the input gradient of any convolution, see the head of this file.
 
     For stride 1, dx[i, j] = sum over r, s of dy[i + top - r d, j + left - s d] W[r, s]^T.
 
     Args:
         xp: the library that computes.
-        grad: of the result, (n, out_h, out_w, o), without gaps.
+        grad: of the result, (n, out_h, out_w, o), contiguous.
         weight: (kh, kw, c / groups, o).
         spec: the convolution.
         out: (n, h, w, c).
@@ -194,8 +192,7 @@ def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Arr
 
 
 def _scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
-    """Write the input's gradient in one group: each window's share is added to the pixels that it
-    saw.
+    """Write one group's input gradient: add each window's gradient to the pixels that it saw.
 
     Args:
         xp: the library that computes.
@@ -261,7 +258,7 @@ class Im2col(Algorithm):
         ):
             sent, place = grad[..., outputs], out.weight[..., outputs]  # type: ignore[index]
             shape = (prod(place.shape[:3]), place.shape[3])  # (kh kw c / groups, o / groups)
-            # a group's outputs lie apart in `place`, where no product can be written
+            # a group's outputs are not contiguous in `place`: a product cannot be written there
             total = ProductSum(
                 xp, place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
             )

@@ -1,12 +1,12 @@
-"""Winograd's convolution by NumPy: F(2x2, 3x3) saves 2.25 times, F(4x4, 3x3) 4 times the products.
+"""Winograd's convolution by NumPy: F(2x2, 3x3) takes 1 / 2.25, F(4x4, 3x3) 1 / 4 of the products.
 
-    images (n, h, w, c)                                kernels (3, 3, c, o)
-       |  4 x 4 or 6 x 6 pixels for each tile              |
-       v  B^T d B                                          v  G g G^T
-    places (16 or 36, tiles, c)         @              places (.., c, o)       ->      (.., tiles, o)
-                                                                                           |  A^T m A
-                                                                                           v
-                                                              2 x 2 or 4 x 4 results of each tile (n, h, w, o)
+    images (n, h, w, c)                          kernels (3, 3, c, o)
+       |  4 x 4 or 6 x 6 pixels per tile             |
+       v  B^T d B                                    v  G g G^T
+    places (16 or 36, tiles, c)         @        places (.., c, o)      =      (.., tiles, o)
+                                                                                   |  A^T m A
+                                                                                   v
+                                            2 x 2 or 4 x 4 results per tile, (n, h, w, o)
 
 After Lavin and Gray, "Fast algorithms for convolutional neural networks" (2016). With the matrices
 of `transforms`, for tiles of 2 x 2
@@ -20,17 +20,16 @@ a tile of the result is A^T [ (G g G^T) * (B^T d B) ] A, d being the pixels that
 overlap by two) and the product being that of channels, a GEMM for each of the places. Backward is
 the adjoint, step by step; the result's gradient dy becomes A dy A^T, and so on.
 
-The transforms are products of these small matrices with large ones that have a row for each pixel
-or place: BLAS runs through memory once where additions would several times. Hence images stand next
-to the channels in a block's memory, (..., images, channels): the rows are long.
+The transforms are products of these small matrices with large ones that have a row per pixel or
+place: BLAS reads memory once, additions would read it several times. A block's memory has images
+next to channels, (..., images, channels), so that these rows are long.
 
-A tile of 2 x 2 pixels is also a window of the pooling: the four places in a tile are the planes of
-which the pooling takes the largest (see `planes`), and the convolution's result is never put
-together.
+A tile of 2 x 2 pixels is also a window of the pooling. Its four places are the planes that the
+pooling compares (see `planes`), and the convolution's result is never assembled.
 
-Tiles of 4 x 4 have half of the places per pixel, and round five times as coarsely. Where all pixels
-that a result sees are zeros, it is 0 with tiles of 2 x 2, but a rounding error with those of 4 x 4,
-which a ReLU might let through.
+Tiles of 4 x 4 have half as many places per pixel, and round five times as coarsely. A result whose
+pixels are all zeros is 0 with tiles of 2 x 2, but a rounding error with tiles of 4 x 4, which a
+ReLU may pass.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
 from nnmpi.ops.planes import Planes, repeated
 
-# of a block of images: about a usual second-level cache; or as much as the kernels' places
+# of a block of images: about a usual second-level cache, or the transformed kernels' size
 TILES_BYTES = 5 << 18
-# At which polynomials are taken, besides infinity; the first three for tiles of 2 x 2. With 2 and
-# -2 instead of the last two results are off by twice as much.
+# The interpolation points besides infinity; the first three for tiles of 2 x 2. With 2 and -2
+# instead of the last two, results are off by twice as much.
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)
 
 
@@ -60,8 +59,8 @@ class Transforms(NamedTuple):
 
     Attributes:
         side: pixels of a tile's result, each way.
-        b: B^T, (places, pixels). A patch's first pixel is the first place's alone, and its last one
-            the last one's.
+        b: B^T, (places, pixels). A patch's first pixel affects the first place alone, and its last
+            pixel the last place alone.
         g: G for both ways, (places places, 9).
         a: A^T, (results, places).
     """
@@ -91,14 +90,13 @@ def transforms(side: int) -> Transforms:
 class WinogradNumpy(Algorithm):
     """A tiled convolution of images (n, h, w, c) with kernels (3, 3, c, o) and padding 1.
 
-    Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. What is kept for backward
-    is, per image and in the order of the tiles, with ReLU where it passed (bool), with pooling the
-    winners (uint8). In as many groups as channels, weight (3, 3, 1, c), places are multiplied
-    number by number.
+    Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. Saved per image, in the
+    order of the tiles: with ReLU the elements that it passed (bool), with pooling the winners
+    (uint8). A depthwise convolution, weight (3, 3, 1, c), multiplies places elementwise.
 
     Args:
-        spec: what is computed.
-        side: of a tile: 2 or 4 pixels, with pooling 2.
+        spec: the convolution.
+        side: of a tile: 2 or 4 pixels; 2 with pooling.
     """
 
     def __init__(self, spec: ConvSpec, side: int) -> None:
@@ -178,7 +176,7 @@ class WinogradNumpy(Algorithm):
         return places
 
     def _blocks(self, xp: Any, x: Array, weight: Array) -> Iterator[tuple[slice, Tiles]]:
-        """Yield a few images at a time, with the memory for their tiles."""
+        """Yield blocks of images, with memory for their tiles."""
         (n, h, w, c), o, side = x.shape, weight.shape[3], self._transforms.side
         room = max(TILES_BYTES, len(self._transforms.g) * weight[0, 0].size * x.dtype.itemsize)
         count = max(1, min(n, room // image_bytes(h, w, c, o, x.dtype.itemsize, side)))
@@ -195,7 +193,7 @@ def _flat(array: Array) -> Array:
 
 
 def image_bytes(h: int, w: int, c: int, o: int, itemsize: int, side: int) -> int:
-    """Return how many bytes the places of an image and of its result take.
+    """Return the bytes of the places of an image and of its result.
 
     Args:
         h, w: the image's rows and columns of pixels.
@@ -209,20 +207,20 @@ def image_bytes(h: int, w: int, c: int, o: int, itemsize: int, side: int) -> int
 class Tiles:
     """The transforms of a block of images (count, h, w, c) to results (count, h, w, o) and back.
 
-    Everything lies in memory that the next block uses again.
+    The next block reuses the memory.
 
     Args:
-        xp: the library that computes.
-        matrices: for tiles into which the images can be cut.
+        xp: the array library.
+        matrices: for tiles that divide the images.
         shape: of the images.
         o: channels of the result.
         dtype: of all.
 
     Attributes:
-        results: (side, side, h / side, w / side, count, o): results by their place in a tile, or
+        results: (side, side, h / side, w / side, count, o): results by their position in a tile, or
             their gradient, for `spread`.
-        pooled: (h / 2, w / 2, count, o), for one element of each tile of 2 x 2.
-        planes: pools such tiles' results.
+        pooled: (h / 2, w / 2, count, o), one element per tile of 2 x 2.
+        planes: pools the results of such tiles.
     """
 
     def __init__(self, xp: Any, matrices: Transforms, shape: Shape, o: int, dtype: Any) -> None:
@@ -230,13 +228,13 @@ class Tiles:
         rows, columns, run, four = h // side, w // side, count * c, side + 2
         self._xp, self._side = xp, side
         b, a = matrices.b.astype(dtype), matrices.a.astype(dtype)
-        # the last: of a patch's pixels, those that no other tile's are
+        # the last: the pixels of a patch that no other tile shares
         self._matrices = [b, a, a.T.copy(), b.T[1:-1]]
         spread: Array = xp.zeros((h + 2, w + 2, count, c), dtype)
         seen: Array = xp.empty((four, rows, w + 2, count, c), dtype)
         self._inner = spread[1:-1, 1:-1]
-        # four (or six) rows of pixels for each row of tiles, and then as many of each for each
-        # tile; two are shared
+        # four (or six) rows of pixels per row of tiles, and as many columns per tile; neighbours
+        # share two
         self._rows = _overlapping(spread.reshape(h + 2, (w + 2) * run), side)
         self._seen = seen.reshape(four, rows, (w + 2) * run).swapaxes(0, 1)
         self._tiles = _overlapping(seen.reshape(four, rows, w + 2, run), side)
@@ -271,9 +269,9 @@ class Tiles:
         self._both_ways(self._matrices[1], self._places, self.results)
 
     def spread(self) -> Array:
-        """Transform the output gradient, A dy A^T; return each tile's sum (h / 2 w / 2 count, o)."""
+        """Transform the output gradient, A dy A^T; return the tiles' sums (tiles count, o)."""
         self._both_ways(self._matrices[2], self.results, self._places)
-        # place (1, 1), where all of a tile are added up
+        # place (1, 1) is the sum over a tile
         return _stacked(self._places)[self._side + 3]
 
     def _both_ways(self, matrix: Array, x: Array, out: Array) -> None:
@@ -284,9 +282,7 @@ class Tiles:
         xp.matmul(matrix, half, out=out.reshape(n, n, size))
 
     def _products(self, x: Array, kernel: Array, out: Array) -> None:
-        """Write the products of places with the kernel's: of matrices, or of numbers where it has
-        one for a channel.
-        """
+        """Write the products of places and kernel: of matrices, or elementwise if depthwise."""
         xp, pixels, c = self._xp, _in_rows(out), out.shape[-1]
         if kernel.shape[1:] != (1, c):
             xp.matmul(_stacked(x), kernel, out=_stacked(out))
@@ -298,10 +294,8 @@ class Tiles:
     def kernel_gradient(self, alone: bool) -> tuple[Array, Array]:
         """Return two arrays whose product is the loaded images' part of the kernel gradient.
 
-        Where channels do not mix, the images are lost.
-
         Args:
-            alone: whether channels do not mix.
+            alone: whether channels do not mix; then the loaded images are overwritten.
         """
         if not alone:
             return _stacked(self._patches).swapaxes(1, 2), _stacked(self._places)
@@ -312,7 +306,7 @@ class Tiles:
         return ones(xp, sums.shape[1], v.dtype)[None, None], sums
 
     def input_gradient(self, kernel: Array, out: Array) -> None:
-        """Write the images' gradient, B dv B^T, to out (count, h, w, c); what was loaded is lost.
+        """Write the input gradient, B dv B^T, to out (count, h, w, c); overwrite the loaded images.
 
         Args:
             kernel: (places, o, c), of the transposed kernels; or (places, 1, c).
@@ -328,7 +322,7 @@ class Tiles:
         xp.add(back[:, 0, :, 1:], v[:, -1, :, :-1], out=back[:, 0, :, 1:])
         # the first pixel of the tile after
         xp.add(back[:, -1, :, :-1], v[:, 0, :, 1:], out=back[:, -1, :, :-1])
-        # it is free by now
+        # `v` is free by now
         local = v.reshape(v.size)[: side * side * size].reshape(side, side, rows, columns, count, c)
         xp.matmul(
             self._matrices[3], back.reshape(four, side * size), out=local.reshape(side, side * size)
@@ -339,34 +333,27 @@ class Tiles:
 
 
 def _stacked(places: Array) -> Array:
-    """Return places (four, four, rows, columns, count, c) as matrices (four four, rows columns
-    count, c).
-    """
     four, _, rows, columns, count, c = places.shape
     return places.reshape(four * four, rows * columns * count, c)
 
 
 def _in_rows(places: Array) -> Array:
-    """Return places as (four four, rows, some channels of theirs after others): NumPy wants long
-    rows.
-    """
+    """Return places as (four four, n, width): NumPy needs long rows to be fast."""
     four, _, rows, columns, count, c = places.shape
     width = count * c if count * c >= WIDE else columns * count * c
     return places.reshape(four * four, places[0, 0].size // width, width)
 
 
 def whole_pixels(images: Array) -> Array:
-    """Return a view of images (..., c) with one element for all channels of a pixel.
+    """Return a view of images (..., c) with one element per pixel.
 
-    NumPy copies few channels half again as fast so.
+    NumPy copies such elements 1.5 times as fast as a few channels one by one.
     """
     return images.view(np.dtype((np.void, images.shape[-1] * images.itemsize)))[..., 0]
 
 
 def _overlapping(pixels: Array, side: int) -> Array:
-    """Return of pixels (..., n, run) a view (..., n // side, side + 2, run): two of each are the
-    next one's.
-    """
+    """View pixels (..., n, run) as (..., n // side, side + 2, run): neighbours share two."""
     *lead, n, run = pixels.shape
     *steps, step, item = pixels.strides
     return np.lib.stride_tricks.as_strided(
