@@ -105,13 +105,8 @@ class Axis:
     """The ranks along one axis of the mesh, numbered from 0; `sent` counts bytes."""
 
     def __init__(self, comm):
-        self.comm, self.rank, self.size, self.sent, self.requests = (
-            comm,
-            comm.rank,
-            comm.size,
-            0,
-            [],
-        )
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.sent, self.requests = 0, []
 
     def send(self, array, to):
         """Start sending an array, which must not change until `finish`."""

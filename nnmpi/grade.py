@@ -238,12 +238,8 @@ def _check_machine(setting: Setting) -> None:
 def _check_criterion(
     criterion: Criterion, exercise: Exercise, before: set[str], machines: Mapping[str, Setting]
 ) -> None:
-    measure, machine, of, at_most = (
-        criterion.measure,
-        criterion.machine,
-        criterion.of,
-        criterion.at_most,
-    )
+    measure, machine = criterion.measure, criterion.machine
+    of, at_most = criterion.of, criterion.at_most
     _refuse(
         criterion.name in before or not before.issuperset(criterion.needs),
         f"{criterion.name!r} must be a new name, and need only names above it",
@@ -373,12 +369,8 @@ def _judge(
     except Exception as error:
         # an error of the checker: no success, and not the student's failure either
         return outcome(BLOCKED, f"the checker cannot judge it: {type(error).__name__}: {error}")
-    measure, of, at_most, none_at = (
-        criterion.measure,
-        criterion.of,
-        criterion.at_most,
-        criterion.none_at,
-    )
+    measure, of = criterion.measure, criterion.of
+    at_most, none_at = criterion.at_most, criterion.none_at
     value = max(numbers[measure])
     score = value / max(_reference(exercise, of, setting)[measure]) if of else value
     times = f" times what {of} takes" if of else ""

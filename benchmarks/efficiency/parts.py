@@ -112,10 +112,8 @@ def scaling(check: bool, data_dir: Path | None) -> dict[str, Any]:
 
 def scaling_table(content: Content) -> str:
     """Return steps to the goal by batch and rule, as the mean over the seeds with its interval."""
-    batches, rules = (
-        sorted({row["batch"] for row in content["rows"]}),
-        dict.fromkeys(r["rule"] for r in content["rows"]),
-    )
+    batches = sorted({row["batch"] for row in content["rows"]})
+    rules = dict.fromkeys(row["rule"] for row in content["rows"])
     rows = []
     for batch in batches:
         result = {rule: steps_to_goal(content, rule=rule, batch=batch) for rule in rules}

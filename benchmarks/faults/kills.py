@@ -70,10 +70,8 @@ class Killer:
         with suppress(OSError):
             starts = (self.folder / "starts.jsonl").read_bytes().count(b"\n")
             if starts != self.starts:  # a new start: draw the time of its kill
-                self.starts, self.at_s = (
-                    starts,
-                    time.monotonic() + self.draws.uniform(0.2, 1.8) * self.every_s,
-                )
+                self.starts = starts
+                self.at_s = time.monotonic() + self.draws.uniform(0.2, 1.8) * self.every_s
             ranks = ranks_of(self.folder) if self.left and time.monotonic() > self.at_s else {}
             if ranks:
                 self.at_s = float("inf")

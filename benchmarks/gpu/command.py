@@ -107,8 +107,6 @@ def _facts(backend: Backend, torch_device: str | None) -> dict[str, Any]:
     if torch_device is not None:
         import torch
 
-        result["torch_cuda"], result["torch_cudnn"] = (
-            torch.version.cuda,
-            torch.backends.cudnn.version(),
-        )
+        result["torch_cuda"] = torch.version.cuda
+        result["torch_cudnn"] = torch.backends.cudnn.version()
     return result

@@ -98,7 +98,7 @@ def rows(model, x, y, rounds, bandwidth, folder):
             "of all": f"{100 * price.peak / forward.plans.all:.0f}%",
             "peak, predicted": price.peak,
             "traced": traced(forward, model, x, y),
-            "again": price.again,
+            "recomputed": price.recomputed,
             "moved": price.moved,
             "predicted, ms": f"{1e3 * price.seconds:.1f}",
             "took, ms": f"{1e3 * took:.1f}",

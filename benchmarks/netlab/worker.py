@@ -97,11 +97,12 @@ class CollectiveRun:
 
 def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the measurements, the link first; the link's are valid on rank 0 alone."""
-    operation, repeats, sent = (
-        job["operation"],
-        job["repeats"],
-        Path("/sys/class/net/eth0/statistics/tx_bytes"),
-    )
+    operation, repeats = job["operation"], job["repeats"]
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+    def snapshot() -> NDArray[np.float64]:
+        return np.array([int(counter.read_text()), time.process_time(), time.monotonic()])
+
     # MPI's own call, whose steps are unknown, is predicted from these
     native = []
     for nbytes in sorted({SHORT_BYTES, *job["sizes"]}) if job["sizes"] else ():
@@ -112,13 +113,9 @@ def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for name in job["algorithms"]:
             item = CollectiveRun(comm, operation, name, nbytes)
             item.run()  # the first message makes the connections
-            before = np.array([int(sent.read_text()), time.process_time(), time.monotonic()])
+            before = snapshot()
             seconds = [item.run() for _ in range(repeats)]
-            sent_bytes, used_s, taken_s = [
-                int(sent.read_text()),
-                time.process_time(),
-                time.monotonic(),
-            ] - before
+            sent_bytes, used_s, taken_s = snapshot() - before
             local, sent_bytes, used_s = (
                 gather(comm, [item.sent_bytes, sent_bytes, used_s]).sum(axis=0).tolist()
             )

@@ -31,10 +31,8 @@ def missed(content: Content) -> list[str]:
     """
     result = []
     for row in content["rows"]:
-        what, ratio = (
-            f"{row['name']}, {row['microbatches']} microbatches",
-            row.get("measured_over_simulated", 1),
-        )
+        what = f"{row['name']}, {row['microbatches']} microbatches"
+        ratio = row.get("measured_over_simulated", 1)
         if abs(ratio - 1) > OFF:
             result.append(f"{what}: measured / simulated {ratio:.2f} is not within {OFF:.0%}")
         if row["name"] != "naive" and row.get("speed", SPEED) < SPEED:

@@ -59,11 +59,8 @@ class ScheduledWorker(StepContestant):
         self, name: str, settings: Mapping[str, Any], microbatches: int, group: Group, alone: Group
     ) -> None:
         self.microbatches, self.virtual = microbatches, VIRTUAL if name == "interleaved" else 1
-        ranks, width, layers = (
-            alone if name == SERIAL else group,
-            settings["width"],
-            settings["layers"],
-        )
+        ranks = alone if name == SERIAL else group
+        width, layers = settings["width"], settings["layers"]
         stages, features = ranks.size * self.virtual, width * 3 // 2
         cut = [2 * layers // stages] * stages  # each ends after an activation
         cut[0] += 1  # flatten

@@ -115,9 +115,9 @@ class SurveyedSystem:
             return self._replicated(local["replicas"], local["layers"])
         item = Candidate(**local)
         pricer = self.pricer(item.tp, split)
-        price, everyones = pricer.price(item), pricer.everyones_memory(item)
-        memory = max(everyones, key=lambda kinds: sum(kinds.values()))
-        total = sum(sum(kinds.values()) for kinds in everyones) * (item.ranks // len(everyones))
+        price, ranks = pricer.price(item), pricer.memory_of_ranks(item)
+        memory = max(ranks, key=lambda kinds: sum(kinds.values()))
+        total = sum(sum(kinds.values()) for kinds in ranks) * (item.ranks // len(ranks))
         if kind == "host":
             price, memory = self._from_host(price, memory)
             total = sum(memory.values()) * item.ranks

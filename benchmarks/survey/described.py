@@ -180,10 +180,8 @@ class DescribedShapes:
     def _held(
         self, layers: Sequence[DescribedLayer], tp: int, zero: int, replicas: int
     ) -> StateBytes:
-        full, unit = (
-            sum(layer.parameters for layer in layers) / tp,
-            max(layer.parameters for layer in layers) / tp,
-        )
+        sizes = [layer.parameters / tp for layer in layers]
+        full, unit = sum(sizes), max(sizes)
         parameters, gradients, state = (
             self.bytes_each[kind] for kind in ("parameters", "gradients", "state")
         )
@@ -229,17 +227,13 @@ def profile_of(
             "partitioned": ranks of a tensor-parallel group shard these inputs, as in ZeRO-R.
     """
     recompute = facts["recompute"]
-    times, inner = (
-        1 + BACKWARD + recompute,
-        [item for item in layers if item.parameters and item.value_bytes],
-    )
+    times = 1 + BACKWARD + recompute
+    inner = [item for item in layers if item.parameters and item.value_bytes]
 
     def layer(number: int, element: DescribedLayer) -> LayerCost:
         forward_s = rows * element.flops / flops_s
-        saved, value = (
-            (element.value_bytes if recompute else element.kept_bytes),
-            round(rows * element.value_bytes),
-        )
+        saved = element.value_bytes if recompute else element.kept_bytes
+        value = round(rows * element.value_bytes)
         rest = False, False, forward_s, forward_s, (times - 1) * forward_s
         # the saved bytes include the input
         return LayerCost(

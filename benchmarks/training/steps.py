@@ -102,10 +102,8 @@ def main() -> None:
     """Print a line."""
     name, epochs, group = sys.argv[1], int(sys.argv[2]), nnmpi.start()
     with tempfile.TemporaryDirectory(prefix="nnmpi-") as local, np.errstate(all="ignore"):
-        trained_s, looped_s = (
-            train(name, epochs, group, on_root(group, lambda: local)),
-            loop(name, group),
-        )
+        trained_s = train(name, epochs, group, on_root(group, lambda: local))
+        looped_s = loop(name, group)
         group.barrier()
     if group.is_root:
         ratio = trained_s / looped_s

@@ -132,10 +132,8 @@ class Transformer(nn.Module):
         self, features: int, heads: int, layers: int, context: int, vocabulary: int
     ) -> None:
         super().__init__()
-        self.tokens, self.positions = (
-            nn.Embedding(vocabulary, features),
-            nn.Embedding(context, features),
-        )
+        self.tokens = nn.Embedding(vocabulary, features)
+        self.positions = nn.Embedding(context, features)
         self.blocks = nn.Sequential(*(Block(features, heads, 4 * features) for _ in range(layers)))
         self.norm = nn.LayerNorm(features)
 

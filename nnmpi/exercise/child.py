@@ -99,11 +99,8 @@ def _guard(
     may = frozenset({*local} - sys.stdlib_module_names | {"encodings", "nnmpi", "numpy"})
     absent, looks, writing = ModuleNotFoundError, LOOKS, WRITES
     refused = tuple(REFUSED.split())
-    inside, hides, ends = (
-        tuple(f"{root}{sep}" for root in roots),
-        f"{hidden}{sep}",
-        frozenset(roots),
-    )
+    inside, hides = tuple(f"{root}{sep}" for root in roots), f"{hidden}{sep}"
+    ends = frozenset(roots)
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
         if event == "import":
