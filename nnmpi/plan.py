@@ -1,4 +1,4 @@
-"""`python -m nnmpi.plan`: find the layout of a model on a machine with the fastest step."""
+"""`python -m nnmpi.plan`: find the layout whose step is fastest, for a model and a machine."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,9 +60,9 @@ class PlanConfig:
     memory: Bytes | None = None
     """Bytes per rank for everything, such as 16GiB (default: unlimited)."""
     network: str = "fit"
-    """The network: fit, as measured here for this many ranks; the file of a fit; or numbers between
-    nodes, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds, with inside_gbit=80
-    within nodes.
+    """The network: fit, measured on this machine for this many ranks; the file of a fit; or latency
+    and bandwidth between nodes, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds.
+    To these inside_gbit=80 adds the bandwidth within a node.
     """
     kept: int = 10
     """Layouts to print."""
@@ -84,7 +84,7 @@ class _Asked(NamedTuple):
     machine: PlanConfig
     samples: SampleConfig
     config: Config
-    given: dict[str, Any]  # the train command's options on the command line, by name
+    given: dict[str, Any]  # the options that the train command has too, by name
 
 
 def parse(words: Sequence[str]) -> _Asked:

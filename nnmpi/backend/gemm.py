@@ -1,4 +1,4 @@
-"""Matrix products, in the mode of `precision`, by the library of the arrays.
+"""Matrix products. The arrays' library computes them; `precision` sets the accuracy.
 
 arrays       float32, float64                  float16, bfloat16                     whole numbers
 NumPy        its BLAS; MKL, where it is        none: operations compute in float32   its own loops
@@ -24,22 +24,22 @@ from nnmpi.errors import DtypeError, ShapeError, UsageError
 def gemm(
     xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = False, dtype: Any = None
 ) -> Array:
-    """Return a @ b for matrices, or for stacks of as many matrices; also for a vector a of NumPy's.
+    """Return a @ b, for matrices or stacks of matrices. With NumPy, a may also be a vector.
 
     Args:
-        xp: the module whose functions are called, or a recorder's stand-in for it.
-        a: (..., n, k), b: (..., k, m): of one dtype. Transposed views are read as they lie. Leading
-            axes are matched as NumPy does: an axis of length 1 serves all.
-        out: (..., n, m), where the result goes; of a's dtype, or float32 for float16 and bfloat16.
-        add: whether the product is added to what `out` holds.
-        dtype: of the result without `out`; by default a's.
+        xp: NumPy, CuPy, or a recorder's stand-in.
+        a: (..., n, k), b: (..., k, m), of one dtype. Leading axes are broadcast. Transposed views
+            are not copied.
+        out: (..., n, m), receives the result. Its dtype is a's; for float16 and bfloat16 it may be
+            float32.
+        add: add the product to `out` instead of overwriting it.
+        dtype: the result's dtype on a device, if `out` is None; by default a's.
 
     Raises:
-        DtypeError: for two dtypes of a device's arrays, or a result that these cannot have.
-        ShapeError: where a device's arrays do not fit one another. (NumPy says so itself of its
-            own.)
+        DtypeError: on a device, when a and b differ in dtype, or `out` has a dtype not named above.
+        ShapeError: on a device, when the shapes do not fit. (With NumPy, its own ValueError.)
         UsageError: for `add` without `out`.
-        DeviceError: for arrays of the host among those of a device.
+        DeviceError: when some of the arrays are on the host and others on a device.
     """
     if add and out is None:
         raise UsageError("a product can only be added to something: give `out`")
@@ -75,8 +75,8 @@ def gemm(
             if out.flags.c_contiguous and out.dtype == a.dtype:
                 record_call(_by_strips, a, b, out, width)
                 return out
-    # NumPy's dot is faster than its matmul, which also warns of what OpenBLAS computes in lanes
-    # that nobody reads.
+    # dot, not matmul: it is faster. Also, OpenBLAS computes on garbage in unused vector lanes, and
+    # matmul reports their floating-point exceptions as warnings.
     multiply = (
         xp.dot if a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous) else xp.matmul
     )
@@ -93,7 +93,7 @@ def _by_strips(a: Array, b: Array, out: Array, width: int) -> None:
         strips = b[:, :end].reshape(k, -1, width).swapaxes(0, 1)
     else:
         strips = b.T[:end].reshape(-1, width, k).swapaxes(1, 2)
-    with np.errstate(all="ignore"):  # matmul also warns of lanes that nobody reads
+    with np.errstate(all="ignore"):  # matmul warns of unused lanes, see `gemm`
         np.matmul(a, strips, out=out[:, :end].reshape(m, -1, width).swapaxes(0, 1))
         if end < n:
             np.matmul(a, b[:, end:], out=out[:, end:])
@@ -101,18 +101,19 @@ def _by_strips(a: Array, b: Array, out: Array, width: int) -> None:
 
 @lru_cache(1024)
 def _strip_width(m: int, k: int, n: int, in_rows: bool) -> int:
-    """Return the width of strips that are faster than one product; 0 where none are.
+    """Return the width at which strips are faster than one product; 0 if no width is.
 
     OpenBLAS's code for AVX-512 copies both matrices before it multiplies, unless a product has at
     most 10^6 multiplications. With few rows the copies take most of the time: one thread of a Zen 4
-    core reached 64 GF/s for (32, 256) x (256, 1024), and 105 by strips of 64. Of 543 shapes of up
-    to 256 rows there, these rules take 423 (median 1.6 times as fast; the slowest 0.95). A Xeon
-    (Emerald Rapids) reads strips of rows no faster than it copies them: 78 GF/s without and 72 with
-    them. There strips serve transposed matrices alone (50 and 86 GF/s).
+    core reached 64 GF/s for (32, 256) x (256, 1024), and 105 with strips of 64. On that core these
+    rules choose strips for 423 of 543 shapes of up to 256 rows: the median product becomes 1.6
+    times as fast, the worst 0.95 times. A Xeon (Emerald Rapids) gains only for a transposed b: 50
+    GF/s without strips, 86 with them. For a row-major b it reads strips no faster than it copies
+    b: 78 GF/s without strips, 72 with them.
 
     Args:
         m, k, n: of (m, k) x (k, n).
-        in_rows: whether the second matrix is row-major; otherwise it is a transposed one.
+        in_rows: True for a row-major b, False for a transposed one.
     """
     if m < 2 or m * k * n < 2**20:
         return 0

@@ -20,8 +20,8 @@ per added byte gamma:
     2 N alpha  +  (B + 1) (N-1)/N M beta  +  B M gamma
 
 With consecutive leaves on each rank B is at most 2 log2 n, and 1 if they make up a block. A sum
-from left to right would also have fixed bits. But there a rank could add nothing before it has the
-sum of all leaves before its own; in a tree it adds most of its leaves by itself.
+from left to right would also have fixed bits. But then a rank could not start before it had
+received the sum of all earlier leaves; in the tree it adds most of its leaves by itself.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SumTree:
 
 
 def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
-    """Write the sum of all leaves into `out`, with the bits of one rank that pushed them all.
+    """Write the sum of all leaves into `out`, with the same bits as if one rank had pushed all.
 
     Collective. The trees do not change.
 
@@ -122,7 +122,8 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
     local = tree.blocks
     by_rank = _compare(group, tree, local, out)
     most = max(len(blocks) for blocks in by_rank)
-    length = max(ROUND_BYTES // (most * out.itemsize), group.size)  # no chunk without elements
+    # at least an element per rank and round, except in the last round
+    length = max(ROUND_BYTES // (most * out.itemsize), group.size)
     for start in range(0, out.size, length):
         full = slice(start, min(start + length, out.size))
         _sum_round(
@@ -168,7 +169,7 @@ def _sum_round(
 def _insert(
     blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, owned: bool
 ) -> None:
-    """Insert a block, and merge it with its sibling while that exists.
+    """Insert a block; while its sibling is present, merge both into their parent.
 
     The sum is written into the sibling, left or right: a + b and b + a have the same bits. An array
     that is not `owned` by the blocks is copied before it is kept.
@@ -189,12 +190,12 @@ def _insert(
 def _compare(
     group: Group, tree: SumTree, local: Mapping[TreeBlock, Buffer], out: Buffer
 ) -> list[list[TreeBlock]]:
-    """Return every rank's blocks; refuse trees that do not make up one tree of arrays like `out`.
+    """Return every rank's blocks, after a check that together they hold each leaf exactly once.
 
-    Collective.
+    Also refuses trees or results that differ in size or dtype. Collective.
     """
     about = f"{tree.leaves} leaves and a result of {out.size} {out.dtype}"
-    # one exchange for both: every sum pays it
+    # one collective for the check and the blocks, as every sum pays its latency
     gathered = group.gather([about, list(local)])
     remedy = (
         "give leaves and result of one length and dtype, and the same number of leaves, on all"

@@ -78,7 +78,7 @@ class Arrangement:
         parameters: the full model's parameters in order: name -> number of elements.
         buffers: the names of its buffers.
         backend: of this rank.
-        layers: of the full model, with a pipeline.
+        layers: the full model's chain; empty without a pipeline.
         cuts: the layers of each stage of the pipeline.
         costs: measured for the cuts; empty if nothing was measured.
         ties: this rank's parameters that other ranks of its pipeline have, too.
@@ -113,7 +113,10 @@ class Arrangement:
         }
 
     def free(self) -> None:
-        """Free the groups after the worker's `release`, for programs that make many. Collective."""
+        """Free the groups, after the worker's `release`. Collective.
+
+        Needed only in programs that make many arrangements: MPI's communicators are limited.
+        """
         for tie in {id(tie.group): tie for tie in self.ties}.values():
             tie.group.free()
         self.mesh.free()
@@ -141,7 +144,7 @@ class Arrangement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank has the full model, and sums in any order."""
+        """Whether every rank has the full model, and gradients are summed in any order."""
         return self.mesh.model.size == 1 and not (
             self.layout.fixed or self.layout.zero or self.layout.expert_parallel
         )
@@ -153,7 +156,7 @@ class Arrangement:
 
     @cached_property
     def sequence(self) -> SequenceGroup | None:
-        """The ranks that share this rank's sequences; None if it has full ones."""
+        """The ranks that hold shards of the same sequences; None without sequence parallelism."""
         return (
             SequenceGroup(self.mesh.sp, self.layout.sp_attention) if self.mesh.sp.size > 1 else None
         )
@@ -164,16 +167,16 @@ class Arrangement:
         return self.mesh.dp.size
 
     def counts(self, name: str, entry: Parameter | Buffer) -> bool:
-        """True if this rank counts an array (or shard) that several ranks of a replica hold.
+        """True if this rank includes an array's (or shard's) gradient in the gradient norm.
 
-        It adds its gradient to the norm. A parameter that several stages share counts on the first
-        of their ranks.
+        Several ranks of a replica may hold the array; one of them counts it. For a parameter that
+        several stages share, that is the first of their ranks.
         """
         first = all(tie.group.rank == 0 for tie in self.ties if tie.name == name)
         return first and (entry.region is not None or self.mesh.coordinates.t == 0)
 
     def writes(self, name: str, entry: Parameter | Buffer) -> bool:
-        """True if this rank writes an array (or shard) that several ranks hold to checkpoints."""
+        """True if this rank writes an array (or shard) to checkpoints; exactly one holder does."""
         return (self.mesh.replicas.rank == 0 or getattr(entry, "apart", False)) and self.counts(
             name, entry
         )
@@ -238,8 +241,8 @@ def arrange(
         )
         if layout.expert_parallel:
             share_experts(model, bound.replicas)
-    # `result` is the placement of the logits. They can only be sharded by classes, so its units are
-    # classes; 0 if they are replicated.
+    # The logits can only be sharded by classes, so the units of their placement are classes; 0 if
+    # they are replicated.
     arrangement = replace(arrangement, classes=logits.units)
     if mesh.pp > 1:
         arrangement = _cut(arrangement, sample, dtype)
@@ -260,13 +263,14 @@ def find_mesh(group: Group, layout: Layout) -> Mesh:
     Raises:
         LayoutError: on all ranks, when the degrees do not multiply to the number of ranks; it names
             degrees that do.
-        UsageError: on all ranks, for options that exclude the derived degrees.
+        UsageError: on all ranks, when an option excludes a degree that follows from the number of
+            ranks.
     """
     nodes = group.nodes()
     with agreed(group):
         on_several = nodes if len(set(nodes)) > 1 else None
         mesh = Mesh.of(group.size, layout.dp, layout.pp, layout.tp, on_several, layout.sp)
-    # the new Layout refuses what excludes the degrees derived from the number of ranks
+    # Layout's constructor checks the options against the degrees, which are all known only now
     replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)
     return mesh
 
@@ -357,8 +361,9 @@ def _shared_parameters(
     """Return the stages of each parameter that several stages use.
 
     Raises:
-        LayoutError: with pipedream, whose stages have copies of different versions; and for running
-            statistics, which would depend on each stage's own microbatches.
+        LayoutError: for a shared parameter with pipedream, because its stages have different
+            versions of the weights. For shared running statistics, because two stages would update
+            them in another order than the serial run.
     """
     stages_of_leaf: dict[int, set[int]] = {}
     for number, layers in enumerate(stages):
@@ -470,7 +475,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
     )
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
-    if layout.expert_parallel:  # which excludes all of these
+    if layout.expert_parallel:  # Layout refuses all of these with experts
         advice = ["let more replicas share out the experts"]
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer"

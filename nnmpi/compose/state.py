@@ -1,4 +1,7 @@
-"""A worker's arrays as those of the full model, for checkpoints."""
+"""A worker's parameters, optimizer state and gradients under the full model's names.
+
+Checkpoints save them. Each entry has its region of the full array.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -43,7 +46,11 @@ def _state(
     arrays: Mapping[str, Mapping[str, Any]],
     order: Iterable[str],
 ) -> ModelState:
-    """Return arrays by a prefix of their names, and the name of their parameter or buffer."""
+    """Return the state of arrays given as {prefix: {name of the parameter or buffer: array}}.
+
+    Args:
+        order: the full model's names, in the order of its definition.
+    """
     leaves = _leaves(model)
     entries = [
         StateEntry(start + name, array, leaves[name].region, arrangement.writes(name, leaves[name]))
@@ -58,5 +65,5 @@ def _leaves(model: Module) -> dict[str, Parameter | Buffer]:
 
 
 def _views(storage: FlatStorage, flats: Sequence[Array]) -> dict[str, Any]:
-    """Return this rank's parts of arrays with the storage's layout, by parameter."""
+    """Return each parameter's view of flat arrays that have the storage's layout, by name."""
     return {span.parameter.name: storage.view(span, flats) for span in storage.spans}

@@ -1,7 +1,7 @@
 """The order of samples and their ranks: pure functions, so every layout sees the same batches.
 
-An epoch's order is a permutation of the samples. It is cut into global batches, of which the last
-may be short. The rows of a global batch are sharded contiguously over the ranks:
+An epoch's order is a permutation of the samples. It is cut into global batches; the last may be
+short. The rows of a global batch are sharded contiguously over the ranks:
 
     order     7 2 9 0 | 4 8 1 5 | 3 6
     rank 0    7 2     | 4 8     | 3
@@ -61,7 +61,9 @@ def by_length(
 
     Samples are sorted by length in pools of POOL batches. Then all full batches are shuffled:
 
-        lengths    3 9 1 8 | 2 7 9 4   ->   1 2 | 3 4 | 7 8 | 9 9   ->   7 8 | 1 2 | 9 9 | 3 4
+        a pool of 4 batches of 2, by length    3 9 | 1 8 | 2 7 | 9 4
+        sorted                                 1 2 | 3 4 | 7 8 | 9 9
+        shuffled                               7 8 | 1 2 | 9 9 | 3 4
 
     Args:
         epoch_order: the result of `order`.
@@ -86,9 +88,9 @@ class Cut:
     """A rank's rows of one microbatch.
 
     Attributes:
-        start, stop: the rows start..stop-1 among the rank's.
-        first_row: the first row's index in the global batch.
-        number: of the microbatch in the global batch.
+        start, stop: rows start..stop-1 of the rank's rows of the global batch.
+        first_row: the index of row `start` in the global batch.
+        number: the microbatch's index in the global batch.
     """
 
     start: int
@@ -105,15 +107,15 @@ def cut_batch(
     microbatches: int = 1,
     whole_microbatches: bool = False,
 ) -> tuple[Cut, ...]:
-    """Return a rank's rows of each microbatch, as offsets in the rank's rows and in the batch.
+    """Return a rank's rows of each microbatch.
 
     The global batch is split into microbatches first and each is sharded over the ranks, so that
-    microbatches hold the same samples under every layout. A microbatch has at least one row: a
-    short batch may have fewer. With more ranks than rows in a microbatch, some ranks get none.
+    microbatches hold the same samples under every layout. No microbatch is empty, so a short batch
+    may have fewer microbatches. With more ranks than rows in a microbatch, some ranks get none.
 
     Args:
         global_rows: rows of the global batch.
-        rank, world: among the data-parallel ranks.
+        rank, world: the rank's number among the data-parallel ranks, and the number of these.
         microbatches: the number of microbatches per full batch.
         whole_microbatches: give each rank whole microbatches, possibly none. Their shapes then do
             not depend on the layout.
@@ -163,7 +165,8 @@ def partition_samples(
         labels: (n,), of the full training set.
         partition: "iid" or "label".
         seed: of the run.
-        owners: (n,), the worker of each row of an epoch. A worker gets as many samples as rows.
+        owners: (n,), the worker of each row of an epoch. A worker gets one sample for each of its
+            rows.
     """
     shuffled = stream(seed, "partition").permutation(len(labels))
     if partition == "label":

@@ -14,7 +14,8 @@ A subclass assigns them in `__init__` and computes in `forward`:
             return x
 
 Lists may hold parameters too. A full name is the path of attributes: "first.weight", "rest.1.bias".
-`initialize` draws the values, since the full names key their random streams.
+Parameters have no values until `initialize`: each draws from a random stream that its full name
+seeds, and full names exist only in a complete model.
 
 Initializers, called as init(generator, shape), draw the initial values of a parameter.
 """
@@ -44,7 +45,8 @@ from nnmpi.tensor.tensor import Tensor
 class _Draws(dict[str, Array]):
     """The initial values of parameters, drawn on access.
 
-    So a rank of a sharded model holds at most one full parameter at a time.
+    Drawing all of them first would need the full model's memory. A rank of a sharded model holds
+    one full parameter at a time.
     """
 
     def __init__(
@@ -81,14 +83,14 @@ class Module:
         path: the full name in the initialized model ("" for the model itself).
         storage: the flat storage; only the model on which `initialize` was called has it.
         sharding: the model's default sharding table, for tensor parallelism.
-        units: the indivisible units of a direct child's sharded features, by the child's name; by
-            default each feature is a unit.
-        replayable: set it in a class of your own whose `forward` consists of operations on Tensors
-            and depends on shapes and the mode alone: then a `Worker` may replay it (see
-            `nnmpi.compile`). Subclasses do not inherit it.
-        links: set it in a class of your own whose `forward` calls some methods one after another:
-            then a chain may be cut between them (see `nn.chain`). Per method: a name, the
-            method's name, and the names of the modules that it calls.
+        units: child's name -> the indivisible units of that child's features, for sharding. A
+            child without an entry may be sharded between any two features.
+        replayable: True lets a `Worker` record and replay the model (see `nnmpi.compile`). Set it
+            in a class of your own if `forward` consists of operations on Tensors and depends on
+            shapes and the mode alone. Subclasses do not inherit it.
+        links: the methods that `forward` calls one after another. A chain may be cut between them
+            (see `nn.chain`). Each entry is (layer name, method name, names of the modules that the
+            method calls).
 
     Example:
         >>> class Gated(nn.Module):
@@ -233,8 +235,8 @@ class Module:
             storage: constructs the storage, with the arguments of `FlatStorage`.
 
         Raises:
-            UsageError: for another dtype; for a module or parameter in a container that is not
-                searched.
+            UsageError: for another dtype; for a module or parameter in a dictionary or a nested
+                list.
         """
         self._refuse_hidden()
         if dtype not in ("float32", "float64", np.float32, np.float64):
@@ -314,7 +316,7 @@ class Module:
             )
         if "storage" not in vars(self) and state:
             dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
-            # the values drawn here are all overwritten below
+            # allocates the storage; the values drawn here are all overwritten below
             self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")
         entries = self._state_entries()
         missing, unknown = (
@@ -373,7 +375,7 @@ class Module:
         """Replace the module with this full name; initialize the model afterwards.
 
         Raises:
-            UsageError: when there is none, or it is the model itself.
+            UsageError: for an unknown name, or "", the model itself.
         """
         self.get(path)
         for parent_path, parent in self.named_modules():
@@ -387,7 +389,7 @@ class Module:
         """Replace a direct child, such as "body", or "rest.1" for an item of a list or tuple.
 
         Raises:
-            UsageError: when there is none.
+            UsageError: when no child has this name.
         """
         attribute, _, number = name.partition(".")
         value: Any = vars(self).get(attribute)
@@ -432,7 +434,11 @@ class ModelParameters(list[Parameter]):
 
     @property
     def storage(self) -> FlatStorage:
-        """The model's storage; an uninitialized model is initialized with seed 0, as in PyTorch."""
+        """The model's storage. An uninitialized model is first initialized, with seed 0.
+
+        PyTorch's models draw their values when they are built, so its programs never call
+        `initialize`.
+        """
         return (self._model if "storage" in vars(self._model) else self._model.initialize()).storage
 
 
@@ -500,7 +506,7 @@ class Constant:
 
 
 def fan_in(inputs: int) -> Uniform:
-    """Return the initializer uniform within 1 / sqrt(inputs).
+    """Return the initializer uniform between -1 / sqrt(inputs) and 1 / sqrt(inputs).
 
     LeCun et al., "Efficient BackProp", 1998; the default of PyTorch's Linear and Conv2d.
     """

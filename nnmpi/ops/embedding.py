@@ -22,7 +22,8 @@ class EmbeddingFunction(Function):
     """table[indices]; an entry picked twice gets the sum of both rows' gradients.
 
     Args:
-        reads: the dtype of the rows, the low one in mixed precision; the gradient has the table's.
+        reads: the dtype of the output rows: in mixed precision the low dtype. The table's gradient
+            has the table's dtype.
     """
 
     __slots__ = ("reads",)
@@ -64,13 +65,14 @@ def embedding(
 ) -> Tensor:
     """Return rows of a table (entries, features) at integer indices (...): (..., features).
 
-    The rows have the table's dtype; in mixed precision (see `backend.precision`) the low one. A
-    device's kernels do not check indices on the device, since the host would have to wait: an index
-    out of range gives a row of NaN.
+    The rows have the table's dtype, in mixed precision the low dtype (see `backend.precision`).
+    Indices in device memory are not checked, since the host would have to wait for the result: an
+    index out of range gives a row of NaN.
 
     Args:
         entries: of the full table, if `table` is a rank's shard.
-        make: constructs the operation for the dtype of the rows; a shard's is another one.
+        make: (dtype of the rows) -> the operation. Tensor parallelism passes its own, for a table
+            sharded by entries.
 
     Raises:
         DtypeError: when the indices are not integers.

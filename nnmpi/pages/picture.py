@@ -7,7 +7,7 @@
             0                          7 ms
             # forward   = backward
 
-Files have the pages' colours, on white.
+Picture files have a white background and the colours of nnmpi's HTML pages.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,9 @@ class Bar(NamedTuple):
     Attributes:
         row: its label.
         begin, end: along the axis.
-        kind: of work: sets the colour; bars without a kind are pale.
-        text: inside the bar. A bar too short has it behind, in a file only if it is the row's last.
+        kind: the kind of work, such as "forward". It sets the colour; "" is pale.
+        text: written inside the bar. If the bar is too short, it stands to the right of the bar;
+            a file leaves it out unless the bar is the last of its row.
     """
 
     row: str
@@ -130,7 +131,8 @@ class Picture:
         axes, rows, kinds, end = figure.subplots(), self.rows, self.kinds, self.end
         last = {bar.row: bar.begin for bar in sorted(self.bars, key=lambda bar: bar.begin)}
         inner = [bar for bar in self.bars if bar.begin < last[bar.row] and bar.end > bar.begin]
-        # Letters along the axis if every inner bar is to hold its text: sets font size and width.
+        # The axis's length in letters, so that every bar but a row's last holds its text. It sets
+        # the font size and the figure's width, 7 to 16 inches.
         letters = max((len(bar.text) * end / (bar.end - bar.begin) for bar in inner), default=0)
         size = 8 if 8 * LETTER * letters < 8 else 6
         figure.set_figwidth(min(max(7, 1.1 + size * LETTER * letters), 16))

@@ -12,10 +12,10 @@ that several ranks' windows read, the halo. Pooling of sharded channels needs no
         rank 1          3 4 5 6 7                ranks 0 and 1 exchange rows 3 and 4,
         rank 2                6 7 8 9 b          ranks 1 and 2 rows 6 and 7
 
-Output rows are dealt as in `shard.split`, and each rank needs the input rows under its windows. For
-any stride, kernel and number of rows, these may come from several ranks; a rank without output rows
-needs none. The backward pass sends the gradients of borrowed rows to their owners, which add them
-in rank order.
+`shard.split` divides the output rows among the ranks, and each rank needs the input rows under its
+windows. Any stride, kernel and number of rows are possible: the needed rows may belong to several
+ranks, and a rank without output rows needs none. The backward pass sends the gradients of borrowed
+rows to their owners, which add them in rank order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,9 +45,10 @@ class RowWindows:
 
     Attributes:
         height: the rows of a full image.
-        reach: the rows that a window reads, from its first to its last.
-        stride: the rows from one window to the next.
-        padding: the rows of border above and below.
+        reach: the number of rows from a window's first to its last; more than the kernel's with
+            dilation.
+        stride: the number of rows from one window to the next.
+        padding: the number of border rows above the image, and as many below.
     """
 
     height: int
@@ -65,9 +66,10 @@ class RowWindows:
         return part(self.height, size, rank)
 
     def needed(self, size: int, rank: int) -> range:
-        """Return the image rows a rank's windows read; padding is below 0 and from `height` on.
+        """Return the rows that a rank's windows read.
 
-        A rank without windows gets border rows, one less than a window reads.
+        Numbers below 0 and from `height` on stand for border rows. A rank without windows gets
+        reach - 1 of them: too few for a window, so its output has 0 rows.
         """
         windows = part(self.outputs, size, rank)
         if not windows:
@@ -77,7 +79,7 @@ class RowWindows:
 
 
 class Halo(Function):
-    """The rows under a rank's windows, from all ranks' rows and a border of one value."""
+    """Gather the rows under a rank's windows from their owners; border rows have one value."""
 
     __slots__ = ("borrowed", "group", "lent", "needed", "owned", "value")
 
@@ -107,7 +109,12 @@ class Halo(Function):
     def _exchange(
         self, images: Array, present: range, sent: Sequence[range], received: Sequence[range]
     ) -> Iterator[tuple[range, Array]]:
-        """Send each rank its rows of these images; return the received rows with their values."""
+        """Send each rank the rows `sent` to it; yield the ranges `received`, with their values.
+
+        Args:
+            images: (batch, rows `present`, w, c).
+            sent, received: for each rank a range of rows, numbered as in the full image.
+        """
         parts = [_rows(images, rows, present) for rows in sent]
         shapes = [(len(images), len(rows), *images.shape[2:]) for rows in received]
         return zip(received, self.group.all_to_all_v(parts, shapes, "halo", CATEGORY), strict=True)
@@ -120,7 +127,7 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
         value: of the border.
 
     Raises:
-        ShapeError: when this rank's rows are not its part of the model's height.
+        ShapeError: when this rank's number of rows is not its part of `windows.height`.
     """
     height = len(windows.owned(group.size, group.rank))
     if x.data.shape[1] != height:
@@ -151,7 +158,8 @@ class RowsConv2d(Conv2d):
         """Return this rank's rows of the convolution.
 
         Raises:
-            ShapeError: for images other than those of `shard`'s sample.
+            ShapeError: when the images have another height than `shard`'s sample, or other channels
+                than the weight.
         """
         x = self.product_input(x)
         if x.ndim != 4 or x.shape[3] != self.weight.shape[2] * self.groups:
@@ -161,8 +169,8 @@ class RowsConv2d(Conv2d):
         with_halo = halo(x, self.group, self.windows)
         weight = copy(self.weight, self.group)
         bias = None if self.bias is None else copy(self.bias, self.group)
-        # Not `conv2d`, which checks that a window fits: a rank may have no rows. The border of rows
-        # comes from `halo`.
+        # Not `conv2d`: it refuses images smaller than a window, and a rank may have no rows. `halo`
+        # has added the border above and below, so only the one left and right remains.
         kernel, border = (weight.shape[0], weight.shape[1]), (0, self.padding[1])
         return convolve(
             with_halo,
@@ -189,7 +197,7 @@ def _windows(
     padding: Pair,
     dilation: Pair = (1, 1),
 ) -> RowWindows:
-    """Return the windows over the rows of the layer's images; refuse images smaller than one."""
+    """Return the windows over image rows; refuse images smaller than one window."""
     windows = []
     for axis, unit in enumerate(("rows", "columns")):
         size, reach = context.sample()[axis], dilation[axis] * (kernel[axis] - 1) + 1
@@ -212,7 +220,7 @@ class RowsPool2d(Pool2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's rows of the result."""
         require_floating("pooling", x)
-        over = self.over._replace(padding=(0, self.over.padding[1]))  # `halo` puts the rows' border
+        over = self.over._replace(padding=(0, self.over.padding[1]))  # `halo` pads the rows
         return pooled(self.operation, halo(x, self.group, self.windows, self.border), over)
 
 
