@@ -79,7 +79,10 @@ def train(
     options = {"backend": backend, "check": True, "arrangement": where, **options}
     rank, world = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
     place = {"rank": rank, "world": world, "dtype": wide, "workers": 0}
-    parts = {"microbatches": MICROBATCHES, "whole": layout is not None and layout.fixed}
+    parts = {
+        "microbatches": MICROBATCHES,
+        "whole_microbatches": layout is not None and layout.fixed,
+    }
     with precise(mode):
         worker = Worker(
             model, optim.Adam(model.storage, lr=1e-3, eps=1e-3), group, **grouped(**options)
