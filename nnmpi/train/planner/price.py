@@ -1,18 +1,18 @@
-"""The price of a layout: predicted seconds of a step and bytes by kind; and the cheapest layouts.
+"""Predict the step time and the memory of layouts, and find the fastest layouts.
 
     step = computing + bubble      measured for one replica; for a pipeline from its stages' layers
          + exposed messages        sums of gradients, exchanges of sharded layers and sequences,
                                    tied parameters, loss
          + update                  measured, in proportion to a rank's parameters
 
-The bubble of a pipeline: let its ranks compute a, b, c seconds per microbatch, b the longest. The
-bubble is a + c, divided by a rank's virtual stages, plus the messages forward and back. Zero
-bubble and ZB-V fill it with halves of backward passes, except for the forwards' share. V-Half has
-half of 1F1B's bubble, V-Min two thirds.
+The bubble of a pipeline whose ranks compute a, b and c seconds per microbatch, b the longest, with v
+virtual stages per rank: (a + c) / v, plus the messages forward and back. Zero bubble and ZB-V fill
+most of it with the backward passes' second halves, the gradients of weights; the forward passes'
+share of it remains. V-Half has half of 1F1B's bubble, V-Min two thirds.
 
-Messages take the time of fitted links. A price may be off by 10 %: a race decides between close
-ones (see `auto_layout`). All layouts of the ranks are priced; impossible ones are counted by
-reason:
+The time of a message follows from the fitted or given links. A price may be off by 10 %, so
+`auto_layout` races layouts with close prices. All possible layouts of the ranks are priced, and the
+impossible ones are counted by reason:
 
     ranks = dp x pp x tp x sp
         x  ZeRO 0..3
@@ -76,7 +76,7 @@ class Candidate:
         dp, pp, tp, sp: ranks on each axis.
         zero: ZeRO stage of the replicas.
         schedule, virtual_stages, microbatches: of the pipeline.
-        recompute: whether it keeps as few activations as possible and recomputes the others.
+        recompute: True saves as few activations as possible and recomputes the others.
     """
 
     dp: int = 1
@@ -111,7 +111,7 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The axes in use, and whether ZeRO is: prices of one kind have similar errors."""
+        """The axes in use, and whether ZeRO is in use. Prices of one kind have similar errors."""
         return tuple(size > 1 for size in self.axes), self.zero > 0
 
     def rows(self, batch_size: int) -> list[int]:
@@ -144,10 +144,10 @@ class Candidate:
 def candidates(
     ranks: int, batch_size: int, shares: Collection[tuple[int, int]], layers: int
 ) -> tuple[list[Candidate], Refusals]:
-    """Return the possible layouts, and the impossible ones by reason.
+    """Return the possible layouts, and the number of impossible ones by reason.
 
     Args:
-        ranks: their number.
+        ranks: the number of ranks.
         batch_size: rows of a global batch.
         shares: the possible (tp, sp) of the model.
         layers: the length of the model's chain.
@@ -223,7 +223,13 @@ Share = tuple[int, int]
 
 @dataclass(frozen=True)
 class StepCost:
-    """A replica's step on one rank: seconds without the update, the update's, activation bytes."""
+    """A step of one replica on one rank.
+
+    Attributes:
+        seconds: of forward and backward.
+        update_s: seconds of the optimizer's update.
+        activations: bytes.
+    """
 
     seconds: float
     update_s: float
@@ -235,7 +241,7 @@ class ShareCost:
     """A step of a replica on its (tp, sp) ranks, relative to one rank.
 
     Attributes:
-        seconds, activations: divided by those of one rank, without messages.
+        seconds, activations: the ratio of a rank's to one rank's; messages are not included.
         exchanges: (operation, bytes per row, count) of the messages between the ranks.
     """
 
@@ -371,7 +377,12 @@ class ModelShapes:
         once: bool,
         home: Home = around,
     ) -> tuple[StateBytes, ...]:
-        """Return the bytes of state on each rank of a pipeline."""
+        """Return the bytes of weights, gradients and optimizer state on each pipeline rank.
+
+        Args:
+            once: one set of full weights in shared memory serves all replicas, so ZeRO gathers
+                none.
+        """
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
         model, layers = self._model(tp)
         parts = [model]
@@ -385,7 +396,7 @@ class ModelShapes:
         )
 
     def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
-        """Return the first of tp ranks' shard of the model, uninitialized, and its chain."""
+        """Return the model as tp rank 0 has it, uninitialized, and its chain."""
         model = self._build()
         if tp > 1:
 
@@ -455,7 +466,7 @@ class Pricer:
         )
 
     def _pipeline(self, candidate: Candidate) -> tuple[float, float]:
-        """Return the busiest rank's seconds of computing in a pass, and of waiting."""
+        """Return the busiest rank's seconds of computing in a step, and its seconds of waiting."""
         cuts, layers, rows = (
             self.shapes.cuts(candidate.pp, candidate.virtual_stages),
             self.profile.layers,
@@ -486,7 +497,7 @@ class Pricer:
         fill_s = (sum(busy) - longest) / candidate.virtual_stages
         if candidate.schedule in ("zero-bubble", "zb-v"):
             fill_s *= self._forward_part()
-        # V-Min: two thirds of 1F1B's, that is 4/3 of the half that two virtual stages give.
+        # V-Min: 2/3 of 1F1B's bubble; the division by two virtual stages has made it 1/2.
         fill_s *= {"v-min": 4 / 3}.get(candidate.schedule, 1)
         return candidate.microbatches * longest, fill_s + links_s
 
@@ -501,24 +512,24 @@ class Pricer:
         return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
 
     def _through_memory(self, candidate: Candidate) -> bool:
-        """Whether gradients are summed through the node's shared memory: the fit has its time."""
+        """Whether gradients are summed through the node's shared memory, with a fitted time."""
         return self.network.has_shared and candidate.pp == candidate.tp == 1
 
     def _fused(self, candidate: Candidate) -> bool:
-        """Whether each rank updates its slice of the node's parameters: see `parallel.fused`."""
+        """Whether each rank updates a slice of the node's parameters, see `parallel.fused`."""
         return self._through_memory(candidate) and candidate.sp == 1 and not candidate.zero
 
     def _exposed(self, candidate: Candidate, busy_s: float) -> float:
         """Return the seconds of messages that no computation hides, except a pipeline's.
 
-        `_pipeline` includes the messages between stages, and those of sharded layers in them.
+        With a pipeline, `_pipeline` adds the messages between stages and those of sharded layers.
         """
         network, result = self.network, 0.0 if candidate.pp > 1 else self._sent(candidate)
         if not self._fused(candidate):
             result += network.exchange("all-reduce", range(candidate.ranks), NUMBERS_BYTES)
         if candidate.pp > 1:
             mesh = self._mesh(candidate.axes)
-            # the first and the last stage have the tied parameters
+            # assume that the first and the last stage share them, as embedding and output layer do
             ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, candidate.pp - 1, 0)
             tied = self.shapes.tied_bytes(
                 candidate.tp, candidate.pp, candidate.virtual_stages, candidate.home
@@ -583,7 +594,7 @@ class Pricer:
     # ---- bytes ----
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Return the bytes by kind of the rank with the most."""
+        """Return the bytes by kind, of the rank with the largest sum."""
         return max(self.memory_of_ranks(candidate), key=lambda kinds: sum(kinds.values()))
 
     def memory_of_ranks(self, candidate: Candidate) -> list[Memory]:
@@ -618,8 +629,8 @@ class Pricer:
     def _activations(self, candidate: Candidate) -> list[int]:
         """Return the activation bytes of each rank of a pipeline.
 
-        Without a pipeline they are measured, or estimated if recomputed. With one they are summed
-        over the layers of the schedule's live microbatches.
+        Without a pipeline they are measured; with recomputation, estimated. With a pipeline they
+        are summed over the layers and the schedule's live microbatches.
         """
         rows, layers, share = (
             self._rows(candidate),
@@ -706,12 +717,13 @@ def plan(
 
     Args:
         pricer: of the workload on the machine.
-        limit_bytes: of a rank's memory, or None.
-        count: the most layouts to return.
-        kind: a function of a layout; only the best of each kind is returned.
+        limit_bytes: the memory of a rank; None for no limit.
+        count: the maximal number of layouts returned.
+        kind: layout -> its kind. Only the fastest layout of each kind is returned.
 
     Raises:
-        LayoutError: when no layout is possible, or none fits the memory; it names the nearest.
+        LayoutError: when no layout is possible, or none fits the memory. It names the one that
+            needs the least.
     """
     ranks = pricer.network.ranks
     result, refused = candidates(
