@@ -1,8 +1,8 @@
 """The calls of `comm.world.Comm` in a simulated world.
 
 A message and its receive are paired by (communicator, from, to, tag), in the order of their starts.
-A short message is copied, so its send completes at once; a long one starts when both ends have come
-to it. Each rank adds its argument to the communicator's n-th collective, and the last rank to
+A short message is copied, so its send completes at once; a long one starts when both its send and
+its receive are posted. Each rank adds its argument to the communicator's n-th collective, and the last rank to
 arrive completes it for all.
 
     rank 0   allreduce #7 ......................|     #7 is the communicator's seventh collective
@@ -47,7 +47,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 # between nodes     ready |. waits .|-- bytes, alone on both links --|-- latency --| arrived
 #
 # short message     leaves at once, and waits at the receiver for its receive (eager)
-# long message      begins when both ends have come to it (rendezvous)
+# long message      begins when its send and its receive are posted (rendezvous)
 #
 # Messages that leave or enter a node share its link (`machine.Links`), as in simulated collectives.
 
@@ -55,7 +55,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 EAGER_BYTES = 4096
 
 
-# Closed forms of MPI's native collectives, by call; the cheapest one counts.
+# Cost formulas of MPI's native collectives, by call. A call takes the cheapest one's time.
 _ALL_REDUCES: tuple[Cost, ...] = (  # the first: recursive doubling, MPI's choice for short arrays
     lambda N: (levels(N), levels(N), 0),
     ALGORITHMS["ring"].cost,
@@ -97,8 +97,8 @@ class SimulatedRequest:
         memory: the bytes that it reads or writes.
         writes: whether it writes them.
         checksum: of `memory` at the start, if it reads that; else None.
-        envelope: (sender's number in its communicator, tag, dtype) of a message; of a receive those
-            that it accepts, and later the received ones.
+        envelope: (sender's number in its communicator, tag, dtype). A receive's is what it accepts,
+            and after its message has arrived, the message's.
         complete: whether it is complete.
         complete_s: the simulated time of completion.
         result: this rank's result of a collective that returns one.
@@ -134,7 +134,7 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
         """Add a request.
 
         Raises:
-            CommError: when another one uses its memory, and one of the two writes.
+            CommError: when another open request uses the same memory, and one of the two writes.
         """
         memory = request.memory
         begin = 0 if memory is None else memory.__array_interface__["data"][0]
@@ -153,7 +153,7 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
         """Remove an awaited request.
 
         Raises:
-            CommError: when the array that it sent was changed meanwhile.
+            CommError: when the array was changed while it was being sent.
         """
         if self.pop(request, None) is None:
             return
@@ -163,7 +163,7 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
                 f" ({describe_lines(request.lines)}); wait for the request before the array is"
                 " written"
             )
-        request.memory = None  # a kept request does not keep the array alive
+        request.memory = None  # a caller that keeps the request keeps no array alive
 
 
 @dataclass(eq=False)
@@ -173,7 +173,8 @@ class SimulatedMessage:
     Attributes:
         request: the sender's.
         nbytes: its length.
-        data: a copy, of a short message; None if the sender's memory is read at the arrival.
+        data: a copy if the message is short; otherwise None, and the sender's memory is read when
+            the message arrives.
         ready_s: the time of its start, later of its arrival.
         both_ways: whether its sender was receiving at the start.
         arrived: whether it has arrived at its target, received or not.
@@ -213,8 +214,8 @@ class MessageQueue:
         return self.sends[0] if self.sends else None
 
 
-# The share of short messages whose send is complete at once when the seed decides; MPI guarantees
-# neither, and a program must work with both.
+# If the seed decides the order, the share of short messages whose send completes at once; other
+# sends complete when the message arrives. MPI permits both, so a program must work with both.
 LEAVES_AT_ONCE = 0.5
 NAMED = 3  # requests named in a report of a wait for many
 
@@ -256,7 +257,7 @@ class MessageBoard:
         queues: by (communicator, from, to, tag).
         calls: by (communicator, number of the collective).
         open: by rank, the requests started and not yet awaited.
-        numbers: of new communicators.
+        numbers: the iterator that numbers new communicators.
         made: the results of `World.once`, by key.
     """
 
@@ -292,7 +293,7 @@ class MessageBoard:
         return self._links.carry(source, target, ready_s, *costs)
 
     def price_collective(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
-        """Return the seconds of a library collective after its last rank's arrival, by formula.
+        """Return the predicted seconds from the last rank's arrival to a native collective's end.
 
         Also count the bytes that each rank sends and receives.
 
@@ -408,7 +409,7 @@ class SimulatedComm:
     def _receive(
         self, senders: str, memory: Bytes | None, envelope: tuple[int, int, Any], *partners: int
     ) -> SimulatedRequest:
-        """Start receiving from one of some ranks, described by `senders`."""
+        """Start receiving from one of several ranks; `senders` describes them."""
         local = self._local
         self._scheduler.begin_call(local)
         request = self._open(f"receive from {senders}", memory, True, *partners)
@@ -663,7 +664,7 @@ class SimulatedComm:
     ) -> None:
         """Write a collective's results and complete it.
 
-        If the seed decides the order, each rank's request completes as an event of its own.
+        If the seed decides the order, each rank's request completes as a separate event.
         """
         results = combine([call.arguments[rank] for rank in range(self.size)])
         call.arguments.clear()  # a kept request does not keep the arrays alive

@@ -5,10 +5,10 @@
                                    tied parameters, loss
          + update                  measured, in proportion to a rank's parameters
 
-The bubble of a pipeline whose ranks compute a, b and c seconds per microbatch, b the longest, with v
-virtual stages per rank: (a + c) / v, plus the messages forward and back. Zero bubble and ZB-V fill
-most of it with the backward passes' second halves, the gradients of weights; the forward passes'
-share of it remains. V-Half has half of 1F1B's bubble, V-Min two thirds.
+The bubble of a pipeline is (a + c) / v plus the messages forward and back, if its ranks compute a,
+b and c seconds per microbatch, b the longest, with v virtual stages each. Zero bubble and ZB-V fill
+the bubble with the backward passes' second halves, the gradients of weights; only the forward
+passes' share of it remains. V-Half has half of 1F1B's bubble, V-Min two thirds.
 
 The time of a message follows from the fitted or given links. A price may be off by 10 %, so
 `auto_layout` races layouts with close prices. All possible layouts of the ranks are priced, and the
@@ -380,8 +380,7 @@ class ModelShapes:
         """Return the bytes of weights, gradients and optimizer state on each pipeline rank.
 
         Args:
-            once: one set of full weights in shared memory serves all replicas, so ZeRO gathers
-                none.
+            once: the replicas read one copy of the weights in their node's shared memory.
         """
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
         model, layers = self._model(tp)
