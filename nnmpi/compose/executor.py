@@ -61,10 +61,14 @@ def _executable(
 
 
 class Program(NamedTuple):
-    """A rank's instructions in order, its receives by kind and stage, and its cost in forwards.
+    """A rank's instructions in order.
 
-    It omits the one update after a pass, which is the caller's, and in a full model the reductions:
-    hooks report final gradients.
+    Omitted are the update after a pass, since the caller does it, and in a full model the
+    reductions, since hooks start them when gradients are final.
+
+    Attributes:
+        receives: (kind, stage) -> the microbatches received, in order.
+        weight: the cost of the instructions, in forward passes of a stage.
     """
 
     items: tuple[tuple[Instruction, ...], ...]
@@ -100,7 +104,7 @@ class Caller:
     """The executor's client: computes losses, and handles gradients. By default it does nothing.
 
     Attributes:
-        length: of full sequences, if a microbatch has this rank's positions of them.
+        length: the length of full sequences, if this rank has only some of their positions.
         slow: minimum times and stragglers in training.
     """
 
@@ -128,7 +132,9 @@ class Caller:
     def reduce(self, stage: int, microbatch: int | None) -> None:
         """Start the sum of a stage's final gradients over the replicas, without waiting.
 
-        They are this microbatch's if the schedule updates after every microbatch, else of all.
+        Args:
+            microbatch: the one whose gradients they are, if the schedule updates after every
+                microbatch; otherwise None.
         """
 
     def progress(self) -> None:
@@ -138,10 +144,7 @@ class Caller:
         """Update a stage's parameters, in schedules that update after every microbatch."""
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
-        """Slow down a share of a step by `slow`; return the seconds waited.
-
-        See `Slow.wait`.
-        """
+        """Slow down this share of a step; return the seconds waited. See `Slow.wait`."""
         return 0.0
 
     def abort(self) -> None:
@@ -210,8 +213,8 @@ class Executor:
                     self.rank
                 }:
                     self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
-        # By microbatch and the stage that uses them. That may be another rank's: then they wait
-        # to be sent.
+        # By (stage that uses them, microbatch). If another rank has the stage, they wait to be
+        # sent.
         self._values: dict[tuple[int, int], BoundaryArrays] = {}
         self._grads: dict[tuple[int, int], Sequence[Array]] = {}
         self._timeline: timeline.Timeline | None = None
@@ -238,7 +241,10 @@ class Executor:
         return Stage(run, self._caller.mode, is_last, arrangement.layout.recomputes)
 
     def _for_positions(self, chain: Run, is_last: bool) -> Run:
-        """Return the same for this rank's positions of sequences, inside of a stage."""
+        """Return the chain with inputs marked as this rank's positions of sequences.
+
+        Its outputs are plain tensors again, as messages between stages need them.
+        """
 
         def run(
             tensors: Sequence[Tensor], single: bool, microbatch: int
@@ -249,7 +255,7 @@ class Executor:
         return run
 
     def _to_sharded(self, x: Tensor) -> Tensor:
-        """Mark a stage's input as this rank's positions of sequences, if it is."""
+        """Mark a stage's input as this rank's positions, under sequence parallelism."""
         length = self._caller.length
         return (
             x if self._sequence is None or length is None else self._sequence.as_sharded(x, length)
@@ -410,18 +416,18 @@ class Executor:
     # ---- messages ----
 
     def _begin_messages(self, program: Program, inputs: Sequence[Array]) -> None:
-        """Post one receive for each kind and stage ahead of its use, so that its message can travel
-        during computation.
+        """Post each channel's first receive; a channel is a kind and a stage.
 
-        Not all of them: each needs a buffer of its own. A channel's receives are posted earlier
-        than in the program, but in its order, which is the order of the sends: so MPI pairs them as
-        before.
+        From then on one receive per channel is posted ahead of its use, so that its message can
+        travel during computation. Posting all would need a buffer for each. Within a channel,
+        receives are posted in the program's order, which is the order of the sends: MPI pairs them
+        correctly.
         """
         self._keys: list[InputKey] = [(tuple(x.shape), program.schedule.trains) for x in inputs]
         self._to_post = {channel: deque(result) for channel, result in program.receives.items()}
         self._posted: dict[tuple[Kind, int, int], Callable[[], BoundaryArrays]] = {}
-        # With receives posted one ahead, a channel's last message has left or can leave when the
-        # next one is sent, so `send` may wait for it.
+        # A channel's receives are posted one ahead, so its last message can leave before the next
+        # one is sent: waiting for it in `send` cannot deadlock.
         self._waits = all(
             end.is_agreed(key) for end in self._boundaries.values() for key in self._keys
         )
@@ -452,7 +458,11 @@ class Executor:
     def _send_over(
         self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any
     ) -> None:
-        """Send arrays over a boundary; copies of a recording's arrays, whose memory is reused."""
+        """Send arrays over a boundary.
+
+        Args:
+            copy: send copies, since a replay reuses the arrays' memory while the message travels.
+        """
         outgoing, boundary_ = BoundaryArrays(*values), self._boundaries[boundary]
         if copy:
             outgoing = outgoing._replace(
@@ -466,9 +476,10 @@ class Executor:
         self._report.sent.append((instruction, [array.nbytes for array in sent]))
 
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Post this receive, unless it is posted, and the channel's next one.
+        """Post this receive unless it is posted ahead, then the channel's next one.
 
-        The first microbatch of a shape is waited for: its message has the later ones' signature.
+        For the first microbatch of a shape, also wait: its message brings the signature that later
+        receives need.
         """
         if (kind, stage, microbatch) not in self._posted:
             self._to_post[kind, stage].popleft()

@@ -88,7 +88,8 @@ def evaluate_all(
     Args:
         evaluate: adds loss and score of a batch to the scalars, and returns whether this rank's
             batches count.
-        parts: the number of ranks with other positions of the same samples.
+        parts: the number of ranks that share the positions of each sample; every one of them
+            counts its rows.
     """
     begin = clock.now()
     scalars, rows, own_targets = DeferredScalars(), 0, 0
@@ -114,10 +115,10 @@ class Running:
     """A batch in flight: its microbatches, and their results on this rank.
 
     Attributes:
-        cuts: of the batch into microbatches.
-        trains: whether there is a backward.
+        cuts: the rows of each microbatch.
+        trains: whether a backward pass follows.
         scale: a factor of the gradients (see `optim.clip`).
-        versions: by microbatch: the version of the weights in its forward.
+        versions: microbatch -> the version of the weights in its forward pass.
     """
 
     batch: Batch
@@ -164,8 +165,8 @@ class Passes(Caller):
     Args:
         trainer: the owner of model, losses, seed and arrangement. Its optimizer is used here only
             if every microbatch is an update.
-        exchange: sums the gradients; None if no other rank computes the same batch: then
-            microbatches without rows are skipped.
+        exchange: sums the gradients. None if no other rank computes the same batch; microbatches
+            without rows are skipped then.
         synchronous_sends: see `comm.point_to_point.Messages`.
 
     Attributes:
@@ -173,9 +174,10 @@ class Passes(Caller):
         replay: records and replays.
         poll: called before each backward pass on a rank that also serves others; None on other
             ranks.
-        updates: whether weights are updated within a pass, and not once by the Worker.
-        counts: whether this rank's losses count: it has the last stage, and is the first of the
-            ranks that share it.
+        updates: whether the pass itself updates the weights, after every microbatch; otherwise the
+            Worker does, once per step.
+        counts: whether this rank's losses count: it is the first tensor-parallel rank of the last
+            stage.
         planned: the model under its plan, after the first pass with a budget for activations.
         paused_s: the seconds that the last batch was slowed down on purpose.
     """
@@ -234,9 +236,9 @@ class Passes(Caller):
     def train(
         self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True
     ) -> StepReport:
-        """Compute the gradients of the mean loss, summed over replicas; wait for no device.
+        """Compute the gradients of the mean loss, summed over replicas.
 
-        The report has all that is known by then; `sums` returns the step's numbers.
+        Does not wait for a device, so the report has neither loss nor score; `sums` returns them.
 
         Args:
             step: the number of the update, which keys dropout.
@@ -282,8 +284,8 @@ class Passes(Caller):
     def sums(self) -> tuple[float, float, int]:
         """Return this rank's contribution of the last batch: losses, score, counted labels.
 
-        Of ranks with equal results one counts; the others return zeros. On a device it waits for
-        the numbers. It may communicate, so call it on all ranks.
+        If several ranks have equal results, all but one return zeros. Waits for a device's
+        numbers. May communicate, so call it on all ranks.
         """
         values, now = self.scalars.read(), self._now
         numbers = range(len(now.cuts) if self.counts else 0)
@@ -353,7 +355,7 @@ class Passes(Caller):
             return []
         group = self._arrangement.mesh.pp
         passes = [pass_.passed for pass_ in self._passes if pass_.passed is not None]
-        # passes with fewer are of an epoch's short last batch
+        # an epoch's short last batch may have fewer microbatches: leave its pass out
         most = max(pass_.microbatches for pass_ in passes)
         lines = [
             _forecast(
@@ -396,10 +398,10 @@ class Passes(Caller):
         return self._now
 
     def _seeds(self, now: Running) -> list[Array]:
-        """Return the gradients of the microbatches' loss sums: loss scale / labels of the update.
+        """Return the seed of each microbatch's backward pass: loss scale / labels of the update.
 
-        `DataParallel.backward` does the same division. With pipedream an update is of one
-        microbatch.
+        The loss is a sum over labels, so this gives the gradients of the mean loss.
+        `DataParallel.backward` does the same division. With pipedream each microbatch is an update.
         """
         return [self._seed_of(self._weight(now, cut)) for cut in now.cuts]
 
@@ -409,7 +411,7 @@ class Passes(Caller):
         return now.scale / max(targets, 1)
 
     def _seed_of(self, value: float) -> Array:
-        """Return a number as (), float64, on the backend; `backward` casts it to the loss dtype."""
+        """Return a number as a float64 array of shape (); `backward` casts it to the loss dtype."""
         if self._last_seed is None or self._last_seed[0] != value:
             self._last_seed = value, self.backend.xp.full((), value, "float64")
         return self._last_seed[1]
@@ -438,7 +440,7 @@ class Passes(Caller):
         return {"training": True, "again": again, **fields}
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
-        """Return the loss of a microbatch, and note loss and score."""
+        """Return the loss of a microbatch; add loss and score to the step's scalars."""
         now, again = self._now, current().again
         device_batch = now.part(microbatch)
         if not again:  # before the loss: a device would read out of range silently
@@ -497,7 +499,10 @@ class Passes(Caller):
         return paused_s
 
     def _pace_layer(self, number: int) -> None:
-        """Slow a backward down by the share of its final gradients, before the next sum begins."""
+        """Slow a backward pass down before its next sum, by the share of gradients that are final.
+
+        A straggler sends each gradient late, not only the last one.
+        """
         if self.slow:
             self._final += self.model.storage.spans[number].parameter.size
             self.executor.pace(self._final / self.model.storage.size)
@@ -508,7 +513,7 @@ class Passes(Caller):
             self.exchange.abort()
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
-        """See `Caller`: a parameter of several stages is final after the last of them."""
+        """See `Caller`. A gradient to which several stages add is final after the last of them."""
         if microbatch is not None:
             return
         assert self.exchange is not None
@@ -575,8 +580,9 @@ _BUFFER_MOVES = (
 def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str, Buffer]]:
     """Return buffers, with names, that forwards of users' modules must not change in this layout.
 
-    That is if replicas have different rows, or a forward is computed again. A class with
-    `all_reduce` handles both.
+    They must not if replicas have different rows, or if forward passes are recomputed: a buffer
+    would then depend on this rank's rows, or be updated twice. A class with `all_reduce` handles
+    both cases, except in a fixed order of sums.
     """
     layout = arrangement.layout
     if (
@@ -597,7 +603,7 @@ def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str,
 
 
 def _warn_of_strangers(model: Module, loss: Tensor) -> None:
-    """Warn of a parameter with a gradient that no layer of the model has: no update changes it."""
+    """Warn of a parameter outside the model that gets a gradient: no optimizer updates it."""
     known = {id(parameter) for _, parameter in model.named_parameters()}
     for leaf in leaves_of(loss):
         if isinstance(leaf, Parameter) and id(leaf) not in known:
@@ -628,11 +634,10 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
 
 
 def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[PassReport]) -> str:
-    """Return the measured times of a schedule's passes beside simulated ones, as text. Collective
-    over the pipeline's ranks.
+    """Return measured and simulated times of a schedule's passes, as text.
 
-    A pass takes the longest of the ranks' medians. The bubble is the share of the ranks' time
-    without computation.
+    The time of a pass is the largest of the ranks' medians. The bubble is the share of the ranks'
+    time without computation. Collective over the pipeline's ranks.
     """
     times = [
         [item.kind, item.stage, seconds] for report in reports for item, seconds in report.samples

@@ -120,8 +120,8 @@ class Tensor(Variable):
         Args:
             grad: the gradient of this tensor, of its shape, converted to its dtype; by default 1,
                 for a tensor of one element.
-            retain_graph: whether the saved arrays stay, so that backward can be called again.
-            deferred: collects the parameters' gradients, which its `finish` computes (see
+            retain_graph: keep the saved arrays, so that backward can be called again.
+            deferred: postpones the parameters' gradients until its `finish` (see
                 `backward.Deferred`).
 
         Raises:
@@ -443,7 +443,7 @@ class Tensor(Variable):
         columns as it would with rows.
 
         Raises:
-            ShapeError: when the sizes do not hold the elements.
+            ShapeError: when the sizes do not fit the number of elements.
         """
         expected, size = _numbers(sizes), self.size
         rest = prod(n for n in expected[1:] if n != -1)
@@ -585,7 +585,7 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 def _sum(function: Function, a: Any, b: Any) -> Tensor:
     """Apply add, subtract or multiply.
 
-    Two tensors of one low dtype need no detour by float32: a single such operation rounds to the
+    Two tensors of one low dtype are not converted to float32: one operation alone rounds to the
     same result.
     """
     if isinstance(a, Variable) and isinstance(b, Variable) and a.data.dtype == b.data.dtype:
@@ -603,10 +603,7 @@ def _difference(a: Any, b: Any) -> Tensor:
 
 
 def _pointwise(name: str, *inputs: Any, function: Function | None = None) -> Tensor:
-    """Apply an operation defined for floating point alone.
-
-    Its result for integers would have another dtype.
-    """
+    """Apply an operation, and refuse integers, as its result would have another dtype."""
     for x in inputs:
         if isinstance(x, Variable) or len(inputs) == 1:
             require_floating(name, x)

@@ -111,11 +111,11 @@ class RunState:
 
     Attributes:
         step: updates done.
-        epoch, batch: of the next batch: its epoch (from 0), and its number in the epoch.
+        epoch, batch: the epoch of the next batch, from 0, and its number in the epoch.
         window: sums since the last line of training metrics.
         in_epoch: sums since the epoch began.
-        best, best_step: the best evaluation so far: its accuracy, or its loss for tokens and
-            quantities, and its step; 0 for none.
+        best, best_step: accuracy (for tokens and quantities the loss) and step of the best
+            evaluation so far; 0 for none.
         elapsed_s: seconds of training, evaluation and saving, over all starts of the run.
         samples: rows of the training set, on which `batch` depends.
         data: a hash of the data, see `Inputs.identity`.
@@ -232,7 +232,7 @@ class Saver(AbstractContextManager["Saver"]):
             trainer: to save.
             state: of the run.
             metadata: of the weights' file (see `train.signature`).
-            best: whether these are the best weights so far, which `best` will name.
+            best: whether these are the best weights so far; the file `best` then names them.
 
         Raises:
             CheckpointError: on all ranks, when this checkpoint or the previous one cannot be
@@ -464,8 +464,8 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
 def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
     """Restore the last intact checkpoint of `save`, and return its place; {} if none. Collective.
 
-    The loop then gives the bits of one without a break: dropout depends on the optimizer's steps,
-    and the order of the data on seed and epoch.
+    The loop then computes the same bits as an uninterrupted one: dropout depends on the optimizer's
+    steps, and the order of the data on seed and epoch.
 
         place = nnmpi.resume("checkpoints", worker)
         for epoch in range(place.get("epoch", 0), 20): ...
@@ -708,7 +708,7 @@ class CheckpointWriter:
     def begin(self) -> None:
         """Create the temporary folder; remove those that killed runs have left."""
         if not self._folder.is_dir():
-            self._folder.mkdir()  # not its parents: a run's folder that was removed stays so
+            self._folder.mkdir()  # not its parents: a removed run folder is not recreated
             sync_folder(self._folder.parent)
         for leftover in self._folder.glob(f".{PREFIX}*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -740,7 +740,7 @@ class CheckpointWriter:
         text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
         write_synced(self._temporary / STATE_FILE, text.encode() + b"\n")
         sync_folder(self._temporary)
-        if self._final.exists():  # the run was resumed at an older step and is here again
+        if self._final.exists():  # resumed at an older step, the run has reached this one again
             shutil.rmtree(self._final)
         self._temporary.rename(self._final)
         sync_folder(self._folder)
@@ -799,7 +799,7 @@ class TensorWriter:
 
     Raises:
         CheckpointError: for a dtype that the format lacks.
-        OSError: when the disk is full or not writable; so do the methods.
+        OSError: when the disk is full or not writable; the methods raise it, too.
     """
 
     def __init__(
@@ -815,7 +815,7 @@ class TensorWriter:
             raise
 
     def write(self, name: str, array: Array) -> None:
-        """Write the next array of `specs`; its strides may be any."""
+        """Write the next array of `specs`, with any strides."""
         # order="C" copies non-contiguous arrays; unlike ascontiguousarray, it keeps 0-d arrays 0-d
         self._put(as_bytes(np.asarray(array, array.dtype.newbyteorder("<"), order="C")))
 

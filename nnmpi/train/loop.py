@@ -83,7 +83,8 @@ class StopSignals:
 
     A signal may reach one rank or all, at different steps: the ranks must agree on what they
     `noted`. A second SIGINT raises KeyboardInterrupt at once, in case the step hangs. Python calls
-    handlers in the main thread only. Simulated ranks are other threads and share its record.
+    handlers in the main thread only. Simulated ranks run in other threads, and read the main
+    thread's record.
     """
 
     _main: ClassVar[StopSignals | None] = None
@@ -258,8 +259,8 @@ class Loop:
     def _note(self, progress: Progress) -> None:
         """Count a progress report, and log the steps if it is due.
 
-        Synchronous trainers report each step. Asynchronous ones report each worker's gradient, of
-        which a step has one per worker.
+        Synchronous trainers report each step. Asynchronous ones report each gradient; a step counts
+        one gradient per worker.
         """
         self._reports, self._last = self._reports + 1, progress
         if not self._run.group.is_root:
@@ -334,7 +335,7 @@ class Loop:
         self.reporter.epoch(number, totals, report, self._trainer.summary(), suffix)
 
     def _over_ranks(self, totals: Totals) -> tuple[Totals, str]:
-        """Return the totals with times averaged over the ranks, and words on that. Collective.
+        """Return the totals with times averaged over the ranks, and a text on them. Collective.
 
         The stages of a pipeline meet in the sum of the losses at the end of a step. The first stage
         arrives last. A stage's waiting time there beyond the first one's is the drain of the

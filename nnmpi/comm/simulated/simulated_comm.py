@@ -2,8 +2,8 @@
 
 A message and its receive are paired by (communicator, from, to, tag), in the order of their starts.
 A short message is copied, so its send completes at once; a long one starts when both its send and
-its receive are posted. Each rank adds its argument to the communicator's n-th collective, and the last rank to
-arrive completes it for all.
+its receive are posted. Each rank adds its argument to the communicator's n-th collective, and the
+last rank to arrive completes it for all.
 
     rank 0   allreduce #7 ......................|     #7 is the communicator's seventh collective
     rank 1            allreduce #7 .............|     on every rank; another name, length or dtype

@@ -1,9 +1,9 @@
 """Sharded flat storage: the memory of ZeRO's stages, its layout and its exchanges.
 
-A unit is a run of the model's layers, such as a block. It is gathered, computed and summed at once.
-Its parameters lie together in a flat array (one for each optimizer group), of which rank r owns
-part r of `shard.split`. So the parts of a unit differ by at most one element. The only padding are
-the gaps of flat storage.
+A unit is a run of the model's layers, such as a block. Its parameters are gathered together, and
+its gradients are summed together. They lie in one flat array for each optimizer group; rank r owns
+part r of `shard.split` of that array. So the parts of a unit differ by at most one element. The
+only padding is the gaps of flat storage.
 
                  unit 0      unit 1     unit 2      stage 1     stage 2     stage 3
     parameters  | 0 0 1 1 | 0 0 0 1 1 | 0 1 |       all         all         own parts, two slots
@@ -23,9 +23,9 @@ operation saved in its forward pass is valid again once the unit is gathered for
 and nothing is allocated in a step. Parameters that several units use, such as a tied embedding, are
 a unit of their own, `COMMON`, outside the slots.
 
-With all ranks on one node, no message is sent in any stage: the parameters lie once in memory that
-the ranks share. Each rank updates its part and sees all parts, so nothing is gathered and there are
-no slots. Gradients are added where they lie (`comm.node_sum`).
+With all ranks on one node, no message is sent in any stage: the ranks share one copy of the
+parameters in memory. Each rank updates its part and reads all parts, so nothing is gathered and
+there are no slots. Gradients are added in place (`comm.node_sum`).
 
 `cut_units` and `predict_bytes` compute with integers alone, before a model has values.
 """
@@ -76,20 +76,20 @@ class ShardedStorage(FlatStorage):
 
         model.initialize(seed=0, storage=sharded(model, group, stage=3))
 
-    An optimizer over it updates this rank's parts, and has state for them alone.
+    An optimizer of this storage updates this rank's parts, and has state for them alone.
 
     Args:
         parameters, values, allocate, group, dtype: see `FlatStorage`.
         model: the owner of the parameters.
         ranks: the group that shards them.
         stage: 1 shards the optimizer's state; 2 also the gradients; 3 also the parameters.
-        unit_bytes: the longest unit, unless one child of the model is longer; by default 4 MiB, in
-            stage 3 64 KiB.
+        unit_bytes: the maximal size of a unit; a larger child of the model is a unit by itself. By
+            default 4 MiB, in stage 3 64 KiB.
         store: in stage 3, the store of this rank's parts of the parameters; None for memory.
 
     Attributes:
         data, grads, groups: this rank's parts, one for each unit and optimizer group.
-        slices: the ranges of the full arrays that these parts are.
+        slices: the ranges of these parts in the full arrays.
         units: the model's units.
         stage, ranks: as given.
 
@@ -133,7 +133,7 @@ class ShardedStorage(FlatStorage):
         self._traffic = Traffic()
         # by number of the array; empty if there is nothing to exchange
         self._gathers: dict[int, Pending] = {}
-        self._sums: dict[int, Pending] = {}  # without MPI's own
+        self._sums: dict[int, Pending] = {}  # arrays without one use MPI's reduce-scatter
         self._group: Group | None = None
         super().__init__(parameters, values, allocate, label_of, dtype)
         self.groups = [label.partition(" ")[2] for label in self.groups]
@@ -228,7 +228,7 @@ class ShardedStorage(FlatStorage):
         )
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
-        """See `FlatStorage.held`: a run of elements of each parameter, which may be empty."""
+        """See `FlatStorage.held`: this rank's elements of each parameter, possibly none."""
         for span in self.spans:
             local = self.trained_slice(span)
             yield span, self.data[span.buffer][local], self.grads[span.buffer][local]
@@ -250,7 +250,7 @@ class ShardedStorage(FlatStorage):
 
     @property
     def is_node_shared(self) -> bool:
-        """Whether the node has the parameters once, in memory that its ranks share."""
+        """Whether the node's ranks share one copy of the parameters."""
         return self._node is not None
 
     def held_bytes(self) -> tuple[int, int, int]:
@@ -268,7 +268,8 @@ class ShardedStorage(FlatStorage):
         full arrays.
         """
         self._data, self._grads = data, grads
-        # scratch of gradients is the last; the parameters' slots and older scratch are freed
+        # The last two rooms are the gradients' scratch. Older scratch and the parameters' slots are
+        # freed.
         self._rooms = self._rooms[-2:]
         if self.stage < 3 or self.is_node_shared:
             self.data = [full[item] for full, item in zip(data, self.slices, strict=True)]
@@ -355,8 +356,8 @@ class ShardedStorage(FlatStorage):
         Args:
             group: the same ranks, for these messages alone.
             algorithm: "shared", which moves the arrays to memory that a node's ranks share,
-                "native", "ring" or "tree"; "auto" is "shared" for arrays in the host's memory and
-                ranks of one node, else MPI's own.
+                "native" (MPI's own), "ring" or "tree". "auto" is "shared" for arrays in host memory
+                and ranks of one node, otherwise "native".
 
         Raises:
             UsageError: for another name, and for "shared" without shared memory.
@@ -387,7 +388,7 @@ class ShardedStorage(FlatStorage):
         several = [i for i, full in enumerate(self._data) if group.size > 1 and full.size]
         bind = partial(group.bind, algorithm=name)
         self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
-        # MPI's own is called each time: bound, it would keep a copy of each array it sums.
+        # MPI's own reduce-scatter is not bound: binding it would keep a copy of each summed array.
         self._sums = {
             i: bind(self._grads[i], tag=len(self._data) + i, operation=REDUCE_SCATTER.name)
             for i in several
@@ -478,7 +479,7 @@ class ShardedStorage(FlatStorage):
             self._traffic = self._traffic.plus(Traffic(0.0, int(array.nbytes), 1, nan))
 
     def take_traffic(self) -> Traffic:
-        """Return the bytes exchanged since the last call, (N - 1) / N of the arrays' bytes."""
+        """Return the traffic since the last call. Its bytes are those of the full arrays."""
         traffic, self._traffic = self._traffic, Traffic()
         return traffic
 
@@ -604,7 +605,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all."""
         return self.parameters + self.gradients + self.optimizer + self.units
 
 
@@ -628,7 +629,7 @@ def predict_bytes(
         itemsize: bytes of an element.
         state_arrays: how many arrays of each parameter's size the optimizer keeps.
         unit_bytes: see `ShardedStorage`.
-        is_node_shared: whether the node has the parameters once, in memory that its ranks share.
+        is_node_shared: whether the node's ranks share one copy of the parameters.
         offloaded: `OPTIMIZER` for the optimizer's state, `ALL` for state and parameters in stage 3;
             None for nothing.
     """
