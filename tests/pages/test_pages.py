@@ -238,7 +238,7 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
     assert boxes > 2 * 6 and lines == 3
     assert (
         early.startswith("action 2 of ")
-        and "O0 (layer 0): what was kept begins to go out; clock 1 s" in early
+        and "O0 (layer 0): its offloading begins; clock 1 s" in early
     )
     assert saved.startswith("18 s, at most 30 MB of ") and saved.endswith("; 0 layers again")
     assert end.startswith("action 17 of 17, B0")
