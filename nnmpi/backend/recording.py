@@ -144,8 +144,8 @@ class Recorder:
             yield
         finally:
             _active.reset(token)
-            # These reference this recorder: without the cycle its memory is freed with its last
-            # user.
+            # These reference this recorder. Without the cycle, its memory is freed with the last
+            # reference, not later by the garbage collector.
             self._modules.clear()
             self.made.clear()
 
@@ -201,7 +201,7 @@ class Recorder:
         return array.copy(order="K") if pooled is array else pooled
 
     def pooled(self, array: Array, copied: bool = True) -> Array:
-        """Return a copy in the pool; the array itself if it is not NumPy's and C-contiguous.
+        """Return a copy in the pool; the array itself if it is CuPy's or not C-contiguous.
 
         Args:
             copied: whether to copy the values too; otherwise they are undefined.

@@ -22,7 +22,7 @@ lets it: it takes a task, computes its gradient without communication, and hands
     gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
                worker 1   step | with 0 and 2 | step | with 0 and 2 |
 
-To add a way: a class here, and its row in COUPLINGS.
+To add a coupling, write its class here and add its row to COUPLINGS.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Coupling(ABC):
 
     @abstractmethod
     def tasks(self) -> Iterator[tuple[Task, Batch]]:
-        """Yield this rank's tasks and their batches; the weights are then those to compute with."""
+        """Yield this rank's tasks with their batches; first put the task's weights in place."""
 
     @abstractmethod
     def use(self, gradient: Gradient) -> None:
@@ -127,7 +127,7 @@ class Coupling(ABC):
 
     @abstractmethod
     def close(self, totals: Totals) -> tuple[SegmentReport, int]:
-        """Make all weights equal; return this rank's report and, on rank 0, all batches."""
+        """Make all weights equal; return this rank's report and, on rank 0, the batch count."""
 
     @abstractmethod
     def release(self) -> None:
@@ -219,7 +219,7 @@ class ServerCoupling(Coupling):
         return report, batches
 
     def release(self) -> None:
-        """See `Coupling.release`; before, rank 0 alone has the optimizer's state."""
+        """See `Coupling.release`; until then only rank 0 has the optimizer's state."""
         for arrays in self.trainer.optimizer.slots().values():
             self._talk.broadcast(arrays)
         self._talk.free()
@@ -359,7 +359,7 @@ class AsynchronousWorker(Trainer):
 
     Attributes:
         coupling: the exchange between the ranks.
-        steps: of this rank in the whole run, after those of a resumed run.
+        steps: the number of this rank's steps; a resumed run continues the count.
 
     Batch normalization takes the statistics of a worker's own part; running statistics are averaged
     when the ranks meet.

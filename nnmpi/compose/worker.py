@@ -320,7 +320,7 @@ class Worker(Trainer):
         }
 
     def _predict_memory(self) -> dict[str, int]:
-        """Return the same by formula, for the ledger's comparison; empty if no formula applies."""
+        """Predict `_held_memory` by formula, for the ledger; empty if no formula applies."""
         arrangement, storage = self.arrangement, self.model.storage
         if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
@@ -338,8 +338,9 @@ class Worker(Trainer):
         }
 
     def _should_count(self, nbytes: int) -> bool:
-        # Not the first step, which also allocates what lasts (such as optimizer state). Then each
-        # batch larger than all counted before: the second step may be an epoch's short last batch.
+        # The first step is not counted: it also allocates memory that stays, such as optimizer
+        # state. Later a batch is counted if it is larger than all counted before: the second step
+        # may be an epoch's short last batch.
         if self._counted_bytes is None:
             self._counted_bytes = -1
         elif nbytes > self._counted_bytes:

@@ -189,7 +189,7 @@ class Optimizer(ABC):
                 a group that the storage does not have.
             ShapeError, DtypeError: see `_check`.
         """
-        keep_freed_memory()  # of a program that is about to train
+        keep_freed_memory()  # a program that makes an optimizer trains: spare it page faults
         storage = getattr(storage, "storage", storage)
         if not hasattr(storage, "grads"):
             raise UsageError(
@@ -403,7 +403,7 @@ class Optimizer(ABC):
         return tuple(blocks)
 
     def _runs(self, buffer: int) -> Iterable[Any]:
-        """Return the slices of a buffer that `_update` updates, element by element: all of it."""
+        """Return the slices of a buffer that become separate blocks; by default one, all of it."""
         return (...,)
 
     def _require_same_arrays(self) -> None:
@@ -431,7 +431,7 @@ def _by_buffer(what: str, given: ByGroup, storage: Storage) -> tuple[float, ...]
         return (number(what, given),) * len(storage.groups)
     for name, value in given.items():
         if name not in storage.known_groups:
-            # of all groups of the model: a pipeline stage may have some of them only
+            # list the full model's groups: a pipeline stage may have only some of them
             known = ", ".join(sorted(set(storage.known_groups))) or "none"
             raise UsageError(
                 f"{what} names the group {name!r}, which does not exist; choose from: {known}"

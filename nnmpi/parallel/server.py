@@ -11,16 +11,16 @@ parameter server", 2014; Ho et al., 2013, see `synchrony.consistency`): gradient
 worker may continue; then all waiting gradients make one update, in the order of their tasks, and
 every worker that may continue gets the weights. So no worker sees half an update.
 
-A worker computes the gradient of (sum of the losses of its rows) / (rows of the global batch), so
-that the gradients of all parts of a batch add up to the batch's gradient. Its share is q_i = its
-rows / the batch's rows. An update from gradients g_i has the share q = sum of q_i, and uses
+A worker computes the gradient of (sum of the losses of its labels) / (labels of the global batch),
+so that the gradients of all parts of a batch add up to the batch's gradient. Its share is q_i = its
+labels / the batch's labels. An update from gradients g_i has the share q = sum of q_i, and uses
 
-    gradient   (sum of g_i) / q        a mean over rows, of the right size for Adam
+    gradient   (sum of g_i) / q        a mean over labels, of the right size for Adam
     rate       lr * q                  so plain SGD subtracts lr * (sum of g_i)
 
-For a full batch, q = 1, this is bit for bit an optimizer's step on the all-reduced sum. (So an
-update of ASP with N workers uses 1/N of the rate. Many papers give each worker's gradient the full
-rate.)
+For a full batch, q = 1, this is bit for bit an optimizer's step on the all-reduced sum. One
+gradient of N workers under ASP has q = 1/N, so it uses 1/N of the rate; many papers use the full
+rate for each worker's gradient.
 
 Plain SGD gives the same weights with one update per gradient, since no worker reads the weights in
 between. Momentum and Adam do not: they decay, and count their steps, per update, and ASP makes N
@@ -83,14 +83,14 @@ class Push:
         global_targets: the labels that count in the full batch.
         lr: the learning rate of that batch.
         loss_sum, score_sum: over the targets.
-        norm: the gradient norm as the worker reports it, scaled to the full batch's size or not.
+        norm: the norm of the gradient of the task's mean loss, before clipping.
         compute_s, sync_s, input_s: seconds of computing, waiting for the weights, and waiting for
             the batch.
-        signal: the number of a signal that the worker got, 0 for none; after a signal the segment
-            ends with full batches.
+        signal: the number of a signal that the worker got, 0 for none. After a signal no new batch
+            begins.
         broken: whether the gradient is unusable; the segment ends at once.
-        segment, sequence, version: filled in by `PushPull`; the version of the weights on which the
-            gradient was computed.
+        segment, sequence: the number of the segment, and of the worker's gradient in this run.
+        version: of the weights on which the gradient was computed. `PushPull` sets these three.
     """
 
     batch: int
@@ -132,6 +132,7 @@ class ParameterServer:
             in between.
         optimizer: of the storage's buffers; its state is updated in place.
         workers: the number of workers.
+
     Attributes:
         controller: decides which worker may continue, and assigns its task.
         master: the weights, one array per flat buffer.
@@ -197,7 +198,7 @@ class ParameterServer:
     def _take(self) -> None:
         """Make one update of all waiting gradients, in the order of their tasks.
 
-        Equal gradients so give equal bits. Their order of arrival differs from run to run.
+        The order of arrival would differ from run to run, and with it the bits of the sum.
         """
         for worker, (push, _) in self._pending.items():
             self.staleness.add(worker, self.version - push.version)
@@ -327,7 +328,7 @@ class PushPull:
         self._received_count, self._sent_version = [0] * group.size, [0] * group.size
         self._reply: Reply | None = None
         self._over = True
-        self._awaits_reply = False  # whether the server owes this worker a reply
+        self._awaits_reply = False  # whether this worker's reply is outstanding
         self._before = (0, 0)
 
     @property

@@ -1,8 +1,8 @@
 """The schedules: functions from a rank to its computation, in order; `lower` adds the rest.
 
 S is the number of stages, M the number of microbatches; costs hold for stages and microbatches of
-equal cost. `python -m nnmpi.schedule` draws the pictures. To add a schedule: a generator here, its
-name in `SCHEDULES`.
+equal cost. `python -m nnmpi.schedule` draws the pictures. To add a schedule, write its generator
+here and add its name to `SCHEDULES`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,9 +71,9 @@ def inference(
         rank 2  .  .  F0 F1 F2 F3 F4 F5 .
         rank 3  .  .  .  F0 F1 F2 F3 F4 F5
 
-    Bubble (S-1)/(M+S-1); one activation is saved per stage. With several stages on a rank,
-    microbatches go in rounds of as many as there are ranks, or a few more, and a rank does a round
-    stage after stage.
+    Bubble (S-1)/(M+S-1); one activation is saved per stage. With several stages on each of R ranks,
+    microbatches go in rounds of R or a few more: a rank runs a round through its first stage, then
+    through its second, and so on.
     """
     stages = stages_of(rank, ranks, ranks * virtual, home)
     rounds = split(microbatches, max(1, microbatches // ranks))
@@ -93,7 +93,8 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
 
     The bubble is GPipe's, (S-1)/(M+S-1), but stage s saves only min(S-s, M) activations. Source:
     Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019; with a
-    flush at the end of each step: the same, Memory-Efficient Pipeline-Parallel DNN Training, 2021.
+    flush at the end of each step: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN
+    Training, 2021.
     """
     forwards, backwards = (
         [kind.at(rank, m) for m in range(microbatches)] for kind in (Kind.F, Kind.B)
@@ -138,8 +139,8 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple
 
     With R ranks and V virtual stages on each, microbatches go in rounds of R, or a few more: the
     remainder is distributed over the rounds, so any M >= R works. In a round a rank does its first
-    stage for all microbatches, then its second, and so on; backwards in the opposite order of
-    stages.
+    stage for all microbatches, then its second, and so on; the backward passes start with its last
+    stage.
 
         python -m nnmpi.schedule --pipeline interleaved --stages 2 --microbatches 3
 
@@ -196,10 +197,10 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
         rank 2  .   .   2F0 3F0 2F1 3F1 2F2 3F2 3I0 2I0 3I1 2I1 3I2 2I2 3W0 2W0 3W1 2W1 3W2+2W2|
 
     With M >= R microbatches on R ranks, and F, I and W equally long, each rank idles for R - 1
-    forwards of a stage in all, which the first microbatch takes to reach the last rank: a sixth of
-    1F1B's bubble. A rank saves 2 R activations of half its layers (until their W); the first rank
+    forwards of a stage in all, the time that the first microbatch takes to the last rank. This is a
+    sixth of 1F1B's bubble. A rank saves 2 R activations of half its layers (until their W); the first rank
     of 1F1B saves R activations of all its layers. Source: Qi et al., Pipeline Parallelism with
-    Controllable Memory, 2024; for all three see `there_and_back`.
+    Controllable Memory, 2024. `there_and_back` computes ZB-V, V-Half and V-Min.
     """
     return tuple(fastest(ranks, microbatches, 2 * ranks)[rank])
 
@@ -234,7 +235,7 @@ def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     return tuple(fastest(ranks, microbatches, 2 * ((ranks + 4) // 3))[rank])
 
 
-# schedules for any number of stages on a rank, which take this number
+# schedules for any number of stages on a rank; this number is their further argument
 INTERLEAVED, INFERENCE = "interleaved", "inference"
 TURNING = ("zb-v", "v-half", "v-min")  # schedules for two stages on a rank, there and back
 

@@ -28,8 +28,8 @@ records each call:
         self.xp.add.reduce(y, axis=0)            not  y.sum(axis=0)
         self.xp.reshape(y, shape)                not  y.reshape(shape), which may copy
 
-An operation without that promise is recorded as one call of its `forward` and one of its
-`backward`. A replay calls them again and copies their results into the arrays of the recording.
+A subclass without `replayable` is recorded as one call of its `forward` and one of its `backward`.
+A replay calls them again and copies their results into the arrays of the recording.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Variable:
         grad: the gradient, an array like `data`; None until a backward pass reaches this leaf.
         node: the operation that computed it; None for a leaf.
         tape: the tape with that operation; None for a leaf.
-        shard: the position in its full tensor, of a shard (see `sharded.ShardedTensor`); or None.
+        shard: a shard's position in its full tensor (see `sharded.ShardedTensor`); otherwise None.
         buffer: a view into flat storage that receives the first gradient of a pass, or None.
         hook: called with this leaf as soon as its gradient is final, once in every backward pass
             that gives it one; or None. Set it before the forward pass: operations read it when
@@ -209,7 +209,7 @@ class Function:
         saved: the values that backward reads, set by `forward`, freed by the backward pass. Store
             arrays nowhere else.
         edges: per input, the operation or leaf that receives its gradient, or None. The attribute
-            itself is None once the operation is used up.
+            itself is None after a backward pass has released the operation.
         grad: the gradient of the output, during a backward pass.
         shape, dtype: of the output.
         xp: the module of the input arrays; set before `forward` is called.
@@ -497,7 +497,7 @@ def record_whole(
     Args:
         compute: returns an array, or a tuple or list of arrays and None.
         inputs: its arguments.
-        buffers: further arrays that a result may be a view of: those of gradients.
+        buffers: the gradients' arrays, of which a result may be a view as well.
     """
     results = recorder.run_eagerly(compute, *inputs)
     is_single = is_result(results)
@@ -523,12 +523,12 @@ def record_whole(
 def _writable(recorder: Recorder, result: Any, known: Sequence[Any]) -> Array:
     """Return an array with a result's values, to which replays can write theirs.
 
-    A result that is a view of an input stays one: it will be a view in each replay. Any other
-    result is copied to the recording's memory, since its array may belong to someone else, such as
-    a row of a table.
+    A view of an input stays one, since it is a view in each replay, too. Any other result is copied
+    to the recording's memory: its array may be part of another one, such as a row of a table, which
+    replays must not overwrite.
     """
     array = np.asarray(result) if isinstance(result, np.generic) else result
-    # `writeable` alone does not do: a device's arrays have no such flag
+    # `writeable` alone is not enough: a device's arrays have no such flag
     is_broadcast = 0 in array.strides and array.size > 1
     if is_broadcast or isinstance(array, np.ndarray) and not array.flags.writeable:
         array = array.copy(order="K")

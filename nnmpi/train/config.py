@@ -63,7 +63,7 @@ def check_numbers(
 
 
 def non_defaults(section: Any) -> dict[str, Any]:
-    """Return {name: value} of a section's options with other values than the defaults."""
+    """Return {name: value} of a section's options that differ from their defaults."""
     return {
         item.name: value
         for item in fields(section)
@@ -95,7 +95,7 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def check_idle(section: Any, option: str) -> None:
-    """Refuse sub-options without a meaning beside this option's value; see ONLY_WITH."""
+    """Refuse sub-options that have no meaning with this option's value; see ONLY_WITH."""
     has = getattr(section, option)
     for name, values in ONLY_WITH[option].items():
         fits = (
@@ -182,8 +182,8 @@ class ParallelConfig:
     Activations are swapped out and prefetched where that is faster than recomputing them.
     """
     offload_state: Literal["optimizer", "all"] | None = None
-    """State that lives in --offload's file (or host memory) and is loaded for each use: the
-    optimizer's; or, with --zero 3, all: also the weights.
+    """State kept in --offload's file (or host memory) and loaded for each use. optimizer: the
+    optimizer's state. all: also the weights, with --zero 3.
     """
     allreduce: (
         Literal[
@@ -247,8 +247,8 @@ class SyncConfig:
     """
     network: str = ""
     """With --simulate: the links, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds;
-    add per_node=8,inside_gbit=80 for nodes of several ranks. fit: as measured here, or the file of
-    a fit (default: messages take no time).
+    add per_node=8,inside_gbit=80 for nodes of several ranks. fit, or the file of a fit: links as
+    measured (default: messages take no time).
     """
     simulate: int = 0
     """Run this many ranks in one process, without MPI, on simulated clocks. A step's computing
@@ -288,7 +288,7 @@ class SyncConfig:
         return Slow.parse(self.slow, seed)
 
     def check(self, parallel: ParallelConfig) -> None:
-        """Refuse parallel options that need synchronous replicas, beside an asynchronous rule."""
+        """With an asynchronous rule, refuse parallel options that need synchronous replicas."""
         if not self.rule.asynchronous:
             return
         for name, value in non_defaults(parallel).items():
