@@ -64,7 +64,7 @@ def test_without_a_bound_everybody_keeps_to_its_own_samples(
     worker = AsynchronousWorker(model, optimizer_of(model), group, Sync("asp"), slow=slow)
     train(worker, loader_of(group))
     worker.release()
-    local = loader_of(group)._own[group.rank].tolist()
+    local = loader_of(group)._shards[group.rank].tolist()
     counts = Counter(seen)
     even = not seen or max(counts.values()) - min(counts[sample] for sample in local) <= 1
     assert group.gather([set(seen) <= set(local), even]) == [[True, True]] * group.size, (
