@@ -130,8 +130,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, after refusing other programs' names of options.
 
-        argparse would take such a name for an abbreviation, or refuse it without the right one. A
-        command with another command's words behind its own (REMAINDER) is not checked.
+        argparse would read such a name as an abbreviation, or refuse it without a suggestion. A
+        command line that ends with another command's words (REMAINDER) is not checked.
         """
         known = self._option_string_actions
         has_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
@@ -491,7 +491,7 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
     Args:
         option: to read.
         written: its spelling on the command line, for messages.
-        words: behind it, up to the next flag.
+        words: the words after it, up to the next flag.
 
     Raises:
         UsageError: when the words are no value of its type.

@@ -98,7 +98,9 @@ class Group(Communicator):
         return twin
 
     def memory(self) -> SharedMemory:
-        """Return the memory shared by each node's ranks, one until it is freed. Collective if new.
+        """Return the memory shared by each node's ranks; the same object until it is freed.
+
+        Collective when the memory is new.
 
         Raises:
             DeviceError: on all ranks, when one of their nodes has no shared memory.

@@ -105,9 +105,9 @@ class SumCrossEntropy:
 
     Args:
         label_smoothing: see `ops.cross_entropy`.
-        group: the ranks that shard the classes, so that the logits are of this rank's classes
-            alone: they are not gathered.
-        classes: on all these ranks; 0 if they are not sharded.
+        group: the ranks that shard the classes. The logits are then those of this rank's classes,
+            and are not gathered.
+        classes: the number of classes of all these ranks; 0 if they are not sharded.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     """Return the loss of logits.
 
     Raises:
-        UsageError: for another result than a Tensor with one sum; for an exception in a loss, with
+        UsageError: when the result is not a Tensor of one number; for an exception in a loss, with
             its line.
     """
     try:
@@ -280,7 +280,8 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
 def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
     """Return the number of correct labels; for quantities the score of their squared errors.
 
-    On a device that is an array of one number, not waited for. Without either it is NaN.
+    The result on a device is an array of one number, without waiting. If the logits fit neither
+    labels nor quantities, it is NaN.
     """
     y = device_batch.y
     if y.dtype.kind == "f":
@@ -370,8 +371,8 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
     """Return a batch on a backend.
 
     Raises:
-        ShapeError: for an index, on its way to a device, without a row in any of the model's
-            embeddings.
+        ShapeError: when samples for a device have an index that is outside every embedding of the
+            model.
     """
     if backend.is_device and isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
         _check_indices(batch.x, model)
@@ -381,15 +382,16 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
 
 
 def check_labels(loss: SumLoss, device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
-    """Check a microbatch's labels on the host, which a loss on a device does not.
+    """Check a microbatch's labels on the host, for a loss on a device, which cannot check them.
 
-    Other losses than nnmpi's cross-entropy may define labels differently; they are not checked.
+    Only the labels of nnmpi's cross-entropy are checked: another loss may define labels
+    differently.
 
     Args:
-        loss: of the labels.
+        loss: the loss.
         device_batch: the microbatch.
         first: the index of its first row in the batch.
-        logits: of this rank, for it.
+        logits: this rank's logits of the microbatch.
 
     Raises:
         ShapeError: for a label outside the classes.

@@ -375,7 +375,7 @@ class Module:
         """Replace the module with this full name; initialize the model afterwards.
 
         Raises:
-            UsageError: for an unknown name, or "", the model itself.
+            UsageError: for an unknown name, and for "", which names the model itself.
         """
         self.get(path)
         for parent_path, parent in self.named_modules():

@@ -206,8 +206,8 @@ def attend_more_grad(
         targets: accumulate the gradients of q, k and v.
         which: the positions of these queries and keys.
         saved: the powers that `attend_more` saved; None to compute them again.
-        first: whether to write the gradients instead of adding; queries and keys must then be all
-            of the sequence's.
+        first: write the gradients instead of adding them; for the full sequence's queries and keys
+            only.
     """
     (q, k, v), (to_q, to_k, to_v) = inputs, targets
     scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q)

@@ -215,7 +215,7 @@ def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor
         way: the name of the row.
         x: a tensor or array.
         group: the ranks.
-        placement: of the shards. Of a replicated activation each rank's shard is all of it.
+        placement: of the shards. If it is replicated, each rank's shard is the full activation.
 
     Raises:
         ShapeError: when the shape of x does not fit the placement.

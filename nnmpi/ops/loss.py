@@ -132,7 +132,7 @@ def _take(xp: Any, array: Array, indices: Array) -> Array:
     Args:
         xp: the array's module, or a recorder's stand-in for it.
         array: C-contiguous, any shape.
-        indices: integers, any shape, which is the result's.
+        indices: integers of any shape; the result has the same.
     """
     if xp is np:
         return array.take(indices, None, None, "clip")  # the method: np.take detours in Python
@@ -156,8 +156,8 @@ class Error(Function):
 
     Args:
         reduction: one of REDUCTIONS.
-        evaluate: (xp, x, target) -> the losses, their derivatives in x, and those in the target
-            unless they are the negative.
+        evaluate: (xp, x, target) -> the losses, their derivatives in x, and the derivatives in the
+            target. The latter may be left out if they are the negative of those in x.
     """
 
     __slots__ = ("evaluate", "reduction")

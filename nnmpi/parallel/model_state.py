@@ -21,8 +21,8 @@ A rank with an error does not raise at once. It saves the error and answers "no"
 remaining transfers, so that no rank blocks waiting for it; after the last array, all ranks raise
 together.
 
-Each rank writing its own region of the file was tried and dropped: one writer is what survives
-kills to the bit.
+It was tried and dropped that each rank writes its own region of the file: with one writer, a
+checkpoint survives a kill at any moment, bit for bit.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class ShardedArray:
     Attributes:
         shape: of the full array, which may itself be a rank's part of a larger one.
         values: (n,) a live view of this rank's elements.
-        span: the slice of the flat array that these are.
+        span: the position of these elements in the flat array.
         counts: the elements of each rank.
         ranks: the group.
     """

@@ -13,7 +13,7 @@ it:
 
     Sequential    layer by layer, each from the placement of the one before it
     Residual      both branches; if their placements differ, both are gathered before the addition
-    Stash, Pop    the stashed value and its addend must have the same placement, or are refused
+    Stash, Pop    the stashed value and its addend must have the same placement
     Branches      each rank computes some of the branches (see `sharded.branches`)
     a layer       its rule
     other         a custom module with an unknown forward: replicated input and result, inside as
@@ -344,7 +344,7 @@ class ModelWalk:
     def _layer(
         self, module: Module, name: str, layout: ActivationLayout, units: Units | None = None
     ) -> Placed:
-        """Return a layer's replacement, the same one for all uses of the layer."""
+        """Return a layer's replacement, the same one for all its uses with one input placement."""
         context = LayerContext(
             name, layout.placement, layout.shape, self._sharding(module), self.sharder, units
         )

@@ -198,9 +198,9 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 
     With M >= R microbatches on R ranks, and F, I and W equally long, each rank idles for R - 1
     forwards of a stage in all, the time that the first microbatch takes to the last rank. This is a
-    sixth of 1F1B's bubble. A rank saves 2 R activations of half its layers (until their W); the first rank
-    of 1F1B saves R activations of all its layers. Source: Qi et al., Pipeline Parallelism with
-    Controllable Memory, 2024. `there_and_back` computes ZB-V, V-Half and V-Min.
+    sixth of 1F1B's bubble. A rank saves 2 R activations of half its layers (until their W); the
+    first rank of 1F1B saves R activations of all its layers. Source: Qi et al., Pipeline
+    Parallelism with Controllable Memory, 2024. `there_and_back` computes ZB-V, V-Half and V-Min.
     """
     return tuple(fastest(ranks, microbatches, 2 * ranks)[rank])
 

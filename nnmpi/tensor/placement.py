@@ -13,8 +13,8 @@ ranks of the elements:
     units=4 unit=3            h = 4 rows of w c = 3 numbers   0 0 0  0 0 0  1 1 1  1 1 1
     units=2 unit=3 repeats=3  q, k, v of 2 heads of 3         0 0 0 1 1 1  0 0 0 1 1 1  0 0 0 1 1 1
 
-For a known order of layers, `parallel.tensor` plans the placements ahead. For a module with a
-forward of its own, the tensors carry them: a sharded layer returns a `ShardedTensor` (see
+For a known order of layers, `parallel.tensor` plans the placements ahead. In a custom module, whose
+order is unknown, the tensors carry them: a sharded layer returns a `ShardedTensor` (see
 `sharded`), whose `Shard` gives its position in the full tensor. Each operation derives the
 placement of its result in `Function.placed`:
 
@@ -198,7 +198,7 @@ class PairPlacement(Placement):
         return zigzag(self.units, size, rank)
 
     def reshaped(self, old: Sequence[int], new: Sequence[int], size: int) -> Placement | None:
-        """See `Placement.reshaped`: here the axis must keep its length and the axes before it."""
+        """See `Placement.reshaped`; the axis must keep its length, and the axes before their size."""
         before = prod(old[: self.axis])
         for axis, length in enumerate(new):
             if length == old[self.axis] and prod(new[:axis]) == before and prod(old) == prod(new):
@@ -294,7 +294,8 @@ class Shard:
         group: the ranks that share the tensor.
         layer: the full name of the layer that made the shard; empty for positions, which are
             sharded before the first layer.
-        within: the position of the shard's own shard, along another axis over other ranks; or None.
+        within: if this shard is sharded again, along another axis over other ranks: that shard's
+            position in this one; otherwise None.
     """
 
     placement: Placement
@@ -393,7 +394,7 @@ def moved(x: Any, axis: int) -> Placement:
 
 
 def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> Placement:
-    """Return the placement of an elementwise result: its shards', which must be equal.
+    """Return the placement of an elementwise result; all sharded inputs must have one placement.
 
     A full input must have length 1 along the sharded axis, or not have that axis.
 

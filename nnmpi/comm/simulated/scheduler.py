@@ -112,8 +112,8 @@ class SimulatedRank:
         waits_for: its present or last wait, as text.
         lines: the source lines of that wait.
         ended: whether its program has ended.
-        completions: a counter of completed and awaited requests; when it has changed, another poll may
-            succeed.
+        completions: a counter of completed and awaited requests; when it has changed, another poll
+            may succeed.
         calls: number of calls so far.
         world: its view of the world, with its step of training.
     """
@@ -273,7 +273,7 @@ class Scheduler:
         self._pass_on(rank)
 
     def notify(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
-        """Notify a rank of a complete request; plan its turn if it waited for this one last."""
+        """Count a completed request; plan its rank's turn if the rank waited for no other."""
         rank.completions += 1
         rank._polls = 0
         if rank._awaits is None:
