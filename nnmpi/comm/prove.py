@@ -4,9 +4,9 @@
     rank 1   ..|-- from 0 --|+++|        a step is over when its messages are, and the sum is added
     rank 2   |------- to 3 -----------|  then the rank comes to its next step
 
-MPI treats long messages so. Steps that pass here cannot deadlock when MPI buffers short messages
-either. Messages are served in the order in which they become ready, which is their order in a
-link's queue. A subclass gives a message its effect and its duration: `PartialSums` works with
+MPI does the same with long messages. Steps that pass here cannot deadlock when MPI buffers short
+messages either. Messages are served in the order in which they become ready, which is their order
+in a link's queue. A subclass gives a message its effect and its duration: `PartialSums` works with
 values, in rounds; `duration` with seconds.
 
 In a proof a message carries, for each chunk, the count of each rank's contributions to it. At the
@@ -78,7 +78,7 @@ class Engine:
         Calls come in the order of `turn`.
 
         Args:
-            ready: when both ranks had come to their step.
+            ready: the time at which both ranks had entered their step.
         """
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class Engine:
         queue: list[tuple[Any, int, int, Any]] = []  # (turn, sender, receiver, ready)
 
         def meet(sender: int | None, receiver: int | None) -> None:
-            """Queue the messages from one to the other if both have come to them."""
+            """Queue the messages between two ranks if both are in the step that exchanges them."""
             if sender is None or receiver is None:
                 return
             source, target = states[sender], states[receiver]
@@ -123,7 +123,7 @@ class Engine:
                 heappush(queue, (self.turn(ready), sender, receiver, ready))
 
         def close(rank: int) -> None:
-            """Leave a rank's step if its messages are complete; enter the next step with any."""
+            """While a rank's messages are complete, leave its step and enter the next one."""
             state = states[rank]
             while not state.is_over and state.sending is None and state.receiving is None:
                 state.clock = self.add(rank, state.steps[state.at], state.over)
@@ -165,7 +165,7 @@ class ProvedMessage:
         chunks: the chunks that it carries.
         reduce: whether they are added at the receiver.
         clock: (rounds, chunks) along the path that leads to its end.
-        after: the parts in each of the chunks at the receiver afterwards.
+        after: the parts in the receiver's chunks after the message.
     """
 
     sender: int

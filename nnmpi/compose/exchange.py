@@ -14,11 +14,11 @@
     NodeExchange     sums and updates in memory that a node's ranks share   parallel.fused
     Exchange         all-reduces of buckets, during the backward or after   parallel.data
 
-To add one: a class here or in a file of its own, and its name in `EXCHANGES`; the first that fits
-is used.
+To add an exchange, write a class here or in a file of its own, and add it to `EXCHANGES`; the first
+that fits is used.
 
-No exchange compresses gradients: that would break equality with the serial run, and by the
-planner it would hardly pay on the links that were tried.
+No exchange compresses gradients. Compression would break equality with the serial run, and the
+planner predicts hardly any gain on the links that were tried.
 
 The gradient norm is that of the full model's gradient, and each rank has a part of it. Every
 element counts once:
@@ -63,7 +63,7 @@ class Exchange:
 
     Args:
         trainer: the owner of the gradients.
-        options: of their sums.
+        options: how they are summed.
 
     Attributes:
         parallel: the strategy, as a loop of your own uses it.
@@ -111,8 +111,8 @@ class Exchange:
     def begin(self, batch: Batch) -> None:
         """Begin a step; refuse a batch whose shares do not fit this exchange.
 
-        Microbatches of one rank are for a fixed order of sums alone: layers that communicate would
-        not meet in them.
+        Only a fixed order of sums has microbatches of a single rank. Here layers may communicate,
+        and would wait for ranks that do not compute the microbatch.
         """
         if len(batch.cuts) != batch.microbatches:
             raise UsageError(
@@ -342,7 +342,7 @@ class FixedExchange(Exchange):
         self._sums.begin(batch.microbatches)
 
     def begin_forward(self, microbatch: int) -> None:
-        """See `Exchange.enter`: batch statistics belong to this microbatch."""
+        """See `Exchange.begin_forward`: batch statistics are then those of this microbatch."""
         self._sums.microbatch = microbatch
 
     def end_backward(self, microbatch: int) -> None:

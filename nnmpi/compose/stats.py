@@ -60,7 +60,7 @@ class Totals:
             predict.
         predicted_steps: the number of those steps.
         wait_s: seconds of waiting for other stages of a pipeline: its bubble.
-        wall_s: seconds from the end of the last step to the end of each.
+        wall_s: seconds of wall time, each step's from the end of the previous one.
     """
 
     steps: int = 0
@@ -119,7 +119,7 @@ class Totals:
 
     @property
     def perplexity(self) -> float:
-        """E to the mean loss: a uniform guess among this many tokens has the same loss."""
+        """The exponential of the mean loss: a guess among this many tokens has the same loss."""
         return perplexity(self.loss)
 
     @property
@@ -222,7 +222,8 @@ class StepReport(Totals):
         passed: the pass through the pipeline on this rank; None without a pipeline.
         staleness: by microbatch: the number of updates between its forward and its own update;
             empty if there is only one update.
-        loss_scale: the factor of this step's gradients on their way; 1 without loss scaling.
+        loss_scale: the factor of this step's loss, and so of its gradients until the update; 1
+            without loss scaling.
         skipped: whether the update was skipped because a scaled gradient overflowed float16.
     """
 

@@ -50,13 +50,13 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 
 @dataclass
 class Progress:
-    """A joint step of all ranks, or out of step a used gradient or one worker's step.
+    """A joint step of all ranks; if ranks are out of step, a used gradient or one worker's step.
 
     Attributes:
         batch: the number of its batch in the epoch.
         worker: the number of the worker that computed it; 0 for a joint step.
-        totals: over its samples, with the worker's times; one step. `wall_s` are the seconds since
-            the last report.
+        totals: of this one step, over its samples, with the worker's times. `wall_s` are the
+            seconds since the last report.
         norm: the gradient norm of these samples' mean loss, before clipping.
         at_s: the seconds of the segment so far.
     """
@@ -239,7 +239,8 @@ class Trainer(Training, ABC):
         """Train on the batches first..stop-1 of an epoch, and meet. Collective.
 
         Args:
-            loader: of the training data. Through servers, any rank's; otherwise this rank's part.
+            loader: of the training data. It must give this rank's part, except with a parameter
+                server, which assigns the parts.
             step: the number of earlier batches in the whole run, which keys dropout and the
                 learning rate.
             lr: step -> learning rate.
@@ -282,7 +283,7 @@ class Trainer(Training, ABC):
         return ()
 
     def release(self) -> None:
-        """Detach everything from the model, which each rank then has to itself. Collective.
+        """Detach everything from the model: each rank then has its own copy. Collective.
 
         A second call does nothing.
         """

@@ -79,8 +79,8 @@ def few(answer: Any, most: int) -> Any:
     """Return an answer that is short enough to be judged quickly.
 
     Raises:
-        WrongAnswer: for more than `most` items. The caller gives a few times what any right answer
-            has, so that a wasteful one still gets the better sentence.
+        WrongAnswer: for more than `most` items. Callers pass a few times the length of any right
+            answer, so that a slightly wasteful one is judged, with a sentence about its mistake.
     """
     if len(answer) > most:
         raise WrongAnswer(f"it gives {len(answer):,} of them, which are more than any answer needs")
@@ -497,7 +497,8 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
     """Check a schedule; return the peak activations of each rank and the simulated seconds.
 
     Args:
-        name: of the package's schedule; any other without excess also passes.
+        name: of the package's schedule. Other schedules pass, too, if they need no more time or
+            activations.
         virtual: stages on each rank.
         function: the solution.
         setting: the simulated machine.

@@ -94,7 +94,7 @@ class MemoryLedger:
             of_all: the peak bytes of one microbatch -> of all that were in flight at once; called
                 after the block.
         """
-        before, most = self._held[ACTIVATIONS], 0  # before: of recordings
+        before, most = self._held[ACTIVATIONS], 0  # before: the recordings' bytes
 
         def see(operations: Sequence[Function]) -> None:
             nonlocal most

@@ -132,8 +132,8 @@ class PlanPrice:
     Attributes:
         peak: the peak bytes.
         seconds: of all actions, with the waits between them.
-        recomputed: the forward actions on layers that have been forward before.
-        moved: the bytes that go out; as many come back.
+        recomputed: the number of forward actions that compute a layer again.
+        moved: the bytes sent to the store; as many come back.
         rows: one for each action, as JSON values, in seconds and bytes:
 
                 ["K", 0, "=- ", begin, computes, end, peak, after, transfer]
@@ -141,7 +141,7 @@ class PlanPrice:
             An action waits from `begin` to `computes`, and computes until `end`. Meanwhile the
             memory is at most `peak` bytes, and then `after`. A transfer is [begin, end] of `O` and
             `I`, else null. The text has a sign for each layer: the action's letter on its own
-            layer, lower case if the layer has been forward before; "=" on a kept layer, "." on an
+            layer, lower case if the layer is computed again; "=" on a kept layer, "." on an
             offloaded one, "-" on a layer whose input value waits. `D` is on the layer of its input
             value.
         layers: their names.
@@ -188,7 +188,7 @@ class PlanState:
         seconds: so far.
         leaving: layers with a transfer out in progress, in the order of their start.
         done: layer -> the end of its last transfer, in seconds.
-        recomputed: forward actions so far on layers that had been forward before.
+        recomputed: the number of forward actions so far that computed a layer again.
     """
 
     def __init__(self, costs: Costs, bandwidth: float = inf) -> None:
@@ -220,7 +220,7 @@ class PlanState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each layer has gone back, and the memory is empty."""
+        """Whether each layer's backward pass is done, and the memory is empty."""
         return not (
             self._grad
             or self._saved

@@ -110,7 +110,7 @@ class PlannedPass:
         """Run the plan up to a layer's backward pass; return the gradient of its input.
 
         Raises:
-            GraphError: when it was done already.
+            GraphError: when this layer's backward pass is done already.
         """
         if layer not in self._waiting:
             raise GraphError(
@@ -291,7 +291,8 @@ class RecomputedModel:
         return head(Value(x.data, node.cuts).marked(x))
 
     def measure(self, value: Value, needed: bool, head: Head) -> None:
-        """Measure the layers with this value, and choose the plan. Collective if layers are.
+        """Measure the layers with this value, and choose the plan. Collective with a group, or if
+        the layers communicate.
 
         Raises:
             UsageError: for too small a budget, or a model that a strategy runs.
@@ -363,7 +364,7 @@ class RecomputedModel:
 
 
 def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
-    """Return each layer's largest costs of any rank; it moves if it moves on all ranks."""
+    """Return each layer's largest costs over the ranks; `moves` only if true on all ranks."""
     result = []
     for rows in zip(*measured, strict=True):
         most = LayerCost(*map(max, zip(*rows, strict=True)))

@@ -198,7 +198,7 @@ class PairPlacement(Placement):
         return zigzag(self.units, size, rank)
 
     def reshaped(self, old: Sequence[int], new: Sequence[int], size: int) -> Placement | None:
-        """See `Placement.reshaped`; the axis must keep its length, and the axes before their size."""
+        """See `Placement.reshaped`. The axis and the product of those before it must not change."""
         before = prod(old[: self.axis])
         for axis, length in enumerate(new):
             if length == old[self.axis] and prod(new[:axis]) == before and prod(old) == prod(new):

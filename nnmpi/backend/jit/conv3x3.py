@@ -37,8 +37,6 @@ row's three elements are applied for many output channels at a time:
 
     p0  p1  p2  p3           output 0 is the sum of p0 .. p2 times the row, 1 of p1 .. p3,
     q0  q1  q2  q3           2 of q0 .. q2, 3 of q1 .. q3
-
-All arrays are flat, and the sizes constants of each kernel: see `winograd`.
 """
 
 from __future__ import annotations
@@ -96,13 +94,13 @@ CACHE_BYTES = 3 << 18
 
 
 class Sizes(NamedTuple):
-    """What a kernel is made for.
+    """The sizes that a kernel is compiled for.
 
     Attributes:
         h, w: the images' height and width, even.
         c, o: channels of the input and the output.
-        images: images that are worked on at a time.
-        rows: rows of tiles that are worked on at a time, of these images.
+        images: the number of images computed at a time.
+        rows: the number of tile rows computed at a time, in these images.
     """
 
     h: int
@@ -114,24 +112,24 @@ class Sizes(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles that are worked on at a time."""
+        """The number of tiles computed at a time."""
         return self.rows * (self.w // 2)
 
     def scratch(self, gradients: bool) -> tuple[int, ...]:
-        """Return how many elements each array has that a pass works in, of any values, all flat.
+        """Return the number of elements of each scratch array, flat and uninitialized.
 
-        Of a forward pass:
+        A forward pass needs:
 
-            v, m        the tiles' 16 places, of the images (16, tiles, c) and of the result (16,
+            v, m        the transformed tiles of the images (16, tiles, c) and of the result (16,
                         tiles, o)
             border      images with a border of zeros, (images, h + 2, w + 2, c)
 
-        Of a backward pass these, v and m also for their gradients, and then:
+        A backward pass needs the same, with v and m for their gradients as well, and then:
 
             spread      the gradient of the images with their border
-            sums        of the result's gradient over some tiles, (o,)
-            du          the gradient of the kernels' places, (16, c, o)
-            ut          these places transposed, (16, o, c)
+            sums        the sum of the result's gradient over some tiles, (o,)
+            du          the gradient of the transformed kernels, (16, c, o)
+            ut          the transformed kernels, transposed, (16, o, c)
         """
         border, kernel = self.images * (self.h + 2) * (self.w + 2) * self.c, 16 * self.c * self.o
         counts = 16 * self.tiles * self.c, 16 * self.tiles * self.o, border
@@ -192,9 +190,7 @@ def _kernels_out(u, to_weight, s):
 
 @inlined
 def _kernels_turned(u, ut, c, o):
-    """Write U[k]^T: the BLAS takes half as long again for a product with a transposed matrix of
-    this size.
-    """
+    """Write U[k]^T: with a transposed matrix of this size, BLAS takes 1.5 times as long."""
     for k in range(16):
         for j in range(o):
             column, row = u[k * c * o + j :], ut[(k * o + j) * c :]
@@ -218,7 +214,7 @@ def _copy(plain, bordered, inwards, first, images, h, w, c):
                     pixels[i] = inside[i]
 
 
-# Four places of a row or column, or of a result's two by two, are handed on as tuples of numbers.
+# Four elements of a row or column, or a 2 x 2 result, are passed as tuples of numbers.
 
 
 @inlined
@@ -265,8 +261,8 @@ def _results(part, at, s):
 
 @inlined
 def largest_of(y, bias):
-    """Return ReLU(bias + the largest of four), and which that was, or DEAD."""
-    # A NaN stays: one pixel's spreads to some window's first output, which no comparison replaces.
+    """Return ReLU(bias + the largest of four), and the index of the largest, or DEAD."""
+    # NaN is not lost: it reaches some window's first output, and no comparison replaces that.
     top, which = y[0], np.int32(0)
     which, top = np.int32(1) if y[1] > top else which, y[1] if y[1] > top else top
     which, top = np.int32(2) if y[2] > top else which, y[2] if y[2] > top else top
@@ -276,7 +272,7 @@ def largest_of(y, bias):
 
 @inlined
 def winner_of(g, which):
-    """Return the gradient of each of four of which one was taken, or none."""
+    """Return the gradients of four outputs: g for the largest one, if any, and 0 for the others."""
     return (
         g if which == 0 else ZERO,
         g if which == 1 else ZERO,
@@ -333,8 +329,8 @@ def _patches_out(v, spread, top, rows, h, w, c, s):
 
 @inlined
 def _largest_out(m, bias, y, corner, first, tiles, o, s):
-    """y = ReLU(bias + the largest of A^T M A), corner = which that was, or DEAD, from the output's
-    tile `first` on.
+    """y = ReLU(bias + the largest of A^T M A), corner = the index of the largest, or DEAD; from the
+    output's tile `first` on.
     """
     for t in range(tiles):
         part, out, place = m[t * o :], y[(first + t) * o :], corner[(first + t) * o :]

@@ -48,9 +48,10 @@ from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.planes import Planes, repeated
 
-# of a block of columns and its result: half of a usual second-level cache, or the kernels' size
+# Bytes of a block's columns and result: about half of a usual second-level cache. With larger
+# kernels a block has the size of the kernels.
 COLUMNS_BYTES = 3 << 18
-DEVICE_BYTES = 1 << 28  # of the same on a device, which has more to do at a time
+DEVICE_BYTES = 1 << 28  # the same on a device, which needs larger products to be busy
 SHORT_RUN = 24  # elements
 
 
@@ -96,7 +97,7 @@ class Columns:
         self._is_pixels = alone and x.flags.c_contiguous
         size = 0 if self._is_pixels else self.count * self._strip_rows * row * terms
         self._memory: Array = xp.empty((size,), x.dtype)
-        # where a block's images are copied to, in a border of zeros
+        # receives a block's images; around it is a border of zeros
         self._inner: Array | None = None
         bordered = x
         if top or left:

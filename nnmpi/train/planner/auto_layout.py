@@ -5,8 +5,8 @@
         -> a race of the first RACERS of these
         -> the winner's options
 
-A prediction may be off by 10 %, and alike for layouts of one kind (the same axes in use, ZeRO or
-not). So the race compares kinds, and the prediction chooses within a kind.
+A prediction may be off by 10 %. Layouts of one kind (the same axes in use, ZeRO or not) have
+similar errors. So the race compares kinds, and the prediction chooses within a kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ class ChosenLayout:
 def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLayout:
     """Return the configuration with the fastest layout, equal on all ranks. Collective.
 
-    A short run takes less time than a search: it gets replicas.
+    A run that is shorter than a search gets replicas.
 
     Args:
         config: with --layout auto.
