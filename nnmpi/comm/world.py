@@ -184,7 +184,7 @@ class Comm(Protocol):
         """Write every rank's array, all of one length, one after another in rank order."""
 
     def allgatherv(self, local: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
-        """Do the same with arrays of `counts` elements.
+        """Write every rank's array, of `counts` elements, one after another in rank order.
 
         Args:
             local: this rank's array; None if it already lies at its offset in `into`.
@@ -193,7 +193,7 @@ class Comm(Protocol):
         """
 
     def iallgatherv(self, local: Buffer | None, into: Buffer, counts: Sequence[int]) -> Request:
-        """Start it."""
+        """Start an `allgatherv`."""
 
     def reduce_scatter(self, array: Buffer, local: Buffer, counts: Sequence[int], /) -> None:
         """Write the sum over the ranks of this rank's part of the array.
@@ -205,7 +205,7 @@ class Comm(Protocol):
         """
 
     def ireduce_scatter(self, array: Buffer, local: Buffer, counts: Sequence[int], /) -> Request:
-        """Start it."""
+        """Start a `reduce_scatter`."""
 
     # ---- other communicators ----
 

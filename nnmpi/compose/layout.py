@@ -259,7 +259,7 @@ class GradientExchange:
 
     @property
     def leaves_choice(self) -> bool:
-        """True if no option is given that only a sum of buckets has."""
+        """True if all options for sums of buckets have their defaults."""
         return self.allreduce == AUTO and self.bucket_bytes is None and self.overlap is None
 
 

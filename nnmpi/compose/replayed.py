@@ -90,7 +90,7 @@ class Replay(Compiled):
             return
         key = (mode.fused, setting(), precision(), *kind)
         if self._parts is None or not self._is_unchanged():
-            run()  # first, since layers decide in it which of them are computed as one
+            run()  # before the inspection: in this pass layers decide which of them are fused
             self._inspect(key)
             return
         recording = self._held.get(key)

@@ -14,8 +14,8 @@ optimizer's state. The new parameters are, bit for bit, those of a shared-memory
 (`comm.node_sum`) and an ordinary update.
 
 Clipping and the check for divergence need the gradient norm before the update, so there are two
-calls: `reduce`, then `update`. `reduce` also sums a few numbers, such as the loss, which so need no
-message.
+calls: `reduce`, then `update`. `reduce` also sums a few numbers, such as the loss: they need no
+message of their own.
 """
 
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ NUMBERS = 8  # the sum of squares, and at most 7 numbers of the caller
 class FusedUpdate:
     """Sums gradients and updates parameters in one pass. Collective throughout.
 
-    The parameters, which become those of the node's first rank, and the optimizer's state move to
-    arrays of which the node has one copy. Each rank's gradients move to arrays that the other ranks
-    can read. `release` moves them back.
+    The parameters and the optimizer's state move to arrays that exist once per node; the
+    parameters become those of its first rank. Each rank's gradients move to arrays that the other
+    ranks can read. `release` moves all of them back.
 
     Args:
         storage: the model's.

@@ -113,7 +113,7 @@ class Parameter(Tensor):
         return self.declared
 
     def draw(self, generator: np.random.Generator) -> Array:
-        """Return initial values in float64; a shard's are those of the full parameter there."""
+        """Return initial values in float64; a shard takes its region of the full parameter's."""
         if self.region is None:
             return self.init(generator, self.declared)
         return self.region.take(self.init(generator, self.region.shape))
@@ -378,7 +378,7 @@ class FlatStorage:
         ]
 
     def trained_slice(self, span: Span) -> slice:
-        """Return the slice of its array of `data` that this rank trains of a parameter."""
+        """Return a parameter's slice of its array in `data`, as far as this rank trains it."""
         return slice(span.start, span.stop)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -69,7 +69,7 @@ class Run:
         backend: of this rank.
         folder: the run's files.
         signature: the model's inputs and outputs, and the transform of samples.
-        tokenizer: of a text; in an opened run on rank 0 only.
+        tokenizer: the text's tokenizer, or None; in an opened run on rank 0 only.
         model: this rank's shard, initialized.
         arrangement: the layout of the model on the ranks.
         step: updates of the initial weights; None for a model in Hugging Face's format.
@@ -348,7 +348,7 @@ def open_run(
         elif last is not None:
             model_state(where.model, group, where).scatter(*source_of(last.model))
     path = RunFolder(folder).tokenizer if is_run else folder
-    with agreed(group):  # a run on samples that are tokens already has none
+    with agreed(group):  # without a file there is none: the samples were tokens already
         tokenizer = (
             load_tokenizer(path) if group.is_root and find_tokenizer(path) is not None else None
         )
@@ -386,7 +386,7 @@ def _load_torch(
 
 
 def _read_config(folder: Path, trust: bool) -> Config:
-    """Return a run's options; for a GPT-2 in Hugging Face's format, those of a run on top of it.
+    """Return a run's options; a GPT-2 in Hugging Face's format gets those of a new run from it.
 
     Raises:
         UsageError: for another kind of folder, and for code without `trust`.
