@@ -129,7 +129,7 @@ _PACKAGES = (
 
 
 def __dir__() -> list[str]:
-    """Return what is meant to be used, and nothing else."""
+    """Return the public names only."""
     return sorted([*__all__, "__version__"])
 
 

@@ -7,9 +7,9 @@ $NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi)
   kernels/                            machine code that numba has made, unless $NUMBA_CACHE_DIR
                                       names a folder
 
-Reading files that anybody may have written: what has no end, or does not end in nesting, is an
-error like others; `foreign` makes one sentence of whatever a library makes of damage; and a packed
-file unpacks to so much and no more.
+Files of unknown origin cannot hang or crash the program. Endless files (pipes, devices) and endless
+nesting raise ordinary errors. `foreign` turns a library's error about a damaged file into a
+sentence. A packed file may unpack only to a limit.
 """
 
 import gzip
@@ -33,13 +33,13 @@ from nnmpi.errors import DataError, NnmpiError, UsageError, shortened
 VARIABLE = "NNMPI_DATA"
 LOCK_FILE = ".lock"
 POLL_S = 0.05  # between two attempts to take a lock
-# What packed files may unpack to: tables and images become 3 to 30 times as long, zeros a thousand
-# times.
+# A packed file may unpack to this many times its size, plus this many bytes: tables and images
+# become 3 to 30 times as long, zeros a thousand times.
 UNPACKED, UNPACKED_BYTES = 100, 2**28
 
 
 def expand(path: Path, what: str) -> Path:
-    """Return the path with ~ or ~user at its head replaced by the home folder that it stands for.
+    """Return the path with a leading ~ or ~user replaced by the home folder.
 
     Raises:
         UsageError: when there is no such user, or the user has no home.
@@ -53,7 +53,7 @@ def expand(path: Path, what: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder for everything that nnmpi keeps between runs.
+    """Return the folder for all files that nnmpi keeps between runs.
 
     Raises:
         UsageError: when the user has no home folder, as in a container.
@@ -72,7 +72,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(folder: Path, patience_s: float = 3600.0) -> Iterator[None]:
-    """Make the folder and hold its lock, which ends with its process in any case.
+    """Make the folder and hold its lock; the end of the process releases it in any case.
 
     Raises:
         UsageError: when the folder cannot be written, or another process keeps the lock for longer
@@ -114,7 +114,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def write_synced(file: Path, content: bytes) -> None:
-    """Write a file and wait until the disk has it; a kill may leave half of it."""
+    """Write a file and sync it to disk; a kill may leave half of it."""
     with file.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -122,16 +122,16 @@ def write_synced(file: Path, content: bytes) -> None:
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Give the file this content at once: readers see the old or the new one, also after a crash.
+    """Replace a file's content atomically: readers see the old or the new one, also after a crash.
 
     Raises:
-        OSError: when the disk is full or not writable; the old content then stays and nothing is
-            left beside it.
+        OSError: when the disk is full or not writable. The old content then stays, and no temporary
+            file is left.
     """
-    # one name: what a kill leaves, the next one writes over
+    # always the same name, so that the next write overwrites the leftover of a killed process
     temporary = file.with_name(f".{file.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # it may be a link that somebody has put there
+        temporary.unlink(missing_ok=True)  # it may be a link to another file
         write_synced(temporary, content)
         temporary.replace(file)
     finally:
@@ -158,7 +158,7 @@ def folder_atomically(folder: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the folder's names."""
+    """Sync a folder to disk, so that new and renamed entries survive a crash."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -173,11 +173,11 @@ def sha256(file: Path) -> str:
 
 
 def check_ordinary(file: Path) -> None:
-    """Refuse what is there and is no ordinary file.
+    """Refuse an existing path that is no ordinary file.
 
     Raises:
-        OSError: for a pipe or a device, which may have no end, and for a folder; when the system
-            does not say.
+        OSError: for a folder, and for a pipe or a device, which may have no end; also when the
+            system cannot examine the path.
     """
     if file.exists() and not file.is_file():
         raise OSError("not an ordinary file")
@@ -189,7 +189,7 @@ def foreign(
 ) -> Iterator[None]:
     """Turn any error of a library about a user's file into "FILE: WHAT (its reason)".
 
-    That is any exception, also what Rust's libraries raise when they panic, which is no Exception.
+    Catches BaseException: the panics of libraries in Rust are not subclasses of Exception.
     """
     try:
         check_ordinary(file)
@@ -202,11 +202,11 @@ def foreign(
 
 
 def appending(file: Path, mode: str = "a", buffering: int = -1) -> Any:
-    """Open an ordinary file for adding to its end, but not through a link, which may lead anywhere.
+    """Open an ordinary file for appending; refuse a link, which may lead anywhere.
 
     Args:
         mode: "a" for text, "ab" for bytes.
-        buffering: as `open` has it.
+        buffering: as in `open`.
 
     Raises:
         OSError: when it cannot be opened.
@@ -226,8 +226,8 @@ def read_text(file: Path) -> str:
     """Return the text of an ordinary file.
 
     Raises:
-        OSError: when there is none, or it cannot be read.
-        ValueError: when it is no UTF-8.
+        OSError: when the file is missing or unreadable.
+        ValueError: when it is not UTF-8.
     """
     check_ordinary(file)
     return file.read_text(encoding="utf-8")
@@ -237,8 +237,8 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: when it is none; for numbers of too many digits and lists within lists without
-            end, too.
+        ValueError: when the text is not JSON, a number has too many digits, or lists are nested
+            too deeply.
     """
     try:
         return json.loads(text)
@@ -256,7 +256,7 @@ def read_json(file: Path) -> Any:
 
 
 def rebuilt(kind: Any, value: Any) -> Any:
-    """Return the value of this type that was written as JSON: a dataclass with what is in it, say.
+    """Return the value of this type that was written as JSON, such as a dataclass of dataclasses.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: for a value of another type.
@@ -272,11 +272,11 @@ def rebuilt(kind: Any, value: Any) -> Any:
             raise TypeError(f"{name} is none of {', '.join(hints)}")
         return kind(**{name: rebuilt(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
     if kind is not bool and int in getattr(kind, "__bases__", ()):
-        # Bytes, which may be written as text
+        # Bytes may be written as text, such as "1GiB"
         return kind(str(value))
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(map(rebuilt, repeat(of[0]) if of[-1] is ... else of, value))
-    if origin is Mapping:  # one of other keys than text is a list of pairs
+    if origin is Mapping:  # JSON has a list of pairs if keys are not text
         pairs = value.items() if isinstance(value, dict) else value
         return {rebuilt(of[0], key): rebuilt(of[1], item) for key, item in pairs}
     fits = (
@@ -292,14 +292,14 @@ def rebuilt(kind: Any, value: Any) -> Any:
 
 
 def check_unpacked(path: Path, nbytes: int) -> None:
-    """Refuse a packed file that is far longer when it is unpacked, before that takes the memory.
+    """Refuse a packed file that unpacks to far more bytes, before they fill the memory.
 
     Args:
         path: the packed file.
-        nbytes: what it says that it holds, or what has come out of it so far.
+        nbytes: the unpacked size that its header gives, or the bytes unpacked so far.
 
     Raises:
-        DataError: when that is too much.
+        DataError: above the limit.
     """
     if nbytes > UNPACKED_BYTES + UNPACKED * path.stat().st_size:
         raise DataError(
@@ -309,7 +309,7 @@ def check_unpacked(path: Path, nbytes: int) -> None:
 
 
 class _Unpacked(io.RawIOBase):
-    """What comes out of a gz file, up to a limit."""
+    """The unpacked bytes of a gz file, up to the limit of `check_unpacked`."""
 
     def __init__(self, path: Path, plain: BinaryIO) -> None:
         self._path, self._stream = path, gzip.GzipFile(fileobj=plain)
@@ -328,8 +328,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """Open an ordinary file for reading its bytes, unpacked when its name ends in .gz.
 
     Raises:
-        DataError: for a file that is missing or unreadable, or a gz stream that is cut, damaged or
-            far too long.
+        DataError: for a missing or unreadable file, and for a gz stream that is truncated, damaged
+            or far too long.
     """
     try:
         check_ordinary(path)
@@ -345,7 +345,7 @@ def read_bytes(path: Path) -> bytes:
     """Return the content of a file, unpacked when its name ends in .gz.
 
     Raises:
-        DataError: see `opened`; and for an empty file.
+        DataError: see `opened`; also for an empty file.
     """
     with opened(path) as stream:
         content = stream.read()

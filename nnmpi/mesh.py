@@ -119,7 +119,9 @@ class Mesh:
         nodes: Sequence[int] | None = None,
         sp: int = 1,
     ) -> Mesh:
-        """Return a world's mesh. One axis may be None and is derived; of several, pp and tp are 1.
+        """Return a world's mesh. An axis that is None is derived from the others.
+
+        If several are None, pp and tp become 1 first.
 
             of(8) -> 8 x 1 x 1      of(8, pp=2) -> 4 x 2 x 1      of(8, dp=2, tp=2) -> 2 x 2 x 2
 

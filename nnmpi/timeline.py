@@ -67,7 +67,7 @@ class TraceEvent(NamedTuple):
 
 
 class Timeline:
-    """One rank's events in order; adding one receives some hundred nanoseconds.
+    """One rank's events in order; adding one takes some hundred nanoseconds.
 
     Args:
         clock: returns seconds; it must not go backwards.

@@ -90,7 +90,7 @@ class Fit:
         return price(collective, self.ranks, nbytes, self.machine)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all attributes as JSON values, but with tuples for lists."""
+        """Return all attributes as JSON values, except that lists are tuples."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
@@ -355,7 +355,7 @@ def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:
 
 
 def _candidates(fit: Fit, shared: bool) -> list[str]:
-    """Return the usable algorithms, native first, which so wins ties.
+    """Return the usable algorithms; native comes first, so that it wins ties.
 
     On one node no algorithm of messages comes near shared memory. Messages from shared memory would
     also take longer than predicted: the fit was measured in ordinary memory, which has larger

@@ -144,8 +144,8 @@ class SharedMemory:
         node_of: the node number of each rank of the group.
         members: the group's ranks on this node, in order.
         polls: polls before a rank yields its core.
-        across: the communicator of the ranks with the same `rank` on each node, of which `rank` 0
-            are the leaders; None with a single node.
+        across: the communicator of one rank per node, those with this rank's `rank`; the leaders
+            have `rank` 0. None with a single node.
         closed: whether it was closed or freed; then it makes no more arrays and barriers.
 
     Raises:
@@ -323,8 +323,8 @@ class SharedMemory:
     def close(self) -> None:
         """Free the barriers and communicators, but not the arrays, which twins share. Idempotent.
 
-        Windows left to MPI's end would be freed there in an order that may differ between ranks of
-        several groups, which is a deadlock.
+        MPI frees the remaining windows when it ends. Ranks of several groups could then free them
+        in different orders, and deadlock.
         """
         if self.closed:
             return

@@ -148,7 +148,8 @@ class Solution:
         """Call the function in the process of the values' rank, and return its result.
 
         Raises:
-            WrongAnswer: if the function raises, returns what is no value, or ends its process.
+            WrongAnswer: if the function raises, returns something other than plain data, or ends
+                its process.
             TimedOut: if it takes too long.
         """
         process, wire = self._process(

@@ -12,20 +12,21 @@ in a third if layer s can be offloaded:
 
 This is rotor's algorithm (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing
 for heterogeneous chains: how to train deep neural networks with limited memory", 2019). A saved
-value stays until the layers after it have gone back (plans are memory-persistent, as there), and no
-layer is kept before the layers below it. Among such plans this one is the fastest. For equal layers
-with one kept at a time it is Revolve's (Griewank and Walther, "Algorithm 799: Revolve", 2000).
+value stays until the layers after it have run back (plans are memory-persistent, as in rotor), and
+no layer is kept before the layers below it. Among such plans this one is the fastest. For equal
+layers with one kept at a time it is Revolve's (Griewank and Walther, "Algorithm 799: Revolve",
+2000).
 Rotor rounds bytes to 500 slots. Here each (s, t) has its exact curve of least time over bytes, with
 a point wherever more bytes save time, so no byte of the budget is lost.
 
-Each (s, t) has two curves. In one, the value before s is held by earlier layers. In the other these
-layers own it: they count it, and may drop it as soon as nothing needs it, after K s if that does
-not save it.
+Each (s, t) has two curves. In one, earlier layers hold the value before s. In the other, the layers
+s..t own it: its bytes count here, and it is dropped as soon as nothing needs it: after K s, unless
+K s saves it.
 
-The time of a transfer depends on the computation beside it. So the program is run for some prices
-of an offloaded layer. A price may rise with the layer's index, since a later layer is needed
-sooner. Its plans move a layer all at once; then out and in are drawn apart, and the fastest of
-these plans is used:
+The time of a transfer depends on the computation beside it. So the dynamic program is run for
+several prices of an offloaded layer. A price may rise with the layer's index, since a later layer
+is needed sooner. Its plans move a layer all at once; then out and in are drawn apart, and the
+fastest of these plans is used:
 
     the program's     K0 O0 A0 K1 D1 K2 D2 B2 B1 I0 B0
     drawn apart       K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0
@@ -221,8 +222,9 @@ def _lower_envelope(points: list[tuple[Any, Any, int]]) -> TimeCurve:
 def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
     """Return the fastest plan found within a budget, without swapping if that is as fast.
 
-    Beside an exhaustive search over any order of actions, for 120 random chains of 2 to 4 layers,
-    it found the fastest plan for 103; the worst of its other plans took 17 % longer.
+    It was compared with an exhaustive search over all orders of actions, on 120 random chains of 2
+    to 4 layers: it found the fastest plan for 103, and the worst of its other plans took 17 %
+    longer.
 
     Args:
         plans: without swapping.

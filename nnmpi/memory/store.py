@@ -243,7 +243,7 @@ class _Location(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """The part of an allocation with saved arrays: from and to which address."""
+    """The addresses in an allocation between which its saved arrays lie."""
 
     owner: Any
     low: int

@@ -236,7 +236,7 @@ def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
 def _silu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     """Turn x into y = x s, s = 1 / (1 + e^-x); write s + y (1 - s). Arguments as for `_gelu`."""
     s, rest = scratch[:2]
-    # the exponential of a larger one is infinite; what is left of x s is below 1e-36
+    # e^-x of a smaller x would be infinite; there |x s| is below 1e-36 anyway
     xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88, out=x)
     xp.exp(xp.negative(x, out=s), out=s)
     xp.divide(1, xp.add(s, 1, out=s), out=s)

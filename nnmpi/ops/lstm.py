@@ -279,7 +279,7 @@ def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, sli
 
 
 def _carry(out: Array, first: Array, rows: Array, earlier: slice) -> None:
-    """Write the state before a step: the previous step's, or the initial one for what begins here.
+    """Write the state before a step: the previous step's; the initial one for new sequences.
 
     Args:
         out: (n, features).

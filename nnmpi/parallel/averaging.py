@@ -23,8 +23,8 @@ A synchronization (`Averaging.synchronize`) gives all ranks the same weights and
 state. Models are evaluated and saved there.
 
 DiLoCo uses the mean displacement since the last average as a gradient, and an outer optimizer, SGD
-with Nesterov momentum, takes a step with it. Its state, equal on all ranks, are the weights of the
-last average and the momentum.
+with Nesterov momentum, takes a step with it. Its state is the weights of the last average and the
+momentum, both equal on all ranks.
 
     weights   a --- steps of each rank ---> w_i,   mean w      outer gradient  d = a - w
     outer     b = momentum * b + d                             a = a - lr * (d + momentum * b)

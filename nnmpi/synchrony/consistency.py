@@ -69,7 +69,7 @@ class WorkQueue:
         return self.first + self.assigned // self.parts >= self.stop
 
     def close(self, at_once: bool = False) -> None:
-        """Assign nothing after the current batch; or nothing at all, and `stop` excludes it."""
+        """Assign nothing after the current batch; with `at_once` not even the rest of it."""
         full, begun = divmod(self.assigned, self.parts)
         self.stop = min(self.stop, self.first + full + (begun > 0 and not at_once))
 

@@ -69,15 +69,15 @@ _as_int = _reinterpret(types.float32, types.int32)
 def exp(x):
     """Return e^x in float32, within 2 units of the last place; NaN stays, e^-inf is 1e-38.
 
-    Above 88.37 it is infinity, as 2^128 written so is: 1 / e^x is then exactly 0, whatever that is
-    multiplied by.
+    Above 88.37 the result is infinity, since the exponent bits of 2^128 are those of infinity. Then
+    1 / e^x is exactly 0.
 
     x = n ln 2 + r with a whole n; e^r by the polynomial of the Cephes library's expf (Moshier,
     1989), and 2^n by writing n into the exponent's bits.
     """
     x = _LEAST if x < _LEAST else x  # in this order NaN stays
     x = _MOST if x > _MOST else x
-    # rounded: what is converted is positive, so cut off is down
+    # rounds to the nearest: the argument of int32 is positive, so truncation rounds down
     n = np.int32(x * _LOG2E + _ABOVE) - np.int32(128)
     full = np.float32(n)
     r = x - full * _LN2_HIGH - full * _LN2_LOW
@@ -156,7 +156,7 @@ def bias_gelu(y, bias, slope):
 
 
 def bias_gelu_tanh(y, bias, slope):
-    """The same in the form of GPT-2."""
+    """y = GELU(y + bias) in GPT-2's tanh form, in place; slope = its derivative."""
     for r in range(y.shape[0]):
         row, steep = y[r], slope[r]
         for i in range(row.size):
@@ -256,7 +256,7 @@ def _each_window(x, weight, y, border, sizes, kernel_h, kernel_w, forward):
     h, w, c, columns, top, left, down, across, out_h, out_w, step_h, step_w, far_h, far_w = sizes
     beside = out_w if step_w == 1 else 1
     run = beside * c
-    # unsigned: an index that might be negative, from the end, is looked at for each element
+    # unsigned: for a signed index numba checks at each element whether it counts from the end
     length, apart = _unsigned(run), _unsigned(far_w * c)
     copies = np.zeros(kernel_h * kernel_w * run, np.float32)
     if forward:

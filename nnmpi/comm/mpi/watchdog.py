@@ -312,7 +312,7 @@ def describe(
 def is_over(
     statuses: Mapping[int, RankStatus], silent: Mapping[int, float], limit_s: float
 ) -> bool:
-    """Return whether the limit has passed: ten times `limit_s` if a rank is busy; 0 is none."""
+    """True after a wait of `limit_s`, or ten times that if a rank is busy; 0 means no limit."""
     waited_s = max((status.waits_s for status in statuses.values()), default=0.0)
     if not limit_s or waited_s < limit_s:
         return False

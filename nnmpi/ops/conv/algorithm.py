@@ -60,7 +60,7 @@ class ConvSpec(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The arrays that a backward pass fills, C-contiguous; None for a gradient that nobody needs.
+    """The arrays that a backward pass fills, C-contiguous; None for a gradient that is not needed.
 
     Attributes:
         x: (n, h, w, c).

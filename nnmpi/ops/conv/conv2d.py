@@ -46,9 +46,9 @@ from nnmpi.tensor.function import Function, Grads, recording
 from nnmpi.tensor.operand import read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
-# WinogradNumpy, measured against im2col. With fewer channels, by the side of tiles, the transforms
-# cost more than the products that they save. By tiles of 4 and by im2col, 32 images of 32 x 32 take
-# 10.4 and 21.5 ms forward and back from 24 to 12 channels, 4.6 and 6.9 ms from 8 to 8 (Xeon).
+# {side of a tile: channels}. With fewer channels WinogradNumpy's transforms cost more than the
+# products that they save. Measured for 32 images of 32 x 32, forward and backward (Xeon): from 24
+# to 12 channels, tiles of 4 take 10.4 ms and im2col 21.5; from 8 to 8 channels, 4.6 and 6.9 ms.
 FEW_CHANNELS = {2: 16, 4: 8}
 # The transforms of a larger image do not fit into a cache.
 LARGE_BYTES = 1 << 23

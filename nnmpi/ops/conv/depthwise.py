@@ -117,7 +117,7 @@ class Depthwise(Algorithm):
         Args:
             xp: the array library.
             kernel: see `backend.jit.kernels.depthwise`.
-            arrays: the images (n, h, w, c), what is read besides, and what is written.
+            arrays: the images (n, h, w, c), the other operand, and the array written.
             out: rows and columns of windows.
             padding, apart, stride: of the images, of their pixels, of windows.
         """

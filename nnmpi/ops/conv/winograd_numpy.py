@@ -47,7 +47,8 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
 from nnmpi.ops.planes import Planes, repeated
 
-# of a block of images: about a usual second-level cache, or the transformed kernels' size
+# Bytes of a block of images: about a usual second-level cache. With larger transformed kernels a
+# block has their size.
 TILES_BYTES = 5 << 18
 # The interpolation points besides infinity; the first three for tiles of 2 x 2. With 2 and -2
 # instead of the last two, results are off by twice as much.

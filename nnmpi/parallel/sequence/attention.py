@@ -3,8 +3,8 @@
 **Ring**: keys and values travel (Liu et al., "Ring attention with blockwise transformers", 2023).
 
 Each rank keeps its queries, attends to the keys it has, and passes these on to the next rank.
-Softmax is accumulated block of keys by block (`attend_more`), so a rank's scores are never of more
-than two ranks' positions.
+Softmax is accumulated over blocks of keys (`attend_more`), so a rank only ever holds scores between
+its own positions and one rank's.
 
     3 ranks, positions in chunks 0..5: rank 0 has 0 and 5, rank 1 has 1 and 4, rank 2 has 2 and 3
 
