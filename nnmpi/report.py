@@ -330,7 +330,7 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _options(options: Mapping[str, Any]) -> list[list[str]]:
-    """Return the run's options with other values than the defaults, given or chosen."""
+    """Return the run's options that differ from their defaults, given or chosen."""
     known = all_options()
     return [
         [known[name].flag, shown(value)]

@@ -62,7 +62,7 @@ class Scaled:
         ranks: their number.
         samples_per_second: the median.
         step_s: seconds of a step, the median.
-        sum_s: the cost model's seconds of the gradients' sum in it; NaN without a known network.
+        sum_s: the cost model's seconds of a step's sum of gradients; NaN without a known network.
         speedup: over the first run, in samples per second; NaN until compared, as the next two.
         efficiency: `speedup` divided by the factor of the number of ranks.
         predicted: the model's speed-up.

@@ -45,8 +45,8 @@ class RankState:
         clock: the beginning of its current step, in any ordered measure.
         over: the arrival of that step's last message so far.
         at: the number of that step; the number of steps at the end.
-        sending: the receiver of the step's pending messages; None when they are through.
-        receiving: the sender of pending messages; None when they are through.
+        sending: the receiver of the step's pending messages; None when they are complete.
+        receiving: the sender of pending messages; None when they are complete.
     """
 
     steps: Sequence[Step]
@@ -316,7 +316,7 @@ class PartialSums(Engine):
         return ready[0]
 
     def add(self, rank: int, step: Step, over: tuple[int, int]) -> tuple[int, int]:
-        """Store the arrivals when both messages of the step are through."""
+        """Store the arrivals when both messages of the step are complete."""
         if rank in self.arrived:
             message, everything = self.arrived.pop(rank)
             message.after = tuple(
@@ -371,7 +371,7 @@ def _difference(parts: int, expected: int, size: int) -> str:
 
 
 def _check_step(where: str, step: Step, size: int, chunks: int) -> None:
-    """Refuse a step that is wrong by itself, whatever the other ranks do."""
+    """Refuse a step that is wrong whatever the other ranks do."""
     for chunk in (*step.send, *step.recv):
         if not 0 <= chunk < chunks:
             raise ScheduleError(

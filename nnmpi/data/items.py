@@ -60,13 +60,14 @@ def as_samples(source: Any) -> Samples:
 class Items(Samples):
     """The items of another library's data set, each read when its batch is made.
 
-    Tokens and quantities are told apart as in a `Dataset`: uint16, uint32, and integers in the
-    shape of y are tokens, all else is quantities. Bytes are divided by 255.
+    As in a `Dataset`, uint16, uint32, and integers in the shape of y are tokens; all other values
+    are quantities. Bytes are divided by 255.
 
     Args:
         source: `len(source)` items `source[i]`. An item is (x, y), or a mapping with the label
-            under one of LABELS and x under another key; numbers under several keys are x in their
-            order. x is an array, a tensor or a Pillow image, of the same shape in each item.
+            under one of LABELS and x under another key. If several other keys have numbers, x is
+            the list of these, in the mapping's order. x is an array, a tensor or a Pillow image, of
+            the same shape in each item.
     """
 
     def __init__(self, source: Any) -> None:

@@ -73,7 +73,7 @@ main()
 """
 ANSWERS = "comm/algorithms schedule synchrony parallel exercise comm/group.py shard.py"  # sources
 NAMES = re.compile(r"\b(id|arg|name)='\w*'")  # in a dumped tree
-LEAST = 60  # nodes of a body; shorter ones, such as GPipe's, come out alike without copying
+LEAST = 60  # nodes of a body; shorter ones, such as GPipe's, may be equal without copying
 MOST_BYTES, MOST_FILES = 1 << 20, 200
 
 

@@ -3,8 +3,8 @@
 A sequence fuses some runs of layers into one operation. The layers keep their names and parameters;
 only the number of calls changes. `nn.unfused()` runs them one by one:
 
-    Linear, ReLU               one GEMM, two passes in place            equal bits to one by one
-    Linear, GELU               the same, in blocks that fit the cache   equal bits
+    Linear, ReLU               one GEMM, two passes in place            same bits as one by one
+    Linear, GELU               the same, in blocks that fit the cache   same bits
     Conv2d, ReLU               the same                                 equal up to rounding
     Conv2d, ReLU, MaxPool2d    bias and ReLU after pooling              equal up to rounding
 

@@ -116,7 +116,8 @@ class MaxPool2dFunction(Pool2dFunction):
                 if not over.overlap:
                     xp.copyto(view[:, :, images], block)
                 else:
-                    # position by position: in one addition, shared pixels would get one summand
+                    # one position at a time: in a single addition to overlapping windows, a shared
+                    # pixel would get only one of its summands
                     for i in np.ndindex(*over.kernel):
                         xp.add(view[i][images], block[i], out=view[i][images])
         return (over.inside(result),)
@@ -172,9 +173,9 @@ def max_pool2d(
 def avg_pool2d(
     x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
 ) -> Tensor:
-    """Return each window's mean, (batch, out_height, out_width, channels); padding is 0.
+    """Return each window's mean, (batch, out_height, out_width, channels).
 
-    Arguments and errors are those of `max_pool2d`.
+    Border pixels count as 0. Arguments and errors are those of `max_pool2d`.
     """
     return pooled(AvgPool2dFunction, x, _checked("avg_pool2d", x, kernel_size, stride, padding))
 
@@ -229,7 +230,7 @@ def _count(y: Array, over: PoolWindows) -> int:
 def _blocks(xp: Any, y: Array, over: PoolWindows) -> Iterator[tuple[slice, Array]]:
     """Yield a few images at a time, with memory for their planes.
 
-    (kernel_h, kernel_w, count, out_h, out_w, c)
+    The memory has the shape (kernel_h, kernel_w, images, out_h, out_w, c).
     """
     n, count = len(y), _count(y, over)
     memory = xp.empty((count * y[:1].size * prod(over.kernel),), y.dtype)

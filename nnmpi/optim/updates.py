@@ -115,7 +115,7 @@ def build(name: str, storage: Storage, **options: Any) -> Optimizer:
     """Return the optimizer of a name in `NAMES`; an option of None means its default.
 
     Raises:
-        UsageError: for an unknown name, an option of other optimizers alone, a missing learning
+        UsageError: for an unknown name, an option that this optimizer lacks, a missing learning
             rate (sgd has no default), or a value out of range.
     """
     if name not in _CLASSES:

@@ -30,9 +30,10 @@ class Slow:
 
     Attributes:
         minimum_s: the least seconds of a step.
-        factors: of ranks that are always slow.
-        chances: (probability, factor) of rules by which any rank is slow in any step.
-        seed: of these rules, which give the same steps in every run with it.
+        factors: rank -> the factor of a rank that is always slow.
+        chances: random rules, (probability, factor): in each step each rank is slow with this
+            probability.
+        seed: draws the slow steps, the same ones in every run.
     """
 
     minimum_s: float = 0.0
@@ -42,7 +43,7 @@ class Slow:
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> Slow:
-        """Return the meaning of a text such as "ms=20;rank=2,factor=3"; no rank is slow for "".
+        """Parse a text such as "ms=20;rank=2,factor=3"; "" slows no rank down.
 
         Raises:
             UsageError: for any other text, and numbers out of range.
@@ -121,7 +122,7 @@ class Slow:
                 )
 
     def describe(self) -> str:
-        """Return it as text, for the head of a run; empty if no rank is slow."""
+        """Return the rules as text, for a run's header; empty if no rank is slow."""
         words = [f"a step takes at least {1e3 * self.minimum_s:g} ms"] if self.minimum_s else []
         words += [
             f"rank {rank} takes {factor:g} times as long" for rank, factor in self.factors.items()

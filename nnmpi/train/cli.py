@@ -382,7 +382,7 @@ def read_shared(
         sections: the command's own dataclasses of options.
         shared: {section of the train command: names of the options that apply here, "" for all}.
         program, description: for --help.
-        different: {option: its default and help here}, if other than for training.
+        different: {option: (default, help)}, where they differ from those of training.
 
     Raises:
         HelpAsked: for -h or --help.

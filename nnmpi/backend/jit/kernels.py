@@ -80,8 +80,8 @@ def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
 
     forward: (x, weight, bias, y: out, corner: out, u: out, scratch: tuple). `corner` is like y if
     pooled, and empty otherwise; u, of 16 c o elements, is for backward. backward: (grad, x, y,
-    corner, u, to: x, weight, bias, of no elements where nobody wants them, scratch). All arrays are
-    flat, `corner` of uint8; z makes the scratch memory.
+    corner, u, to: gradients of x, weight and bias, empty if not needed, scratch). All arrays are
+    flat, `corner` of uint8; `z.scratch` gives the lengths of the scratch arrays.
 
     Args:
         pooled: followed by ReLU and max-pooling over 2 x 2 pixels.
@@ -104,7 +104,7 @@ def direct(h: int, w: int, c: int, o: int) -> Pair:
 def depthwise(kernel_h: int, kernel_w: int) -> Pair:
     """Return the depthwise convolution, and the sum of products that is its weight's gradient.
 
-    Both: (images, what is read besides, out, border: zeros around an image, sizes).
+    Both: (images, the other operand, out, border: an image with zeros around it, sizes).
     """
     arrays = read(1), read(1), write(1), write(1), SIZES
     functions = loops.depthwise(kernel_h, kernel_w)  # type: ignore[no-untyped-call]
