@@ -1,9 +1,9 @@
 """Activations with their derivatives: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, softmax.
 
-GELU is x times a distribution's cumulative function (Hendrycks and Gimpel, 2016), alone or on a
-linear layer's result. There are two forms: the exact one by the error function, and that of GPT-2
-by the hyperbolic tangent (`tanh`). Softmax and its logarithm are shifted by each row's largest
-element, so that nothing overflows.
+GELU is x times the normal distribution's cumulative function (Hendrycks and Gimpel, 2016), alone or
+fused with a linear layer. There are two forms: the exact one with the error function, and GPT-2's
+approximation with the hyperbolic tangent. Softmax and its logarithm are shifted by each row's
+largest element, so that nothing overflows.
 """
 
 from functools import partial
@@ -85,7 +85,7 @@ class SigmoidFunction(Elementwise):
 
     def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
-        # with a place also for a number without axes
+        # with `out`, so that the result of a 0-d array is an array as well
         to_x = xp.subtract(1, y, out=xp.empty(y.shape, y.dtype))
         return (xp.multiply(xp.multiply(to_x, y, out=to_x), grad, out=to_x),)
 
@@ -140,7 +140,7 @@ class Smooth(Elementwise):
 
 
 class LinearGeluFunction(LinearFunction):
-    """GELU of x W + b; the derivative is computed together with the value, and kept.
+    """GELU of x W + b; the derivative is computed together with the value, and saved.
 
     Args:
         form: "gelu" or "gelu_tanh", see `FORMS`.
@@ -161,7 +161,11 @@ class LinearGeluFunction(LinearFunction):
 
 
 def activate_in_place(xp: Any, y: Array, bias: Array | None, form: str, keep: bool) -> Array | None:
-    """Turn y, (rows, n), into the activation of y + bias; return its derivative, if to be kept."""
+    """Turn y, (rows, n), into the activation of y + bias; return its derivative, or None.
+
+    Args:
+        keep: whether the derivative is needed. Compiled kernels compute it in any case.
+    """
     name = f"bias_{form}"
     kernels, blocks = kernels_for(y, name), row_blocks(y)
     slope: Array | None = xp.empty(y.shape, y.dtype) if kernels is not None or keep else None
@@ -178,11 +182,11 @@ def activate_in_place(xp: Any, y: Array, bias: Array | None, form: str, keep: bo
 
 
 def _gelu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
-    """Turn x into x Phi(x), Phi being the normal distribution's cumulative function; write Phi(x) +
-    x density(x).
+    """Turn x into x Phi(x); write the derivative, Phi(x) + x density(x), to `slope`.
 
-    With s = |x| and its tail q = 1 - Phi(s): x Phi(x) = max(x, 0) - s q, which keeps the digits of
-    small tails, and the derivative is 1/2 + sign(x) (1/2 - q + s density(s)).
+    Phi is the normal distribution's cumulative function. With s = |x| and the tail q = 1 - Phi(s),
+    x Phi(x) = max(x, 0) - s q, which preserves the digits of small tails. The derivative is 1/2 +
+    sign(x) (1/2 - q + s density(s)).
 
     Args:
         xp: the arrays' module, or a recorder's stand-in for it.
@@ -191,7 +195,7 @@ def _gelu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
         scratch: four arrays like x.
     """
     size, power, u, tail = scratch
-    # far beyond where the tail is 0; infinity would become NaN, as infinity * 0
+    # the tail is 0 long before 100; infinity would become NaN, as infinity * 0
     xp.minimum(xp.absolute(x, out=size), 100, out=size)
     xp.multiply(xp.multiply(size, size, out=power), -0.5, out=power)
     xp.exp(power, out=power)
@@ -210,13 +214,13 @@ def _gelu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
 
 
 def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
-    """The same in the form of GPT-2, in which Phi is approximated; arguments as for `_gelu`.
+    """Turn x into GPT-2's approximation of GELU; write its derivative. Arguments as for `_gelu`.
 
-    y = x s, s = (1 + tanh(x p)) / 2, p = c (1 + 0.044715 x^2), c = sqrt(2 / pi); dy/dx = s + y (1 -
-    s) (6 p - 4 c)
+        y = x s     s = (1 + tanh(x p)) / 2     p = c (1 + 0.044715 x^2)     c = sqrt(2 / pi)
+        dy/dx = s + y (1 - s) (6 p - 4 c)
 
-    Where x^2 is too large for the dtype (from 1.9e19 on in float32) dy/dx is NaN: another pass to
-    hold x^2 finite would cost a tenth of the time.
+    If x^2 is too large for the dtype (in float32 from |x| = 1.9e19 on), dy/dx is NaN. A pass that
+    bounds x^2 would cost a tenth of the time.
     """
     c, p, rest = sqrt(2 / pi), *scratch[:2]
     s = rest if slope is None else slope
@@ -228,7 +232,7 @@ def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     if slope is not None:
         xp.subtract(xp.multiply(p, 6, out=p), 4 * c, out=p)
         xp.multiply(p, xp.subtract(1, s, out=rest), out=p)
-        # last: where 1 - s is 0, p y may be too large, and infinity * 0 is NaN
+        # y comes last: p y may overflow, and infinity * (1 - s) is NaN if 1 - s is 0
         xp.multiply(p, y, out=p)
         xp.add(s, p, out=slope)
 
@@ -245,8 +249,8 @@ def _silu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
         xp.add(xp.multiply(xp.subtract(1, s, out=rest), y, out=rest), s, out=slope)
 
 
-# A form turns a block into its values, and writes the derivatives. Compiled kernels of a form are
-# called bias_ and its name.
+# Functions that turn a block into the activation's values and write its derivatives. The compiled
+# kernel of a form is named "bias_" and the form's name.
 FORMS = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
 
 
@@ -300,7 +304,7 @@ class SoftmaxFunction(Function):
         self.axis = axis
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where the axis is another one."""
+        """Return the input's placement; refuse an input that is sharded along the axis."""
         return uncut(self, inputs[0], (self.axis,), "adds up all of its axis")
 
     def forward(self, x: Array) -> Array:

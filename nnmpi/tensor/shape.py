@@ -80,7 +80,7 @@ class Concatenate(Function):
         self.axis = axis
 
     def placed(self, *inputs: Any) -> Placement:
-        """Return the inputs' placement, which must be equal and of another axis."""
+        """Return the placement of all inputs; it must be the same, along another axis."""
         first = alike(self, inputs, "joins tensors that all lie on the ranks alike")
         return uncut(self, first, (self.axis,), "along that axis needs all of each")
 

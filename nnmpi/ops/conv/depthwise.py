@@ -58,7 +58,7 @@ class Depthwise(Algorithm):
             grad, turned = xp.ascontiguousarray(grad), xp.ascontiguousarray(weight[::-1, ::-1])
             sizes, stride, reach = grad.shape[1:3], self.spec.stride, self._reach()
             if out.x is not None:
-                # a convolution of the gradient, its pixels as far apart as the windows were
+                # a convolution of the gradient, whose pixels are spread by the stride
                 arrays, border = (grad, turned, out.x), (reach[0] - top, reach[1] - left)
                 self._call(xp, compiled.forward, arrays, (h, w), border, stride, (1, 1))
             if out.weight is not None:
@@ -96,7 +96,7 @@ class Depthwise(Algorithm):
         return None if kernels is None else kernels.depthwise(*self.spec.kernel)
 
     def _reach(self) -> Pair:
-        """Return how far apart the first and last pixels are that a kernel sees."""
+        """Return the distance between a window's first and last pixels, down and across."""
         down, across = (
             (size - 1) * far for size, far in zip(self.spec.kernel, self.spec.dilation, strict=True)
         )
@@ -112,7 +112,7 @@ class Depthwise(Algorithm):
         apart: Pair,
         stride: Pair,
     ) -> None:
-        """Call a kernel for images, which are spread in a border of zeros, and other arrays.
+        """Call a kernel; it copies the images, spread if necessary, into a border of zeros.
 
         Args:
             xp: the array library.
@@ -135,9 +135,7 @@ class Depthwise(Algorithm):
         record_call(kernel, *(array.reshape(array.size) for array in arrays), border, sizes)
 
     def _kernels(self, xp: Any, weight: Array, dtype: Any, columns: int) -> Array:
-        """Return each element's numbers, once for every column of an image: (kh, kw, columns,
-        c).
-        """
+        """Return the weight, repeated for every column of an image: (kh, kw, columns, c)."""
         kernels: Array = xp.empty((*self.spec.kernel, columns, weight.shape[3]), dtype)
         xp.copyto(kernels, cast(xp, weight, dtype))
         return kernels
@@ -152,9 +150,7 @@ class Depthwise(Algorithm):
         return bordered
 
     def _blocks(self, xp: Any, y: Array) -> Iterator[tuple[slice, list[tuple[slice, Array]]]]:
-        """Yield some images of the result after others, and their strips of rows, each with scratch
-        of its shape.
-        """
+        """Yield blocks of the result's images, each with strips of rows and their scratch."""
         n, height, width, channels = y.shape
         room = ELEMENTS if xp.__name__ == "numpy" else y.size
         most = max(1, room // (width * channels))  # rows of the result
@@ -162,6 +158,6 @@ class Depthwise(Algorithm):
         for start in range(0, max(n, 1), count):
             block = slice(start, min(start + count, n))
             scratch = xp.empty((block.stop - start, strip, width, channels), y.dtype)
-            starts = range(0, max(1, height), strip)  # one strip, too, of no rows
+            starts = range(0, max(1, height), strip)  # even without rows there is one strip
             strips = [slice(row, min(row + strip, height)) for row in starts]
             yield block, [(rows, scratch[:, : rows.stop - rows.start]) for rows in strips]

@@ -72,7 +72,7 @@ class FromRank(Function):
 
 
 class DealtBranches(Branches):
-    """Branches, dealt out: this rank computes its own; the others keep names without values.
+    """Branches divided among ranks: this rank computes its own; the others have no values.
 
     Args:
         full: the model's branches.
@@ -129,7 +129,7 @@ class DealtBranches(Branches):
 
 
 def place_branches(layer: Branches, context: LayerContext) -> Placed:
-    """Return the dealt branches."""
+    """Return the branches, divided among the ranks."""
     if context.sharding is not Sharding.BRANCHES:
         raise context.refuse(
             "is made of branches; choose Sharding.BRANCHES, or name the layers in them"

@@ -259,7 +259,7 @@ class Redistributed(Module):
 
 
 def _cut(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> Shard:
-    """Return a tensor's cut in this placement; if the repeats are unknown, x is the part itself."""
+    """Return the shard of x in this placement; if the repeats are unknown, x is that shard."""
     axis, width = placement.axis % x.ndim, placement.width(exchange.size, exchange.rank)
     if placement.repeats is None:
         placement = replace(placement, repeats=x.shape[axis] // width if width else 1)
