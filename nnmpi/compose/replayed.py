@@ -11,8 +11,9 @@ if nothing in it decides by values: if all of its modules, and the loss, are nnm
 it (`Module.replayable`). Its parts are compared before each replay. With another layer, rate or
 array in place of the old one the pass is eager, and recorded again.
 
-Full operations are recorded. A compiler of the tape, which traced models through a stand-in for
-NumPy, was tried: its errors appeared steps later.
+A recording is made while a pass computes real results, operation by operation. To trace the model
+once with a stand-in for NumPy, and to compile the trace, was tried and dropped: its errors appeared
+steps later, far from their cause.
 """
 
 from collections.abc import Callable, Iterable, Iterator
