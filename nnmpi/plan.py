@@ -98,11 +98,11 @@ def parse(words: Sequence[str]) -> _Asked:
     shape, config, given = asked.samples.shape, asked.config, asked.given
     require(
         not (shape and "dataset" in given),
-        "--shape stands in the place of --dataset; leave one of them out",
+        "--shape replaces --dataset; leave one of them out",
     )
     require(
         shape is None or config.optimization.batch_size != "full",
-        "--batch-size full is that of a data set, and --shape stands for none; give a number",
+        "--batch-size full needs a data set, and --shape names none; give a number",
     )
     if shape is not None and config.model.model in SEQUENCE_MODELS:
         sentence = (
@@ -191,7 +191,7 @@ def describe(search: LayoutSearch) -> Iterator[str]:
         yield f"{number:>3}{format_bytes(element.bytes):>12}{sizes}"
     if search.refused:
         yield ""
-        yield "fall out:"
+        yield "excluded:"
     for reason, count in search.refused.most_common(REASONS):
         first, *rest = wrap(reason, WIDTH - 10)
         yield f"{count:>8}  {first}"

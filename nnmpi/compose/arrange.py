@@ -377,16 +377,16 @@ def _shared_parameters(
     for name, leaf, numbers in stages_by_leaf:
         if len(numbers) > 1 and isinstance(leaf, Buffer):
             raise LayoutError(
-                f"the layer of {name} stands in the stages {', '.join(map(str, numbers))}, which"
+                f"the layer of {name} is in stages {', '.join(map(str, numbers))}, which"
                 " would update its running statistics in another order than the serial run; make a"
-                " layer for each place, or cut the model so that both places share a stage"
+                " layer for each use, or cut the model so that both uses share a stage"
             )
     shared = {name: numbers for name, _, numbers in stages_by_leaf if len(numbers) > 1}
     if shared and layout.asynchronous:
         name, numbers = next(iter(shared.items()))
         asked = f"the pipeline schedule {name_of(layout.schedule)}"
         raise LayoutError(
-            f"{name} stands in the stages {', '.join(map(str, numbers))}, which does not go with"
+            f"{name} is in stages {', '.join(map(str, numbers))}, which does not go with"
             f" {asked}; cut the model so that all layers that have it share a stage, or leave"
             f" {asked} out"
         )

@@ -260,7 +260,7 @@ class Passes(Caller):
         if cuts:
             refusal = "" if may_replay else LOOKED_AT
             if self.is_cut and Kind.I in self.executor.plan(len(cuts)).kinds:
-                refusal = "half a backward is done by what the graph knows"
+                refusal = "a split backward pass needs its graph"
             elif self.is_cut and len(batch.y) < self._most_rows:
                 # a pipeline replays batches of the largest size only
                 refusal = "a short last batch would take memory of its own"
@@ -554,12 +554,12 @@ def _refusal(arrangement: Arrangement, backend: Backend, losses: Sequence[SumLos
     layout = arrangement.layout
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
-        "a device's recordings would keep more memory than its steps take": backend.is_device,
-        "an update within a pass gives the weights another place": layout.asynchronous,
-        "ZeRO 2 and 3 let weights and gradients come and go between layers": layout.zero > 1,
+        "a device's recordings would take more memory than its steps": backend.is_device,
+        "an update within a pass replaces the weights' arrays": layout.asynchronous,
+        "ZeRO 2 and 3 acquire and release weights and gradients between layers": layout.zero > 1,
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,
-        "what is offloaded comes and goes between layers": layout.offload is not None,
-        "a plan for activations keeps to a budget of its own": (
+        "offloaded arrays are loaded and released between layers": layout.offload is not None,
+        "an activation plan has its own memory budget": (
             layout.activation_memory is not None and not arrangement.stages
         ),
         f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(

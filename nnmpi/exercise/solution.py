@@ -231,7 +231,7 @@ class Solution:
         if self._expired:
             return TimedOut(f"{self.__name__} takes longer than {self.limit_s:g} s, and is ended")
         if not isinstance(error, OSError) and "ended" not in str(error):
-            return WrongAnswer(f"{self.__name__} hands over what is no value: {error}")
+            return WrongAnswer(f"{self.__name__} returns no readable value: {error}")
         with suppress(TimeoutExpired):
             process.wait(5)
         self._kill()  # it may have closed its streams and still run

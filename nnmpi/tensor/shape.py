@@ -81,7 +81,7 @@ class Concatenate(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the placement of all inputs; it must be the same, along another axis."""
-        first = alike(self, inputs, "joins tensors that all lie on the ranks alike")
+        first = alike(self, inputs, "joins tensors that are all sharded alike")
         return uncut(self, first, (self.axis,), "along that axis needs all of each")
 
     def forward(self, *inputs: Array) -> Array:

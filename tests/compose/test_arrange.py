@@ -181,7 +181,7 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
     refuse(
         group,
         apart,
-        "the layer of 1.running_mean stands in the stages 0, 1, which would",
+        "the layer of 1.running_mean is in stages 0, 1, which would",
         model=shared(),
     )
     assert all(group.gather(place(group, together, shared()).cuts[0] == range(5)))

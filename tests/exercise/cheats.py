@@ -121,7 +121,7 @@ def _saying() -> Iterator[Cheat]:
         "writes to all it has",
         RING,
         every,
-        "hands over what is no value: what it wrote is no message",
+        "returns no readable value: what it wrote is no message",
     )
     found = (
         "frame = sys._getframe()\nwhile 'wire' not in frame.f_locals:\n    frame = frame.f_back\n"

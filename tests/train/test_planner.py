@@ -452,7 +452,7 @@ def test_a_step_is_compared_with_its_prediction() -> None:
     ("words", "text"),
     [
         (["--ranks", "0"], "--ranks"),
-        (["--shape", "8", "--dataset", "iris"], "--shape stands in the place of --dataset"),
+        (["--shape", "8", "--dataset", "iris"], "--shape replaces --dataset"),
         (["--memory", "much"], "much"),
         (["--dp", "2"], "--dp"),
         (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),

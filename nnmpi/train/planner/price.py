@@ -730,7 +730,7 @@ def plan(
     )
     if not result:
         reasons = "; ".join(
-            f"{count} fall out: {reason}" for reason, count in refused.most_common()
+            f"{count} excluded: {reason}" for reason, count in refused.most_common()
         )
         raise LayoutError(
             f"{ranks} ranks can have no layout of this model ({reasons}); give other ranks"
