@@ -18,19 +18,10 @@ const price = ([latencies, parts]) =>
 
 function panel(name) {
   const self = { name, rounds: 0 };
-  const choose = el(
-    "select",
-    {
-      "aria-label": "algorithm",
-      onchange: () => {
-        self.name = choose.value;
-        refresh();
-      },
-    },
-    ...names.map((item) =>
-      el("option", item === name ? { value: item, selected: "" } : { value: item }, item),
-    ),
-  );
+  const choose = choice("algorithm", names, name, (chosen) => {
+    self.name = chosen;
+    refresh();
+  });
   const figures = el("p", { class: "figures" }),
     view = el("div", {}),
     caption = el("p", { class: "caption soft", "aria-live": "polite" });

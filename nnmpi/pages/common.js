@@ -88,6 +88,16 @@ function slider(name, values, at, show, changed) {
   });
   return el("label", {}, `${name}: `, shown, input);
 }
+
+// Return a select of names; `changed` is called with the new one.
+function choice(name, items, chosen, changed) {
+  const options = items.map((item) =>
+    el("option", item === chosen ? { value: item, selected: "" } : { value: item }, item),
+  );
+  const select = el("select", { "aria-label": name }, ...options);
+  select.addEventListener("change", () => changed(select.value));
+  return select;
+}
 const logarithmic = (from, to, per) =>
   Array.from(
     { length: Math.round(Math.log10(to / from) * per) + 1 },

@@ -228,17 +228,10 @@ function refresh() {
   );
   control.go(Math.min(control.state.at, animation().actions.length));
 }
-const choose = el(
-  "select",
-  {
-    "aria-label": "plan",
-    onchange: () => {
-      settings.name = choose.value;
-      refresh();
-    },
-  },
-  ...names.map((name) => el("option", { value: name }, name)),
-);
+const choose = choice("plan", names, settings.name, (chosen) => {
+  settings.name = chosen;
+  refresh();
+});
 PAGE.append(
   el(
     "p",

@@ -18,19 +18,10 @@ const ms = (value) => `${Number(value.toPrecision(4))} ms`;
 
 function panel(name) {
   const self = { name };
-  const choose = el(
-    "select",
-    {
-      "aria-label": "schedule",
-      onchange: () => {
-        self.name = choose.value;
-        refresh();
-      },
-    },
-    ...names.map((item) =>
-      el("option", item === name ? { value: item, selected: "" } : { value: item }, item),
-    ),
-  );
+  const choose = choice("schedule", names, name, (chosen) => {
+    self.name = chosen;
+    refresh();
+  });
   const figures = el("p", { class: "figures" }),
     view = el("div", { class: "wide" });
   self.card = el("section", { class: "card" }, choose, figures, view);
