@@ -9,7 +9,7 @@ import pytest
 def compiled_calls(monkeypatch):
     """The names of the compiled functions that operations call, in order."""
     names = []
-    for name in ("nnmpi.backend.jit.kernels", "nnmpi.ops.conv.depthwise"):
+    for name in ("nnmpi.backend.jit.kernels", "nnmpi.ops.conv.algorithm"):
         module = import_module(name)
         monkeypatch.setattr(module, "record_call", _noting(names, module.record_call))
     return names

@@ -130,12 +130,12 @@ adam, lstm_step, lstm_step_grad = (
 )
 
 
-def _perform(name: str, *args: Any) -> None:
+def _record_loop(name: str, *args: Any) -> None:
     record_call(loop(name), *args)
 
 
 relu_grad, norm, norm_products, norm_grad = (
-    partial(_perform, name) for name in ("relu_grad", "norm", "norm_products", "norm_grad")
+    partial(_record_loop, name) for name in ("relu_grad", "norm", "norm_products", "norm_grad")
 )
 
 

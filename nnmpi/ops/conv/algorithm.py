@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.recording import record_call
 from nnmpi.backend.windows import Pair, out_size
 
 NO_POOL: Pair = (1, 1)
@@ -115,3 +116,13 @@ class Algorithm:
             out: the arrays for the gradients.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no backward")
+
+
+def flattened(array: Array) -> Array:
+    """Return a contiguous array as a view with one axis."""
+    return array.reshape(array.size)
+
+
+def record_flat(kernel: Any, *args: Any) -> None:
+    """Call a compiled kernel with arrays as views with one axis; a recording notes the call."""
+    record_call(kernel, *(arg if isinstance(arg, tuple) else flattened(arg) for arg in args))

@@ -18,8 +18,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import load
-from nnmpi.backend.recording import record_call
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients, flattened, record_flat
 
 
 class Compiled3x3(Algorithm):
@@ -47,7 +46,7 @@ class Compiled3x3(Algorithm):
         )  # which of four pixels was the largest
         u = xp.empty((places,), x.dtype)
         bias = xp.zeros(weight.shape[3:], np.float32) if bias is None else bias
-        _perform(kernels.forward, x, weight, bias, y, corner, u, _scratch(xp, counts, x.dtype))
+        record_flat(kernels.forward, x, weight, bias, y, corner, u, _scratch(xp, counts, x.dtype))
         return y, corner, u
 
     def backward(
@@ -57,11 +56,11 @@ class Compiled3x3(Algorithm):
         # the kernel always writes the bias gradient
         to_bias = xp.empty(weight.shape[3:], grad.dtype) if out.bias is None else out.bias
         expected = [
-            xp.empty((0,), grad.dtype) if item is None else _flat(item)
+            xp.empty((0,), grad.dtype) if item is None else flattened(item)
             for item in (out.x, out.weight)
         ]
         scratch = _scratch(xp, counts, grad.dtype)
-        _perform(
+        record_flat(
             kernels.backward, xp.ascontiguousarray(grad), x, *kept, (*expected, to_bias), scratch
         )
 
@@ -90,11 +89,3 @@ class CompiledWinograd(Compiled3x3):
 
 def _scratch(xp: Any, counts: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
     return tuple([xp.empty((count,), dtype) for count in counts])
-
-
-def _perform(kernel: Any, *args: Any) -> None:
-    record_call(kernel, *(arg if isinstance(arg, tuple) else _flat(arg) for arg in args))
-
-
-def _flat(array: Array) -> Array:
-    return array.reshape(array.size)

@@ -129,6 +129,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
             and min(n, h, w) > 0
             and type(x.data) is np.ndarray
         )
+        # as many channels as for tiles of 2 x 2: fewer have not been measured
         tiled = tiled and c >= FEW_CHANNELS[2] and (compiled is None or x.dtype != FLOAT32)
         return None if spec.relu else WinogradNumpy(spec, 4) if tiled else Depthwise(spec)
     if type(x.data) is not np.ndarray:

@@ -16,10 +16,9 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.precision import cast
-from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS
 from nnmpi.backend.windows import Pair, windows
-from nnmpi.ops.conv.algorithm import Algorithm, Gradients
+from nnmpi.ops.conv.algorithm import Algorithm, Gradients, record_flat
 
 
 class Depthwise(Algorithm):
@@ -132,7 +131,7 @@ class Depthwise(Algorithm):
             (h, w, c, columns, *padding, *apart),
         )
         sizes = (*sizes, *out, *stride, *self.spec.dilation)
-        record_call(kernel, *(array.reshape(array.size) for array in arrays), border, sizes)
+        record_flat(kernel, *arrays, border, sizes)
 
     def _kernels(self, xp: Any, weight: Array, dtype: Any, columns: int) -> Array:
         """Return the weight, repeated for every column of an image: (kh, kw, columns, c)."""

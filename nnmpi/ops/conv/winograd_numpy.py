@@ -43,7 +43,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Shape, ones
 from nnmpi.backend.sums import WIDE
 from nnmpi.backend.windows import corners
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients, flattened
 from nnmpi.ops.conv.im2col import ProductSum
 from nnmpi.ops.planes import Planes, repeated
 
@@ -118,9 +118,12 @@ class WinogradNumpy(Algorithm):
             tiles.multiply(kernel)
             if bias is not None and biases is None:
                 biases = repeated(xp, bias, tiles.results.size // o)
-            flat, part = _flat(tiles.results), None if saved is None else _flat(saved[images])
+            flat, part = (
+                flattened(tiles.results),
+                None if saved is None else flattened(saved[images]),
+            )
             if spec.pool != NO_POOL:
-                pooled = _flat(tiles.pooled)
+                pooled = flattened(tiles.pooled)
                 tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, part)
                 tiles.planes.bias_relu(biases, pooled, part)
                 xp.copyto(whole_pixels(y[images]).transpose(1, 2, 0), whole_pixels(tiles.pooled))
@@ -153,7 +156,7 @@ class WinogradNumpy(Algorithm):
             else:
                 xp.copyto(whole_pixels(tiles.pooled), whole_pixels(grad[images]).transpose(1, 2, 0))
                 planes = tiles.results.reshape(4, tiles.results.size // 4)
-                tiles.planes.gradient(_flat(tiles.pooled), _flat(kept[images]), planes)
+                tiles.planes.gradient(flattened(tiles.pooled), flattened(kept[images]), planes)
             sums = tiles.spread()
             if to_bias is not None:
                 to_bias.add(ones(xp, len(sums), sums.dtype), sums)
@@ -187,10 +190,6 @@ class WinogradNumpy(Algorithm):
             if stop - start < count:
                 tiles = Tiles(xp, self._transforms, (stop - start, h, w, c), o, x.dtype)
             yield slice(start, stop), tiles
-
-
-def _flat(array: Array) -> Array:
-    return array.reshape(array.size)
 
 
 def image_bytes(h: int, w: int, c: int, o: int, itemsize: int, side: int) -> int:
