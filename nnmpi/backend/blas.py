@@ -202,9 +202,15 @@ def _form(x: Array) -> tuple[int, int] | None:
 
 
 @cache
+def is_intel() -> bool:
+    """True on Intel's processors."""
+    return read_cpu("vendor_id") == "GenuineIntel"
+
+
+@cache
 def installed_mkl() -> Mkl | None:
     """Return MKL on Intel's processors, if installed: on others it was slower than OpenBLAS."""
-    return load_mkl() if read_cpu("vendor_id") == "GenuineIntel" else None
+    return load_mkl() if is_intel() else None
 
 
 @cache

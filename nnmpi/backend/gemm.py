@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape
-from nnmpi.backend.blas import has_small_products, installed_mkl, read_cpu
+from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
 from nnmpi.backend.recording import record_call
@@ -120,7 +120,7 @@ def _strip_width(m: int, k: int, n: int, in_rows: bool) -> int:
     widths = [width for width in (64, 32, 16) if width <= n and m * k * width <= 10**6]
     if not in_rows:
         return 16 if 16 in widths and m <= 64 else 0
-    if read_cpu("vendor_id") == "GenuineIntel":
+    if is_intel():
         return 0
     wide = max(widths, default=0)
     return wide if wide == 64 or (wide == 32 and n <= 1024) else 0

@@ -199,15 +199,19 @@ def test_numpys_own_calls() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 700, 1000), (32, 256, 1024), (33, 300, 257), (128, 128, 90)])
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("intel", [False, True])
 def test_strips_give_the_product(
-    shape: tuple[int, int, int], turned: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+    intel: bool,
+    shape: tuple[int, int, int],
+    turned: tuple[bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever code OpenBLAS runs, into new arrays and given ones, in a recording, too; what lies
-    otherwise is one product.
+    otherwise is one product. On Intel's processors only a transposed matrix is cut into strips.
     """
     monkeypatch.setattr(GEMM, "has_small_products", lambda: True)
     monkeypatch.setattr(GEMM, "_strip_width", GEMM._strip_width.__wrapped__)
-    monkeypatch.setattr(GEMM, "read_cpu", lambda field: "AuthenticAMD")
+    monkeypatch.setattr(GEMM, "is_intel", lambda: intel)
     widths, by_strips = [], GEMM._by_strips
     monkeypatch.setattr(GEMM, "installed_mkl", lambda: None)
     monkeypatch.setattr(
@@ -231,10 +235,10 @@ def test_strips_give_the_product(
     for call in recorder.calls:
         call()
     np.testing.assert_array_equal(out, expected)
-    assert len(widths) == 4 * (not turned[1] or m <= 64)
+    assert len(widths) == 4 * (m <= 64 if turned[1] else not intel)
     gemm(np, a, b, np.empty((m, n + 1), np.float32)[:, :n])
     gemm(np, a, np.repeat(b, 2, 1)[:, ::2])
-    assert len(widths) == 4 * (not turned[1] or m <= 64)
+    assert len(widths) == 4 * (m <= 64 if turned[1] else not intel)
 
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
