@@ -172,12 +172,13 @@ def activate_in_place(xp: Any, y: Array, bias: Array | None, form: str, keep: bo
     if kernels is not None:
         getattr(kernels, name)(xp, y, bias, slope)
         return slope
-    scratch = xp.empty((4, blocks[0].stop, y.shape[1]), y.dtype)
+    compute, count = FORMS[form]
+    scratch = xp.empty((count, blocks[0].stop, y.shape[1]), y.dtype)
     for part in blocks:
         block, rows = y[part], part.stop - part.start
         if bias is not None:
             xp.add(block, bias, out=block)
-        FORMS[form](xp, block, None if slope is None else slope[part], scratch[:, :rows])
+        compute(xp, block, None if slope is None else slope[part], scratch[:, :rows])
     return slope
 
 
@@ -192,7 +193,7 @@ def _gelu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
         xp: the arrays' module, or a recorder's stand-in for it.
         x: any shape.
         slope: like x, for the derivative, or None.
-        scratch: four arrays like x.
+        scratch: arrays like x, as many as `FORMS` says.
     """
     size, power, u, tail = scratch
     # the tail is 0 long before 100; infinity would become NaN, as infinity * 0
@@ -222,7 +223,7 @@ def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     If x^2 is too large for the dtype (in float32 from |x| = 1.9e19 on), dy/dx is NaN. A pass that
     bounds x^2 would cost a tenth of the time.
     """
-    c, p, rest = sqrt(2 / pi), *scratch[:2]
+    c, (p, rest) = sqrt(2 / pi), scratch
     s = rest if slope is None else slope
     xp.multiply(xp.multiply(x, x, out=p), 0.044715 * c, out=p)
     xp.add(p, c, out=p)
@@ -239,7 +240,7 @@ def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
 
 def _silu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     """Turn x into y = x s, s = 1 / (1 + e^-x); write s + y (1 - s). Arguments as for `_gelu`."""
-    s, rest = scratch[:2]
+    s, rest = scratch
     # e^-x of a smaller x would be infinite; there |x s| is below 1e-36 anyway
     xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88, out=x)
     xp.exp(xp.negative(x, out=s), out=s)
@@ -249,9 +250,10 @@ def _silu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
         xp.add(xp.multiply(xp.subtract(1, s, out=rest), y, out=rest), s, out=slope)
 
 
-# Functions that turn a block into the activation's values and write its derivatives. The compiled
-# kernel of a form is named "bias_" and the form's name.
-FORMS = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
+# Functions that turn a block into the activation's values and write its derivatives, and their
+# number of scratch arrays: on a device each is as large as the input. The compiled kernel of a form
+# is named "bias_" and the form's name.
+FORMS = {"gelu": (_gelu, 4), "gelu_tanh": (_gelu_tanh, 2), "silu": (_silu, 2)}
 
 
 def _smooth(form: str, x: Any) -> Tensor:
