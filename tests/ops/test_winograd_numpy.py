@@ -9,7 +9,7 @@ from nnmpi import nn, ops
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv import winograd_numpy
 from nnmpi.ops.conv.algorithm import ConvSpec
-from nnmpi.ops.conv.conv2d import Conv2dFunction, conv2d, conv_relu, conv_relu_pool
+from nnmpi.ops.conv.conv2d import Conv2dFunction, choose, conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy
 from nnmpi.ops.pool import max_pool2d
@@ -103,3 +103,12 @@ def test_black_regions_give_zeros_to_a_relu(bias: bool) -> None:
         result.append([np.array(parameter.grad) for parameter in model.parameters()])
     for single, double in zip(*result, strict=True):
         np.testing.assert_allclose(single, double, rtol=0, atol=2e-6 * np.abs(double).max())
+
+
+@pytest.mark.parametrize("channels, biased", [(8, False), (7, False), (16, True), (15, True)])
+def test_few_channels_are_left_to_im2col(channels, biased):
+    """Below 8 without a bias, by tiles of 4 x 4; below 16 with one, by tiles of 2 x 2."""
+    x, weight = Tensor(np.zeros((1, 8, 8, channels))), Tensor(np.zeros((3, 3, channels, 16)))
+    bias = Tensor(np.zeros(16)) if biased else None
+    algorithm = choose(x, weight, bias, ALONE)
+    assert isinstance(algorithm, WinogradNumpy) == (channels in (8, 16))
