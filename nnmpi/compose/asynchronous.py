@@ -114,8 +114,7 @@ class Coupling(ABC):
 
     def open(self, segment: TrainingSegment) -> None:
         """Begin a segment, with the same weights on all ranks."""
-        self.segment, self._begin_s = segment, clock.now()
-        self.waited_s = 0.0
+        self.segment, self.waited_s = segment, 0.0
 
     @abstractmethod
     def tasks(self) -> Iterator[tuple[Task, Batch]]:
@@ -161,7 +160,7 @@ class ServerCoupling(Coupling):
     def open(self, segment: TrainingSegment) -> None:
         """See `Coupling.open`."""
         super().open(segment)
-        self._last_report_s = self._begin_s  # of the last reported gradient
+        self._last_report_s = clock.now()  # of the last reported gradient
         self._updates = 0 if self.server is None else self.server.version
         self._talk.open(segment.batches.start, segment.batches.stop, self.sync.bound)
 
@@ -238,9 +237,7 @@ class ServerCoupling(Coupling):
             before_s, self._last_report_s = self._last_report_s, clock.now()
             fields = {name: getattr(push, name) for name in REPORTED}
             totals = Totals(steps=1, wall_s=self._last_report_s - before_s, **fields)
-            self.segment.progress(
-                Progress(push.batch, worker, totals, push.norm, self._last_report_s - self._begin_s)
-            )
+            self.segment.progress(Progress(push.batch, worker, totals, push.norm))
         if self.segment.poll_signal():
             self.server.controller.close()
 
@@ -295,9 +292,7 @@ class AveragingCoupling(Coupling):
         else:
             optimizer.steps += 1  # equal on all ranks
         if self.group.is_root and not self._broken:
-            segment.progress(
-                Progress(task.batch, 0, totals, gradient.norm, clock.now() - self._begin_s)
-            )
+            segment.progress(Progress(task.batch, 0, totals, gradient.norm))
         self._staleness.add(self.group.rank, self._averaging.steps_since_average(number))
         begin = clock.now()
         with self.group.collective("average"):

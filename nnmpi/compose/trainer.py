@@ -58,14 +58,12 @@ class Progress:
         totals: of this one step, over its samples, with the worker's times. `wall_s` are the
             seconds since the last report.
         norm: the gradient norm of these samples' mean loss, before clipping.
-        at_s: the seconds of the segment so far.
     """
 
     batch: int
     worker: int
     totals: Totals
     norm: float
-    at_s: float
 
 
 @dataclass(frozen=True)

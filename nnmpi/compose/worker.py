@@ -376,7 +376,7 @@ class Worker(Trainer):
                 before, ended = ended, clock.now()
                 report.input_s, report.wall_s = input_s, ended - before
                 totals.add(report)
-                segment.progress(Progress(number, 0, report, report.grad_norm, totals.wall_s))
+                segment.progress(Progress(number, 0, report, report.grad_norm))
                 answers = self._signals.gather(segment.poll_signal(), report.wall_s)
                 signal = max(map(int, answers)) if answers else 0
                 if signal:

@@ -183,7 +183,7 @@ class Loop:
         self._tracer = Tracer(run, reporter.say)
         self._window = copy(state.window)  # sums since the last line of metrics
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
-        self._last = Progress(0, 0, StepReport(), 0.0, 0.0)  # the last report
+        self._last = Progress(0, 0, StepReport(), 0.0)  # the last report
 
     def run(self) -> None:
         """Train to the last step, save, and evaluate the final weights on the test data.

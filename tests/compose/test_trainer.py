@@ -81,9 +81,6 @@ def test_each_can_be_slow_on_purpose(group: Group, kind: str) -> None:
         item.totals.compute_s >= 0.002 * (3 if item.worker == group.rank == 0 else 1)
         for item in text
     )
-    assert [item.at_s for item in text[: len(text) // 2]] == sorted(
-        item.at_s for item in text[: len(text) // 2]
-    )
     trainer.release()
 
 
