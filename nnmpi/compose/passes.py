@@ -225,7 +225,6 @@ class Passes(Caller):
         self._numbers = _numbers(arrangement)
         # by parameter: this rank's stages that still have to add to its gradient
         self._left = Counter[int]()
-        self._last_seed: tuple[float, Array] | None = None
         self._most_rows = 0
         self._watched = _foreign_buffers(model, arrangement)
         self._report = StepReport()
@@ -400,21 +399,16 @@ class Passes(Caller):
     def _seeds(self, now: Running) -> list[Array]:
         """Return the seed of each microbatch's backward pass: loss scale / labels of the update.
 
+        A float64 array of shape (); `backward` casts it to the loss's dtype.
         The loss is a sum over labels, so this gives the gradients of the mean loss.
         `DataParallel.backward` does the same division. With pipedream each microbatch is an update.
         """
-        return [self._seed_of(self._weight(now, cut)) for cut in now.cuts]
+        return [self.backend.asarray(self._weight(now, cut)) for cut in now.cuts]
 
     def _weight(self, now: Running, cut: Cut) -> float:
         batch = now.batch
         targets = batch.targets[cut.number] if self.updates else batch.global_targets
         return now.scale / max(targets, 1)
-
-    def _seed_of(self, value: float) -> Array:
-        """Return a number as a float64 array of shape (); `backward` casts it to the loss dtype."""
-        if self._last_seed is None or self._last_seed[0] != value:
-            self._last_seed = value, self.backend.xp.full((), value, "float64")
-        return self._last_seed[1]
 
     def mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
         """See `Caller`."""
