@@ -48,7 +48,6 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
 from nnmpi.comm.group import Group
-from nnmpi.errors import UsageError
 from nnmpi.optim.clip import scale, sum_of_squares
 from nnmpi.optim.optimizer import Optimizer, number
 from nnmpi.parallel.replication import check_same_model
@@ -152,7 +151,7 @@ class LocalSGD(Averaging):
             optimizer's.
 
     Raises:
-        UsageError: for values out of range.
+        UsageError: for outer values out of range.
     """
 
     def __init__(
@@ -164,8 +163,6 @@ class LocalSGD(Averaging):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
     ) -> None:
-        if every < 1:
-            raise UsageError(f"local SGD cannot average every {every} steps; give at least 1")
         super().__init__(group, storage, optimizer)
         self.every = every
         self.outer_lr = number("outer_lr", outer_lr)
@@ -209,18 +206,8 @@ class Gossip(Averaging):
     """Average the weights with both neighbours on a ring after each step.
 
     The averages are not weighted by rows, so they keep the mean over all ranks as it is.
-    `comm.algorithms.gossip` defines which rank sends to which.
-
-    Raises:
-        UsageError: for a single rank.
+    `comm.algorithms.gossip` defines which rank sends to which; there are at least two.
     """
-
-    def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
-        if group.size < 2:
-            raise UsageError(
-                "gossip averages with other ranks, but there is only one; start at least 2"
-            )
-        super().__init__(group, storage, optimizer)
 
     def after_step(self, step: int, rows: int) -> None:
         """Average with the neighbours; see `Averaging.after_step`."""
