@@ -16,7 +16,7 @@ import numpy as np
 import nnmpi.clock as clock
 import nnmpi.timeline as timeline
 from nnmpi.backend.array import Shape, is_array, namespace
-from nnmpi.backend.precision import is_floating, is_low
+from nnmpi.backend.precision import is_low
 from nnmpi.comm.agreement import Communicator, require_equal
 from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.registry import (
@@ -45,7 +45,6 @@ from nnmpi.comm.collective import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
-    NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
     Collective,
     Step,
@@ -171,26 +170,6 @@ class Group(Communicator):
             ShapeError, DtypeError, CommError, UsageError: as in `all_reduce`.
         """
         self._run(array, algorithm, ALL_GATHER.name, check)
-
-    def average_neighbours(self, array: Buffer) -> None:
-        """Replace the array by half of itself plus a quarter of each ring neighbour's (gossip).
-
-        Two ranks get the mean of both. See `algorithms/gossip.py`.
-
-        Args:
-            array: (n,) float32 or float64; n and dtype the same on all ranks.
-
-        Raises:
-            DtypeError: for integers, which have no halves.
-            ShapeError, CommError: as in `all_reduce`.
-        """
-        self.check_same(array)  # first, so that all ranks refuse or none does
-        if not is_floating(array.dtype):
-            raise DtypeError(
-                f"an average of {array.dtype} numbers is not whole; convert to float32 or float64"
-            )
-        self._run(array, "gossip", NEIGHBOUR_AVERAGE.name, check=False)
-        array /= {1: 1, 2: 2}.get(self.size, 4)
 
     def bind(
         self,
@@ -421,21 +400,6 @@ class Group(Communicator):
                 self, *([(r, item) for r, item in some if item.size] for some in (sends, receives))
             )
         return received
-
-    def all_reduce_max(self, array: Buffer) -> None:
-        """Replace the array by its elementwise maximum over the ranks. Collective.
-
-        Args:
-            array: (n,) but no 16-bit floats. NaN where any rank has NaN.
-
-        Raises:
-            ShapeError: when it is not 1-D and contiguous.
-            DtypeError: for 16-bit floats.
-        """
-        host = to_host(check_buffer(array))
-        by_rank = np.empty((self.size, host.size), host.dtype)
-        self.comm.allgather(host, by_rank)
-        put(by_rank.max(axis=0, out=host), array)
 
     def _check_length(self, array: Buffer, length: int) -> None:
         if check_buffer(array, low=True).size != length:

@@ -222,14 +222,6 @@ def test_hierarchical_sums_over_any_nodes(group: Group, layout: str) -> None:
     )
 
 
-@pytest.mark.both_worlds
-def test_neighbours_are_averaged(group: Group) -> None:
-    array, size = values(group.rank, 50), group.size
-    group.average_neighbours(array)
-    target = expected(group, NEIGHBOUR_AVERAGE.name, 50)[1] / {1: 1, 2: 2}.get(size, 4)
-    assert group.gather(bool(np.array_equal(array, target))) == [True] * size
-
-
 # What is refused.
 
 
@@ -323,14 +315,6 @@ def test_parts(group: Group, dtype: str) -> None:
         with pytest.raises(ShapeError, match="are agreed"):
             call(np.zeros(sum(counts) + 99), counts)
     assert all(group.gather(bool(right)))
-
-
-@pytest.mark.both_worlds
-def test_largest(group: Group) -> None:
-    """Element by element, also of infinities."""
-    result = np.array([group.rank, -group.rank, -np.inf, np.inf if group.rank == 0 else 0.0])
-    group.all_reduce_max(result)
-    assert all(group.gather(result.tolist() == [group.size - 1, 0, -np.inf, np.inf]))
 
 
 @pytest.mark.simulated

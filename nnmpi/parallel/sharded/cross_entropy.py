@@ -81,9 +81,10 @@ class PartCrossEntropy(CrossEntropy):
             if rows.shape[1]
             else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
         )
-        result: Array = xp.ascontiguousarray(tops)
-        with self.group.collective("all-reduce (max)", None, CATEGORY, {"bytes": result.nbytes}):
-            self.group.all_reduce_max(result)
+        tops = xp.ascontiguousarray(tops)
+        with self.group.collective("all-reduce (max)", None, CATEGORY, {"bytes": tops.nbytes}):
+            by_rank = self.group.all_gather_v(tops, [len(tops)] * self.group.size)
+        result: Array = xp.stack(by_rank).max(axis=0)
         return result
 
 
