@@ -35,7 +35,6 @@ import numpy as np
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.buffers import Buffer, check_buffer
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import CommError, UsageError, name_ranks
 from nnmpi.shard import split
 
@@ -144,20 +143,10 @@ def _sum_round(
 ) -> None:
     """Sum one piece of the arrays, short enough for one message."""
     chunks = split(out.size, group.size)
-    local = chunks[group.rank]
-    received = [np.empty((len(theirs), len(local)), out.dtype) for theirs in by_rank]
-    for array, row in zip(blocks.values(), received[group.rank], strict=True):
-        row[...] = array[local.start : local.stop]
-    others = [(rank, chunk) for rank, chunk in enumerate(chunks) if rank != group.rank]
-    sent = [
-        (r, np.stack([array[chunk.start : chunk.stop] for array in blocks.values()]))
-        for r, chunk in others
-        if blocks
-    ]
-    send_and_receive(
-        group,
-        [item for item in sent if item[1].size],
-        [(r, received[r]) for r, _ in others if received[r].size],
+    local = np.array(list(blocks.values()), out.dtype).reshape(len(blocks), out.size)
+    received = group.all_to_all_v(
+        [local[:, chunk.start : chunk.stop] for chunk in chunks],
+        [(len(theirs), len(chunks[group.rank])) for theirs in by_rank],
     )
     sums: dict[TreeBlock, Buffer] = {}
     for block, array in zip(chain(*by_rank), chain(*received), strict=True):
