@@ -25,8 +25,10 @@ from nnmpi.compose.executor import Caller, Executor
 from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued, evaluation
-from nnmpi.shard import part, split
+from nnmpi.ops.collectives import gather
+from nnmpi.shard import split
 from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.placement import features
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -94,16 +96,15 @@ class Inference(Caller):
         tp = self._arrangement.mesh.tp
         classes = self._arrangement.classes
         sequence = self._arrangement.sequence
-        if local is not None and classes:
-            full = np.zeros((*local.shape[:-1], classes), local.dtype)
-            owned = part(classes, tp.size, tp.rank)
-            full[..., owned.start : owned.stop] = local
-            tp.all_reduce(full.reshape(-1))
-            local = full
-        if local is None or sequence is None:
-            return local
+        if local is None:
+            return None
         with no_grad():
-            return sequence.gather(Tensor(local), sequence.placement(self.length or 0)).numpy()
+            outputs = Tensor(local)
+            if classes:
+                outputs = gather(outputs, tp, features(classes))
+            if sequence is not None:
+                outputs = sequence.gather(outputs, sequence.placement(self.length or 0))
+            return outputs.numpy()
 
     def _broadcast(self, outputs: Array | None, shape: tuple[int, ...]) -> Array:
         """Return the last stage's outputs on all ranks of the pipeline."""
