@@ -2,7 +2,7 @@
 
     begin(batch)                            a step begins
     begin_forward(m)                        a microbatch's forward begins
-    begin_backward(last), end_backward(m)   its backward
+    begin_backward(last), end_backward()    its backward
     final(parameters)                       their gradients are complete: start their sum, under the
                                             rest of the pass
     finish()                                the passes are over: wait for the sums
@@ -43,7 +43,7 @@ from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Batch
 from nnmpi.errors import DeviceError, NnmpiError, UsageError
 from nnmpi.optim.clip import global_norm, scale, sum_of_squares
-from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.data import DataParallel, Replicas
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.fused import FusedUpdate, fusing_pays
 from nnmpi.parallel.replication import check_equal, check_replicas
@@ -87,7 +87,6 @@ class Exchange:
         self.model = trainer.model
         self.optimizer = trainer.optimizer
         self.group = trainer.group
-        self.backend = trainer.backend
         self.replicas = arrangement.mesh.replicas
         self._is_uncut = not arrangement.stages  # a full model: hooks report final gradients
         self._updates = arrangement.layout.asynchronous
@@ -102,11 +101,9 @@ class Exchange:
         """Return whether this exchange is for a trainer."""
         return True
 
-    def _start(self, options: GradientExchange) -> DataParallel:
+    def _start(self, options: GradientExchange) -> Replicas:
         args = (options.allreduce, options.bucket_bytes, options.overlap)
-        return DataParallel(
-            self.model, self.replicas, *args, self.backend, runs_backward=self._is_uncut
-        )
+        return DataParallel(self.model, self.replicas, *args, runs_backward=self._is_uncut)
 
     def begin(self, batch: Batch) -> None:
         """Begin a step; refuse a batch whose shares do not fit this exchange.
@@ -127,7 +124,7 @@ class Exchange:
         """Begin a microbatch's backward, in a full model."""
         self.parallel.begin_pass(last)
 
-    def end_backward(self, microbatch: int) -> None:
+    def end_backward(self) -> None:
         """End a microbatch's backward, in a full model."""
         self.parallel.finish_pass()
         self.parallel.end_pass()
@@ -142,7 +139,7 @@ class Exchange:
 
     def progress(self) -> None:
         """Poll the sums in flight."""
-        self.parallel.exchange.progress()
+        self.parallel.progress()
 
     def finish(self) -> Traffic:
         """Finish the sums, also of parameters tied between stages; return their traffic."""
@@ -245,16 +242,14 @@ class NodeExchange(Exchange):
         )
         return free and fusing_pays(model, trainer.group)
 
-    def _start(self, options: GradientExchange) -> DataParallel:
+    def _start(self, options: GradientExchange) -> Replicas:
         self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
         self.holders = self._fused.memory.size
         self._gradient_bytes = sum(grad.nbytes for grad in self.model.storage.grads)
         # priced as a shared all-reduce, which writes more, and reads as much
         self._meeting = SHARED, self._gradient_bytes
         try:
-            return DataParallel(
-                self.model, self.replicas, backend=self.backend, sums_gradients=False
-            )
+            return Replicas(self.model, self.replicas)
         except NnmpiError:  # on all ranks
             self._fused.release()
             raise
@@ -289,14 +284,13 @@ class ZeroExchange(Exchange):
         """See `Exchange`."""
         return trainer.arrangement.layout.zero > 0
 
-    def _start(self, options: GradientExchange) -> DataParallel:
+    def _start(self, options: GradientExchange) -> Replicas:
         stage = self.arrangement.layout.zero
         parallel = ShardedDataParallel(
             self.model,
             self.replicas,
             stage,
             options.algorithm,
-            backend=self.backend,
             runs_backward=self._is_uncut,
         )
         self.weights = parallel if stage > 1 else None
@@ -319,10 +313,10 @@ class FixedExchange(Exchange):
         """See `Exchange`."""
         return trainer.arrangement.layout.fixed
 
-    def _start(self, options: GradientExchange) -> DataParallel:
+    def _start(self, options: GradientExchange) -> Replicas:
         # checked once, in the first batch, on all ranks
         self._is_unchecked = self.arrangement.layout.activation_memory is not None
-        self._sums = FixedReduction(self.model, self.replicas, self.backend)
+        self._sums = FixedReduction(self.model, self.replicas)
         return self._sums
 
     def begin(self, batch: Batch) -> None:
@@ -345,11 +339,6 @@ class FixedExchange(Exchange):
         """See `Exchange.begin_forward`: batch statistics are then those of this microbatch."""
         self._sums.microbatch = microbatch
 
-    def end_backward(self, microbatch: int) -> None:
-        """See `Exchange.end_backward`."""
-        super().end_backward(microbatch)
-        self._sums.add(microbatch)
-
     def sum_losses(self, losses: Mapping[int, float]) -> float:
         """See `Exchange.sum_losses`: in the same tree; the first rank returns the sum."""
         with self.group.collective("losses"):
@@ -359,9 +348,6 @@ class FixedExchange(Exchange):
     def describe(self) -> str:
         """See `Exchange.describe`: a single replica has microbatches, too."""
         return super().describe() if self.group.size == 1 else self._describe()
-
-    def _describe(self) -> str:
-        return "in a fixed tree over the microbatches, after the backward pass"
 
 
 EXCHANGES: tuple[type[Exchange], ...] = (ZeroExchange, FixedExchange, NodeExchange, Exchange)

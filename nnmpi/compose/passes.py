@@ -482,7 +482,7 @@ class Passes(Caller):
     def end_backward(self, microbatch: int) -> None:
         """See `Caller`."""
         if self.exchange is not None and not self.is_cut:
-            self.exchange.end_backward(self._now.cuts[microbatch].number)
+            self.exchange.end_backward()
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
         """See `Caller`."""

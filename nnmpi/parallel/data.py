@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.recording import record_call
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
@@ -30,21 +29,190 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted
 from nnmpi.nn.module import Module
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
 
 
-class DataParallel:
-    """Data parallelism: keeps the replicas of a model on a group's ranks equal. Collective.
+class Replicas:
+    """Replicas of a model on a group's ranks, equal at first: the base of all data parallelism.
 
     Parameters and buffers become those of rank 0. Batch normalization takes its statistics over all
-    ranks. `backward` sums gradients over the ranks. A model has one DataParallel at a time;
-    `release` detaches it.
+    ranks. A subclass sums the gradients; here each rank keeps its own. A model has one Replicas at
+    a time; `release` detaches it.
 
     Args:
         model: initialized, the same on all ranks.
         group: the ranks that share each batch.
+        runs_backward: whether the caller uses `backward`; otherwise (a pipeline) the caller runs
+            the backward passes, and calls `reduce` and `finish`.
+
+    Attributes:
+        shares_batches: whether the ranks share each microbatch, and batch normalization takes its
+            statistics over them; otherwise a microbatch belongs to one rank.
+        released: whether `release` was called.
+        notice: an option that could not be used as given, and why; otherwise empty.
+        before_sum: called with the number of each final gradient before its sum may begin.
+        traffic: the bytes and times of the last step's gradients and batch statistics.
+    """
+
+    shares_batches = True
+    notice = ""
+
+    def __init__(self, model: Module, group: Group, runs_backward: bool = True) -> None:
+        self.model, self.group, self.storage = model, group, model.storage
+        # whether the running backward pass is the last microbatch's; None between passes
+        self._last: bool | None = None
+        self._summed = False  # whether the gradients are a finished step's sums
+        self._statistics = self.traffic = Traffic()
+        self.released = False
+        self.before_sum: Callable[[int], object] = int
+        self._start_equal()
+        if group.size > 1 and runs_backward:
+            for span in self.storage.spans:  # all of them: a stray pass may reach any parameter
+                span.parameter.guard = self._check_pass
+        if group.size > 1 and self.shares_batches:
+            for _, module in model.named_modules():
+                if hasattr(module, "all_reduce"):
+                    module.all_reduce = self._sum_statistics
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Return the model's result, as `model(...)` does."""
+        return self.model(*inputs, **named)
+
+    def _start_equal(self) -> None:
+        broadcast_state(self.model, self.group)
+
+    def backward(self, loss_sum: Tensor, samples: int, last: bool = True) -> None:
+        """Add the gradient of the global mean loss on all ranks. Collective.
+
+        Args:
+            loss_sum: the sum of the losses of this rank's samples.
+            samples: the denominator of the mean: the number of samples of all ranks and all
+                microbatches together; for sequences, the number of tokens to predict
+                (`Batch.global_targets`).
+            last: whether the step's sum over the ranks begins with this pass; False for all but the
+                last of several microbatches, whose gradients only accumulate on this rank.
+
+        Raises:
+            UsageError: when the last step's gradients were not cleared: see `Module.zero_grad`.
+            CommError: when the last pass ended early, in an exception.
+        """
+        # The gradient of the mean. Two other places divide by the same count: `Passes._seeds` in a
+        # Worker, and `stats.Totals` for the loss. Float64: rounded to the gradient's dtype only in
+        # the backward pass.
+        seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
+        # `record_call` records the call, so that a compiled step repeats it each time
+        record_call(self.begin_pass, last)
+        try:
+            loss_sum.backward(seed)
+            record_call(self.finish_pass)
+        finally:
+            record_call(self.end_pass)
+        if last:
+            record_call(self.finish)
+
+    def reduce(self, numbers: Sequence[int]) -> None:
+        """Start the sum of final gradients, by their parameters' numbers in the storage.
+
+        Raises:
+            UsageError: after `release`.
+        """
+        self.check_not_released()
+
+    def progress(self) -> None:
+        """Poll the sums in flight."""
+
+    def finish(self) -> None:
+        """End a step: return when all gradients are summed. Collective.
+
+        Raises:
+            UsageError: after `release`.
+        """
+        self.check_not_released()
+        self.storage.finish_gradients()
+        self._summed = True
+        self.traffic, self._statistics = self._statistics, Traffic()
+
+    def begin_pass(self, last: bool) -> None:
+        """Begin a pass; refuse it if its gradients would be added to another step's."""
+        self.check_not_released()
+        if self._summed and self.storage.has_gradients:
+            raise UsageError(
+                "the gradients of the last step are still there, summed over the ranks; call"
+                " model.zero_grad() before each step (and backward(..., last=False) for all but the"
+                " last of a step's losses)"
+            )
+        self._summed, self._last = False, last
+
+    def finish_pass(self) -> None:
+        """End a complete pass: a hook for subclasses that sum units."""
+
+    def end_pass(self) -> None:
+        """End a pass, complete or ended by an exception."""
+        self._last = None
+
+    def describe(self) -> str:
+        """Return how gradients are summed, as text."""
+        return "by the caller"
+
+    def check_equal(self) -> None:
+        """Compare a hash of the parameters over all ranks, unless ZeRO shards them. Collective.
+
+        Raises:
+            CommError: on all ranks, naming a parameter that differs and the ranks.
+        """
+        if self.storage.is_whole:
+            parameters = (span.parameter for span in self.storage.spans if not span.parameter.apart)
+            weights = {parameter.name: parameter.data for parameter in parameters}
+            check_equal(self.group, weights, "the weights of {} differ between the ranks")
+
+    def release(self) -> None:
+        """Detach from the model: remove hooks and statistics, free the communicator. Collective.
+
+        A second call does nothing.
+        """
+        self.released = True
+        for span in self.storage.spans:
+            span.parameter.hook = span.parameter.guard = None
+        for _, module in self.model.named_modules():
+            if hasattr(module, "all_reduce"):
+                module.all_reduce = None
+
+    def _check_pass(self) -> None:
+        """Refuse a backward pass outside of `backward`: its gradients would stay unsummed."""
+        if self._last is None:
+            raise UsageError(
+                "this model's gradients are to be summed over ranks: call parallel.backward(loss,"
+                " samples) instead of loss.backward(), or parallel.release() first"
+            )
+
+    def check_not_released(self) -> None:
+        """Refuse to continue after `release`, when each rank would use its own gradients.
+
+        Raises:
+            UsageError: after `release`.
+        """
+        if self.released:
+            raise UsageError("this DataParallel (or its worker) was released; make a new one")
+
+    def _sum_statistics(self, array: Array) -> Array:
+        # Three small sums per layer and step: the price of results that do not depend on the
+        # number of ranks.
+        total: Array = namespace(array).ascontiguousarray(array)
+        self.group.all_reduce(total.reshape(-1), check=False)
+        self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes))
+        return total
+
+
+class DataParallel(Replicas):
+    """Data parallelism: `backward` sums the gradients over the ranks, in buckets. Collective.
+
+    With "shared" or "auto" the gradients move to memory that the ranks of a node share, if
+    available; otherwise `notice` says why not.
+
+    Args:
+        model, group, runs_backward: see `Replicas`.
         allreduce: the algorithm: a name in `comm.algorithms.registry.NAMES`, such as "auto",
             "native" or "ring"; or one name for each bucket.
         bucket_bytes: the longest bucket, unless one parameter is longer; None to choose (see
@@ -53,28 +221,9 @@ class DataParallel:
             None to choose: overlap pays between nodes and with arrays on a device. On one node it
             does not, since a core that computes has no cycles to copy with (a small MLP's step took
             0.53 ms with overlap and 0.47 without, a large one's 31 and 29).
-        backend: the backend of the model's arrays; NumPy by default.
-        sums_gradients: whether gradients are summed here; otherwise each rank keeps its own.
-        runs_backward: whether the caller uses `backward`; otherwise the caller runs the backward
-            passes, and calls `reduce` and `finish`.
-
-                                                            sums_gradients   runs_backward
-            plain                                           True             True
-            fused with the update, see `parallel.fused`     False            True
-            in a fixed order, see `fixed_reduction`         False            True
-            pipeline                                        True             False
-
-    With "shared" or "auto" the gradients move to memory that the ranks of a node share, if
-    available.
 
     Attributes:
-        shares_batches: whether the ranks share each microbatch, and batch normalization takes its
-            statistics over them; otherwise a microbatch belongs to one rank.
         exchange: the buckets and their sums.
-        released: whether `release` was called.
-        notice: why gradients could not move to shared memory; empty if they did or need not.
-        before_sum: called with the number of each final gradient before its sum may begin.
-        traffic: the bytes and times of the last step's gradients and batch statistics.
 
     Raises:
         CommError: on all ranks, when their models differ.
@@ -93,8 +242,6 @@ class DataParallel:
         [[-0.726, 0.726], [-0.726, 0.726]]
     """
 
-    shares_batches = True
-
     def __init__(
         self,
         model: Module,
@@ -102,144 +249,56 @@ class DataParallel:
         allreduce: AlgorithmLike | Sequence[AlgorithmLike] = AUTO,
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
-        backend: Backend | None = None,
-        sums_gradients: bool = True,
         runs_backward: bool = True,
     ) -> None:
-        self.model, self.group = model, group
-        self.storage = model.storage
-        self.backend = numpy_backend() if backend is None else backend
-        if sums_gradients:
-            check_free(model)
-            check_same_model(group, self.storage)
-        # whether the running backward pass is the last microbatch's; None between passes
-        self._last: bool | None = None
-        self._summed = False  # whether the gradients are a finished step's sums
-        self._statistics = self.traffic = Traffic()
-        self.released, self.notice = False, ""
-        self.before_sum: Callable[[int], object] = int
-        self._shared: list[Array] = self._share_gradients(allreduce) if sums_gradients else []
-        # Null object: with no buffers every call of the exchange is a no-op.
-        buffers = self.storage.grads if sums_gradients else []
-        apart = self.storage.apart  # gradients of one rank's experts, which are in no bucket
-        spans = [
-            (-1 if apart[s.buffer] else s.buffer, s.start, s.stop)
-            for s in self.storage.spans
-            if sums_gradients
+        check_free(model)
+        storage = model.storage
+        check_same_model(group, storage)
+        self._shared, self.notice = _share_gradients(storage, group, allreduce)
+        spans = [  # gradients of one rank's experts are in no bucket
+            (-1 if storage.apart[s.buffer] else s.buffer, s.start, s.stop) for s in storage.spans
         ]
         try:
-            self.exchange = BucketExchange(group, buffers, spans, allreduce, bucket_bytes, overlap)
+            self.exchange = BucketExchange(
+                group, storage.grads, spans, allreduce, bucket_bytes, overlap
+            )
         except NnmpiError:  # on all ranks
-            self._unshare_gradients()
+            _unshare_gradients(storage, group, self._shared)
             raise
-        self._start_equal()
-        if group.size > 1 and runs_backward:
-            for number, span in enumerate(self.storage.spans):
-                # Every parameter has the guard, since a stray pass may reach any of them. A hook
-                # is useful only if the gradient's sum begins before the pass ends.
-                span.parameter.guard = self._check_pass
-                if sums_gradients and self.exchange.overlap:  # without hooks the tape is faster
-                    span.parameter.hook = partial(self._final, number)
-        if group.size > 1 and self.shares_batches:
-            for _, module in model.named_modules():
-                if hasattr(module, "all_reduce"):
-                    module.all_reduce = self._sum_statistics
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's result, as `model(...)` does."""
-        return self.model(*inputs, **named)
-
-    def _start_equal(self) -> None:
-        broadcast_state(self.model, self.group)
-
-    def backward(
-        self,
-        loss_sum: Tensor,
-        samples: int,
-        last: bool = True,
-        scale: float = 1.0,
-        seed: Tensor | None = None,
-    ) -> None:
-        """Add the gradient of the global mean loss on all ranks. Collective.
-
-        Args:
-            loss_sum: the sum of the losses of this rank's samples.
-            samples: the denominator of the mean: the number of samples of all ranks and all
-                microbatches together; for sequences, the number of tokens to predict
-                (`Batch.global_targets`).
-            last: whether the step's sum over the ranks begins with this pass; False for all but the
-                last of several microbatches, whose gradients only accumulate on this rank.
-            scale: a factor of all gradients (see `optim.clip`).
-            seed: scale / samples, () float64, of a step that is recorded once and replayed with
-                other values; made here by default.
-
-        Raises:
-            UsageError: when the last step's gradients were not cleared: see `Module.zero_grad`.
-            CommError: when the last pass ended early, in an exception.
-        """
-        # The gradient of the mean. Two other places divide by the same count: `Passes._seeds` in a
-        # Worker, and `stats.Totals` for the loss.
-        if seed is None or loss_sum.shape:
-            # float64: rounded to the gradient's dtype only in the backward pass
-            seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))
-        # `record_call` records the call, so that a compiled step repeats it each time
-        record_call(self.begin_pass, last)
-        try:
-            loss_sum.backward(seed)
-            record_call(self.finish_pass)
-        finally:
-            record_call(self.end_pass)
-        if last:
-            record_call(self.finish)
-
-    def reduce(self, numbers: Sequence[int]) -> None:
-        """Start the sum of final gradients, by their parameters' numbers in the storage.
-
-        Raises:
-            UsageError: after `release`.
-        """
-        self.check_not_released()
-        for number in numbers:
-            parameter = self.storage.spans[number].parameter
-            parameter.finish_gradient()  # copy into flat storage if the caller set another array
-            if not parameter.apart:
-                self.exchange.ready(number)
-
-    def finish(self) -> None:
-        """End a step: return when all gradients are summed. Collective.
-
-        Raises:
-            UsageError: after `release`.
-        """
-        self.check_not_released()
-        self.storage.finish_gradients()
-        self.exchange.finish()
-        self._summed = True
-        self.traffic = self.exchange.traffic.plus(self._statistics)
-        self._statistics = Traffic()
+        super().__init__(model, group, runs_backward)
+        # Without hooks the tape is faster; they are useful only if sums begin before the pass ends.
+        if group.size > 1 and runs_backward and self.exchange.overlap:
+            for number, span in enumerate(storage.spans):
+                span.parameter.hook = partial(self._final, number)
 
     def begin_pass(self, last: bool) -> None:
-        """Begin a pass; refuse it if its gradients would be added to another step's."""
+        """See `Replicas.begin_pass`."""
         self.check_not_released()
         if self.exchange.under_way:
             raise CommError(
                 "the backward pass before this one ended in an exception while gradients were being"
                 " summed; release this DataParallel and make a new one"
             )
-        if self._summed and self.storage.has_gradients:
-            raise UsageError(
-                "the gradients of the last step are still there, summed over the ranks; call"
-                " model.zero_grad() before each step (and backward(..., last=False) for all but the"
-                " last of a step's losses)"
-            )
-        self._summed, self._last = False, last
+        super().begin_pass(last)
 
-    def finish_pass(self) -> None:
-        """End a complete pass: a hook for subclasses that sum units."""
+    def reduce(self, numbers: Sequence[int]) -> None:
+        """See `Replicas.reduce`."""
+        super().reduce(numbers)
+        for number in numbers:
+            parameter = self.storage.spans[number].parameter
+            parameter.finish_gradient()  # copy into flat storage if the caller set another array
+            if not parameter.apart:
+                self.exchange.ready(number)
 
-    def end_pass(self) -> None:
-        """End a pass, complete or ended by an exception."""
-        self._last = None
+    def progress(self) -> None:
+        """See `Replicas.progress`."""
+        self.exchange.progress()
+
+    def finish(self) -> None:
+        """See `Replicas.finish`."""
+        super().finish()
+        self.exchange.finish()
+        self.traffic = self.exchange.traffic.plus(self.traffic)
 
     def describe(self) -> str:
         """Return the buckets with their all-reduce algorithms and the reasons."""
@@ -257,102 +316,55 @@ class DataParallel:
             words.append(f"the busiest rank sends {most} in a step, all together {total}")
         return ", ".join(words)
 
-    def check_equal(self) -> None:
-        """Compare a hash of the parameters over all ranks, unless ZeRO shards them. Collective.
-
-        Raises:
-            CommError: on all ranks, naming a parameter that differs and the ranks.
-        """
-        if self.storage.is_whole:
-            parameters = (span.parameter for span in self.storage.spans if not span.parameter.apart)
-            weights = {parameter.name: parameter.data for parameter in parameters}
-            check_equal(self.group, weights, "the weights of {} differ between the ranks")
-
     def release(self) -> None:
-        """Detach from the model: remove hooks and statistics, free the communicator. Collective.
-
-        A second call does nothing.
-        """
-        if self.released:
-            return
-        self.released = True
-        for span in self.storage.spans:
-            span.parameter.hook = span.parameter.guard = None
-        for _, module in self.model.named_modules():
-            if hasattr(module, "all_reduce"):
-                module.all_reduce = None
-        self.exchange.free()
-        self._unshare_gradients()
+        """See `Replicas.release`."""
+        if not self.released:
+            super().release()
+            self.exchange.free()
+            _unshare_gradients(self.storage, self.group, self._shared)
 
     def _final(self, number: int, _: Parameter) -> None:
         if self._last:
             self.before_sum(number)
             self.reduce([number])
 
-    def _check_pass(self) -> None:
-        """Refuse a backward pass outside of `backward`: its gradients would stay unsummed."""
-        if self._last is None:
-            raise UsageError(
-                "this model's gradients are to be summed over ranks: call parallel.backward(loss,"
-                " samples) instead of loss.backward(), or parallel.release() first"
-            )
 
-    def _share_gradients(self, allreduce: AlgorithmLike | Sequence[AlgorithmLike]) -> list[Array]:
-        """Move the gradients to shared memory, if useful, and return its arrays.
+def _share_gradients(
+    storage: FlatStorage, group: Group, allreduce: AlgorithmLike | Sequence[AlgorithmLike]
+) -> tuple[list[Array], str]:
+    """Move gradients to shared memory, if useful; return its arrays, and why there are none.
 
-        "auto" moves them although it may choose another algorithm later: it can choose shared
-        memory only if the gradients are there.
-        """
-        names = {allreduce} if isinstance(allreduce, str) or callable(allreduce) else set(allreduce)
-        long = any(grad.nbytes >= SHARED_BYTES for grad in self.storage.grads)
-        if any(is_device(grad) for grad in self.storage.grads):
-            # staging allocates its own buffers in shared memory
-            return []
-        if (
-            any(self.storage.apart)
-            or self.group.size == 1
-            or not (SHARED in names or (AUTO in names and long))
-        ):
-            return []
-        arrays: list[Array] = []
-        try:
-            memory = self.group.memory()
-            if len(set(memory.node_of)) == self.group.size:  # one rank per node
-                return []
-            for grad in self.storage.grads:
-                arrays.append(memory.allocate(grad.size, str(grad.dtype)))
-        except DeviceError as error:
-            if arrays:
-                memory.drop(arrays)
-            self.notice = f"gradients stay in private memory: {error}"
-            return []
-        self.storage.move(grads=arrays)
-        return arrays
+    "auto" moves them although it may choose another algorithm later: it can choose shared memory
+    only if the gradients are there.
+    """
+    names = {allreduce} if isinstance(allreduce, str) or callable(allreduce) else set(allreduce)
+    long = any(grad.nbytes >= SHARED_BYTES for grad in storage.grads)
+    if (
+        any(map(is_device, storage.grads))  # staging allocates its own buffers in shared memory
+        or any(storage.apart)
+        or group.size == 1
+        or not (SHARED in names or (AUTO in names and long))
+    ):
+        return [], ""
+    arrays: list[Array] = []
+    try:
+        memory = group.memory()
+        if len(set(memory.node_of)) == group.size:  # one rank per node
+            return [], ""
+        for grad in storage.grads:
+            arrays.append(memory.allocate(grad.size, str(grad.dtype)))
+    except DeviceError as error:
+        if arrays:
+            memory.drop(arrays)
+        return [], f"gradients stay in private memory: {error}"
+    storage.move(grads=arrays)
+    return arrays, ""
 
-    def _unshare_gradients(self) -> None:
-        """Move the gradients back to private memory, and free the shared memory. Collective."""
-        if not self._shared:
-            return
-        if any(
-            grad is shared for grad, shared in zip(self.storage.grads, self._shared, strict=True)
-        ):
-            self.storage.move(grads=[np.zeros_like(grad) for grad in self.storage.grads])
-        self.group.memory().drop(self._shared)
-        self._shared = []
 
-    def check_not_released(self) -> None:
-        """Refuse to continue after `release`, when each rank would use its own gradients.
-
-        Raises:
-            UsageError: after `release`.
-        """
-        if self.released:
-            raise UsageError("this DataParallel (or its worker) was released; make a new one")
-
-    def _sum_statistics(self, array: Array) -> Array:
-        # Three small sums per layer and step: the price of results that do not depend on the
-        # number of ranks.
-        total: Array = namespace(array).ascontiguousarray(array)
-        self.group.all_reduce(total.reshape(-1), check=False)
-        self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes))
-        return total
+def _unshare_gradients(storage: FlatStorage, group: Group, arrays: Sequence[Array]) -> None:
+    """Move the gradients back to private memory, and free the shared memory. Collective."""
+    if not arrays:
+        return
+    if any(grad is shared for grad, shared in zip(storage.grads, arrays, strict=True)):
+        storage.move(grads=[np.zeros_like(grad) for grad in storage.grads])
+    group.memory().drop(arrays)

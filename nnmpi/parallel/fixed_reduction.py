@@ -21,8 +21,7 @@ from math import nan
 
 import numpy as np
 
-from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend
+from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.buffers import is_device, put, room_like, to_host, to_hosts
 from nnmpi.comm.fixed_order import SumTree, sum_in_fixed_order
 from nnmpi.comm.gradients import Traffic
@@ -30,28 +29,27 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.data import Replicas
 
 
-class FixedReduction(DataParallel):
+class FixedReduction(Replicas):
     """Sums a model's gradients over microbatches and replicas.
 
-        begin(microbatches)   begin_pass, loss.backward(), end_pass, add(microbatch)   ...  finish()
+        begin(microbatches)   begin_pass, loss.backward(), finish_pass, end_pass   ...  finish()
 
     Args:
         model: initialized; the running statistics of its batch norms are updated here from now on.
         group: the replicas.
-        backend: the backend of the model's arrays.
 
     Attributes:
-        microbatch: the owner of the batch statistics that the next forward computes; the caller
-            sets it first.
+        microbatch: the owner of the batch statistics and the gradients that the next pass computes;
+            the caller sets it first.
     """
 
     shares_batches = False
 
-    def __init__(self, model: Module, group: Group, backend: Backend) -> None:
-        super().__init__(model, group, backend=backend, sums_gradients=False)
+    def __init__(self, model: Module, group: Group) -> None:
+        super().__init__(model, group)
         self.microbatch = 0
         self._norms = [
             module for _, module in model.named_modules() if isinstance(module, BatchNorm)
@@ -69,11 +67,11 @@ class FixedReduction(DataParallel):
         for observed in self._observed:
             observed.clear()
 
-    def add(self, microbatch: int) -> None:
-        """Take one microbatch's gradients, and clear them in the model."""
+    def finish_pass(self) -> None:
+        """Take the microbatch's gradients, and clear them in the model."""
         self.storage.finish_gradients()
         for tree, grad in zip(self._trees, self.storage.grads, strict=True):
-            tree.push(microbatch, to_host(grad))
+            tree.push(self.microbatch, to_host(grad))
         for span in self.storage.spans:
             span.parameter.grad = None
 
@@ -92,6 +90,10 @@ class FixedReduction(DataParallel):
         sent_bytes = sum(grad.nbytes for grad in grads) if self.group.size > 1 else 0
         self.traffic = Traffic(0.0, sent_bytes, len(grads), nan)
 
+    def describe(self) -> str:
+        """See `Replicas.describe`."""
+        return "in a fixed tree over the microbatches, after the backward pass"
+
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
         """Sum one number per microbatch in the same tree. Collective."""
         tree, total = SumTree(self._count), np.zeros(1)
@@ -101,7 +103,7 @@ class FixedReduction(DataParallel):
         return float(total[0])
 
     def release(self) -> None:
-        """See `DataParallel.release`."""
+        """See `Replicas.release`."""
         super().release()
         for norm in self._norms:
             norm.observe = None
@@ -122,5 +124,6 @@ class FixedReduction(DataParallel):
             by_microbatch[microbatch, 0], by_microbatch[microbatch, 1] = to_hosts([mean, variance])
         # each row is nonzero on one replica only, so the sum rounds nothing
         self.group.all_reduce(by_microbatch.reshape(-1), check=False)
+        xp = namespace(norm.running_mean.data)
         for mean, variance in by_microbatch:
-            norm.update_running(self.backend.asarray(mean), self.backend.asarray(variance))
+            norm.update_running(xp.asarray(mean), xp.asarray(variance))

@@ -5,7 +5,6 @@ import pytest
 
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
-from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.worker import Worker
@@ -165,7 +164,7 @@ def train(
     x = rng.standard_normal((microbatches, 3, 8, 8, 1)).astype(np.float32)
     y = rng.integers(10, size=(microbatches, 3))
     model = models.resnet((8, 8, 1), 10).initialize(seed=2)
-    fixed = FixedReduction(model, group, numpy_backend())
+    fixed = FixedReduction(model, group)
     fixed.begin(microbatches)
     losses, mine = {}, list(part(microbatches, group.size, group.rank))
     for m in reversed(mine) if reverse else mine:
@@ -174,8 +173,8 @@ def train(
             loss = cross_entropy(model(x[m]), y[m], reduction="sum")
         fixed.begin_pass(False)
         loss.backward()
+        fixed.finish_pass()
         fixed.end_pass()
-        fixed.add(m)
         losses[m] = loss.item()
     fixed.finish()
     total = fixed.sum_numbers(losses, group)
@@ -202,7 +201,7 @@ def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:
     """Only one of its two statistics would be taken in."""
     norm = nn.BatchNorm(2)
     model = nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2), norm).initialize()
-    fixed = FixedReduction(model, group, numpy_backend())
+    fixed = FixedReduction(model, group)
     fixed.begin(1)
     with nn.training(), pytest.raises(UsageError, match="normalizes twice in one microbatch"):
         model(np.ones((3, 2), np.float32))

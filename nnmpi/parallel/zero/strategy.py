@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
@@ -20,7 +19,7 @@ from nnmpi.errors import CommError, UsageError, counted
 from nnmpi.nn.chain import Stashed, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
-from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.data import Replicas
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.zero.storage import COMMON, ShardedStorage, sharded
 from nnmpi.tensor.function import Elementwise
@@ -46,7 +45,7 @@ class UnitEnd(Elementwise):
         return (grad,)
 
 
-class ShardedDataParallel(DataParallel):
+class ShardedDataParallel(Replicas):
     """ZeRO: data parallelism whose ranks shard the training state. Collective.
 
         parallel = nnmpi.ShardedDataParallel(model, group, stage=3)
@@ -65,7 +64,7 @@ class ShardedDataParallel(DataParallel):
         stage: 1, 2 or 3; ignored if the storage is sharded already.
         algorithm: of sums and gathers: "native" (MPI's own, and "auto"), "ring" or "tree".
         unit_bytes: see `ShardedStorage`.
-        backend, runs_backward: see `DataParallel`.
+        runs_backward: see `Replicas`.
 
     Attributes:
         storage: the model's.
@@ -97,7 +96,6 @@ class ShardedDataParallel(DataParallel):
         stage: int = 3,
         algorithm: str = AUTO,
         unit_bytes: int | None = None,
-        backend: Backend | None = None,
         runs_backward: bool = True,
     ) -> None:
         check_free(model)
@@ -105,9 +103,7 @@ class ShardedDataParallel(DataParallel):
         if not isinstance(model.storage, ShardedStorage):
             broadcast_state(model, group)
             shard_storage(model, group, stage, unit_bytes)
-        super().__init__(
-            model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward
-        )
+        super().__init__(model, group, runs_backward)
         self.stage = self.storage.stage
         self._at = NO_PASS  # the unit of the running backward pass
         self.notice = self.storage.connect(group.duplicate(), algorithm)
@@ -145,7 +141,7 @@ class ShardedDataParallel(DataParallel):
     # ---- backward ----
 
     def begin_pass(self, last: bool) -> None:
-        """See `DataParallel.begin_pass`."""
+        """See `Replicas.begin_pass`."""
         if self._summed:  # another rank may still read sums that lie in this rank's gradients
             self.storage.wait_for_others()
         super().begin_pass(last)
@@ -204,17 +200,12 @@ class ShardedDataParallel(DataParallel):
             self._at -= 1
 
     def finish_pass(self) -> None:
-        """Sum the remaining units, and end the pass; see `DataParallel.finish_pass`."""
+        """Sum the remaining units, and end the pass; see `Replicas.finish_pass`."""
         if self._in_units:
             self._finish_units(COMMON)
             self.storage.reduce(COMMON)
             self.storage.release(COMMON)
         self._at = NO_PASS
-        super().finish_pass()
-
-    def reduce(self, numbers: object) -> None:
-        """Do nothing with final gradients: `finish_pass` or `finish` sums them."""
-        self.check_not_released()
 
     def finish(self) -> None:
         """End a step: return when this rank has its part of all sums. Collective.
@@ -222,14 +213,11 @@ class ShardedDataParallel(DataParallel):
         Raises:
             UsageError: after `release`.
         """
-        self.check_not_released()
-        self.storage.finish_gradients()
+        super().finish()
         if not self._in_units:
             for number in (*reversed(range(len(self.storage.units))), COMMON):
                 self.storage.reduce(number)
-        self._summed = True
-        self.traffic = self.storage.take_traffic().plus(self._statistics)
-        self._statistics = type(self.traffic)()
+        self.traffic = self.storage.take_traffic().plus(self.traffic)
 
     # ---- the model ----
 
