@@ -482,7 +482,7 @@ class Console:
     def check(self) -> None:
         """Raise NnmpiError if lines could not be written; a closed pipe is no error."""
         if self._error is not None:
-            raise NnmpiError(f"what was to be printed could not be written: {self._error.strerror}")
+            raise NnmpiError(f"the output could not be written: {self._error.strerror}")
 
 
 def _read(option: Option, written: str, words: Sequence[str]) -> Any:
@@ -514,7 +514,7 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
             return _read_as(kind, words)
         except ValueError:
             continue
-    given = f"is {shortened(' '.join(words)) or 'empty'}" if words else "stands without a value"
+    given = f"is {shortened(' '.join(words)) or 'empty'}" if words else "has no value"
     raise UsageError(f"{written} {given}; it must be {describe(option.type)}")
 
 

@@ -177,7 +177,7 @@ def load_file(file: Path, given: str) -> Any:
         spec.loader.exec_module(module)
     except SystemExit as left:
         raise UsageError(
-            f"{given}: {file} ends the program, by SystemExit({left}); let it define names alone"
+            f"{given}: {file} ends the program with SystemExit({left}); let it only define names"
         ) from left
     return module
 

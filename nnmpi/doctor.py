@@ -128,7 +128,7 @@ def diagnose(path: Path) -> Diagnosis:
         (
             f"last good checkpoint: step {step}, in {checkpoint.folder}"
             if checkpoint
-            else "no checkpoint that is whole"
+            else "no complete checkpoint"
         ),
         *notices,
         *(f"start {fault.get('start')}: {fault.get('fault')}" for fault in faults[-5:]),
@@ -143,10 +143,10 @@ def diagnose(path: Path) -> Diagnosis:
             f"python -m nnmpi.run -n {ranks if isinstance(ranks, int) else 1} -- --resume"
             f" {quote(str(path))}"
         )
-        resume = f"go on with: {command}"
+        resume = f"continue with: {command}"
         if checkpoint is None and steps(folder.checkpoints):
             resume = (
-                "no checkpoint is whole: bring one back from a copy, or start a new run with"
+                "no checkpoint is complete: restore one from a copy, or start a new run with"
                 " another --out"
             )
         loses = (
@@ -155,7 +155,7 @@ def diagnose(path: Path) -> Diagnosis:
         )
         if is_locked(path):
             return (
-                f"The run still goes on; it is at step {reached} or later.",
+                f"The run is still going; it is at step {reached} or later.",
                 "wait, or watch its metrics.jsonl",
             )
         if folder.finished.exists():
@@ -172,11 +172,11 @@ def diagnose(path: Path) -> Diagnosis:
             return (
                 f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
                 (
-                    f"go on with a smaller --lr, or --clip, from an earlier checkpoint: {command}"
-                    " --lr ..."
+                    "continue with a smaller --lr, or --clip, from an earlier checkpoint:"
+                    f" {command} --lr ..."
                 ),
             )
-        why = "it did not say why (killed, or out of memory or time)"
+        why = "it gave no reason (killed, or out of memory or time)"
         if faults and _written(folder.faults) >= _written(folder.starts):
             why = f"its supervisor saw: {faults[-1].get('fault')}"
         if not starts:
@@ -217,8 +217,8 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
             )
     return (
         (
-            f"The run was finished after {step} steps, but its last whole checkpoint has other"
-            " weights than those."
+            f"The run was finished after {step} steps, but its last complete checkpoint has"
+            " different weights."
         ),
         f"bring the checkpoint back, or train its end again: {resume}",
     )

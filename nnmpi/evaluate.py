@@ -119,7 +119,8 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         for name in names:
             if name not in model_names:
                 raise DataError(
-                    f"{samples.name} has the class {name!r}, which the model does not know"
+                    f"{samples.name} has the class {name!r}, which is none of the model's; remove"
+                    " its samples"
                 )
         numbers = np.array([model_names.index(name) for name in names], labels.dtype)
         # also for yes or no, whose two names stand for 0 and 1

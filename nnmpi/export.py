@@ -61,10 +61,7 @@ def export(folder: Path, options: ExportConfig) -> str:
     """
     file = options.out or folder / "torch.safetensors"
     if file.suffix not in ("", ".safetensors"):
-        raise UsageError(
-            f"--out {file} would hold safetensors, not what {file.suffix} means; name it"
-            " .safetensors"
-        )
+        raise UsageError(f"--out {file} must end in .safetensors, the format of the file")
     run = load(folder, options.best, options.weights, options.trust)
     about = to_metadata(run.signature, to_json(run.config.model))
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype

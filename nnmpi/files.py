@@ -48,7 +48,7 @@ def expand(path: Path, what: str) -> Path:
         return path.expanduser()
     except RuntimeError:
         raise UsageError(
-            f"{what} {path}: the system knows no home folder {path.parts[0]}; write it out"
+            f"{what} {path}: the system has no home folder {path.parts[0]}; give the full path"
         ) from None
 
 
@@ -66,7 +66,7 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi"
     except RuntimeError:
         raise UsageError(
-            f"this user has no home folder to keep files in; name a folder in ${VARIABLE}"
+            f"this user has no home folder to keep files in; set ${VARIABLE} to a folder"
         ) from None
 
 
@@ -86,13 +86,13 @@ def locked(folder: Path, patience_s: float = 3600.0) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise UsageError(
-            f"{folder} is in use by another process; wait for its end or stop it"
+            f"{folder} is in use by another process; wait for it to end, or stop it"
         ) from None
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(
             f"{folder} cannot be written ({reason}); give another one, or set ${VARIABLE} if nnmpi"
-            " has chosen it"
+            " chose it"
         ) from None
     try:
         yield
@@ -243,7 +243,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("values within values, too deep to be read") from None
+        raise ValueError("its values are nested too deeply") from None
 
 
 def read_json(file: Path) -> Any:
@@ -269,7 +269,7 @@ def rebuilt(kind: Any, value: Any) -> Any:
     if is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         for name in value.keys() - hints.keys():
-            raise TypeError(f"{name} is none of {', '.join(hints)}")
+            raise TypeError(f"{name} is not one of {', '.join(hints)}")
         return kind(**{name: rebuilt(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
     if kind is not bool and int in getattr(kind, "__bases__", ()):
         # Bytes may be written as text, such as "1GiB"
@@ -285,9 +285,7 @@ def rebuilt(kind: Any, value: Any) -> Any:
         else isinstance(value, int | float if kind is float else origin or kind)
     )
     if not fits:
-        raise TypeError(
-            f"{shortened(repr(value))} stands in the place of {getattr(kind, '__name__', kind)}"
-        )
+        raise TypeError(f"{shortened(repr(value))} is given for {getattr(kind, '__name__', kind)}")
     return value
 
 
@@ -303,8 +301,8 @@ def check_unpacked(path: Path, nbytes: int) -> None:
     """
     if nbytes > UNPACKED_BYTES + UNPACKED * path.stat().st_size:
         raise DataError(
-            f"{path} unpacks to more than {UNPACKED} times its size; if that is meant, unpack it"
-            " first"
+            f"{path} unpacks to more than {UNPACKED} times its size; if that is intended, unpack"
+            " it first"
         )
 
 
@@ -336,7 +334,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as plain:
             yield io.BufferedReader(_Unpacked(path, plain)) if path.suffix == ".gz" else plain
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gz file ({error}); get it again") from error
+        raise DataError(f"{path}: not a complete gz file ({error}); get it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 

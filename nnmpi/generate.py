@@ -67,14 +67,17 @@ def main(words: Sequence[str], group: Group) -> None:
     console, (folder, options, opening) = parse_together(words, parse, group)
     if opening.sp > 1:
         raise UsageError(
-            f"tokens come one by one, and {opening.sp} ranks cannot share one's position; leave"
-            " --sp out"
+            f"--sp {opening.sp} shares positions, but text is generated one position at a time;"
+            " leave --sp out"
         )
     begin = clock.now()
     run = opening.open(folder, group)
     model = run.config.model.model
     known = " or ".join(SEQUENCE_MODELS)
-    require(model in SEQUENCE_MODELS, f"{folder} is a run of model {model}; only {known} can write")
+    require(
+        model in SEQUENCE_MODELS,
+        f"{folder} is a run of model {model}; only {known} can generate text",
+    )
     generator = TokenGenerator(run.arrangement, run.backend, run.config.run.precision)
     context = None if model == "lstm" else run.signature.sample_shape[0]
     tokenizer = run.tokenizer
@@ -110,7 +113,7 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
         require(
             tokenizer.vocabulary_size <= vocabulary,
             f"the tokenizer has {tokenizer.vocabulary_size} tokens, but the model {vocabulary};"
-            " take the run's own",
+            " bring back the tokenizer of the run's training",
         )
         try:
             return tokenizer.encode(prompt), tokenizer.end
@@ -120,7 +123,7 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
         tokens = [int(word) for word in prompt.split()]
     except ValueError:
         raise UsageError(
-            f"--prompt is {prompt!r}, but the run has no tokenizer; give numbers of tokens"
+            f"--prompt is {prompt!r}, but the run has no tokenizer; give token numbers"
         ) from None
     for token in tokens:
         require(

@@ -185,12 +185,12 @@ def read_assignment(file: Path) -> Assignment:
         try:
             assignment: Assignment = rebuilt(Assignment, tomllib.loads(read_text(file)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{file} is no assignment: {error}") from None
+            raise UsageError(f"{file} is not an assignment: {error}") from None
     limits = 0 < assignment.limit_s < inf and assignment.memory >= LEAST_BYTES
     _refuse(
         not (limits and assignment.criteria),
-        f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and criteria"
-        " some",
+        f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and at least"
+        " one criterion given",
     )
     for name, setting in assignment.machines.items():
         with _located(f"{file}, machine {name}"):
@@ -242,7 +242,7 @@ def _check_criterion(
     of, at_most = criterion.of, criterion.at_most
     _refuse(
         criterion.name in before or not before.issuperset(criterion.needs),
-        f"{criterion.name!r} must be a new name, and need only names above it",
+        f"{criterion.name!r} must be a new name, and its needs names above it",
     )
     _refuse(
         not all(0 <= number < inf for number in (criterion.points, at_most, criterion.none_at)),
@@ -251,7 +251,7 @@ def _check_criterion(
     _refuse(0 < criterion.none_at <= at_most, "none_at must be above at_most")
     _refuse(
         Path(criterion.file).name != criterion.file or not criterion.file.endswith(".py"),
-        f"file must be a name that ends in .py, in no other folder, and is {criterion.file!r}",
+        f"file must be the name of a .py file, without a folder, not {criterion.file!r}",
     )
     _check_sizes(exercise, criterion.sizes)
     if not measure:
@@ -259,8 +259,8 @@ def _check_criterion(
         return
     _refuse(
         exercise.measure is None or machine not in machines or not at_most > 0,
-        f"to measure takes at_most, a machine ({', '.join(machines)}), and an exercise on ranks,"
-        " which is no formula",
+        f"a measure needs at_most, a machine ({', '.join(machines)}), and an exercise on ranks,"
+        " not a formula",
     )
     _refuse(
         of and of not in exercise.references, f"of must be one of {', '.join(exercise.references)}"
@@ -270,11 +270,11 @@ def _check_criterion(
     numbers = _reference(exercise, of, setting)
     _refuse(
         measure not in numbers,
-        f"of {exercise.name} one can measure {', '.join(numbers)}, not {measure}",
+        f"{exercise.name} has the measures {', '.join(numbers)}, not {measure}",
     )
     _refuse(
         of and not max(numbers[measure]) > 0,
-        f"{of} takes no {measure} on {machine}, of which nothing is a multiple",
+        f"{of} has 0 {measure} on {machine}, which has no multiples",
     )
 
 
@@ -294,17 +294,19 @@ def _reference(exercise: Exercise, name: str, setting: Setting) -> Mapping[str, 
 
 def _check_sizes(exercise: Exercise, sizes: Sequence[Any]) -> None:
     name, pair = exercise.name, _is_paired(exercise)
-    _refuse(sizes and len(exercise.sizes) == 1, f"{name} has no sizes: it is judged by drawn cases")
+    _refuse(
+        sizes and len(exercise.sizes) == 1, f"{name} has no sizes: it is judged on random cases"
+    )
     for size in sizes:
         numbers = size if isinstance(size, list) else [size]
         _refuse(
             len(numbers) != 1 + pair or not all(type(n) is int and n in RANKS for n in numbers),
             f"a size of {name} is {'[ranks, microbatches]' if pair else 'a number of ranks'}, from"
-            f" 1 to {RANKS[-1]}, and not {size!r}",
+            f" 1 to {RANKS[-1]}, not {size!r}",
         )
         _refuse(
             exercise.sizes == POWERS and numbers[0] & (numbers[0] - 1),
-            f"a size of {name} is a power of two, and not {size}",
+            f"a size of {name} must be a power of two, not {size}",
         )
         _refuse(
             exercise.sizes == SHAPES and numbers[1] % numbers[0],
@@ -436,7 +438,7 @@ def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list
     ]
     if asked & {entry.name for entry in inside} and others and not kind:
         raise UsageError(
-            f"{path} can be one submission, and a class's folder; say --as one, or --as class"
+            f"{path} could be one submission or a class's folder; give --as one or --as class"
         )
     many = kind == CLASS or len(others) > 1 or any(entry.is_dir() for entry in others)
     return inside if many else [path.resolve()]
@@ -564,7 +566,7 @@ def as_json(assignment: Assignment, grades: Sequence[Grade]) -> str:
 def _only(grades: Sequence[Grade]) -> Grade:
     if len(grades) != 1:
         raise UsageError(
-            f"this format is for one submission, and there are {len(grades)}; take table, junit or"
+            f"this format is for one submission, but there are {len(grades)}; take table, junit or"
             " json"
         )
     return grades[0]

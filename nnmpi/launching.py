@@ -119,7 +119,7 @@ def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
-            f"{path} does not say its version ({error}); name another one by NNMPI_MPIRUN"
+            f"{path} did not report its version ({error}); set NNMPI_MPIRUN to another one"
         ) from None
     if "HYDRA" in text:
         return Launcher("MPICH", path)
@@ -127,7 +127,8 @@ def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
         return Launcher("Open MPI", path)
     first = (text.splitlines() or ["nothing"])[0]
     raise LaunchError(
-        f"{path} is neither Open MPI's nor MPICH's, but says {first!r}; name one by NNMPI_MPIRUN"
+        f"{path} is neither Open MPI's nor MPICH's: its version is {first!r}; set NNMPI_MPIRUN to"
+        " one of these"
     )
 
 

@@ -303,7 +303,7 @@ def _misfit(world: int, axes: dict[str, int | None], asked: dict[str, int | None
         " ..." if len(meshes) > SUGGESTIONS else ""
     )
     ranks = f"{world} rank{' is' if world == 1 else 's are'}"
-    kind = "no multiple of" if None in axes.values() else "not"
+    kind = "not a multiple of" if None in axes.values() else "not"
     return f"{ranks} {kind} {product} = {prod(known.values())}; these fit: {some}"
 
 
@@ -311,4 +311,4 @@ def _check_axes(axes: dict[str, int | None]) -> None:
     for axis, size in axes.items():
         if size is not None and size < 1:
             what = f"a world of {size} ranks" if axis == "world" else f"{axis} {size}"
-            raise LayoutError(f"{what} does not exist; give at least 1")
+            raise LayoutError(f"{what} is impossible; give at least 1")

@@ -102,7 +102,7 @@ def parse(words: Sequence[str]) -> _Asked:
     )
     require(
         shape is None or config.optimization.batch_size != "full",
-        "--batch-size full needs a data set, and --shape names none; give a number",
+        "--batch-size full needs a data set, but --shape names none; give a number",
     )
     if shape is not None and config.model.model in SEQUENCE_MODELS:
         sentence = (
@@ -110,7 +110,7 @@ def parse(words: Sequence[str]) -> _Asked:
         )
         require(len(shape) == 1, sentence)
         sentence = (
-            f"--shape says {shape[0]} tokens, and --context {config.model.context}; leave"
+            f"--shape has {shape[0]} tokens, but --context is {config.model.context}; leave"
             " --context out"
         )
         require(config.model.context in (None, shape[0]), sentence)

@@ -49,7 +49,8 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
         if file.name.endswith((".csv", ".csv.gz")):
             if len(signature.sample_shape) != 1:
                 raise DataError(
-                    f"rows of a table do not fit a model that takes {signature.sample_shape}"
+                    f"rows of a table do not fit a model that takes {signature.sample_shape}; give"
+                    " an .npz"
                 )
             table = read_csv(file, signature.target, signature.sample_shape[0])
             return signature.prepare(signature.in_order(table.features, table.columns, file), dtype)
@@ -74,7 +75,7 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
     shape = signature.sample_shape
     if len(shape) != 3 or shape[2] not in (1, 3) or signature.stored != BYTES:
         raise UsageError(
-            f"{file} is taken for an image, but the model's samples are {signature.stored} of shape"
+            f"{file} is read as an image, but the model's samples are {signature.stored} of shape"
             f" {shape}; give an .npz or a .csv"
         )
     pixels = images.read_image(file, shape).astype(dtype)[None] / np.asarray(FULL, dtype)
@@ -115,8 +116,7 @@ def main(words: Sequence[str], group: Group) -> None:
     run = device.open(folder, group)
     if run.config.model.model in SEQUENCE_MODELS:
         raise UsageError(
-            f"a run of model {run.config.model.model} says what comes next: see python -m"
-            " nnmpi.generate"
+            f"a run of model {run.config.model.model} generates text: see python -m nnmpi.generate"
         )
     with agreed(group):
         x = read_file(file, run.signature, run.config.run.dtype, options.invert)

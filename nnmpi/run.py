@@ -172,10 +172,10 @@ class Supervisor:
     def _check(self, outcome: StartOutcome) -> None:
         """Raise GaveUp if another start would not help."""
         resume = (
-            f"go on with: python -m nnmpi.run -n {self._plan.ranks} -- --resume"
+            f"continue with: python -m nnmpi.run -n {self._plan.ranks} -- --resume"
             f" {quote(str(self._plan.folder))}"
         )
-        again = resume if self._files.config.exists() else "nothing was begun"
+        again = resume if self._files.config.exists() else "nothing had started"
         if self._signal:
             raise GaveUp(
                 f"ended by {signal.Signals(self._signal).name}, with a checkpoint of step"
@@ -361,11 +361,11 @@ def describe_status(status: int, launcher: Launcher) -> str:
         launcher: MPICH's mpirun reports a signal's number itself, others 128 more.
     """
     if status == STALLED:
-        return f"it stood still, and its watchdog ended it (status {status})"
+        return f"it stalled, and its watchdog ended it (status {status})"
     if status in (USAGE, EX_DATAERR):
-        return f"it met what another start meets again (status {status})"
+        return f"it failed in a way that a new start would repeat (status {status})"
     if status == 0:
-        return "it ended with status 0, but has not come to its end (there is no new finished.json)"
+        return "it ended with status 0, but is not finished (there is no new finished.json)"
     number = (
         status - 128 if status > 128 else status if launcher.kind == "MPICH" and status > 2 else 0
     )
@@ -443,8 +443,8 @@ def main(words: Sequence[str]) -> str:
     local = ["--ranks" if word == "-n" else word for word in words[:at]]
     if misplaced := {*local} & {item.flag for item in all_options().values()}:
         raise UsageError(
-            f"{min(misplaced)} is an option of the training; write it behind --, as in {PROGRAM}"
-            " -n 2 -- ..."
+            f"{min(misplaced)} is an option of the train command; write it after --, as in"
+            f" {PROGRAM} -n 2 -- ..."
         )
     options = make_section(
         SupervisorConfig, read_words(local, options_of(SupervisorConfig), PROGRAM, DESCRIPTION)
@@ -461,13 +461,12 @@ def main(words: Sequence[str]) -> str:
         replica = max(replica, options.ranks // layout.dp)
     if options.ranks % replica:
         raise UsageError(
-            f"-n {options.ranks} is no multiple of the {replica} ranks that hold the model once"
+            f"-n {options.ranks} is not a multiple of the {replica} ranks of one replica"
         )
     hosts = tuple(filter(None, options.hosts.split(","))) or tuple(given_hosts())
     if any(host.startswith("-") for host in hosts):
         raise UsageError(
-            f"--hosts {options.hosts} has a name that begins with a dash, an option of ssh; give"
-            " hosts"
+            f"--hosts {options.hosts} has a name that ssh would read as an option; give host names"
         )
     plan = SupervisedRun(
         words=tuple(without(("--out", "--resume"), train)),

@@ -51,7 +51,7 @@ def buckets(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
         ValueError: for a limit below 1.
     """
     if limit < 1:
-        raise ValueError(f"a bucket of {limit} bytes holds nothing; give at least 1")
+        raise ValueError(f"a bucket of {limit} bytes is empty; give at least 1")
     groups: list[range] = []
     start, total = 0, 0
     for i, size in enumerate(sizes):

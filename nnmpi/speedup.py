@@ -111,7 +111,7 @@ def main(words: Sequence[str]) -> str:
     with suppress(UsageError):  # the first run prints the error
         given = read_words(train_words, list(all_options().values()), PROGRAM, DESCRIPTION)
     if taken := given.keys() & {"out", "resume", "simulate"}:
-        raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out behind --")
+        raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out after --")
     rows: list[Scaled] = []
     for count in options.ranks:
         rows.append(_compared(_measure(count, train_words, given, options), rows, options.weak))
@@ -135,7 +135,7 @@ def main(words: Sequence[str]) -> str:
 def _counts(text: str) -> list[int]:
     counts = [positive_count(item) for item in text.split(",")]
     if counts != sorted(set(counts)):
-        raise UsageError(f"{text} does not rise; give each number once, such as 1,2,4")
+        raise UsageError(f"{text} does not increase; give each number once, such as 1,2,4")
     return counts
 
 
@@ -173,14 +173,14 @@ def _measure(
         command += [*words, *more, "--out", str(run)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
-            text = [line for line in ran.stderr.splitlines() if line.strip()] or ["it says nothing"]
+            text = [line for line in ran.stderr.splitlines() if line.strip()] or ["no output"]
             raise LaunchError(
                 f"the run on {counted(ranks, 'rank')} ended with status {ran.returncode}: {text[0]}"
             )
         records = [item for item in read_metrics(RunFolder(run).metrics) if item["kind"] == "train"]
     if len(records) < 2:
         raise UsageError(
-            "a run of fewer than 10 steps says nothing of their time; give more by --max-steps"
+            "a run of fewer than 10 steps is too short to time; give more with --max-steps"
         )
     steps = [
         (after["elapsed_s"] - before["elapsed_s"]) / (after["global_step"] - before["global_step"])
@@ -229,8 +229,8 @@ def _table(rows: Sequence[Scaled]) -> str:
         lines.append(f"{row.ranks:5}  {numbers}  {model}")
     if not all(isfinite(row.predicted) for row in rows):
         lines.append(
-            "-: nothing says what sums cost: a fit does, or --network with an --allreduce such as"
-            " ring"
+            "-: the cost of sums is unknown; make a fit, or give --network with an --allreduce"
+            " such as ring"
         )
     return "\n".join(lines)
 

@@ -126,8 +126,8 @@ def parse(words: Sequence[str]) -> Asked:
     )
     require(
         config.parallel.pipeline != PIPEDREAM,
-        "--pipeline pipedream is not the serial run and does not want to be: it updates with"
-        " weights that are out of date; choose another schedule, such as 1f1b",
+        "--pipeline pipedream differs from the serial run by design: it updates with stale"
+        " weights; choose another schedule, such as 1f1b",
     )
     model = config.model.model
     if model in SEQUENCE_MODELS:
@@ -138,7 +138,7 @@ def parse(words: Sequence[str]) -> Asked:
         samples = replace(samples, shape=(config.model.context or CONTEXT,))
     require(
         samples.classes is None or samples.shape is not None,
-        "--classes belongs to --shape; leave it out",
+        "--classes is for --shape; leave it out",
     )
     momentum = 0.9 if config.optimization.optimizer == "sgd" else 0.0
     return trial, samples, config.having(momentum=momentum)
@@ -184,9 +184,9 @@ def _check_steps(steps: int, dtype: str, batch: int) -> None:
         fewer = max((n for n in range(steps) if tolerance(dtype, batch, n) <= MOST), default=0)
         instead = f"--steps {fewer} or less" if fewer else "--dtype float64"
         raise UsageError(
-            f"after {counted(steps, 'step')} of {dtype} rounding alone may differ by {allowed:.1g},"
-            f" and a fault would pass for it; give {instead}, or --reduction fixed, which is"
-            " compared to the last bit"
+            f"after {counted(steps, 'step')} of {dtype} rounding alone may cause a difference of"
+            f" {allowed:.1g}, which could hide a fault; give {instead}, or --reduction fixed,"
+            " which is compared bit for bit"
         )
 
 

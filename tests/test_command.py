@@ -159,7 +159,4 @@ def test_what_cannot_be_written_is_said_in_a_sentence() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == "nnmpi: what was to be printed could not be written: No space left on device\n"
-    )
+    assert done.stderr == "nnmpi: the output could not be written: No space left on device\n"

@@ -74,12 +74,12 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "its end is lost": (
         lose_checkpoint,
-        "its last whole checkpoint has other weights",
+        "its last complete checkpoint has different weights",
         "train its end again",
     ),
     "its weights are cut": (
         cut_weights,
-        "its last whole checkpoint has other weights",
+        "its last complete checkpoint has different weights",
         "train its end again",
     ),
     "finished.json is damaged": (
@@ -94,7 +94,7 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "killed": (
         unfinished(lose_checkpoint),
-        "ended at about step 9; it did not say why",
+        "ended at about step 9; it gave no reason",
         "the 3 steps since the",
     ),
     "under a supervisor": (
@@ -103,7 +103,7 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
             lambda run: write(run / "faults.jsonl", '{"start": 2, "fault": "SIGKILL came"}'),
         ),
         "ended at about step 9; its supervisor saw: SIGKILL came.",
-        "go on with: python -m nnmpi.run -n 2 -- --resume",
+        "continue with: python -m nnmpi.run -n 2 -- --resume",
     ),
     "stood still": (
         unfinished(
@@ -128,7 +128,7 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no checkpoint is whole": (
         unfinished(lambda run: [file.write_bytes(b"") for file in run.rglob("*.safetensors")]),
         "ended at about step 9",
-        "bring one back from a copy",
+        "restore one from a copy",
     ),
     "never trained": (
         unfinished(
@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_is_left_alone(finished: Path, tmp_path: Path) -> Non
     with locked(tmp_path / "run"):
         assert (
             diagnose(tmp_path / "run").happened
-            == "The run still goes on; it is at step 9 or later."
+            == "The run is still going; it is at step 9 or later."
         )
     with pytest.raises(UsageError, match="there is no run"):
         diagnose(tmp_path)

@@ -88,10 +88,10 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(
 
     assert first(out) < first(folder)
     shutil.rmtree(folder / "model")
-    with pytest.raises(UsageError, match=f"--pretrained {folder} is a run that has left no model"):
+    with pytest.raises(UsageError, match=f"--pretrained {folder} is a run without a model"):
         simulate(lambda group: train([*words.split()[:-1], str(tmp_path / "other")], group), 1)
     with pytest.raises(
-        UsageError, match="a model in Hugging Face's files has no best weights; leave --best away"
+        UsageError, match="a model in Hugging Face's files has no best weights; leave --best out"
     ):
         written(f"{out / 'model'} --prompt 3 --best", 1, capfd)
     shutil.rmtree(folder)
@@ -109,13 +109,13 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (f"{folder} --tokens 0", "--tokens is 0"),
         (f"{tmp_path} --prompt 1", f"^{tmp_path}: there is no run"),
         ("--prompt 1", "give RUN first and then the options"),
-        (f"{folder} --prompt 1 --sp 2", "cannot share one's position; leave --sp out"),
+        (f"{folder} --prompt 1 --sp 2", "is generated one position at a time; leave --sp out"),
     ):
         with pytest.raises(UsageError, match=sentence):
             written(words, 1, capfd)
     counted = run(tmp_path, "gpt", *["--experts", "3", "--experts-capacity", "2.5"])
     for ranks, layout in ((1, ""), (2, " --pp 2")):
-        with pytest.raises(UsageError, match="train without a capacity to generate"):
+        with pytest.raises(UsageError, match="to generate, train without a capacity"):
             written(f"{counted}{layout}", ranks, capfd, "3")
     with pytest.raises(
         UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"

@@ -276,7 +276,7 @@ def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path
     (folder / "loop.py").symlink_to(folder / "loop.py")
     (folder / "zoe").symlink_to(folder / "two")
     (folder / "\x1b[2J.py").write_text("")
-    with pytest.raises(UsageError, match="say --as one, or --as class"):
+    with pytest.raises(UsageError, match="give --as one or --as class"):
         main([str(assignment), str(folder)])
     main([str(assignment), str(folder), "--as", "class", "--json", str(out)])
     result = {load["submission"]: load["outcomes"] for load in json.loads(out.read_text())}
@@ -329,14 +329,14 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         (
             "points = 4",
             "point = 4",
-            "is no assignment: .*point is none of exercise, name, file, points",
+            "is not an assignment: .*point is not one of exercise, name, file, points",
         ),
-        ("points = 4", 'points = "many"', "'many' stands in the place of float"),
-        ('needs = ["ring', 'needs = ["rong', "need only names above it"),
+        ("points = 4", 'points = "many"', "'many' is given for of float"),
+        ('needs = ["ring', 'needs = ["rong', "its needs names above it"),
         ('of = "ring"', 'of = "rang"', "of must be one of "),
         ('machine = "cluster"', 'machine = "cloister"', r"a machine \(cluster\)"),
-        ('"seconds"', '"minutes"', "can measure chunks, bytes, rounds, seconds, not minutes"),
-        ("[[criteria]]", "[[criteria", "is no assignment: Expected"),
+        ('"seconds"', '"minutes"', "has the measures chunks, bytes, rounds, seconds, not minutes"),
+        ("[[criteria]]", "[[criteria", "is not an assignment: Expected"),
         ("limit_s = 20", "limit_s = -1", "limit_s must be above 0"),
         ("limit_s = 20", 'memory = "1"', "memory at least 128MiB"),
         ("points = 4", "points = nan", "must be numbers that are not below 0"),
@@ -344,7 +344,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         (
             "points = 4",
             'points = 4\nfile = "../zoe/x.py"',
-            "file must be a name that ends in .py, in no other folder",
+            "file must be the name of a .py file, without a folder",
         ),
         ("points = 4", 'points = 4\nfile = "passwd"', "file must be a name that ends in .py"),
         ("sizes = [6, 7]", "sizes = [0]", "is a number of ranks, from 1 to 128, and not 0"),
@@ -395,11 +395,11 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
             "message_s = -1",
             "machine cluster: forward_s and message_s must not be below 0",
         ),
-        ('needs = ["ring-all-reduce"]', "needs = [[1]]", "is no assignment: "),
+        ('needs = ["ring-all-reduce"]', "needs = [[1]]", "is not an assignment: "),
         (
             "[machines.cluster]",
             "[machines]\nc = 3\n[machines.cluster]",
-            "is no assignment: 3 stands in the place",
+            "is not an assignment: 3 is given for",
         ),
         ("ranks = 5", "ranks = 5\nweight = 2", "weight is none of ranks, microbatches"),
     ],

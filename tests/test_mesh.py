@@ -133,8 +133,8 @@ def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, in
             "1 rank is no multiple of dp 1 x pp 2 = 2; these fit: dp 1 x pp 1 x tp 1",
         ),
         (6, (1, None, 1, None, 4), "6 ranks are no multiple of dp 1 x tp 1 x sp 4 = 4"),
-        (8, (None, 0, None), "pp 0 does not exist; give at least 1"),
-        (0, (None, None, None), "a world of 0 ranks does not exist; give at least 1"),
+        (8, (None, 0, None), "pp 0 is impossible; give at least 1"),
+        (0, (None, None, None), "a world of 0 ranks is impossible; give at least 1"),
     ],
     ids=str,
 )

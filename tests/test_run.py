@@ -91,7 +91,7 @@ def test_a_reader_that_has_gone_ends_no_supervision(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_host_is_no_option_of_ssh() -> None:
-    with pytest.raises(UsageError, match="begins with a dash"):
+    with pytest.raises(UsageError, match="would read as an option"):
         main(["-n", "2", "--hosts=-oProxyCommand=touch x", "--", "--dataset", "iris"])
 
 
@@ -258,7 +258,7 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
         "--restarts -1 -- --model mlp": "--restarts is -1; give",
         "--start-limit nan -- --model mlp": "--start-limit is nan; give",
         "-n 2 --model mlp": (
-            "--model is an option of the training; write it behind --, as in python -m nnmpi.run"
+            "--model is an option of the train command; write it after --, as in python -m nnmpi.run"
             " -n 2"
         ),
         "-n 2 -- --modle mlp": "--modle is not an option; did you mean --model",
@@ -367,10 +367,10 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) 
         job.send_signal(signal.SIGTERM)
         text = job.communicate(timeout=60)[0]
     assert job.returncode == 143, text
-    step = re.search(r"stopped by SIGTERM after step (\d+); go on with", text)
+    step = re.search(r"stopped by SIGTERM after step (\d+); continue with", text)
     assert step, text
     assert (
-        f"ended by SIGTERM, with a checkpoint of step {step[1]}; go on with: python -m nnmpi.run"
+        f"ended by SIGTERM, with a checkpoint of step {step[1]}; continue with: python -m nnmpi.run"
         " -n 2" in text
     )
     assert f"-m nnmpi.run -n 2 -- --resume '{broken}'" in text

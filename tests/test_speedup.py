@@ -82,7 +82,7 @@ def test_the_model_says_nothing_of_what_it_does_not_know(
     assert (
         (rows[1]["predicted"] is not None)
         is known
-        is ("-: nothing says what sums cost" not in text)
+        is ("-: the cost of sums is unknown" not in text)
     )
     assert [row["samples_per_second"] * row["step_s"] for row in rows] == pytest.approx(
         [64, 96], rel=0.02

@@ -126,7 +126,7 @@ def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
     )
     words = "--model gpt --features 8 --heads 2 --context 12 --layers 1 --tokenizer bytes"
     folder, _ = run(tmp_path, f"--dataset {text} {words}", capfd)
-    with pytest.raises(UsageError, match="say with --text-columns which columns are it"):
+    with pytest.raises(UsageError, match="name its columns with --text-columns"):
         said(evaluate, f"{folder} --dataset {table} --backend numpy", 1, capfd)
     result = [
         said(
@@ -235,7 +235,7 @@ def test_a_tables_columns_are_found_by_their_names(
         right, result = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
         assert re.sub("table|moved", "", result) == re.sub("table|moved", "", right)
         with pytest.raises(
-            DataError, match="has the columns d, a, b, and the model takes a, b, c; put them in"
+            DataError, match="has the columns d, a, b, but the model takes a, b, c; give these"
         ):
             said(main, f"{folder} {words} {other}", 1, capfd)
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
             r"images has samples of shape \(8, 6, 1\)",
         ),
         (evaluate, "--best", UsageError, "give RUN first"),
-        (evaluate, f"{folder} --sp 2", UsageError, "--model mlp knows none"),
+        (evaluate, f"{folder} --sp 2", UsageError, "--model mlp has none"),
         (predict, f"{folder} {tmp_path}/gone.npz", UsageError, "there is no file"),
         (evaluate, f"{tmp_path}", UsageError, "there is no run"),
     ):
@@ -285,7 +285,7 @@ def test_weights_go_to_pytorch_and_come_back(
         UsageError, match=r"missing/there cannot be written \(No such file or directory\)"
     ):
         said(export, f"{folder} --out {tmp_path}/missing/there", 1, capfd)
-    with pytest.raises(UsageError, match=r"net\.pt would hold safetensors"):
+    with pytest.raises(UsageError, match=r"net\.pt must end in \.safetensors"):
         said(export, f"{folder} --out {tmp_path}/net.pt", 1, capfd)
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
         said(evaluate, f"{folder} --weights {folder}/config.json", 2, capfd)
@@ -305,7 +305,7 @@ def test_the_folder_says_how_it_came_about(
     assert (latest / "console.txt").read_text() == printed
     assert said(train, f"--resume {latest} --quiet", 1, capfd) == ""
     assert (
-        "finished, all 1 epochs are done; more --epochs, such as 2, go on"
+        "finished, all 1 epochs are done; give more, such as --epochs 2"
         in (latest / "console.txt").read_text()
     )
     starts = [json.loads(line) for line in (latest / "starts.jsonl").read_text().splitlines()]

@@ -50,11 +50,11 @@ def test_words_mean_a_small_contract_and_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--pipeline pipedream", "--pipeline pipedream is not the serial run"),
+        ("--pipeline pipedream", "--pipeline pipedream differs from the serial run"),
         ("--dp 0", "--dp is 0"),
         ("--shape", r"--shape is \(\); give"),
         ("--shape 3 0", r"--shape is \(3, 0\); give"),
-        ("--classes 3", "--classes belongs to --shape"),
+        ("--classes 3", "--classes is for --shape"),
         ("--model gpt --shape 3", "--model gpt is verified on random tokens"),
         ("--samples 0", "--samples is 0"),
         ("--step 3", "--step is not an option; did you mean --steps"),
@@ -83,9 +83,7 @@ def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(
     group: Group, words: str, steps: int
 ) -> None:
     """The tolerance doubles with each: after 60 of them it would be 40,000."""
-    with pytest.raises(
-        UsageError, match=f"a fault would pass for it; give --steps {steps} or less"
-    ):
+    with pytest.raises(UsageError, match=f"which could hide a fault; give --steps {steps} or less"):
         main(f"--model mlp --hidden 5 {words}".split(), group)
 
 

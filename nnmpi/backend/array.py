@@ -60,7 +60,7 @@ def mixed_error(values: Iterable[Any]) -> DeviceError | None:
         return None
     return DeviceError(
         f"one operation was given arrays in the host's memory (input {', '.join(host)}) and on the"
-        f" device (input {', '.join(device)}): bring them to where the model is, with"
+        f" device (input {', '.join(device)}): move them to the model's memory with"
         " backend.asarray(x) or backend.to_host(x)"
     )
 

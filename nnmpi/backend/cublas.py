@@ -154,7 +154,7 @@ class Products:
         if product is None:
             if a.dtype.name not in REAL or out.dtype.name not in REAL:
                 raise DtypeError(
-                    f"a device multiplies no matrices of {a.dtype} to {out.dtype}; convert them"
+                    f"a device cannot multiply {a.dtype} matrices into {out.dtype}; convert them"
                 )
             if out.size == 0:
                 return
@@ -193,8 +193,7 @@ class Products:
         m, n, k = b.shape[-1], a.shape[-2], a.shape[-1]
         if max(m, n, k, batch[0], *(lead for _, lead in forms)) > LIMIT:
             raise ShapeError(
-                f"cuBLAS takes no sizes above {LIMIT}, as of shapes {a.shape} and {b.shape}; cut"
-                " them"
+                f"cuBLAS takes sizes up to {LIMIT}, not shapes {a.shape} and {b.shape}; split them"
             )
         bindings, wide, narrow = (
             self._bindings,

@@ -128,9 +128,7 @@ class DeviceBackend(Backend):
         pool = self.xp.get_default_memory_pool()
         taken, limit = pool.total_bytes(), pool.get_limit()
         self.pool.peak_bytes = max(self.pool.peak_bytes, taken)
-        note = self.pool.note or (
-            "as CUPY_GPU_MEMORY_LIMIT or set_limit says" if limit else "none was set"
-        )
+        note = self.pool.note or ("CUPY_GPU_MEMORY_LIMIT or set_limit" if limit else "none was set")
         return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
 
     def release_memory(self) -> None:
@@ -165,7 +163,7 @@ class DeviceBackend(Backend):
         pool = self.xp.get_default_memory_pool()
         if not pool.get_limit() or limit_bytes < pool.get_limit():
             pool.set_limit(size=limit_bytes)
-            self.pool.note = "as memory_limit says"
+            self.pool.note = "memory_limit"
 
     def explain(self, error: BaseException) -> DeviceError | None:
         """Return a sentence with a remedy for a device library's error; None for other errors."""
@@ -306,9 +304,9 @@ def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError |
         return _out_of_memory(None, error, backend)
     if name in ("CUDARuntimeError", "CUDADriverError") and status in _FATAL:
         return DeviceError(
-            f"a kernel failed on the device ({_short(error)}), some time before the call that says"
-            " so, and this process can use the device no more; CUDA_LAUNCH_BLOCKING=1 shows the"
-            " call that is to blame"
+            f"a kernel failed on the device ({_short(error)}), before the call that reports it,"
+            " and this process cannot use the device any more; CUDA_LAUNCH_BLOCKING=1 shows the"
+            " call at fault"
         )
     return DeviceError(f"{name} on the device: {_short(error)}")
 
@@ -325,7 +323,7 @@ def _out_of_memory(asked: int | None, error: BaseException, backend: DeviceBacke
     limit = (
         ""
         if use.limit_bytes is None
-        else f" of the {format_bytes(use.limit_bytes)} that it may ({use.note})"
+        else f" of its limit of {format_bytes(use.limit_bytes)} ({use.note})"
     )
     return DeviceError(
         f"{backend.device} has no room for {expected} more: arrays of this process use"

@@ -42,19 +42,21 @@ def gemm(
         DeviceError: when some of the arrays are on the host and others on a device.
     """
     if add and out is None:
-        raise UsageError("a product can only be added to something: give `out`")
+        raise UsageError("a product is added to an existing array; give `out`")
     library = xp.__name__
     if library != "numpy" and is_floating(a.dtype):
         shape = product_shape(a.shape, b.shape)
         if out is None:
             out = xp.empty(shape, a.dtype if dtype is None else dtype)
         if a.dtype != b.dtype:
-            raise DtypeError(f"no product of {a.dtype} and {b.dtype}: convert one of them")
+            raise DtypeError(f"{a.dtype} cannot be multiplied by {b.dtype}; convert one of them")
         if out.dtype != a.dtype and not (is_low(a.dtype) and out.dtype == np.float32):
-            raise DtypeError(f"the product of {a.dtype} arrays cannot be written to {out.dtype}")
+            raise DtypeError(
+                f"a product of {a.dtype} arrays cannot be written to {out.dtype}; convert `out`"
+            )
         if out.shape != shape:
             raise ShapeError(
-                f"the product of shapes {a.shape} and {b.shape} is {shape}, but the place for it"
+                f"the product of shapes {a.shape} and {b.shape} is {shape}, but `out` has"
                 f" {out.shape}"
             )
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
@@ -135,12 +137,12 @@ def product_shape(a: Shape, b: Shape) -> Shape:
     """
     if min(len(a), len(b)) < 2 or a[-1] != b[-2]:
         raise ShapeError(
-            f"no product of arrays of shapes {a} and {b}: it needs (..., n, k) and (..., k, m)"
+            f"shapes {a} and {b} cannot be multiplied; give (..., n, k) and (..., k, m)"
         )
     try:
         leading = np.broadcast_shapes(a[:-2], b[:-2])
     except ValueError:
         raise ShapeError(
-            f"no product of arrays of shapes {a} and {b}: the leading axes do not fit"
+            f"shapes {a} and {b} cannot be multiplied: the leading axes do not broadcast"
         ) from None
     return (*leading, a[-2], b[-1])

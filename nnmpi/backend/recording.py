@@ -91,8 +91,8 @@ def refuse(what: str) -> None:
     """
     if _active.get() is not None:
         raise UsageError(
-            f"{what} inside a compiled step would be that of the first step for ever; return the"
-            " tensor from the step and look at it outside, or do not compile this step"
+            f"{what} inside a compiled step would always be the first step's; return the tensor"
+            " and read it outside, or do not compile this step"
         )
 
 
@@ -287,8 +287,8 @@ class _RecordingFunction:
         """
         if isinstance(result, tuple | list):
             raise UsageError(
-                f"{self._name} gives several arrays, which a compiled step cannot keep; ask one"
-                " by one"
+                f"{self._name} returns several arrays, but a compiled step keeps one per call; use"
+                " single results"
             )
         out: Array = self._xp.asarray(result)
         if any(is_array(arg) and self._xp.may_share_memory(arg, out) for arg in args):

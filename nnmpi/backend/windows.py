@@ -44,7 +44,9 @@ def pair(name: str, value: int | Pair, least: int) -> Pair:
     except (TypeError, ValueError):  # no integers, or not two of them
         first = second = least - 1
     if min(first, second) < least:
-        raise UsageError(f"{name} is one whole number of at least {least}, or two, not {value!r}")
+        raise UsageError(
+            f"{name} must be one or two whole numbers of at least {least}, not {value!r}"
+        )
     return first, second
 
 

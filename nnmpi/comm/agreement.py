@@ -55,8 +55,8 @@ class Communicator:
 
     def __reduce__(self) -> NoReturn:
         raise CommError(
-            "a group of ranks is not copied or pickled, nor is a model that a Worker or a strategy"
-            " works on; call its release() first, or build the model again and use load_state"
+            "a group of ranks cannot be copied or pickled, nor can a model in a Worker or a"
+            " strategy; call its release() first, or build the model again and use load_state"
         )
 
     @property
@@ -180,8 +180,8 @@ def decode_json(text: bytes, rank: int) -> Any:
     message = json.loads(text)
     if "error" in message:
         raise CommError(
-            f"rank {rank} sent what is not a JSON value ({message['error']}); "
-            "send None, bool, int, float, str, and lists and dictionaries of them"
+            f"rank {rank} sent something that is not a JSON value ({message['error']}); send None,"
+            " bool, int, float, str, and lists and dictionaries of them"
         )
     return message["value"]
 

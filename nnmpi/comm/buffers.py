@@ -108,8 +108,8 @@ def check_contiguous(array: Buffer) -> Buffer:
         )
     if not array.flags.c_contiguous:
         raise ShapeError(
-            f"the {array.shape} array with strides {array.strides} has gaps; copy it:"
-            " ascontiguousarray"
+            f"the {array.shape} array with strides {array.strides} is not contiguous;"
+            " copy it with ascontiguousarray"
         )
     if not getattr(array.flags, "writeable", True):  # device arrays always are
         raise ShapeError(
@@ -129,8 +129,8 @@ def as_bytes(array: Buffer) -> NDArray[np.uint8]:
         return array.reshape(-1).view(np.uint8)
     except ValueError as error:
         raise ShapeError(
-            f"the {array.shape} array with strides {array.strides} has gaps; copy it:"
-            " ascontiguousarray"
+            f"the {array.shape} array with strides {array.strides} is not contiguous;"
+            " copy it with ascontiguousarray"
         ) from error
 
 

@@ -63,7 +63,7 @@ class Step:
                 )
             except TypeError:
                 raise ScheduleError(
-                    f"{name} has {partner!r} and {chunks!r}; ranks and chunks are whole numbers"
+                    f"{name} has {partner!r} and {chunks!r}; ranks and chunks must be whole numbers"
                 ) from None
             if (partner is None) != (not chunks):
                 raise ScheduleError(
@@ -74,8 +74,8 @@ class Step:
                 object.__setattr__(self, name, tuple(chunks))
             if not isinstance(chunks, range) and len(set(chunks)) != len(chunks):
                 raise ScheduleError(
-                    f"a step names a chunk twice in {name}={chunks}; every chunk may travel once a"
-                    " step"
+                    f"a step names a chunk twice in {name}={chunks}; each chunk may travel once"
+                    " per step"
                 )
 
 

@@ -78,7 +78,9 @@ def simulate_collective(
         ScheduleError: for a deadlock.
     """
     if size < 1 or nbytes < 0:
-        raise UsageError(f"{size} ranks with {nbytes} bytes cannot be simulated")
+        raise UsageError(
+            f"{size} ranks with {nbytes} bytes cannot be simulated; give at least 1 and 0"
+        )
     seconds = _Seconds(machine, machine.nodes_of(size), -(-nbytes // ITEM_BYTES))
     clocks = [0.0] * size
     for phase in as_collective(collective).phases:

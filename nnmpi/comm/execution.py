@@ -326,7 +326,7 @@ class NativeExecution(Stages):
     def __init__(self, array: Buffer, comm: Comm, operation: str = ALL_REDUCE.name) -> None:
         if operation not in NATIVE_OPERATIONS:
             raise UsageError(
-                f"MPI has no {operation} of its own here; it has {', '.join(NATIVE_OPERATIONS)}"
+                f"MPI has no native {operation} here; choose one of {', '.join(NATIVE_OPERATIONS)}"
             )
         stages = _check(array)
         calls = _find_calls(array, comm, operation)

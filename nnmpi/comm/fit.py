@@ -114,7 +114,7 @@ def load_fit(file: Path) -> Fit:
     Raises:
         UsageError: for a missing file, or one that holds no fit.
     """
-    with foreign(file, UsageError, f"no fit that can be read; {MAKE_ONE}"):
+    with foreign(file, UsageError, f"not a readable fit; {MAKE_ONE}"):
         return Fit.from_json(read_json(file))
 
 
@@ -167,7 +167,8 @@ def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
     """Return the error for a missing fit, with the ways to get one."""
     return UsageError(
         f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with"
-        f" mpirun -n {ranks} python -m nnmpi.comm fit, or say what messages cost, such as {NETWORK}"
+        f" mpirun -n {ranks} python -m nnmpi.comm fit, or give the cost of messages, such as"
+        f" {NETWORK}"
     )
 
 

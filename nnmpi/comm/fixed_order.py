@@ -70,7 +70,7 @@ class SumTree:
 
     def __init__(self, leaves: int) -> None:
         if leaves < 1:
-            raise UsageError(f"a sum of {leaves} leaves is nothing; give at least 1")
+            raise UsageError(f"a sum of {leaves} leaves is empty; give at least 1")
         self.leaves = leaves
         self._blocks: dict[TreeBlock, Buffer] = {}
 
@@ -96,7 +96,7 @@ class SumTree:
             raise UsageError(f"leaf {leaf} is not one of 0..{self.leaves - 1}")
         if any(leaf in covered(block, self.leaves) for block in self._blocks):
             raise UsageError(
-                f"leaf {leaf} was pushed before; push each leaf once, and make a tree for"
+                f"leaf {leaf} was already pushed; push each leaf once, and make a new tree for"
                 " another sum"
             )
         _insert(self._blocks, self.leaves, (0, leaf), array, owned=False)

@@ -377,7 +377,7 @@ def plan_buckets(
         UsageError: for spans that overlap or are out of order, and for a limit below 1.
     """
     if limit_bytes < 1:
-        raise UsageError(f"a bucket of {limit_bytes} bytes holds nothing; give at least 1 byte")
+        raise UsageError(f"a bucket of {limit_bytes} bytes is empty; give at least 1 byte")
     ranges = [
         result
         for buffer, item in enumerate(itemsizes)
@@ -399,7 +399,7 @@ def _ranges(
         _, start, stop = spans[i]
         if not end <= start <= stop:
             raise UsageError(
-                f"gradient {i} lies at {start}..{stop} of buffer {buffer}, but it must begin at or"
+                f"gradient {i} is at {start}..{stop} of buffer {buffer}, but it must begin at or"
                 f" after {end}"
             )
         end = stop

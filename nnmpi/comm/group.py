@@ -275,7 +275,7 @@ class Group(Communicator):
                 self,
                 [blake2b(repr(steps).encode(), digest_size=16).hexdigest()],
                 f"the ranks were given different steps by {collective.name}",
-                "let it depend on rank and size alone",
+                "let it depend only on rank and size",
                 show=None,
             )
             self._compared.add(collective)
@@ -404,8 +404,8 @@ class Group(Communicator):
     def _check_length(self, array: Buffer, length: int) -> None:
         if check_buffer(array, low=True).size != length:
             raise ShapeError(
-                f"rank {self.rank} of {self.size} has {array.size} elements, but {length} are"
-                " agreed; give the array the length that its counts say"
+                f"rank {self.rank} of {self.size} has {array.size} elements, but its count is"
+                f" {length}; give an array of that length"
             )
 
     # ---- values ----
@@ -430,7 +430,7 @@ class Group(Communicator):
         if not is_array(array):
             raise DtypeError(
                 f"broadcast works on arrays, not {type(array).__name__}; group.share(value) sends"
-                " others"
+                " other values"
             )
         for piece in pieces(as_bytes(check_contiguous(array))):
             self.comm.broadcast(piece, root)

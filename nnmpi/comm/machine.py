@@ -51,11 +51,10 @@ class Curve:
         """Check the points."""
         points = tuple((float(nbytes), float(seconds)) for nbytes, seconds in self.points)
         if not points or any(later[0] <= earlier[0] for earlier, later in pairwise(points)):
-            raise UsageError(f"a curve needs points with growing bytes, but has {list(points)}")
+            raise UsageError(f"a curve needs points with increasing bytes, not {list(points)}")
         if not all(math.isfinite(number) and number >= 0 for point in points for number in point):
             raise UsageError(
-                "a curve's bytes and seconds are finite and not negative, but it has"
-                f" {list(points)}"
+                f"a curve's bytes and seconds must be finite and not negative, not {list(points)}"
             )
         object.__setattr__(self, "points", points)
 

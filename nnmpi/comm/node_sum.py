@@ -197,7 +197,7 @@ def _is_to_add(array: Buffer, memory: SharedMemory) -> bool:
         return True
     if any(other != where or other is None for _, _, other in by_rank):
         raise DeviceError(
-            "an array to be summed through shared memory does not lie there, at one place on all"
-            " ranks; make it with group.memory().allocate(), or sum it with native"
+            "an array summed through shared memory must be there, at the same offset on all ranks;"
+            " allocate it with group.memory().allocate(), or sum it with native"
         )
     return True

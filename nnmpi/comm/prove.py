@@ -246,7 +246,8 @@ def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], .
         prove_steps(steps, collective.contract)
     except ScheduleError as error:
         raise ScheduleError(
-            f"{collective.name} with {size} ranks is no {collective.contract.name}: {error}"
+            f"{collective.name} with {size} ranks is not a correct {collective.contract.name}:"
+            f" {error}"
         ) from None
     return steps
 
@@ -302,8 +303,8 @@ class PartialSums(Engine):
         if 0 in parts:
             empty = out.send[parts.index(0)]
             raise ScheduleError(
-                f"{self._name(sender)} sends chunk {empty} to rank {receiver} before anything is"
-                " in it"
+                f"{self._name(sender)} sends chunk {empty} to rank {receiver} before it has any"
+                " data"
             )
         clock = ready[0] + 1, ready[1] + len(out.send)
         message = ProvedMessage(sender, receiver, out.send, into.reduce, clock)
@@ -329,7 +330,7 @@ class PartialSums(Engine):
     def _store(self, rank: int, step: Step, chunk: int, parts: int) -> int:
         what = f"{self._name(rank)} adds chunk {chunk} from rank {step.from_}"
         if step.reduce and not self.held[rank][chunk]:
-            raise ScheduleError(f"{what} to nothing")
+            raise ScheduleError(f"{what}, but has no data in it yet")
         total = self.held[rank][chunk] + parts if step.reduce else parts
         most = self.contract.most
         often = [item for item in _members(total) if count(total, item) > most]

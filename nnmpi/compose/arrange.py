@@ -377,8 +377,8 @@ def _shared_parameters(
     for name, leaf, numbers in stages_by_leaf:
         if len(numbers) > 1 and isinstance(leaf, Buffer):
             raise LayoutError(
-                f"the layer of {name} is in stages {', '.join(map(str, numbers))}, which"
-                " would update its running statistics in another order than the serial run; make a"
+                f"the layer of {name} is in stages {', '.join(map(str, numbers))}, which would"
+                " update its running statistics in a different order from the serial run; make a"
                 " layer for each use, or cut the model so that both uses share a stage"
             )
     shared = {name: numbers for name, _, numbers in stages_by_leaf if len(numbers) > 1}
@@ -386,7 +386,7 @@ def _shared_parameters(
         name, numbers = next(iter(shared.items()))
         asked = f"the pipeline schedule {name_of(layout.schedule)}"
         raise LayoutError(
-            f"{name} is in stages {', '.join(map(str, numbers))}, which does not go with"
+            f"{name} is in stages {', '.join(map(str, numbers))}, which cannot be combined with"
             f" {asked}; cut the model so that all layers that have it share a stage, or leave"
             f" {asked} out"
         )
@@ -467,7 +467,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     out = max(rank_needs[-1] for rank_needs in by_rank)
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
         advice.append(
-            "let offload-state optimizer keep its state out of memory, which then needs"
+            "offload the optimizer's state with offload-state optimizer, which then needs"
             f" {format_bytes(out)}"
         )
     layers = len(arrangement.layers or open_chain(arrangement.model))
@@ -476,7 +476,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     )
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
     if layout.expert_parallel:  # Layout refuses all of these with experts
-        advice = ["let more replicas share out the experts"]
+        advice = ["shard the experts over more replicas"]
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer"
         f" state under {mesh.mesh}{f' with zero {layout.zero}' if layout.zero else ''}, more than"

@@ -399,13 +399,13 @@ class AsynchronousWorker(Trainer):
             raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
         if self.precision == "fp16":
             raise UsageError(
-                "with fp16 all ranks leave out an update that overflows on one of them, and with"
-                f" {sync.mode} they do not meet in every step; use bf16, which needs no loss"
-                " scaling, or a synchronous run without servers"
+                "with fp16 all ranks skip an update that overflows on one of them, but with"
+                f" {sync.mode} they do not synchronize in every step; use bf16, which needs no"
+                " loss scaling, or a synchronous run without servers"
             )
         if sync.has_server and not optimizer.elementwise:
             raise UsageError(
-                f"with {sync.mode} a server updates flat arrays, and {type(optimizer).__name__}"
+                f"with {sync.mode} a server updates flat arrays, but {type(optimizer).__name__}"
                 " takes whole matrices; give sync bsp, local or gossip, or adamw"
             )
         sync.check(group.size)

@@ -113,8 +113,8 @@ class Exchange:
         """
         if len(batch.cuts) != batch.microbatches:
             raise UsageError(
-                f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as"
-                ' Loader(whole_microbatches=True) deals them for reduction "fixed"; leave it out'
+                f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches;"
+                ' Loader(whole_microbatches=True) is for reduction "fixed": leave it out'
             )
 
     def begin_forward(self, microbatch: int) -> None:
@@ -323,14 +323,13 @@ class FixedExchange(Exchange):
         """See `Exchange.begin`."""
         if len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
             raise UsageError(
-                f"this rank has a part of each of {batch.microbatches} microbatches, but with"
-                ' reduction "fixed" each is one replica\'s alone; give'
-                " Loader(whole_microbatches=True)"
+                f"this rank has a part of each of {batch.microbatches} microbatches, but reduction"
+                ' "fixed" needs whole ones; give Loader(whole_microbatches=True)'
             )
         unchecked, self._is_unchecked = self._is_unchecked, False
         if unchecked and 0 in self.group.gather(len(batch.cuts)):
             raise UsageError(
-                "ranks without samples cannot take part in a plan for the activations of reduction"
+                "ranks without samples cannot take part in the plan for activations with reduction"
                 " fixed; give a larger batch, fewer ranks, or no activation_memory"
             )
         self._sums.begin(batch.microbatches)

@@ -220,7 +220,7 @@ def choose_token(
     """
     if not np.isfinite(logits).all():
         raise DivergenceError(
-            "the model's outputs are not finite, so that no token can be drawn; take other weights"
+            "the model's outputs are not finite, so no token can be drawn; use other weights"
         )
     if temperature == 0:
         return int(logits.argmax())

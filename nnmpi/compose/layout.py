@@ -75,7 +75,7 @@ class Layout:
         Layout(pp=2, schedule='gpipe')
         >>> nnmpi.Layout(reduction="fixed", zero=1)
         Traceback (most recent call last):
-        nnmpi.errors.LayoutError: reduction fixed does not go with zero 1: ZeRO's ...
+        nnmpi.errors.LayoutError: reduction fixed cannot be combined with zero 1: ZeRO's ...
     """
 
     dp: int | None = None
@@ -116,7 +116,7 @@ class Layout:
             usual_stages(self.schedule),
         ):
             raise UsageError(
-                f"{self.virtual_stages} virtual stages belong to the pipeline schedule interleaved;"
+                f"{self.virtual_stages} virtual stages are for the pipeline schedule interleaved;"
                 f" {name_of(self.schedule)} has {'two' if self.schedule in TURNING else 'one'} per"
                 " rank"
             )
@@ -145,18 +145,20 @@ class Layout:
             and self.offload_state is None
         ):
             raise UsageError(
-                f"activations go to {self.offload} when they are more than a limit, and there is"
-                " none; give activation_memory, too, or offload_state, or leave offload out"
+                f"offload {self.offload} needs a limit of activations, or optimizer state to"
+                " offload; give activation_memory or offload_state, or leave offload out"
             )
         if self.offload_state is None:
             return
         _one_of("offload_state", self.offload_state, (OPTIMIZER, ALL))
         if self.offload is None:
-            raise UsageError(f"offload_state {self.offload_state} needs a place; give offload, too")
+            raise UsageError(
+                f"offload_state {self.offload_state} needs a target; give offload, too"
+            )
         if self.offload_state == ALL and self.zero != STAGES[-1]:
             raise UsageError(
-                "weights leave memory unit by unit, as ZeRO 3 computes with them, also on one"
-                f" rank; give zero 3, or offload_state {OPTIMIZER}"
+                "weights are offloaded in the units of ZeRO 3, also on one rank; give zero 3, or"
+                f" offload_state {OPTIMIZER}"
             )
 
     def features(self) -> dict[str, str]:

@@ -80,7 +80,7 @@ class SumError:
             expected = counted(item, "output")
             raise ShapeError(
                 f"the model's outputs have shape {outputs.shape} and the targets {targets.shape};"
-                f" let it give {expected} for each sample"
+                f" let it return {expected} for each sample"
             )
         reshaped = outputs if outputs.shape == targets.shape else outputs.reshape(targets.shape)
         total = self._function(reshaped, targets, reduction="sum")
@@ -172,10 +172,10 @@ class LabelLoss:
             gave = "one number" if not shape else f"values of shape {shape}"
             gave = gave if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise UsageError(
-                f"the loss gave {gave} for labels of shape {labels.shape}; return one value for"
-                ' each label, as reduction="none" does: what they are divided by is the business'
-                " of the Worker, which alone knows the global batch. A function that returns the"
-                ' sum says so: def loss(logits, labels, reduction="sum")'
+                f"the loss returned {gave} for labels of shape {labels.shape}; return one value for"
+                ' each label, as reduction="none" does: the Worker divides them by the global'
+                " batch's labels. A function that returns the sum declares it:"
+                ' def loss(logits, labels, reduction="sum")'
             )
         return (
             result.sum() / max(prod(shape[1:]), 1)
@@ -232,8 +232,8 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
     ignored = getattr(loss, "keywords", {}).get("ignore_index")
     if ignored is not None and ignored >= 0:
         raise UsageError(
-            f"the loss ignores label {ignored}, but it is divided by the number of labels from 0"
-            f" on; give what does not count the label {IGNORED}, and the loss"
+            f"the loss ignores label {ignored}, but is divided by the number of labels that are 0"
+            f" or more; label ignored positions {IGNORED}, and give the loss"
             f" ignore_index={IGNORED}"
         )
     classes = 0 if arrangement is None else arrangement.classes
@@ -243,8 +243,8 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
         and not (isinstance(loss, SumCrossEntropy) and loss.classes)
     ):
         raise UsageError(
-            f"the {classes} classes are shared out over tp {arrangement.mesh.tp.size}"
-            " (Sharding.VOCAB), so this loss would see a part of them alone; take"
+            f"the {classes} classes are sharded over tp {arrangement.mesh.tp.size}"
+            " (Sharding.VOCAB), so this loss would see only part of them; use"
             " compose.losses.sum_cross_entropy(arrangement), or Sharding.COLUMN, after which the"
             " logits are whole"
         )
@@ -267,11 +267,11 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
         ) from error
     if not isinstance(total, Tensor):
         raise UsageError(
-            f"the loss gave a {type(total).__name__}; return the sum of the losses, a Tensor"
+            f"the loss returned a {type(total).__name__}; return the sum of the losses, a Tensor"
         )
     if total.size != 1:
         raise UsageError(
-            f"the loss gave a Tensor of shape {total.shape}; return the sum of the losses, one"
+            f"the loss returned a Tensor of shape {total.shape}; return the sum of the losses, one"
             " number"
         )
     return total

@@ -564,9 +564,9 @@ def _refusal(arrangement: Arrangement, backend: Backend, losses: Sequence[SumLos
 
 
 _BUFFER_MOVES = (
-    "the forward of a module of your own has changed its Buffer {!r}, by this rank's rows or more"
-    " than once, so that it is not the serial run's. Give the class an attribute all_reduce = None;"
-    " a strategy sets it to what sums a float64 array over the ranks that share a batch. Sum with"
+    "the forward of your module changed its Buffer {!r}, by this rank's rows or more than once, so"
+    " it differs from the serial run's. Give the class an attribute all_reduce = None; a strategy"
+    " sets it to a function that sums a float64 array over the ranks that share a batch. Sum with"
     " it where it is set, and change nothing where nnmpi.nn.current().again"
 )
 
@@ -602,10 +602,9 @@ def _warn_of_strangers(model: Module, loss: Tensor) -> None:
     for leaf in leaves_of(loss):
         if isinstance(leaf, Parameter) and id(leaf) not in known:
             warnings.warn(
-                f"a parameter of shape {leaf.shape} gets a gradient, but is not found in the model,"
-                " and so is not trained: a layer must be a module's attribute or an item of a list"
-                " that is one, not a variable of a function around it; if nothing is to train it,"
-                " set its requires_grad = False",
+                f"a parameter of shape {leaf.shape} gets a gradient, but is not in the model, so"
+                " it is not trained: a layer must be a module's attribute or an item of a list"
+                " that is one, not a variable outside; to freeze it, set its requires_grad = False",
                 stacklevel=2,
             )
             return
@@ -660,9 +659,9 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
             stage_s[op.stage] += seconds / len(reports) / schedule.microbatches
     bubble = 1 - busy_s / (measured_s * group.size) if measured_s else 0.0
     return (
-        f"pipeline pass {1e3 * measured_s:.2f} ms, simulated {1e3 * simulation.makespan_s:.2f} ms"
-        f"{'' if machine else ' without messages, of which there is no fit'}; "
-        f"bubble {bubble:.0%}, simulated {simulation.bubble:.0%}; "
-        f"ms per microbatch and stage: {', '.join(f'{1e3 * seconds:.2f}' for seconds in stage_s)}; "
-        f"activations kept: {', '.join(str(peak) for _, _, peak in by_rank)}"
+        f"pipeline pass {1e3 * measured_s:.2f} ms, simulated {1e3 * simulation.makespan_s:.2f}"
+        f" ms{'' if machine else ' without messages, for which there is no fit'}; bubble"
+        f" {bubble:.0%}, simulated {simulation.bubble:.0%}; ms per microbatch and stage:"
+        f" {', '.join(f'{1e3 * seconds:.2f}' for seconds in stage_s)}; activations kept:"
+        f" {', '.join(str(peak) for _, _, peak in by_rank)}"
     )

@@ -86,7 +86,8 @@ def refuse(used: Mapping[str, str]) -> None:
     for (first, other), reason in REFUSED.items():
         if first in used and other in used:
             raise LayoutError(
-                f"{used[first]} does not go with {used[other]}: {reason}; leave one of them out"
+                f"{used[first]} cannot be combined with {used[other]}: {reason}; leave one of them"
+                " out"
             )
 
 

@@ -124,8 +124,8 @@ class Replay(Compiled):
         self._reason = "the model is new, or has changed"
         if strangers:
             self._reason = (
-                f"{strangers[0]} is not nnmpi's own, or calls a function that is not; let the class"
-                " or the function say replayable = True if values decide nothing"
+                f"{strangers[0]} is not nnmpi's own, or calls a function that is not; set"
+                " replayable = True on the class or function if no value decides its operations"
             )
         elif self._changes > MOST_CHANGES:
             self._reason = "the model changes all the time"

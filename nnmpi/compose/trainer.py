@@ -298,13 +298,11 @@ def check_optimizer(model: Module, optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         name = type(optimizer).__name__
-        raise UsageError(
-            f"a {name} stands where the optimizer belongs: nnmpi.Worker(model, optimizer, group)"
-        )
+        raise UsageError(f"the optimizer is a {name}; call nnmpi.Worker(model, optimizer, group)")
     if optimizer.storage is not model.storage:
         raise UsageError(
-            "the optimizer works on other arrays than the model's; make it over model.storage,"
-            " after the last model.initialize()"
+            "the optimizer's arrays are not the model's; make it for model.storage, after the last"
+            " model.initialize()"
         )
 
 
@@ -346,8 +344,8 @@ def check_numerics(trainer: Trainer) -> None:
         )
     if mode != "float32" and any(array.dtype == np.float64 for array in model.storage.data):
         raise UsageError(
-            f"precision {mode} is for models of float32, and this one is of float64, which nothing"
-            " rounds; use one of the two"
+            f"precision {mode} is for float32 models, but this one is float64; use precision"
+            " float32, or a float32 model"
         )
 
 

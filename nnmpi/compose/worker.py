@@ -206,7 +206,7 @@ class Worker(Trainer):
         if not hasattr(batch, "cuts"):
             batch = self._batch_of(batch, y)
         elif y is not None:
-            raise UsageError("the learning rate goes by its name: worker.step(batch, lr=0.1)")
+            raise UsageError("give the learning rate by keyword: worker.step(batch, lr=0.1)")
         if lr is not None:
             self.optimizer.lr = lr
         if self._sequence is not None:
@@ -264,9 +264,9 @@ class Worker(Trainer):
                 else "arrangement.data_rank and arrangement.data_ranks"
             )
             raise UsageError(
-                f"the ranks' parts of this batch have {targets:.0f} labels that count together, but"
-                f" the global batch {batch.global_targets}; give Loader the rank and world of the"
-                f" replica ({names}), or a Batch of your own the targets of each microbatch"
+                f"the ranks' parts of this batch have {targets:.0f} counted labels together, but"
+                f" the global batch has {batch.global_targets}; give Loader the rank and world of"
+                f" the replica ({names}), or your own Batch the targets of each microbatch"
             )
         # One overflowed value makes the norm inf or NaN, so the norm tests the whole gradient.
         # Loss and norm are sums over all ranks, so all ranks take the same branch without a
@@ -397,8 +397,8 @@ class Worker(Trainer):
         if y is None:
             kind = type(x).__name__
             raise UsageError(
-                f"step takes a batch of a data.Loader, or samples and labels, not a {kind} alone: "
-                "for batch in loader: worker.step(batch), or worker.step(x, y)"
+                f"step takes a batch of a data.Loader, or samples and labels, not only a {kind}:"
+                " for batch in loader: worker.step(batch), or worker.step(x, y)"
             )
         samples, labels = (np.atleast_1d(read_array(values, "step")) for values in (x, y))
         if len(samples) != len(labels):
@@ -524,14 +524,14 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: b
             parameter.region is not None for parameter in model.parameters()
         ):
             raise UsageError(
-                "this rank has a part of the model alone, which the other ranks do not share; give"
-                " the Worker the arrangement that made it: arrangement=where"
+                "this rank has only part of the model; give the Worker the arrangement that made"
+                " it: arrangement=where"
             )
         return
     if model is not arrangement.model:
         raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
     if arrangement.layout.zero and not isinstance(model.storage, ShardedStorage):
         raise UsageError(
-            f"with zero {arrangement.layout.zero} the model's storage is shared out from the"
-            " beginning; initialize it with storage=arrangement.storage"
+            f"with zero {arrangement.layout.zero} the model's storage is sharded from the start;"
+            " initialize it with storage=arrangement.storage"
         )

@@ -154,7 +154,7 @@ def load(
     """
     name = name_or_path
     if target and name in NAMES:
-        raise UsageError(f"data set {name!r} knows its labels itself; leave the target out")
+        raise UsageError(f"data set {name!r} has its own labels; leave the target out")
     if name in DOWNLOADED:
         path = _place(name, data_dir)
         pair = (
@@ -171,8 +171,8 @@ def load(
             train, test = _load_folder(path, predicts, target)
         elif reader is None:
             raise UsageError(
-                f"data set {path}: files of this kind are not read; give {', '.join(READERS)} or a"
-                " folder; of texts .txt, .jsonl or .csv"
+                f"data set {path}: files of this kind cannot be read; give {', '.join(READERS)} or"
+                " a folder, for texts .txt, .jsonl or .csv"
             )
         else:
             train, test = reader(
@@ -290,7 +290,7 @@ def download(source: Source, folder: Path, report: Callable[[str], None] | None 
 
 def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
     if data_dir is not None:
-        kind = "is bundled" if name in BUNDLED else "names its files itself"
+        kind = "is bundled" if name in BUNDLED else "is a path"
         raise UsageError(
             f"data set {name!r} {kind}; leave out data_dir, which is for {', '.join(DOWNLOADED)}"
         )
@@ -308,9 +308,7 @@ def _place(name: str, data_dir: str | Path | None) -> Path:
     path = _look(name, folder := expand(Path(data_dir), "data_dir"), "data_dir")
     if path is None:
         expected = CIFAR_EXPECTED if name == "cifar10" else IDX_EXPECTED
-        raise UsageError(
-            f"data_dir {folder} lacks the files of {name}: looked there for {expected}"
-        )
+        raise UsageError(f"data_dir {folder} lacks the files of {name}; it needs {expected}")
     return path
 
 
@@ -353,8 +351,7 @@ def _load_folder(folder: Path, predicts: LabelKind, target: str) -> tuple[Datase
         test = to_dataset(read_csv(tables[1], target), name, train.class_names, kind)
         if train.columns and test.columns and test.columns != train.columns:
             raise DataError(
-                f"{tables[1]} has other columns than {tables[0]}, or in another order; give both"
-                " the same"
+                f"{tables[1]} and {tables[0]} differ in columns or their order; give both the same"
             )
         return train, test
     if has_idx(folder):
@@ -365,10 +362,10 @@ def _load_folder(folder: Path, predicts: LabelKind, target: str) -> tuple[Datase
         return result
     if any(file.suffix.lower() in SUFFIXES for file in folder.iterdir()):
         raise UsageError(
-            f"data set {folder}: images lie in it directly; give the folder above, which has one"
-            " for each class"
+            f"data set {folder}: it has images, not a folder of images per class; give its parent"
+            " folder"
         )
     raise UsageError(
         f"data set {folder}: the folder has neither {IDX_EXPECTED}, nor {CIFAR_EXPECTED}, nor"
-        " train.csv and test.csv (plain or .gz), nor a folder of images for each class"
+        " train.csv and test.csv (plain or .gz), nor a folder of images per class"
     )

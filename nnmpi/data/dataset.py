@@ -27,8 +27,8 @@ def check_index(name: object, columns: Sequence[str]) -> None:
     """Refuse a table whose first column is pandas' index: it would become a feature."""
     if columns and columns[0] in ("", "Unnamed: 0"):
         raise DataError(
-            f"{name}: the first column has no name, as where pandas writes its index; write the"
-            " table by to_csv(path, index=False), read it with index_col=0, or give the column a"
+            f"{name}: the first column has no name, as when pandas writes its index; write the"
+            " table with to_csv(path, index=False), read it with index_col=0, or give the column a"
             " name if it is a feature"
         )
 
@@ -238,7 +238,8 @@ class Dataset(Samples):
             )
         if self.class_names and len(self.class_names) != self.classes:
             raise DataError(
-                f"{self.name}: {len(self.class_names)} class names for {self.classes} classes"
+                f"{self.name}: {len(self.class_names)} class names for {self.classes} classes;"
+                " give one per class"
             )
         if not full and (self.classes not in (0, 2) or self.y.size == 0):
             raise DataError(
@@ -401,7 +402,8 @@ def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Datase
     n = len(dataset)
     if n < 2:
         raise DataError(
-            f"{dataset.name}: {n} samples cannot be split into a training and a test part"
+            f"{dataset.name}: {n} samples cannot be split into a training and a test part; give 2"
+            " or more"
         )
     tests = min(max(round(n * test_fraction), 1), n - 1)
     order = stream(seed, "split").permutation(n)
@@ -422,5 +424,8 @@ def check_pair(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset]:
         for part in (train, test)
     )
     if first != second:
-        raise DataError(f"{train.name}: the training part has {first}, the test part {second}")
+        raise DataError(
+            f"{train.name}: the training part has {first}, the test part {second}; give both the"
+            " same"
+        )
     return train, test

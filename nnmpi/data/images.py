@@ -64,14 +64,14 @@ def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
     content, header = read_bytes(path), 4 + 4 * dims
     if content[:4] != bytes([0, 0, 8, dims]) or len(content) < header:
         raise DataError(
-            f"{path}: not an IDX file of bytes in {dims} dims (it begins with"
+            f"{path}: not an IDX file of bytes in {dims} dimensions (it begins with"
             f" {content[:4].hex(' ')})"
         )
     sizes = np.frombuffer(content, ">u4", dims, offset=4).tolist()
     if len(content) - header != math.prod(sizes):
         raise DataError(
             f"{path}: the header promises {math.prod(sizes)} bytes of values"
-            f" ({' x '.join(map(str, sizes))}) and {len(content) - header} follow"
+            f" ({' x '.join(map(str, sizes))}), but {len(content) - header} follow"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(sizes)
 
@@ -141,7 +141,7 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
     else:
         packed = io.BytesIO(read_bytes(path))
         with (
-            foreign(path, DataError, "not a whole tar archive"),
+            foreign(path, DataError, "not a complete tar archive"),
             tarfile.open(fileobj=packed) as archive,
         ):
             for member in archive:
@@ -152,11 +152,12 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
     # by length first: data_batch_10 after data_batch_9
     trains = sorted(result.keys() - tests, key=lambda batch: (len(batch), batch))
     if not trains or not tests:
-        raise DataError(f"{path}: needs {CIFAR_EXPECTED}, and has {sorted(result)}")
+        raise DataError(f"{path}: needs {CIFAR_EXPECTED}, but has {sorted(result)}")
     for batch, content in result.items():
         if len(content) % RECORD:
             raise DataError(
-                f"{path}, {batch}.bin: {len(content)} bytes are not whole records of {RECORD} bytes"
+                f"{path}, {batch}.bin: {len(content)} bytes are not a multiple of {RECORD}, a"
+                " record's length"
             )
     train, test = (
         _records(name, b"".join(result[batch] for batch in batches)) for batches in (trains, tests)
@@ -229,8 +230,8 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
     def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
         if strange := classes.keys() - train.keys():
             raise DataError(
-                f"{folder}: class {min(strange)!r} of the test is none of the training's; give both"
-                " the same"
+                f"{folder}: class {min(strange)!r} of the test part is not in the training part;"
+                " give both the same"
             )
         x: Array = np.stack(
             [read_image(file, shape) for files in classes.values() for file in files]

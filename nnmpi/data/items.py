@@ -52,8 +52,8 @@ def as_samples(source: Any) -> Samples:
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         return Items(source)
     raise UsageError(
-        f"a Loader takes a data set, with a length and items (x, y), not a {what}; of arrays make"
-        " one: data.Dataset(name, x, y, classes=10); batches of your own go to worker.step(x, y)"
+        f"a Loader takes a data set, with a length and items (x, y), not a {what}; make one of"
+        " arrays: data.Dataset(name, x, y, classes=10), or call worker.step(x, y)"
     )
 
 
@@ -134,7 +134,7 @@ class Items(Samples):
             shapes = sorted({str(x.shape) for x, _ in items} or {"none"})
             raise DataError(
                 f"{self.name}: samples of a batch have the shapes {' and '.join(shapes)}; give all"
-                " the same, such as by cropping them in the data set"
+                " the same, for example by cropping them in the data set"
             ) from None
         if x.dtype == np.uint8 and x.ndim == 3:
             x = x[..., None]  # gray

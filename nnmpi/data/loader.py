@@ -163,17 +163,21 @@ class Loader:
         self.batch_size = size = whole("batch_size", self.batch_size)
         self.microbatches = whole("microbatches", self.microbatches)
         if not 0 <= self.rank < self.world:
-            raise UsageError(f"rank {self.rank} of {self.world} ranks does not exist")
+            raise UsageError(
+                f"rank {self.rank} of {self.world} ranks does not exist; ranks count from 0"
+            )
         if self.whole_microbatches and partition != "none":
             raise UsageError(
-                f"the partition {partition!r} does not go with whole microbatches, which are dealt"
-                " to any rank"
+                f"the partition {partition!r} cannot be combined with whole microbatches, which"
+                " may go to any rank"
             )
         if self.workers is not None:
             whole("workers", self.workers, 0)
         self._kind = np.dtype(self.dtype)
         if self._kind.kind != "f":
-            raise UsageError(f"samples cannot be given as {self._kind}; choose float32 or float64")
+            raise UsageError(
+                f"samples cannot be converted to {self._kind}; choose float32 or float64"
+            )
         self._steps = (
             [] if self.transform is None or dataset.is_tokens else steps_of(self.transform)
         )
@@ -315,8 +319,8 @@ class Loader:
             x = step(x, indices, epoch, self.seed)
             if len(x) != len(indices) or x.dtype != self._kind:
                 raise ShapeError(
-                    f"the transform made {len(x)} rows of {x.dtype} out of {len(indices)} rows of"
-                    f" {self._kind}"
+                    f"the transform made {len(x)} rows of {x.dtype} from {len(indices)} rows of"
+                    f" {self._kind}; return as many, of that dtype"
                 )
         return np.ascontiguousarray(x)
 
@@ -333,7 +337,7 @@ class Loader:
             have = "several labels each" if labels is None else "quantities"
             raise UsageError(
                 f"the partition 'label' sorts samples by class, but those of {self.dataset.name}"
-                f" have {have}; take iid"
+                f" have {have}; use iid"
             )
         return np.zeros(len(self.dataset), np.int64)
 

@@ -136,13 +136,11 @@ PARTITIONS = ("none", "iid", "label")
 def check_partition(samples: int, partition: str, workers: int) -> None:
     """Raise UsageError for an unknown partition, and for more workers than samples."""
     if partition not in PARTITIONS:
-        raise UsageError(
-            f"partition {partition} does not exist; choose from: {', '.join(PARTITIONS)}"
-        )
+        raise UsageError(f"partition {partition} is unknown; choose one of {', '.join(PARTITIONS)}")
     if partition != "none" and samples < workers:
         raise UsageError(
             f"partition {partition} shares {samples} training samples out over {workers} workers,"
-            " so that some would have none; take fewer workers, or leave it out"
+            " so some would have none; use fewer workers, or leave it out"
         )
 
 

@@ -80,7 +80,7 @@ def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
             width = width or len(cells)
             if len(cells) not in (0, width):
                 raise DataError(
-                    f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line has"
+                    f"{path}, line {reader.line_num}: {len(cells)} cells, but the first line has"
                     f" {width}"
                 )
             if cells:
@@ -132,7 +132,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         least, most = exact[:, column].min(), exact[:, column].max()
         raise DataError(
             f"{path}, column {column + 1 + (column >= label_at)}: float32 cannot tell its values"
-            f" apart, from {least:.10g} to {most:.10g}; subtract what they have in common"
+            f" apart, from {least:.10g} to {most:.10g}; subtract their common offset"
         )
     if label_at < width and "" in labels:
         raise DataError(
@@ -271,10 +271,10 @@ def read_samples(path: Path) -> Array:
 
 def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
     """Return the file's arrays among `names`."""
-    what = "not a whole .npz file of arrays without pickled objects"
+    what = "not a complete .npz file of arrays without pickled objects"
     with opened(path) as stream, foreign(path, DataError, what):
         if not zipfile.is_zipfile(stream):
-            raise ValueError("it is cut off, or another kind of file")
+            raise ValueError("it is truncated, or another kind of file")
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as archive:
             present = [name for name in names if name in archive.files]
@@ -283,7 +283,7 @@ def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
             )
             arrays = {name: archive[name] for name in present}
         if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
-            raise ValueError(f"{other[0]} is no array")
+            raise ValueError(f"{other[0]} is not an array")
     return arrays
 
 
@@ -313,7 +313,7 @@ def _part(
     elif (largest := int(y.max())) >= max(y.size, SURE_CLASSES, classes):
         raise DataError(
             f"{path}: {y_name} has {y.size} labels, and one of them is {largest}; number the"
-            " classes from 0 on"
+            " classes from 0"
         )
     else:
         classes = classes or largest + 1

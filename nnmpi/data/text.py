@@ -88,7 +88,7 @@ def read_documents(
     if name.endswith(".txt"):
         if columns:
             raise UsageError(
-                f"{path} has no columns, as it is no table; leave {', '.join(columns)} out"
+                f"{path} has no columns: it is not a table; leave {', '.join(columns)} out"
             )
         rows = (
             ((line.rstrip("\n"), True) for line in read_lines(path) if line.strip())
@@ -146,7 +146,7 @@ def _check_columns(where: str, names: Collection[str], columns: Sequence[str]) -
     for column in columns:
         if list(names).count(column) != 1:
             raise UsageError(
-                f"{where} has no single column {column!r}; its columns are: {', '.join(names)}"
+                f"{where} must have one column {column!r}; its columns are: {', '.join(names)}"
             )
 
 
@@ -167,7 +167,7 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[s
         try:  # TypeError: not a text; UnicodeEncodeError: half of a character, such as "\ud800"
             "".join(cells).encode()
         except (TypeError, UnicodeEncodeError):
-            raise DataError(f"{where}: a column is no Unicode text") from None
+            raise DataError(f"{where}: a column is not Unicode text") from None
         yield number, cells
 
 
@@ -399,9 +399,8 @@ def load_text(
     for part, what in zip(parts, ("training", "test"), strict=True):
         if (length := int((part[:, 1] - part[:, 0]).sum())) < least:
             raise DataError(
-                f"{source.path}: the {what} part has {length} tokens, but a block of {context} and"
-                f" the one to be predicted last are {least}; give a smaller context, or a longer"
-                " text"
+                f"{source.path}: the {what} part has {length} tokens, but a context of {context}"
+                f" and the token after it need {least}; give a smaller context, or a longer text"
             )
     train, test = (Text(source, tokens, tokenizer, part, context) for part in parts)
     return train, test

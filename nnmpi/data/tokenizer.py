@@ -118,7 +118,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             else "there is no such file or folder"
         )
         raise UsageError(
-            f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or where a tokenizer was saved"
+            f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or the path of a saved"
+            " tokenizer"
         )
     if built_in := _read_built_in(result):
         return built_in
@@ -127,7 +128,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except ImportError:
         raise UsageError(
             f"tokenizer {result} is read by the library tokenizers, which is not installed; pip"
-            f" install tokenizers, or take {BYTES} or {CHARACTERS}"
+            f" install tokenizers, or use {BYTES} or {CHARACTERS}"
         ) from None
     with foreign(result, DataError, "not a tokenizer"):
         if result.name in PAIRS_FILES:
@@ -158,7 +159,7 @@ class ByteTokenizer(Tokenizer):
             return list(text.encode())
         except UnicodeEncodeError as error:
             raise UsageError(
-                f"{text[error.start]!r} is half of a character, and no text in UTF-8 has it"
+                f"{text[error.start]!r} is half of a surrogate pair, which UTF-8 cannot encode"
             ) from None
 
     def _decode(self, ids: list[int]) -> str:
@@ -198,13 +199,13 @@ class CharacterTokenizer(Tokenizer):
         """Return each character's index in the vocabulary."""
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         if not self.characters:
-            raise UsageError("the tokenizer has no characters; make it of a text")
+            raise UsageError("the tokenizer has no characters; make it from a text")
         indices = np.minimum(np.searchsorted(self._codes, codes), self.end - 1)
         unknown = np.flatnonzero(self._codes[indices] != codes)
         if unknown.size:
             raise UsageError(
                 f"the character {text[unknown[0]]!r} is not among the {self.end} of the tokenizer,"
-                " which are those of its training text; leave it out, or take another tokenizer,"
+                " which are those of its training text; leave it out, or use another tokenizer,"
                 " such as bytes"
             )
         return indices.tolist()
@@ -279,7 +280,9 @@ def _of_pairs(library: Any, vocabulary: str, merges: str) -> Any:
     if missing or len(set(numbers.values())) < len(numbers):
         # refused here: the library would silently drop bytes without a token
         raise ValueError(
-            f"{missing} of the 256 bytes have no token" if missing else "two tokens have one number"
+            f"{missing} of the 256 bytes have no token"
+            if missing
+            else "two tokens have the same number"
         )
     if result.token_to_id(ENDS[0]) is not None:
         result.add_special_tokens([ENDS[0]])

@@ -88,7 +88,7 @@ class Normalize:
     def __post_init__(self) -> None:
         if not np.all(np.asarray(self.std) > 0):
             raise UsageError(
-                f"std is {self.std}; it must be more than 0 (1 for what does not vary)"
+                f"std is {self.std}; it must be more than 0 (1 for a constant feature)"
             )
 
     @classmethod

@@ -518,7 +518,7 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
             exists = item.stage in range(stages) and item.microbatch in range(microbatches)
             if type(item.kind) is not Kind or not exists:
                 raise ScheduleError(
-                    f"{item} has no place in {stages} stages and {microbatches} microbatches"
+                    f"{item} does not belong in {stages} stages and {microbatches} microbatches"
                 )
         schedule = lower(Schedule(name, ranks, stages, microbatches, programs))
         check(schedule)

@@ -164,7 +164,7 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
     costs = plans.costs
     if len(costs) > MOST_LAYERS:
         raise UsageError(
-            f"a page draws up to {MOST_LAYERS} layers, not {len(costs)}; look at the text"
+            f"a page draws up to {MOST_LAYERS} layers, not {len(costs)}; use the text output"
         )
 
     def shown(plan: Plan) -> dict[str, Any]:

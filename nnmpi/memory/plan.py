@@ -337,7 +337,7 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
         )
     if not state.is_complete:
         raise UsageError(
-            "the plan leaves something behind; each layer must go back once, and each value be"
+            "the plan is incomplete; each layer needs one backward pass, and each value must be"
             " dropped"
         )
     names = tuple(cost.name for cost in costs)
@@ -357,8 +357,8 @@ def parse_plan(text: str) -> Plan:
     for word in text.split():
         if word[0] not in letters or not word[1:].isdecimal():
             raise UsageError(
-                f"{word!r} is no action; write {', '.join(letters)} and the number of a layer, such"
-                " as F0"
+                f"{word!r} is not an action; write {', '.join(letters)} and the number of a layer,"
+                " such as F0"
             )
         actions.append(Action(Act(word[0]), int(word[1:])))
     return tuple(actions)

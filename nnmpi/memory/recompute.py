@@ -301,8 +301,8 @@ class RecomputedModel:
         is_taken, chain = "forward" in vars(self.model), open_chain(self.model)
         if is_taken and (self._weights is None or chain[0].module is self.model):
             raise UsageError(
-                "ZeRO 2 or 3 has taken over this model's forward, of which no layer can be computed"
-                " again alone; make the model an nn.Sequential, or leave out ZeRO or the budget for"
+                "ZeRO 2 or 3 has replaced this model's forward, so its layers cannot be recomputed"
+                " one by one; make the model an nn.Sequential, or leave out ZeRO or the budget for"
                 " activations"
             )
         runs = find_layers(self.model, value, self._weights)

@@ -82,13 +82,10 @@ class Store:
         self._backend = backend = numpy_backend() if backend is None else backend
         if backend.is_device != (str(target) == HOST):
             raise UsageError(
-                f"{contents} on {backend.device} go out to the host's memory, not to {target}; give"
-                f" offload {HOST}"
+                f"{contents} on {backend.device} are offloaded to the host's memory, not to"
+                f" {target}; give offload {HOST}"
                 if backend.is_device
-                else (
-                    f"{contents} are in the host's memory already, so they cannot go out to it;"
-                    " give offload a folder"
-                )
+                else (f"{contents} are already in the host's memory; give offload a folder")
             )
         if backend.is_device:
             self._stream = backend.xp.cuda.Stream(non_blocking=True)
@@ -97,8 +94,8 @@ class Store:
             self._file = tempfile.TemporaryFile(dir=target, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UsageError(
-                f"no file for {contents} can be made in {target} ({error.strerror}); give offload"
-                " another folder"
+                f"a file for {contents} cannot be created in {target} ({error.strerror}); give"
+                " offload another folder"
             ) from None
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "nnmpi-offload")
@@ -119,9 +116,9 @@ class Store:
                 else "leave them in memory"
             )
             raise UsageError(
-                f"{self.contents} need a file of {format_bytes(nbytes)} in {self.target}, and there"
-                f" is no room for it ({error.strerror}); make room, give offload another folder, or"
-                f" {remedy}"
+                f"{self.contents} need a file of {format_bytes(nbytes)} in {self.target}, but"
+                f" there is no room for it ({error.strerror}); make room, give offload another"
+                f" folder, or {remedy}"
             ) from None
 
     def zeros(self, length: int, dtype: Any) -> Array:

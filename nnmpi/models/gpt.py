@@ -64,7 +64,7 @@ class GPTEmbedding(Module):
     def _check(self, shape: Shape, start: int) -> None:
         context = self.positions.num_embeddings
         if len(shape) != 2 or start + shape[1] > context:
-            behind = f" behind {start} others" if start else ""
+            behind = f" after {start} others" if start else ""
             raise ShapeError(
                 f"gpt with a context of {context} needs tokens (batch, at most {context}), not"
                 f" {shape}{behind}"
@@ -122,8 +122,7 @@ def gpt(
     )
     if features % heads:
         raise UsageError(
-            f"gpt of {features} features and {heads} heads does not work; take a multiple of the"
-            " heads"
+            f"gpt cannot have {features} features and {heads} heads; give a multiple of the heads"
         )
     embedding = GPTEmbedding(vocabulary, context, features, Normal(STD))
     mixtures = [

@@ -156,8 +156,8 @@ def load_pretrained(model: Module, folder: Path) -> None:
             and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
         ):
             raise DataError(
-                f"{file}: {OUTPUT} is not {tokens}; only a GPT-2 whose output is tied to it can be"
-                " read"
+                f"{file}: {OUTPUT} is not {tokens}; only a GPT-2 whose output is tied to its"
+                " embedding can be read"
             )
         for span in model.storage.spans:
             parameter, full = span.parameter, stored.get_tensor(names[span.parameter.name])

@@ -234,7 +234,7 @@ def cut_chain(
     flat = [i for cut in cuts for i in cut]
     if flat != list(range(len(layers))) or not all(len(cut) for cut in cuts):
         raise UsageError(
-            f"the cuts {list(cuts)} do not go through all {len(layers)} layers in order, each with"
-            " at least one"
+            f"the cuts {list(cuts)} do not cut all {len(layers)} layers in order; give each at"
+            " least one layer"
         )
     return tuple(tuple(layers[i] for i in cut) for cut in cuts)

@@ -94,8 +94,8 @@ class Compiled:
         """
         if active() is not None:
             raise UsageError(
-                "a compiled step was called while another one is recorded; compile the outer one"
-                " alone"
+                "a compiled step was called while another one was being recorded; compile only the"
+                " outer one"
             )
         mode = current()
         if mode.observe is not None:
@@ -246,9 +246,9 @@ def _input_buffer(x: Any) -> Any:
     array = whole_values("a compiled step's input", x)
     if isinstance(x, Tensor) and x.requires_grad and recording():
         raise UsageError(
-            "a compiled step got a tensor that needs a gradient, and works on a copy that needs"
-            " none; give x.detach(), or let the step find the tensor outside of its arguments, as"
-            " it does its parameters"
+            "a compiled step got a tensor that needs a gradient, but works on a copy that needs"
+            " none; give x.detach(), or let the step use the tensor without passing it, as it uses"
+            " parameters"
         )
     return _tensor(array.copy()) if is_array(array) else x
 
@@ -259,8 +259,8 @@ def _outputs(result: Any) -> Any:
     def without_graph(item: Any) -> Tensor:
         if not isinstance(item, Tensor):
             raise UsageError(
-                f"a compiled step returned a {type(item).__name__}, which would be that of the"
-                " first step for ever; return Tensors and look into them outside"
+                f"a compiled step returned a {type(item).__name__}, which would always be the"
+                " first step's; return Tensors and read them outside"
             )
         return Tensor(whole_values("a compiled step's result", item))
 

@@ -296,8 +296,8 @@ def stash(stashed: dict[str, Any], name: str, x: Any) -> None:
     """
     if name in stashed:
         raise UsageError(
-            f"Stash({name!r}) comes twice without a Pop({name!r}) between; give them names of"
-            " their own"
+            f"Stash({name!r}) comes twice without a Pop({name!r}) between; give them different"
+            " names"
         )
     stashed[name] = x
 

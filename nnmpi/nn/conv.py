@@ -59,7 +59,7 @@ class Conv2d(Module):
             if not rows % 2 or not columns % 2 or self.stride != (1, 1):
                 raise UsageError(
                     'padding="same" needs an odd kernel_size and a stride of 1, '
-                    f"not {kernel_size} and {stride}; give numbers"
+                    f"not {kernel_size} and {stride}; give padding as numbers"
                 )
             padding = (rows // 2 * self.dilation[0], columns // 2 * self.dilation[1])
         self.padding = pair("padding", padding, 0)
@@ -172,8 +172,8 @@ def _channels(name: str, in_channels: int, out_channels: int, groups: int) -> tu
     )
     if in_channels % groups or out_channels % groups:
         raise UsageError(
-            f"a convolution of {in_channels} to {out_channels} channels in {groups} groups does not"
-            " work; groups must divide both numbers of channels"
+            f"a convolution of {in_channels} to {out_channels} channels cannot have {groups}"
+            " groups; groups must divide both numbers of channels"
         )
     return in_channels, out_channels, groups
 

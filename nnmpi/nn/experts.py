@@ -74,7 +74,7 @@ class MixtureOfExperts(Module):
         ):
             raise UsageError(
                 f"a mixture of {experts} experts, top_k {top_k}, capacity {capacity} and balance"
-                f" {balance} does not work; give a top_k of at most the experts, a finite capacity"
+                f" {balance} is impossible; give a top_k of at most the experts, a finite capacity"
                 " above 0 or None, and a finite balance of at least 0"
             )
         self.chooses = Gate(top_k, capacity, balance)
@@ -98,8 +98,8 @@ class MixtureOfExperts(Module):
             )
         if current().memory is not None and self.chooses.capacity is not None:
             raise UsageError(
-                "a text is generated token by token, and a mixture's capacity counts all of a"
-                " sequence; train without a capacity to generate"
+                "a text is generated token by token, but a capacity counts a whole sequence's"
+                " tokens; to generate, train without a capacity"
             )
         function = Experts(
             self.chooses, self.ranks, self.exchange, partial(_weight, self.all_reduce is not None)
@@ -120,8 +120,8 @@ def _weight(shared: bool) -> float | None:
         return 0.0
     if mode.weight is None and shared:
         raise UsageError(
-            "the balancing loss is a mean over the global batch, and this rank has a part of it;"
-            " say what sums are multiplied by: with nn.training(weight=1 / batch.global_targets),"
+            "the balancing loss is a mean over the global batch, but this rank has only part of"
+            " it; give the factor of its sums: with nn.training(weight=1 / batch.global_targets),"
             " or give balance=0"
         )
     return mode.weight

@@ -87,7 +87,7 @@ class GRU(Module):
         """
         if current().memory is not None:
             raise UsageError(
-                "a GRU does not go on from the tokens before; call `with_state`, or take an LSTM"
+                "a GRU cannot generate text token by token; call `with_state`, or use an LSTM"
             )
         return self.with_state(x)[0]
 
@@ -101,7 +101,8 @@ class GRU(Module):
         shape = (len(self.layers), len(x), self.hidden_size)
         if state is not None and tuple(state.shape) != shape:
             raise ShapeError(
-                f"a GRU that reads {x.shape} begins in a state of shape {shape}, not {state.shape}"
+                f"a GRU that reads {x.shape} starts from a state of shape {shape}, not"
+                f" {state.shape}"
             )
         ends = []
         for number, layer in enumerate(self.layers):

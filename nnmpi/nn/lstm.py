@@ -93,7 +93,7 @@ class LSTM(Module):
         """
         if isinstance(lengths, tuple):
             raise UsageError(
-                "an LSTM that begins in a state is called as h, state = lstm.with_state(x, state)"
+                "to start an LSTM from a state, call h, state = lstm.with_state(x, state)"
             )
         memory = current().memory
         if memory is None:

@@ -137,7 +137,7 @@ class Module:
         if is_array(value) and isinstance(self.__dict__.get(name), Parameter):
             # the array would not be trained
             raise UsageError(
-                f"{name} is a parameter; its values are written by {name}.data[...] = values"
+                f"{name} is a parameter; write its values by {name}.data[...] = values"
             )
         super().__setattr__(name, value)
 
@@ -271,10 +271,10 @@ class Module:
                 )
                 if hidden is not None:
                     raise UsageError(
-                        f"{f'{path}.{name}' if path else name} holds a {type(hidden).__name__} that"
-                        " is not found there and would not be trained; a module's parts are its"
-                        " attributes and the items of lists (nn.ModuleList) among them, a"
-                        " Sequential's the modules that it was given"
+                        f"{f'{path}.{name}' if path else name} holds a {type(hidden).__name__}"
+                        " that is not registered and would not be trained; make it an attribute,"
+                        " an item of a list (nn.ModuleList) that is one, or a module given to"
+                        " Sequential"
                     )
 
     def name_modules(self) -> None:
@@ -338,8 +338,8 @@ class Module:
             )
             if actual != expected:
                 raise CheckpointError(
-                    f"{name} is {actual} in the state, but {expected} in the model; for PyTorch's"
-                    " order of axes see nnmpi.models.torch_weights"
+                    f"{name} is {actual} in the state, but {expected} in the model; to convert"
+                    " PyTorch's order of axes, see nnmpi.models.torch_weights"
                 )
         for name, entry in entries.items():
             entry.data[...] = namespace(entry.data).asarray(state[name])
@@ -353,8 +353,8 @@ class Module:
         storage = vars(self).get("storage")
         if storage is not None and not storage.is_whole:
             raise UsageError(
-                "the ranks have parts of this model's parameters; Worker.state() or"
-                " ShardedDataParallel.gather_model() puts them together"
+                "each rank has only part of this model's parameters; gather them with"
+                " Worker.state() or ShardedDataParallel.gather_model()"
             )
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
@@ -402,7 +402,7 @@ class Module:
         elif not number and isinstance(value, Module | Parameter | Buffer):
             setattr(self, attribute, part)
         else:
-            raise UsageError(f"{type(self).__name__} has no part {name!r} that can be replaced")
+            raise UsageError(f"{type(self).__name__} has no module {name!r} that can be replaced")
 
 
 def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:

@@ -84,8 +84,8 @@ class BatchNorm(Module):
             return
         if isinstance(count, int | float) and count == 1:
             raise ShapeError(
-                "batch normalization has one value per channel, which becomes 0 whatever it is;"
-                " give a batch size that leaves no last batch of one sample, or take LayerNorm"
+                "batch normalization has one value per channel, so its output would always be 0;"
+                " give a batch size that leaves no last batch of one sample, or use LayerNorm"
             )
         factor = count / at_least_one(count - 1)
         if isinstance(factor, int | float):
@@ -188,7 +188,9 @@ class GroupNorm(Module):
             whole("num_channels", num_channels),
         )
         if channels % self.num_groups:
-            raise UsageError(f"{num_groups} groups do not divide {num_channels} channels")
+            raise UsageError(
+                f"{num_groups} groups do not divide {num_channels} channels; give a divisor"
+            )
         self.eps = _positive("eps", eps)
         self.weight, self.bias = (
             Parameter((channels,), Constant(1.0)),

@@ -47,8 +47,8 @@ class CausalSelfAttention(Module):
     ) -> None:
         if heads < 1 or features < 1 or features % heads:
             raise UsageError(
-                f"attention of {features} features with {heads} heads does not work; both must be"
-                " at least 1, and the features a multiple of the heads"
+                f"attention of {features} features cannot have {heads} heads; both must be at"
+                " least 1, and the features a multiple of the heads"
             )
         self.features, self.heads, self.dropout = features, heads, Dropout(dropout).p
         self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads, sharding=Sharding.ROW)}
@@ -59,9 +59,7 @@ class CausalSelfAttention(Module):
         """Return the attention's result, of the shape of x. See `ops.attention`."""
         memory, rate = current().memory, self.dropout if current().training else 0.0
         if memory is not None and not self.causal:
-            raise UsageError(
-                "text is written by attention to tokens before; this one is not causal"
-            )
+            raise UsageError("generating text needs causal attention; this layer has causal=False")
         before = None if memory is None else memory.setdefault(self.path, KeyValues())
         key = partial(mask_key, self.path)
         return self.proj(attention(self.qkv(x), self.heads, self.causal, before, rate, key))

@@ -114,8 +114,8 @@ class KeyValues:
         """
         if self.count and k.shape[2] != 1:
             raise UsageError(
-                f"{k.shape[2]} tokens come behind {self.count} others; after the first pass, give"
-                " one each"
+                f"{k.shape[2]} tokens follow {self.count} others; after the first pass, give one"
+                " at a time"
             )
         start, self.count = self.count, self.count + k.shape[2]
         if not self._room or self.count > self._room[0].shape[2]:
@@ -287,8 +287,8 @@ def attention(
         )
     if not 0 <= dropout < 1 or (dropout and (mask_key is None or before is not None)):
         raise UsageError(
-            "attention's dropout is a probability in [0, 1) and needs a mask_key, and no cache"
-            f" before; not {dropout}"
+            "attention's dropout must be a probability in [0, 1), with a mask_key and without a"
+            f" cache, not {dropout}"
         )
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     kind = DroppedAttention if dropout else PackedAttention
@@ -332,7 +332,7 @@ def scaled_dot_product_attention(
         or 0 in (k.shape[2], q.shape[3], q.shape[1])
     ):
         raise ShapeError(
-            "attention needs keys, as many values, and features as long as the queries', not"
+            "attention needs keys, as many values, and queries with the keys' features, not"
             f" {shapes}"
         )
     if causal and q.shape[2] != k.shape[2]:

@@ -79,9 +79,9 @@ class _Regions:
             shape = (*shape[:axis], placement.once * repeats, *shape[axis + 1 :])
         elif placement.repeats is not None and shape[axis] != placement.once * placement.repeats:
             raise ShapeError(
-                f"an activation of shape {shape} came where the model was sharded for one with"
-                f" {placement.once * placement.repeats} in dimension {axis}; shard the model for"
-                " the samples that it gets"
+                f"an activation of shape {shape} came, but the model was sharded for"
+                f" {placement.once * placement.repeats} in dimension {axis}; shard it for the"
+                " sample's shape"
             )
         self.shape = shape
         self.parts: list[Region] = [
@@ -99,8 +99,8 @@ class _Regions:
         if part.shape != self.local.local_shape:
             raise ShapeError(
                 f"rank {self.group.rank} of {self.group.size} has {part.shape} of an activation"
-                f" {self.shape}, of which {self.local.local_shape} is its part; the layers were"
-                " sharded for other sizes"
+                f" {self.shape}, but its part is {self.local.local_shape}; shard the layers for"
+                " this size"
             )
         xp = namespace(part)
         full: Array = xp.empty(self.shape, dtype=part.dtype)
@@ -320,7 +320,7 @@ def _agreed(
         for before in (item[3] for item in gathered):
             if before not in ([], now):
                 raise CommError(
-                    f"{name} inside a compiled step was recorded for lengths {before}, and the"
+                    f"{name} inside a compiled step was recorded for lengths {before}, but the"
                     f" ranks have {now}; give each call the same, or do not compile this step"
                 )
         known[:] = now
@@ -330,8 +330,8 @@ def _agreed(
     for rank, (full, *parts) in enumerate(everyones if cut else ()):
         if len(parts) != group.size or sum(parts) != full or min(parts) < 0:
             raise ShapeError(
-                f"lengths {parts} do not cut the {full} that rank {rank} has for {group.size}"
-                f" ranks; give {group.size} lengths that add up to {full}"
+                f"lengths {parts} do not split rank {rank}'s {full} over {group.size} ranks; give"
+                f" {group.size} lengths that add up to {full}"
             )
     return x, [everyone[cut:] for everyone in everyones]
 

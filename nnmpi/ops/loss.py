@@ -272,13 +272,13 @@ def checked_labels(
     """
     check_reduction(reduction)
     if not 0 <= label_smoothing < 1:
-        raise UsageError(f"label_smoothing is a share in [0, 1), not {label_smoothing}")
+        raise UsageError(f"label_smoothing must be a fraction in [0, 1), not {label_smoothing}")
     given = whole_values("cross_entropy", labels)
     values: Array = given if isinstance(labels, Variable) else namespace(logits.data).asarray(given)
     if values.dtype.kind not in "iu":
         raise DtypeError(
-            f"cross_entropy needs integer labels, not {values.dtype}; yes or no as 0.0 and 1.0 is"
-            " of the loss bce"
+            f"cross_entropy needs integer labels, not {values.dtype}; for labels 0.0 and 1.0 use"
+            " the loss bce"
         )
     shape = logits.data.shape
     if not shape or values.shape != shape[:-1] or classes == 0:
@@ -359,7 +359,7 @@ def check_reduction(reduction: str) -> None:
     """
     if is_array(reduction):
         raise UsageError(
-            f"reduction is one of {', '.join(REDUCTIONS)}, and no array; to weigh classes, take"
+            f"reduction is one of {', '.join(REDUCTIONS)}, not an array; to weight classes, use"
             " reduction='none': (losses * weight[y]).sum() / weight[y].sum()"
         )
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:

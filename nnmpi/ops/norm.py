@@ -220,7 +220,7 @@ class LayerNormFunction(Function):
         """Return the input's placement; sharded rows are refused."""
         x, scale, shift = inputs
         refuse_parts(self, scale, shift, why="needs a whole scale and shift")
-        return uncut(self, x, range(-scale.ndim, 0), "takes the mean over whole rows")
+        return uncut(self, x, range(-scale.ndim, 0), "averages over whole rows")
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
         xp, n = self.xp, scale.size

@@ -163,8 +163,8 @@ def _matrices(storage: Any) -> list[tuple[Any, slice, Sequence[int]]]:
     """
     if not hasattr(storage, "spans"):
         raise UsageError(
-            "Muon works on the matrices of a model, and plain arrays do not say which these are;"
-            " give model.storage"
+            "Muon updates a model's matrices, which plain arrays do not identify; give"
+            " model.storage"
         )
     spans = [
         s for s in storage.spans if len(s.parameter.declared) == 2 and not s.parameter.is_table
@@ -172,8 +172,8 @@ def _matrices(storage: Any) -> list[tuple[Any, slice, Sequence[int]]]:
     for item in (span.parameter for span in spans):
         if item.region is not None:
             raise LayoutError(
-                f"Muon works on whole matrices, and this rank has a part of {item.name}; leave tp"
-                " at 1, as dp, pp, sp and zero leave matrices whole, or take adamw"
+                f"Muon works on whole matrices, but this rank has only part of {item.name}; leave"
+                " tp at 1 (dp, pp, sp and zero keep matrices whole), or use adamw"
             )
     return [
         (span, storage.trained_slice(span), getattr(storage.view(span, storage.data), "counts", ()))

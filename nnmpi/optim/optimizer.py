@@ -194,14 +194,14 @@ class Optimizer(ABC):
         if not hasattr(storage, "grads"):
             raise UsageError(
                 "an optimizer works on a model's storage: give model.storage, or"
-                " model.parameters(); groups of it are made by model.initialize(group=...), their"
-                " rates by lr={'default': 0.1}"
+                " model.parameters(); for groups call model.initialize(group=...) and give"
+                " lr={'default': 0.1}"
             )
         _check(storage)
         self.weight_decay = _by_buffer("weight_decay", weight_decay, storage)
         if isinstance(lr, Mapping) and (left := {*storage.groups} - lr.keys()):
             raise UsageError(
-                f"lr names no rate of the group {min(left)!r}; give each group one, such as 0.01"
+                f"lr has no rate for the group {min(left)!r}; give each group one, such as 0.01"
             )
         rates = _by_buffer("lr", lr, storage)
         self.lr = number("lr", max(lr.values(), default=0.0) if isinstance(lr, Mapping) else lr)
@@ -223,9 +223,9 @@ class Optimizer(ABC):
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "an optimizer is not copied or pickled, as it works on its model's arrays; make one of"
-            " the copied model's storage and copy the arrays of slots() and steps, or keep both by"
-            " nnmpi.save"
+            "an optimizer cannot be copied or pickled, because it works on its model's arrays;"
+            " make one for the copied model's storage and copy the arrays of slots() and steps, or"
+            " save both with nnmpi.save"
         )
 
     def step(self) -> None:
@@ -244,8 +244,9 @@ class Optimizer(ABC):
         lr = number("lr", self.lr)
         if self.storage.common:
             raise UsageError(
-                "the parameters stand once per node, and every rank would update them; let the"
-                " Worker update them (worker.step), or give it GradientExchange(fused_update=False)"
+                "the ranks of a node share one copy of the parameters, and each would update it;"
+                " let the Worker update them (worker.step), or give it"
+                " GradientExchange(fused_update=False)"
             )
         if self.steps == 0:
             self._warn_alone()
@@ -263,8 +264,8 @@ class Optimizer(ABC):
             warnings.warn(
                 f"{launch.size} processes were started, and each trains a model of its own, whose"
                 " weights drift apart: give the model to a Worker or DataParallel, and call"
-                " parallel.backward(loss, samples); or, where the program adds up the gradients by"
-                " itself, which is not seen here, set model.storage.shared = True",
+                " parallel.backward(loss, samples); or, if the program itself sums the gradients,"
+                " set model.storage.shared = True",
                 stacklevel=5,  # the line that calls `step`
             )
 
@@ -327,7 +328,8 @@ class Optimizer(ABC):
         )
         if before != now:
             raise ShapeError(
-                f"the storage's arrays are other ones than before, {before}; make a new optimizer"
+                f"the storage's arrays are no longer those of before, {before}; make a new"
+                " optimizer"
             )
         if allocate is not None:
             copies = {

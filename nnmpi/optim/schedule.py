@@ -79,7 +79,7 @@ class MultiStep:
         for step in self.steps:
             whole("steps", step, 0)
         if list(self.steps) != sorted(set(self.steps)):
-            raise UsageError(f"steps are {tuple(self.steps)}; give each once, in their order")
+            raise UsageError(f"steps are {tuple(self.steps)}; give each once, in increasing order")
 
     def __call__(self, step: int) -> float:
         """Return lr * factor^n after n of the steps."""

@@ -125,7 +125,9 @@ def build(name: str, storage: Storage, **options: Any) -> Optimizer:
     for option in given:
         if option not in accepted:
             known = ", ".join(key for key in accepted if key != "storage")
-            raise UsageError(f"{name} has no option {option}; leave it out, {name} has: {known}")
+            raise UsageError(
+                f"{name} has no option {option}; leave it out, or choose one of {known}"
+            )
     if "lr" not in given and accepted["lr"].default is inspect.Parameter.empty:
         raise UsageError(f"{name} has no default learning rate; give lr, for instance 0.1")
     return _CLASSES[name](storage, **given)

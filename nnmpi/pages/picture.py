@@ -198,7 +198,7 @@ def save_figure(figure: Any, file: Path) -> None:
     """
     if file.suffix not in ENDINGS:
         raise UsageError(
-            f"{file} is no {', '.join(ENDINGS)}; give another file, such as picture.svg"
+            f"{file} must end in {', '.join(ENDINGS)}; give another name, such as picture.svg"
         )
     with raised_as(
         UsageError, f"{file} cannot be written", "give another file, such as picture.svg"

@@ -183,7 +183,7 @@ class Replicas:
         """Refuse a backward pass outside of `backward`: its gradients would stay unsummed."""
         if self._last is None:
             raise UsageError(
-                "this model's gradients are to be summed over ranks: call parallel.backward(loss,"
+                "this model's gradients must be summed over ranks: call parallel.backward(loss,"
                 " samples) instead of loss.backward(), or parallel.release() first"
             )
 

@@ -28,8 +28,7 @@ def share_experts(model: Module, group: Group) -> None:
     ]
     if not mixtures:
         raise LayoutError(
-            "expert_parallel shares out the experts of nn.MixtureOfExperts, which this model"
-            " has not"
+            "expert_parallel shards nn.MixtureOfExperts, but this model has none; leave it out"
         )
     for module in mixtures if group.size > 1 else ():
         module.ranks, module.exchange = group, AllToAll

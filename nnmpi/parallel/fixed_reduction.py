@@ -111,8 +111,8 @@ class FixedReduction(Replicas):
     def _observe(self, number: int, mean: Array, variance: Array) -> None:
         if self.microbatch in self._observed[number]:
             raise UsageError(
-                "a batch normalization normalizes twice in one microbatch, as it stands in two"
-                " places of the model; make a layer for each place, or sum gradients in any order"
+                "a batch normalization runs twice in one microbatch, as the model uses it in two"
+                " places; make a layer for each, or leave out the fixed reduction"
             )
         self._observed[number][self.microbatch] = (mean, variance)
 

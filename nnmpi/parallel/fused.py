@@ -201,7 +201,7 @@ def _check(storage: FlatStorage, memory: SharedMemory) -> None:
         )
     if memory.across is not None:
         raise UsageError(
-            "a fused update is for the ranks of one node; over several, sums hide under the"
+            "a fused update is for the ranks of one node; over several, sums overlap with the"
             " backward pass: leave it out"
         )
 

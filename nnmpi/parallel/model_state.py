@@ -143,7 +143,7 @@ def shard_maps(
                 maps[name].slices.append(ArraySlice(rank, part, owned))
     for name in order:
         if name not in maps:
-            raise LayoutError(f"no rank has {name!r}; every array of the model must be somewhere")
+            raise LayoutError(f"no rank has {name!r}; each array of the model must be on a rank")
         _check_cover(name, maps[name])
     return {name: maps[name] for name in order}
 
@@ -193,7 +193,7 @@ def _check_cover(name: str, shards: ShardMap) -> None:
             for item in written
         )
         raise LayoutError(
-            f"what the ranks write of {name} is not all of it, each element once:"
+            f"the ranks do not write each element of {name} exactly once:"
             f" {', '.join(parts) or 'nothing'}"
         )
 

@@ -53,8 +53,8 @@ def check_free(model: Module) -> None:
     strange = [name for name, parameter in model.named_parameters() if id(parameter) not in stored]
     if strange:
         raise UsageError(
-            f"{strange[0]!r} is not in the model's storage, as its module was put in later; call "
-            "model.initialize() again"
+            f"{strange[0]!r} is not in the model's storage: its module was added later; call"
+            " model.initialize() again"
         )
     model.storage.finish_gradients()
     parameters = [span.parameter for span in model.storage.spans]

@@ -224,9 +224,8 @@ def shard(
         return REPLICATED
     if not table:
         raise LayoutError(
-            f"the model has no table that says how its layers are shared out over {group.size}"
-            ' ranks; give it one, such as model.sharding = {"0": nn.Sharding.COLUMN}, or leave'
-            " tp at 1"
+            f"the model has no table of shardings for {group.size} ranks; give it one, such as"
+            ' model.sharding = {"0": nn.Sharding.COLUMN}, or leave tp at 1'
         )
     sharder = ParameterSharder(group)
     placement = ModelWalk(sharder, table).model(model, sample, keep_classes_sharded)
@@ -251,7 +250,7 @@ def _check_table(model: Module, table: Table) -> None:
     for pattern, sharding in table.items():
         if not isinstance(sharding, Sharding):
             raise LayoutError(
-                f"the table says {sharding!r} of {pattern!r}; use a Sharding, such as"
+                f"the table has {sharding!r} for {pattern!r}; use a Sharding, such as"
                 " Sharding.COLUMN"
             )
         if not any(find({pattern: sharding}, name) for name in names):
@@ -356,8 +355,8 @@ class ModelWalk:
         ]
         if elsewhere and isinstance(module, BatchNorm | Dropout):
             raise context.refuse(
-                "stands in several places of the model, where its input lies on the ranks in"
-                " different ways; make a layer for each place"
+                "is used in several places of the model, where its inputs are sharded in different"
+                " ways; make a layer for each place"
             )
         return self.replacements.setdefault((id(module), layout.placement), placed)
 
@@ -389,8 +388,8 @@ class ModelWalk:
         pop.shortcut, around = self._shortcut(pop, name, stashed.pop(pop.name))
         if around.placement != layout.placement:
             raise LayoutError(
-                f"layer {name!r} adds what was kept as {pop.name!r}, and the two lie on the ranks"
-                " in different ways; let the table leave both whole, or use nn.Residual"
+                f"layer {name!r} adds the stashed {pop.name!r}, but the two are sharded in"
+                " different ways; let the table replicate both, or use nn.Residual"
             )
         return layout
 
@@ -477,9 +476,9 @@ class ModelWalk:
             for inner_name, inner in module.named_modules(name):
                 if inner is not module and self._sharding(inner) is not None:
                     raise LayoutError(
-                        f"layer {inner_name!r} stands in a branch, which lies whole on one rank;"
-                        f" give the table Sharding.BRANCHES for {name!r}, or shardings of the"
-                        " layers in it, and not both"
+                        f"layer {inner_name!r} is in a branch, which is whole on one rank; give"
+                        f" the table either Sharding.BRANCHES for {name!r}, or shardings of the"
+                        " layers in it"
                     )
 
     def _sharding(self, module: Module) -> Sharding | None:

@@ -117,14 +117,15 @@ def _check_work(schedule: Schedule, positions: Positions) -> None:
     for op, occurrences in positions.all.items():
         if op not in expected:
             size = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-            positions.fail(f"{op} has no place in a schedule of {size}", occurrences)
+            positions.fail(f"{op} does not belong in a schedule of {size}", occurrences)
         for position in occurrences:
             if position.rank != schedule.rank_of(op.stage):
-                owner = f"stage {op.stage} lives on rank {schedule.rank_of(op.stage)}"
-                positions.fail(f"{op} stands on rank {position.rank}, but {owner}", [position])
+                owner = f"stage {op.stage} belongs to rank {schedule.rank_of(op.stage)}"
+                positions.fail(f"{op} is on rank {position.rank}, but {owner}", [position])
         if len(occurrences) > 1:
             positions.fail(
-                f"{op} is done {len(occurrences)} times; everything is done once", occurrences
+                f"{op} occurs {len(occurrences)} times; each instruction must occur once",
+                occurrences,
             )
     for op in sorted(expected - positions.all.keys(), key=str):
         rank = schedule.rank_of(op.stage)
@@ -172,7 +173,7 @@ def _check_order(schedule: Schedule, positions: Positions) -> None:
             for needed in _needs(schedule, instruction):
                 if needed in positions and positions[needed].at >= positions[instruction].at:
                     positions.fail(
-                        f"{instruction} does not stand behind {needed}, which it needs",
+                        f"{instruction} comes before {needed}, which it needs",
                         [positions[instruction], positions[needed]],
                     )
 

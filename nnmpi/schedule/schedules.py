@@ -292,7 +292,7 @@ def make(
         ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
     """
     if isinstance(name, str) and name not in SCHEDULES:
-        raise UsageError(f"there is no schedule {name!r}; the names are {', '.join(SCHEDULES)}")
+        raise UsageError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     for noun, number in (
         ("ranks", ranks),
         ("microbatches", microbatches),
@@ -323,7 +323,7 @@ def make(
             type(x) is float or x not in values for x, values in numbers
         ):
             raise ScheduleError(
-                f"{name_of(name)}: {item} has no place in {ranks} stages and {microbatches}"
+                f"{name_of(name)}: {item} does not belong in {ranks} stages and {microbatches}"
                 " microbatches"
             )
     return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs, home)

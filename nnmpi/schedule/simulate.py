@@ -268,8 +268,8 @@ def simulate_schedule(schedule: Schedule, costs: Costs) -> Simulation:
     if run.stuck:
         progress = run.stuck[0]
         raise ScheduleError(
-            f"rank {progress.rank} waits for ever in its item {progress.at}; check the schedule"
-            " first"
+            f"rank {progress.rank} waits for ever in its instruction {progress.at}; check the"
+            " schedule first"
         )
     spans = sorted(run.spans, key=lambda span: span.rank)
     busy_s = [0.0] * schedule.ranks

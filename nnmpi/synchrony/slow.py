@@ -63,7 +63,7 @@ class Slow:
                     chances.append((chance, factor))
                 case _:
                     raise UsageError(
-                        f"slow: {rule.strip()!r} means nothing, or is said twice; give {FORMS}"
+                        f"slow: {rule.strip()!r} is unknown, or given twice; give {FORMS}"
                     )
         return cls(minimum_ms / 1e3, factors, tuple(chances), seed)
 

@@ -47,7 +47,7 @@ class Sync:
     def __post_init__(self) -> None:
         """Check that the settings make sense by themselves."""
         if self.mode not in MODES:
-            raise UsageError(f"mode {self.mode!r} does not exist; choose from: {', '.join(MODES)}")
+            raise UsageError(f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}")
         whole("staleness", self.staleness, 0)
         whole("local_steps", self.local_steps, 1)
         for name, default, mode in (

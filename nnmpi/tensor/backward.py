@@ -116,8 +116,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     last = len(nodes) - 1 if nodes and nodes[-1] is root.node else _position(nodes, root.node)
     if deferred is not None and (tape.hooked or retain or recorder is not None):
         raise GraphError(
-            "a backward pass in halves serves no hooks and no recording and retains no graph; run a"
-            " whole one"
+            "a backward pass in halves supports neither hooks nor recording nor retain_graph; run"
+            " a full one"
         )
     finals = _final_uses(nodes[: last + 1]) if tape.hooked else None
     root.node.grad = seed
@@ -170,9 +170,9 @@ def _check_unchanged(node: Function) -> None:
     for saved, array in product(filter(is_array, node.saved), node.writes.arrays):
         if type(array) is type(saved) and namespace(saved).may_share_memory(array, saved):
             raise GraphError(
-                f"parameters that {type(node).__name__} computed with were written before its"
-                " backward, which needs them as they were; call backward before the update, or"
-                " compute the loss again"
+                f"parameters that {type(node).__name__} used were changed before its backward,"
+                " which needs their old values; call backward before the update, or compute the"
+                " loss again"
             )
 
 

@@ -135,7 +135,9 @@ def check_broadcast(name: str, *shapes: Shape) -> None:
             ) from None
 
 
-def refuse_parts(operation: object, *inputs: Any, why: str = "meets a whole tensor") -> None:
+def refuse_parts(
+    operation: object, *inputs: Any, why: str = "combines it with a whole tensor"
+) -> None:
     """Refuse shards (`sharded.ShardedTensor`) for an operation that does not support them.
 
     Args:
@@ -241,7 +243,7 @@ def _plain(x: Any) -> Any:
     if isinstance(x, Variable | bool | int | float) or hasattr(x, "dtype"):
         return x
     raise DtypeError(
-        f"{type(x).__name__} cannot stand beside a tensor; give a number, an array or a Tensor"
+        f"{type(x).__name__} cannot be combined with a tensor; give a number, an array or a Tensor"
     )
 
 

@@ -96,8 +96,8 @@ class Parameter(Tensor):
         """Return the state of a copy, without gradient and storage: a copy gets its own."""
         if self.guard is not None:
             raise GraphError(
-                "a model that a Worker or a strategy works on is not copied or pickled; call its"
-                " release() first, or build the model again and use load_state"
+                "a model in a Worker or a strategy cannot be copied or pickled; call its release()"
+                " first, or build the model again and use load_state"
             )
         saved = ("apart", "declared", "init", "name", "region", "requires_grad", "data")
         return {name: getattr(self, name) for name in saved if hasattr(self, name)}
@@ -131,9 +131,9 @@ class Parameter(Tensor):
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
             )
         raise UninitializedError(
-            f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0)"
-            " first; a layer that is neither a module's attribute nor an item of a list that is"
-            " one is not found then"
+            f"a parameter of shape {self.declared} has no values yet; call"
+            " model.initialize(seed=0) first, which finds only layers that are modules' attributes"
+            " or items of lists that are"
         )
 
     def __repr__(self) -> str:
@@ -153,9 +153,7 @@ class LookupTable(Parameter):
 def _rebuild(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "FlatStorage":
     values = {parameter.name: parameter.data for parameter in parameters}
     if any(parameter.buffer is not None for parameter in parameters):
-        raise GraphError(
-            "a storage is copied with its parameters: copy.deepcopy(model), or load_state"
-        )
+        raise GraphError("copy a storage with its parameters: copy.deepcopy(model), or load_state")
     zeros = namespace(next(iter(values.values()), np.zeros(0))).zeros
     by_name = {parameter.name: parameter for parameter in parameters}
     return FlatStorage(by_name, values, zeros, lambda name, _: groups[name])
@@ -360,7 +358,7 @@ class FlatStorage:
             # with one array while the optimizer silently trains another.
             if parameter.data is not data or parameter.buffer is not buffer:
                 raise UsageError(
-                    f"{parameter.name} lies in this storage no more: its model was initialized"
+                    f"{parameter.name} is no longer in this storage: its model was initialized"
                     " again (then make a new optimizer), or its data replaced (write"
                     " parameter.data[...] = values instead)"
                 )

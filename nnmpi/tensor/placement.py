@@ -104,8 +104,8 @@ class Placement:
         repeats = self.repeats if self.repeats is not None else total // max(once, 1)
         if once * repeats != total:
             raise LayoutError(
-                f"an activation whose {self.units} parts of {self.unit} lie on several ranks cannot"
-                f" be {total} long; give the layer before it Sharding.REPLICATED, or check the"
+                f"an activation of {self.units} parts of {self.unit} on several ranks cannot have"
+                f" length {total}; give the layer before it Sharding.REPLICATED, or check the"
                 " layers' sizes"
             )
         return replace(self, repeats=repeats)
@@ -118,9 +118,9 @@ class Placement:
         """
         if self.repeats is None and self.units < size:
             raise LayoutError(
-                f"{self.units} channels of flattened images lie on {size} ranks, and those that"
-                " have none cannot tell the images' size; give shard() the shape of a sample, or"
-                " use fewer ranks"
+                f"{self.units} channels of flattened images are on {size} ranks, and a rank"
+                " without any cannot infer the images' size; give shard() the shape of a sample,"
+                " or use fewer ranks"
             )
 
     def width(self, size: int, rank: int) -> int:
@@ -418,12 +418,13 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
                 placement, shard.group.size
             ):
                 raise shard.refuse(
-                    function, f"meets a part that layer {x.shard.layer!r} left in another way"
+                    function,
+                    f"combines it with a part that layer {x.shard.layer!r} sharded differently",
                 )
         elif len(shape) >= behind and shape[-behind] not in (
             (1, shard.length) if scatters else (1,)
         ):
-            raise shard.refuse(function, "meets a whole tensor")
+            raise shard.refuse(function, "combines it with a whole tensor")
     return moved(first, max(map(len, shapes)) - behind)
 
 

@@ -146,7 +146,7 @@ class MatMul(Function):
         if behind > 2:  # an axis of the stacks
             return aligned(self, inputs)
         if is_sharded(a) and is_sharded(b):
-            raise x.shard.refuse(self, "multiplies all parts with all parts")
+            raise x.shard.refuse(self, "needs every pair of parts")
         return moved(x, max(a.ndim, b.ndim, 2) - behind - (a.ndim == 1))
 
     def forward(self, a: Array, b: Array) -> Array:

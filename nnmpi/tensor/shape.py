@@ -31,7 +31,7 @@ class Reshape(Function):
         new = tuple(x.size // known if n == -1 else n for n in self.new)
         placement: Placement | None = shard.placement.reshaped(x.shape, new, shard.group.size)
         if placement is None:
-            raise shard.refuse(self, f"of {x.shape} to {new} tears the ranks' parts apart")
+            raise shard.refuse(self, f"of {x.shape} to {new} splits the ranks' parts")
         local = shard.local_length(placement)
         self.new = (*new[: placement.axis], local, *new[placement.axis + 1 :])
         return placement
@@ -156,7 +156,7 @@ class GetItem(Function):
         start, stop, step = local.indices(shard.length) if isinstance(local, slice) else (0, 0, 1)
         placement: Placement | None = shard.placement.sliced(start, stop) if step == 1 else None
         if placement is None:
-            raise shard.refuse(self, f"picks {local} of that axis, no whole groups of its parts")
+            raise shard.refuse(self, f"picks {local} of that axis, not whole groups of its parts")
         repeat = shard.local_length() // (shard.placement.repeats or 1)
         key[at] = slice(
             start // shard.placement.once * repeat, stop // shard.placement.once * repeat

@@ -77,7 +77,7 @@ class ShardedTensor(Tensor):
 
     def _refuse_look(self, *_: Any) -> NoReturn:
         raise self.shard.refuse(
-            "a look at values (numpy, item, argmax, comparison)", "needs all of them"
+            "reading values (numpy, item, argmax, comparison)", "needs all of them"
         )
 
     numpy = item = argmax = __lt__ = __le__ = __gt__ = __ge__ = _refuse_look  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class ShardedTensor(Tensor):
         Raises:
             LayoutError: always.
         """
-        raise self.shard.refuse("backward", "begins at a whole tensor")
+        raise self.shard.refuse("backward", "starts from a whole tensor")
 
 
 class _FullTensor:
@@ -114,9 +114,9 @@ def mark(x: Tensor, shard: Shard) -> ShardedTensor:
     """
     if x.shape[shard.axis] != shard.local_length():
         raise LayoutError(
-            f"layer {shard.layer!r} leaves a part of shape {x.shape}, but {shard.local_length()} of"
-            f" {shard.length} in axis {shard.axis} are this rank's; the layers were sharded for"
-            " other sizes"
+            f"layer {shard.layer!r} returned a part of shape {x.shape}, but this rank's part is"
+            f" {shard.local_length()} of {shard.length} in axis {shard.axis}; shard the layers for"
+            " this size"
         )
     if x.node is None and x.requires_grad:
         x = x.reshape(x.shape)  # an operation in between, so that the leaf x gets the gradient

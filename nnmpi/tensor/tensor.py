@@ -181,7 +181,7 @@ class Tensor(Variable):
             ShapeError: when there is not exactly one element.
         """
         if self.data.size != 1:
-            raise ShapeError(f"item of a tensor of shape {self.shape} is no single number")
+            raise ShapeError(f"item of a tensor of shape {self.shape} is not a single number")
         refuse("a tensor's number (item, float, bool)")
         return self.data.item()
 
@@ -243,7 +243,7 @@ class Tensor(Variable):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if self.requires_grad and self.data.ndim:  # the graph would silently end here
             raise GraphError(
-                "a tensor that needs a gradient becomes an array by x.numpy(), or x.detach()"
+                "a tensor that needs a gradient is not an array; use x.numpy() or x.detach()"
             )
         return np.array(self.numpy(), dtype, copy=copy)
 
@@ -283,9 +283,7 @@ class Tensor(Variable):
 
     def __neg__(self) -> Tensor:
         if self.data.dtype.kind == "b":
-            raise DtypeError(
-                "negate of a bool tensor means nothing; convert with astype('float32')"
-            )
+            raise DtypeError("negate of a bool tensor is undefined; convert with astype('float32')")
         return in_float32(Pointwise("negative"), self)
 
     def __abs__(self) -> Tensor:
@@ -407,7 +405,7 @@ class Tensor(Variable):
         if low is None and high is None:
             raise UsageError("clip needs at least one of low and high")
         if low is not None and high is not None and low > high:
-            raise UsageError(f"clip with low {low} above high {high} leaves nothing")
+            raise UsageError(f"clip has low {low} above high {high}; exchange them")
         bounds = [
             None if bound is None else operands("clip", self, bound)[1] for bound in (low, high)
         ]
@@ -471,13 +469,13 @@ class Tensor(Variable):
         """Return the tensor with its axes in the given order; without axes, reversed.
 
         Raises:
-            ShapeError: when `axes` is no permutation of the tensor's axes.
+            ShapeError: when `axes` is not a permutation of the tensor's axes.
         """
         ndim = self.data.ndim
         order = _numbers(axes) if axes else tuple(range(ndim))[::-1]
         if sorted(i + ndim if i < 0 else i for i in order) != list(range(ndim)):
             raise ShapeError(
-                f"transpose to {order} is no permutation of the {ndim} axes of shape"
+                f"transpose to {order} is not a permutation of the {ndim} axes of shape"
                 f" {self.data.shape}"
             )
         return Transpose(tuple(i % ndim for i in order))(self)
@@ -597,7 +595,7 @@ def _difference(a: Any, b: Any) -> Tensor:
     a, b = operands("subtract", a, b)
     if all(isinstance(x, bool) or getattr(values_of(x), "dtype", None) == "bool" for x in (a, b)):
         raise DtypeError(
-            "subtract of bool and bool means nothing; convert one with astype('float32')"
+            "subtract of bool and bool is undefined; convert one with astype('float32')"
         )
     return _sum(Pointwise("subtract"), a, b)
 
@@ -710,8 +708,8 @@ def _as_array(data: Any, dtype: Any) -> Array:
     else:
         if isinstance(data, list | tuple) and any(isinstance(item, Variable) for item in data):
             raise UsageError(
-                "a tensor is not made of tensors; nnmpi.tensor.stack and concatenate put them"
-                " together"
+                "a tensor cannot be made of tensors; join them with nnmpi.tensor.stack or"
+                " concatenate"
             )
         array = np.asarray(data, dtype=dtype)
         if dtype is None and array.dtype == np.float64 and not isinstance(data, np.generic):

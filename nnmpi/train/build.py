@@ -83,12 +83,13 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
         )
         if not isinstance(model, Module):
             raise UsageError(
-                f"--model {config.model} gave a {type(model).__name__}; return a nnmpi.nn.Module"
+                f"--model {config.model} returned a {type(model).__name__}; return a"
+                " nnmpi.nn.Module"
             )
         if not list(model.parameters()):
             raise UsageError(
-                f"--model {config.model} gave a model without parameters; give it a layer that has"
-                " some"
+                f"--model {config.model} returned a model without parameters; give it a layer that"
+                " has some"
             )
         return model
     if config.model == "mlp":
@@ -119,14 +120,14 @@ def _build_sequence_model(
         option, has = getattr(config, name), getattr(size, name)
         if option not in (None, has):
             raise UsageError(
-                f"--{name} {option} is not what --pretrained {config.pretrained} has, {has}; leave"
-                " it out"
+                f"--{name} {option} differs from the {has} of --pretrained {config.pretrained};"
+                " leave it out"
             )
     if size.vocabulary < tokens or size.context < sample_shape[0]:
         raise UsageError(
             f"--pretrained {config.pretrained} has {size.vocabulary} tokens and a context of"
-            f" {size.context}, but the data {tokens} and {sample_shape[0]}; give its own tokenizer,"
-            f" and a --context of at most {size.context}"
+            f" {size.context}, but the data have {tokens} and {sample_shape[0]}; use its own"
+            f" tokenizer, and a --context of at most {size.context}"
         )
     return gpt(**vars(size), dropout=dropout_of(config))
 
@@ -154,17 +155,17 @@ def check_samples(model: str, samples: Samples) -> None:
         labels = samples.labels(np.arange(1))
         if labels.ndim > 1 and labels.dtype.kind == "i" and not samples.is_tokens:
             raise UsageError(
-                f"{samples.name} has labels of shape {labels.shape[1:]} for each sample, and"
+                f"{samples.name} has labels of shape {labels.shape[1:]} for each sample, but"
                 f" --model {model} predicts one class; give one label for each sample, or a model"
                 " of your own"
             )
         return
     what, others = (
-        ("tokens", SEQUENCE_MODELS) if samples.is_tokens else ("no text or tokens", ("mlp", "cnn"))
+        ("tokens", SEQUENCE_MODELS) if samples.is_tokens else ("not text or tokens", ("mlp", "cnn"))
     )
     raise UsageError(
-        f"--model {model} does not go with {samples.name}, whose samples are {what}; give --model"
-        f" {' or '.join(others)}"
+        f"--model {model} cannot be trained on {samples.name}, whose samples are {what}; give"
+        f" --model {' or '.join(others)}"
     )
 
 
@@ -181,9 +182,9 @@ def check_vocabulary(model: Module, samples: Samples) -> None:
     ]
     if entries and samples.vocabulary > max(entries):
         raise UsageError(
-            f"{samples.name} has {samples.vocabulary} tokens, but the model's embedding"
+            f"{samples.name} has {samples.vocabulary} tokens, but the model's embedding has"
             f" {max(entries)} rows: token {samples.vocabulary - 1} is outside its vocabulary; make"
-            " the model larger, or take its own tokenizer"
+            " the model larger, or use its own tokenizer"
         )
 
 
@@ -224,7 +225,7 @@ def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
         first = call_custom(config.lr_schedule, "--lr-schedule", expected, 0, extent.steps, lr)
         require(
             isinstance(first, int | float),
-            f"--lr-schedule {config.lr_schedule} gave {first!r}; return a number",
+            f"--lr-schedule {config.lr_schedule} returned {first!r}; return a number",
         )
         rate = load_custom(config.lr_schedule, "--lr-schedule", expected)
         after = lambda step: float(rate(step, extent.steps, lr))  # noqa: E731
@@ -239,7 +240,7 @@ def build_optimizer(
         result = call_custom(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
         if not isinstance(result, Optimizer):
             raise UsageError(
-                f"--optimizer {config.optimizer} gave a {type(result).__name__}; return an"
+                f"--optimizer {config.optimizer} returned a {type(result).__name__}; return an"
                 " optim.Optimizer"
             )
         return result
@@ -386,7 +387,7 @@ def trial_run(
     model = build_full_model(config, inputs.train, backend, group)
     trainer = build_trainer(config, model, group, inputs, backend, layout, verified)
     if not isinstance(trainer, Worker):
-        raise UsageError("only ranks in step are measured and compared")
+        raise UsageError("only synchronous ranks are measured and compared; leave --sync out")
     yield (
         trainer,
         inputs,
@@ -409,8 +410,6 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     for name in non_defaults(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
         # a resumed run may have had a pipeline before: its options are ignored then
         fits = mesh.pp > 1 or config.run.resume is not None
-        sentence = (
-            f"belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out"
-        )
+        sentence = f"is for a pipeline, but {mesh} has none; give --pp 2 or more, or leave it out"
         require(fits, f"{flag_of(name)} {sentence}")
     return layout, mesh

@@ -371,12 +371,12 @@ def restore(
         )
         if state.samples == first.samples:
             had, has = (
-                "a run on other data",
-                "the samples or labels have changed since, as many as they are",
+                "a run on different data",
+                "the samples or labels have changed since",
             )
         raise DataError(
-            f"{last.folder} is of {had}, but {has}; resume with the data that it began with, or"
-            " start a new run with another --out"
+            f"{last.folder} is of {had}, but {has}; resume with the original data, or start a new"
+            " run with another --out"
         )
     _read(last, trainer.state())
     with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
@@ -444,7 +444,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
         json.dumps(place, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"the place is numbers and texts of Python's, such as int(epoch): {error}"
+            f"give Python's numbers and strings, such as int(epoch): {error}"
         ) from None
     as_error = raised_as(
         CheckpointError, f"no checkpoint can be written into {folder}", "older ones are intact"
@@ -492,8 +492,8 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
             return None
         if "place" not in last.values:
             raise CheckpointError(
-                f"{last.folder} is of the train command, which goes on by --resume; nnmpi.load"
-                " opens it"
+                f"{last.folder} is from the train command; continue it with --resume, or open it"
+                " with nnmpi.load"
             )
         for notice in last.notices:
             warnings.warn(notice, stacklevel=2)
@@ -551,7 +551,7 @@ def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
     had, has = (counted(before.size, "rank"), f"{now.size}") if plain else (str(before), str(now))
     fixed = last.values.get("fixed", False) and trainer.arrangement.layout.fixed
     equal = f": equal {'bit for bit' if fixed else 'up to rounding'}" if trainer.in_step else ""
-    return [f"the run had {had} and goes on with {has}{equal}"]
+    return [f"the run had {had} and continues with {has}{equal}"]
 
 
 # ---- a checkpoint's folder, by one process ----
@@ -574,8 +574,8 @@ def check_folder(folder: Path, writes: bool = True) -> None:
         )
     if not os.access(folder, os.R_OK | os.X_OK | (os.W_OK if writes else 0)):
         raise CheckpointError(
-            f"{folder} cannot be used; let this user read and write it, or copy the run to where"
-            " that is so"
+            f"{folder} cannot be used; let this user read and write it, or copy the run to a"
+            " folder where it can"
         )
 
 
@@ -594,7 +594,7 @@ def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
     if best:
         result = _named(folder, BEST_FILE)
         if result is None:
-            raise CheckpointError(f"{folder} keeps no best checkpoint; train with --keep-best")
+            raise CheckpointError(f"{folder} has no best checkpoint; train with --keep-best")
         return read_checkpoint(result)
     notices: list[str] = []
     for candidate in _candidates(folder):
@@ -604,7 +604,7 @@ def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
             notices.append(f"{error}; an older checkpoint is used instead")
     if notices:
         raise CheckpointError(
-            f"no checkpoint in {folder} is whole: {notices[0].rpartition(';')[0]}"
+            f"no checkpoint in {folder} is complete: {notices[0].rpartition(';')[0]}"
         )
     return None
 
@@ -622,7 +622,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         result, files = state.pop("sha256"), state["files"]
     if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it"
+            f"{file} has a format other than {FORMAT}; use the version of nnmpi that wrote it"
         )
     if result != digest(state):
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
@@ -630,7 +630,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         with raised_as(CheckpointError, f"{folder} cannot be read"):
             _verify(folder, files)
     except (AttributeError, KeyError, TypeError):
-        raise CheckpointError(f"{file} does not say the sizes and sums of its files") from None
+        raise CheckpointError(f"{file} lacks the sizes and checksums of its files") from None
     del state["format"], state["files"]
     return Checkpoint(
         state, folder, (), TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE)
@@ -647,7 +647,7 @@ def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     for name in (MODEL_FILE, OPTIMIZER_FILE):
         file, expected = folder / name, files.get(name)
         if expected is None:
-            raise CheckpointError(f"{folder / STATE_FILE} says nothing of {name}")
+            raise CheckpointError(f"{folder / STATE_FILE} has no entry for {name}")
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         if file.stat().st_size != expected["bytes"]:

@@ -234,10 +234,10 @@ def read_file(file: Path) -> dict[str, Any]:
         flat = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         # ValueError: bad TOML, or a number of too many digits; RecursionError: deeply nested lists
-        raise UsageError(f"--config {file} is not TOML that can be read: {error}") from None
+        raise UsageError(f"--config {file} is not valid TOML: {error}") from None
     for name in ("config", "resume", "trust", "simulate"):
         if name in flat:
-            raise UsageError(f"{file}: {name} belongs on the command line, not into a file")
+            raise UsageError(f"{file}: {name} belongs on the command line, not in a file")
     return check(flat, str(file))
 
 
@@ -257,8 +257,8 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
             flag = all_options()[name].flag
             raise UsageError(
                 f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot"
-                f" become {shown(given[name])}; leave {flag} out, or start a new run with another"
-                " --out"
+                f" change to {shown(given[name])}; leave {flag} out, or start a new run with"
+                " another --out"
             )
     outer = [
         (item["outer_lr"], item["outer_momentum"]) != (1, 0)
@@ -267,8 +267,8 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
     if outer[0] != outer[1]:
         raise UsageError(
             f"--resume {given['resume']}: the run {'is' if outer[0] else 'is not'} trained by"
-            " DiLoCo, and goes on so; leave --sync, --outer-lr and --outer-momentum out, or start"
-            " a new run with another --out"
+            " DiLoCo, and cannot change; leave --sync, --outer-lr and --outer-momentum out, or"
+            " start a new run with another --out"
         )
 
 
@@ -362,7 +362,7 @@ def read_command(
     if count != len(names.split()):
         raise UsageError(
             f"give {names} first and then the options, not"
-            f" {' '.join(words[:count]) or 'options alone'}"
+            f" {' '.join(words[:count]) or 'only options'}"
         )
     return *map(Path, words[:count]), *(make_section(section, given) for section in sections)
 

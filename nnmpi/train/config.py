@@ -212,7 +212,8 @@ class ParallelConfig:
         )
         fits = not self.zero or self.allreduce in sums
         require(
-            fits, f"--allreduce {self.allreduce} does not go with --zero {self.zero}, which {why}"
+            fits,
+            f"--allreduce {self.allreduce} cannot be combined with --zero {self.zero}, which {why}",
         )
 
 
@@ -264,7 +265,7 @@ class SyncConfig:
         check_numbers(self, "outer_momentum", 0, 1)
         require(
             self.simulate > 0 or not self.network,
-            "--network is for --simulate; messages between real ranks take their time",
+            "--network is for --simulate; real messages take real time: leave it out",
         )
 
     @property
@@ -292,14 +293,14 @@ class SyncConfig:
         if not self.rule.asynchronous:
             return
         for name, value in non_defaults(parallel).items():
-            what = f"{flag_of(name)} does not go with --sync {self.sync}"
+            what = f"{flag_of(name)} cannot be combined with --sync {self.sync}"
             fits = name in ("dp", "microbatches", "layout") or (
                 name in ("pp", "tp", "sp") and value == 1
             )
             require(
                 fits,
-                f"{what}, whose workers have the whole model each and sum no gradients; leave"
-                " it out",
+                f"{what}, whose workers each have the full model and sum no gradients; leave it"
+                " out",
             )
 
 
@@ -388,9 +389,9 @@ def check_positions(config: ModelConfig, sp: int) -> None:
     """Refuse --sp for models without positions, or with layers that mix them."""
     model = config.model
     mixes = sp > 1 and (config.experts or model in MODELS and model != "gpt")
-    why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
+    why = "needs them one after another" if model in SEQUENCE_MODELS else "has none"
     why = "with --experts counts all of a sequence together" if config.experts else why
-    sentence = f"--sp {sp} shares out the positions of sequences, and --model {model} {why}"
+    sentence = f"--sp {sp} shards the positions of sequences, but --model {model} {why}"
     require(not mixes, f"{sentence}; leave --sp out, or use --model gpt without --experts")
 
 
@@ -442,17 +443,17 @@ class DataConfig:
         known = self.augment == "none" or {*self.augment.split("-")} <= AUGMENTATIONS.keys()
         require(
             known,
-            f"--augment {self.augment} is unknown; give none, or {', '.join(AUGMENTATIONS)}, with"
-            " dashes",
+            f"--augment {self.augment} is unknown; give none, or {', '.join(AUGMENTATIONS)},"
+            " joined by dashes",
         )
         require(
             bool(self.columns) or not self.text_columns,
-            f"--text-columns {self.text_columns!r} has no name; give names with commas, or leave"
-            " it out",
+            f"--text-columns {self.text_columns!r} has an empty name; give names separated by"
+            " commas, or leave it out",
         )
         require(
             self.tokenizer != "",
-            "--tokenizer is empty; give characters, bytes, or where one was saved",
+            "--tokenizer is empty; give characters, bytes, or the path of a saved one",
         )
 
     @property
@@ -519,8 +520,8 @@ class OptimizationConfig:
         fixed = not is_custom(self.optimizer) or self.weight_decay is None
         require(
             fixed,
-            f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it"
-            " itself",
+            f"--weight-decay cannot be combined with --optimizer {self.optimizer}, which sets its"
+            " own",
         )
 
     @property
@@ -634,12 +635,12 @@ class RunConfig:
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
         require(
             compiled or self.jit != "on",
-            "--jit compiles for float32 on the CPU alone; leave it out otherwise",
+            "--jit compiles only for float32 on the CPU; leave it out",
         )
         both = self.out is not None and self.resume is not None and self.out != self.resume
         require(
             not both,
-            f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out",
+            f"--resume continues in the run's folder {self.resume}; leave --out {self.out} out",
         )
 
 
@@ -659,19 +660,15 @@ class Config:
         if self.parallel.layout == "auto":
             require(
                 not self.sync.rule.asynchronous,
-                "--layout auto is for ranks in step; leave it, or --sync, out",
+                "--layout auto is for synchronous ranks; leave it or --sync out",
             )
-            new = (
-                "--layout auto is for a new run; leave it out: with --resume the run's own layout"
-                " goes on"
-            )
+            new = "--layout auto is for a new run; leave it out: --resume keeps the run's layout"
             require(self.run.resume is None, new)
             for name in non_defaults(self.parallel):
                 allowed = name in ("layout", "memory_limit", "offload")
                 require(
                     allowed,
-                    f"--layout auto is in the place of your own {flag_of(name)}; leave one of"
-                    " them out",
+                    f"--layout auto chooses {flag_of(name)} itself; leave one of them out",
                 )
         check_positions(self.model, self.parallel.sp)
         mixed = self.model.experts and self.data.text_samples == "sentences"
@@ -683,8 +680,8 @@ class Config:
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
             not fixed,
-            f"--partition {self.data.partition} does not go with --reduction fixed, which deals any"
-            " sample",
+            f"--partition {self.data.partition} cannot be combined with --reduction fixed, which"
+            " may give any sample to any rank",
         )
 
     def having(self, **values: Any) -> "Config":
@@ -709,7 +706,7 @@ def all_options() -> Mapping[str, Option]:
         for option in options_of(section):
             if option.name in result:
                 raise TypeError(
-                    f"option {option.name} stands in {result[option.name].section} and in {section}"
+                    f"option {option.name} is in {result[option.name].section} and in {section}"
                 )
             result[option.name] = option
     return types.MappingProxyType(result)

@@ -73,7 +73,7 @@ class RunFolder:
             for file in (self.config, self.metrics, self.checkpoints):
                 if file.exists():
                     raise UsageError(
-                        f"--out {self.path} already holds a run ({file.name}); go on with it by"
+                        f"--out {self.path} already holds a run ({file.name}); continue it with"
                         f" --resume {self.path}, or give another folder"
                     )
             if self.path.exists() and not self.path.is_dir():
@@ -102,9 +102,8 @@ class RunFolder:
                 tokenizer.save(temporary)
         elif load_tokenizer(self.tokenizer).identity != tokenizer.identity:
             raise UsageError(
-                f"{self.path} was begun with another tokenizer, which lies in {self.tokenizer}: the"
-                " text or the tokenizer's files have changed since; begin a new run, or bring them"
-                " back"
+                f"{self.path} was started with another tokenizer, in {self.tokenizer}: the text or"
+                " the tokenizer's files have changed since; start a new run, or restore them"
             )
 
     def create(self, config: Config) -> None:
@@ -171,7 +170,7 @@ class RunFolder:
                     f"--out {self.path} cannot be written ({reason}); make room there"
                 ) from None
             raise UsageError(
-                f"--out {self.path} cannot be written ({reason}); give a folder that can"
+                f"--out {self.path} cannot be written ({reason}); give a writable folder"
             ) from None
 
 
@@ -186,7 +185,7 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
         UsageError: for a folder without a run, and for an unreadable config.json.
     """
     file = folder / CONFIG_FILE
-    with raised_as(UsageError, f"{named} cannot be read", "give the folder of a run that can"):
+    with raised_as(UsageError, f"{named} cannot be read", "give a readable run"):
         is_run = file.is_file()
     if not is_run:
         raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
@@ -195,8 +194,8 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
     for name in flat:
         if name not in all_options():
             raise UsageError(
-                f"{file} has {name}, an option that left nnmpi (CHANGELOG.md says what is written"
-                " instead); go on with the version of nnmpi that began the run"
+                f"{file} has {name}, an option that nnmpi has removed (CHANGELOG.md names its"
+                " replacement); continue with the version of nnmpi that started the run"
             )
     values = check(flat, str(file))
     # --simulate is among them: a run may begin in simulation and resume on real ranks, or the
@@ -228,7 +227,7 @@ def check_trust(
         code = ", ".join(f"{all_options()[name].flag} {options[name]}" for name in named)
         raise UsageError(
             f"{folder} names code outside of nnmpi, {code}, which would be executed; if you trust"
-            " whoever made the run, say so: --trust, or nnmpi.load(run, trust=True)"
+            " whoever made the run, give --trust, or nnmpi.load(run, trust=True)"
         )
 
 
@@ -243,8 +242,8 @@ def find_model(pretrained: Path) -> Path:
         return run.model
     if run.metrics.is_file():
         raise UsageError(
-            f"--pretrained {pretrained} is a run that has left no model, as one with --model gpt"
-            f" does at its end; go on with it by --resume {pretrained}, or give another"
+            f"--pretrained {pretrained} is a run without a model, which --model gpt writes at its"
+            f" end; finish it with --resume {pretrained}, or give another"
         )
     if not (pretrained / CONFIG).is_file():
         raise UsageError(

@@ -94,7 +94,7 @@ def _layout(where: Arrangement) -> str:
     shape = f"dp {mesh.dp}" if mesh.size == mesh.dp else str(mesh)
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
     zero = f", ZeRO {where.layout.zero}" if where.layout.zero else ""
-    experts = ", experts shared out" if where.layout.expert_parallel else ""
+    experts = ", experts sharded" if where.layout.expert_parallel else ""
     return (
         f"{shape}{attention}{zero}{experts}"
         f"{', sums in a fixed order' if where.layout.fixed else ''}"
@@ -119,8 +119,8 @@ def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
         return ""
     samples = counted(-(-inputs.batch_size // parts), "sample")
     return (
-        f"statistics: batch normalization takes those of each of {parts} microbatches ({samples});"
-        " a run of whole batches has other numbers"
+        f"statistics: batch normalization uses those of each of {parts} microbatches ({samples});"
+        " a run of whole batches has different numbers"
     )
 
 

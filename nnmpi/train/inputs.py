@@ -145,8 +145,7 @@ def load_inputs(
     with agreed(group):
         if isinstance(train, Dataset) and train.classes == 1:
             raise UsageError(
-                f"--dataset {data.dataset} has one class alone, so that there is nothing to tell"
-                " apart"
+                f"--dataset {data.dataset} has only one class, so there is nothing to predict"
             )
         batch_size = config.optimization.rows(len(train))
         with _prefixed("--partition"):
@@ -253,12 +252,12 @@ def match_loss(loss: str, samples: Samples) -> Samples:
         return as_yes_or_no(samples)
     if loss in ERRORS and predicts == "classes":
         raise UsageError(
-            f"{samples.name} has classes, and --loss {loss} predicts numbers; give --loss"
+            f"{samples.name} has classes, but --loss {loss} predicts numbers; give --loss"
             " cross-entropy"
         )
     if loss == "cross-entropy" and predicts != "classes":
         raise UsageError(
-            f"{samples.name} has numbers, and --loss {loss} predicts classes; give --loss mse"
+            f"{samples.name} has numbers, but --loss {loss} predicts classes; give --loss mse"
         )
     return samples
 
@@ -317,7 +316,7 @@ def text_source(config: Config) -> TextSource | None:
     if path is None:
         if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
             raise UsageError(
-                f"--model {model.model} needs a text; say with --text-columns which columns are it"
+                f"--model {model.model} needs a text; name its columns with --text-columns"
             )
         for name in ("tokenizer", "text_samples"):
             sentence = (
@@ -344,8 +343,8 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
         return
     if load_tokenizer(folder).identity != tokenizer.identity:
         raise UsageError(
-            f"--tokenizer {option} is not the tokenizer in --pretrained {folder}, whose weights"
-            " know nothing of its tokens; leave --tokenizer out"
+            f"--tokenizer {option} is not the tokenizer in --pretrained {folder}, whose weights do"
+            " not know its tokens; leave --tokenizer out"
         )
 
 
@@ -360,7 +359,8 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
         )
         if not fits:
             raise UsageError(
-                "the function must return two nnmpi.data.Dataset, for training and for the test"
+                "the function must return two nnmpi.data.Dataset objects, for training and for the"
+                " test"
             )
         return check_pair(*pair)
     if source is None:
@@ -413,7 +413,7 @@ def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
         samples = counted(batch_size, "sample")
         require(
             parts <= batch_size,
-            f"--microbatches {parts} is more parts than the {samples} of a batch; give less",
+            f"--microbatches {parts} is more than the {samples} of a batch; give fewer",
         )
         return parts
     if config.parallel.reduction == "fixed":

@@ -414,7 +414,7 @@ class Loop:
         return replace(self.state, elapsed_s=clock.now() - self._began)
 
     def _how_to_resume(self) -> str:
-        return f"go on with: python -m nnmpi.train --resume {quote(str(self._run.folder.path))}"
+        return f"continue with: python -m nnmpi.train --resume {quote(str(self._run.folder.path))}"
 
 
 def is_due(count: int, every: int) -> bool:
@@ -483,8 +483,7 @@ def begin(
             )
         if not 0 <= state.batch <= run.extent.train_batches:
             raise CheckpointError(
-                f"{folder.checkpoints}: the last one stands behind batch"
-                f" {shortened(str(state.batch))}"
+                f"{folder.checkpoints}: the last one is after batch {shortened(str(state.batch))}"
             )
         if state.step >= run.extent.stop:
             notices = [*notices, f"the run is finished, {_how_to_continue(run)}"]
@@ -525,12 +524,12 @@ def _how_to_continue(run: TrainingRun) -> str:
     options, extent = run.config.optimization, run.extent
     if extent.stop < extent.steps:
         return (
-            f"{extent.stop} of {extent.steps} steps are done, as --stop-after says; without it the"
-            " run goes on"
+            f"{extent.stop} of {extent.steps} steps are done, the limit of --stop-after; without it"
+            " the run continues"
         )
     if options.max_steps is not None and extent.steps == options.max_steps:
-        return f"all {extent.steps} steps are done; a larger --max-steps goes on"
-    return f"all {extent.epochs} epochs are done; more --epochs, such as {2 * extent.epochs}, go on"
+        return f"all {extent.steps} steps are done; give a larger --max-steps to continue"
+    return f"all {extent.epochs} epochs are done; give more, such as --epochs {2 * extent.epochs}"
 
 
 def _finish(
@@ -548,7 +547,9 @@ def _finish(
     loss, quality = describe_result(report, measures, run.inputs.train.is_tokens)
 
     def write() -> None:
-        saved = f"its last checkpoint is whole: make room, and go on with --resume {folder.path}"
+        saved = (
+            f"its last checkpoint is complete: make room, and continue with --resume {folder.path}"
+        )
         with raised_as(
             CheckpointError, f"the end of the run cannot be written into {folder.path}", saved
         ):

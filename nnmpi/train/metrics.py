@@ -108,7 +108,7 @@ def cut_metrics(file: Path, step: int) -> int:
     if not file.exists():
         return 0
     with foreign(
-        file, CheckpointError, "damaged or cannot be written; move it away to go on without it"
+        file, CheckpointError, "damaged or cannot be written; move it away to continue without it"
     ):
         records = read_metrics(file)
         saved = [

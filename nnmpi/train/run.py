@@ -317,12 +317,13 @@ def open_run(
         check_positions(config.model, layout.sp)
         if best and not is_run:
             raise UsageError(
-                f"{folder}: a model in Hugging Face's files has no best weights; leave --best away"
+                f"{folder}: a model in Hugging Face's files has no best weights; leave --best out"
             )
     last = find(RunFolder(folder), group, writes=False, best=best) if is_run else None
     if last is None and is_run:
         raise CheckpointError(
-            f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}"
+            f"{folder} has no checkpoint yet; wait for one, or continue training with --resume"
+            f" {folder}"
         )
     signature = _read_signature(folder, last, group)
     dtype, layout = config.run.dtype, choose_attention(layout, config.model)

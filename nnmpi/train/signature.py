@@ -124,8 +124,8 @@ class ModelSignature:
         if sorted(columns) != sorted(indices):
             has, expected = (shortened(", ".join(item)) for item in (columns, self.columns))
             raise DataError(
-                f"{source} has the columns {has}, and the model takes {expected}; put them in this"
-                " order"
+                f"{source} has the columns {has}, but the model takes {expected}; give these, in"
+                " this order"
             )
         return x[:, [columns.index(name) for name in self.columns]]
 
@@ -207,7 +207,7 @@ def read_metadata(metadata: Mapping[str, str], file: object) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(metadata[METADATA])
     except (KeyError, ValueError, RecursionError):
         raise CheckpointError(
-            f"{file} does not say what data its model takes: it was not written by this version of"
-            " nnmpi; train on with --resume for one checkpoint more"
+            f"{file} lacks the signature of its model's data: another version of nnmpi wrote it;"
+            " train with --resume until the next checkpoint"
         ) from None
     return values

@@ -80,8 +80,8 @@ def test_what_is_performed_is_noted_as_a_whole(recorder):
 
     with recorder.running():
         assert record_call(work, 5) == 1
-        with pytest.raises(UsageError, match="a look"):
-            refuse("a look")
+        with pytest.raises(UsageError, match="reading values"):
+            refuse("reading values")
     assert len(recorder.calls) == 1
     replayed(recorder)
     assert seen == [5, 5]

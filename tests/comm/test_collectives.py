@@ -312,7 +312,7 @@ def test_parts(group: Group, dtype: str) -> None:
     start, weight = sum(counts[: group.rank]), sum(range(1, group.size + 1))
     right = right and np.array_equal(local, weight * numbers[start : start + counts[group.rank]])
     for call in (group.all_gather_v, group.reduce_scatter_v):
-        with pytest.raises(ShapeError, match="are agreed"):
+        with pytest.raises(ShapeError, match="its count is"):
             call(np.zeros(sum(counts) + 99), counts)
     assert all(group.gather(bool(right)))
 

@@ -109,7 +109,7 @@ def test_simulate_and_list() -> None:
             "network 'alpha=nan' is not understood; give numbers, such as",
         ),
         ("simulate ring --alpha 1e-5", "--alpha is not an option; did you mean --network?"),
-        ("simulate ring --network nowhere.json", "nowhere.json: no fit that can be read"),
+        ("simulate ring --network nowhere.json", "nowhere.json: not a readable fit"),
         ("render ring --bytes 4", "unrecognized arguments: --bytes 4"),
     ],
 )

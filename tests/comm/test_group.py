@@ -32,7 +32,7 @@ def test_json_values_come_back_from_the_wire(value: object) -> None:
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", np.float32(1), object, {(1, 2): 3}])
 def test_what_json_cannot_hold_raises_where_it_arrives(value: object) -> None:
     text = encode_json(value)
-    with pytest.raises(CommError, match="rank 5 sent what is not a JSON value"):
+    with pytest.raises(CommError, match="rank 5 sent something that is not a JSON value"):
         decode_json(text, 5)
 
 
@@ -69,7 +69,7 @@ def test_a_value_that_cannot_be_sent_raises_on_all_ranks(group: Group) -> None:
             texts.append("")
         except CommError as error:
             texts.append(str(error))
-    expected = f"rank {guilty} sent what is not a JSON value"
+    expected = f"rank {guilty} sent something that is not a JSON value"
     assert all(all(expected in text for text in every) for every in group.gather(texts))
 
 

@@ -174,8 +174,8 @@ ALL_SEND = (
 @pytest.mark.parametrize(
     ("steps", "contract", "sentence"),
     [
-        (HANDED_ON, BROADCAST, "rank 1, step 0 sends chunk 0 to rank 2 before anything is in it"),
-        (ADDING, ALL_GATHER, "adds chunk 0 from rank 0 to nothing"),
+        (HANDED_ON, BROADCAST, "rank 1, step 0 sends chunk 0 to rank 2 before it has any data"),
+        (ADDING, ALL_GATHER, "adds chunk 0 from rank 0, but has no data in it yet"),
         (
             [local[1:] for local in plan(bruck_reduce_scatter, 4)],
             REDUCE_SCATTER,

@@ -34,7 +34,7 @@ def test_where_all_wait_nobody_is_missing() -> None:
         {0: RankStatus(9, 9, "an all-reduce", 2), 1: RankStatus(9, 9, "a broadcast", 2)}, {}, set()
     )
     assert words.startswith(
-        "all ranks wait for one another; if none goes on, they are not in the same collective"
+        "all ranks wait for one another; if none continues, they are not in the same collective"
     )
 
 

@@ -57,7 +57,7 @@ HYDRA = {"HYDI_CONTROL_FD": "7"}
 
 
 ONE = Launch("Open MPI's mpirun", 1, 0, 1)
-FOREIGN = "started 4 processes, but mpi4py found another MPI, {}, in which each is alone"
+FOREIGN = "started 4 processes, but mpi4py uses another MPI, {}, which sees one process each"
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,7 @@ def test_a_limit_below_the_model_is_refused_for_replicas_alone(group: Group) -> 
     if group.size > 1:
         experts = models.gpt(11, 6, features=6, layers=2, heads=2, experts=4)
         layout = Layout(dp=group.size, expert_parallel=True, memory_limit=1)
-        refuse(
-            group, layout, "; let more replicas share out the experts", DeviceError, model=experts
-        )
+        refuse(group, layout, "; shard the experts over more replicas", DeviceError, model=experts)
     if group.size in (2, 3):
         again = models.mlp((8, 8, 1), 10, hidden=(64,) * 9)
         assert arrange(again, group, Layout(pp=group.size, memory_limit=limit), SAMPLE).stages

@@ -148,7 +148,7 @@ def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
     model = build()
     with pytest.raises(UsageError, match="done by nnmpi.Worker"):
         AsynchronousWorker(model, optimizer_of(model), group, Sync())
-    with pytest.raises(UsageError, match="make it over model.storage"):
+    with pytest.raises(UsageError, match="make it for model.storage"):
         AsynchronousWorker(model, optimizer_of(build()), group, Sync("asp"))
     with pytest.raises(UsageError, match=f"rank {group.size} does not exist"):
         make(group, Sync("asp"), slow=f"rank={group.size},factor=2")

@@ -47,9 +47,7 @@ def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) ->
     )
     where.free()
     assert all(
-        group.gather(
-            result == "" if group.size == 1 else "would see a part of them alone" in result
-        )
+        group.gather(result == "" if group.size == 1 else "would see only part of them" in result)
     )
 
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_written() -> None:
     with nn.continued({}):
         model(np.zeros((1, 4), np.int64))
         with pytest.raises(
-            UsageError, match="2 tokens come behind 4 others; after the first pass, give one each"
+            UsageError, match="2 tokens follow 4 others; after the first pass, give one at a time"
         ):
             model(np.zeros((1, 2), np.int64))
     with nn.continued({}):

@@ -164,7 +164,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
         ),
         (
             {"precision": "bf16", "dtype": "float64"},
-            "bf16 is for models of float32, and this one is of float64",
+            "bf16 is for float32 models, but this one is float64",
         ),
     ],
 )

@@ -40,10 +40,10 @@ def build() -> Module:
 
 @pytest.mark.parametrize(("one", "other"), REFUSED)
 def test_each_pair_is_refused(one: str, other: str) -> None:
-    with pytest.raises(LayoutError, match=f"{one} does not go with {other}: "):
+    with pytest.raises(LayoutError, match=f"{one} cannot be combined with {other}: "):
         refuse({one: one, other: other})
     if one in GIVEN and other in GIVEN:
-        with pytest.raises(LayoutError, match="does not go with"):
+        with pytest.raises(LayoutError, match="cannot be combined with"):
             Layout(**GIVEN[one] | GIVEN[other])
 
 

@@ -61,7 +61,7 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
         assert answers == [""]
     else:
         expected = (
-            "labels that count together, but the global batch 32; give Loader the rank and world of"
+            "counted labels together, but the global batch has 32; give Loader the rank and world of"
             " the replica"
         )
         assert all(
@@ -128,9 +128,7 @@ def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str)
         warnings.simplefilter("always")
         for _ in range(2):
             worker.step(next(batches))
-    told = [
-        str(item.message) for item in result if "is not found in the model" in str(item.message)
-    ]
+    told = [str(item.message) for item in result if "is not in the model" in str(item.message)]
     assert len(told) == (way == "closure" and group.is_root)
 
 
@@ -269,7 +267,7 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
             lambda worker, x: worker.step(
                 next(iter(Loader(data.load("digits")[0], 4).epoch(0))), 0.1
             ),
-            "goes by its name",
+            "by keyword",
         ),
     ],
 )

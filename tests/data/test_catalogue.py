@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_one_sentence(
     for name, expected in (("mnist", "train-images-idx3-ubyte"), ("cifar10", "test_batch.bin")):
         for folder in (tmp_path, tmp_path / "none"):
             with pytest.raises(
-                UsageError, match=f"data_dir {folder} lacks .*: looked there for {expected}"
+                UsageError, match=f"data_dir {folder} lacks .*; it needs {expected}"
             ):
                 function(name, folder)
     for name in ("iris", "digits", "table.csv"):
@@ -110,7 +110,7 @@ def test_what_cannot_be_read_is_one_sentence(
             function(name, tmp_path)
     for given in (("~no-such-user/x.csv",), ("mnist", "~no-such-user/x.csv")):
         with pytest.raises(
-            UsageError, match="the system knows no home folder ~no-such-user; write it out$"
+            UsageError, match="the system has no home folder ~no-such-user; give the full path$"
         ):
             function(*given)
     reason = r"cannot be read \(Permission denied\); make it readable, or give another$"
@@ -161,14 +161,17 @@ def test_csv_and_npz_by_path(tmp_path: Path) -> None:
 def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").touch()
     with pytest.raises(
-        UsageError, match=r"a\.json: files of this kind are not read; .* of texts \.txt, \.jsonl or"
+        UsageError,
+        match=r"a\.json: files of this kind cannot be read; .* for texts \.txt, \.jsonl or",
     ):
         load(str(tmp_path / "a.json"))
 
 
 def test_images_that_lie_in_no_folder_of_a_class(tmp_path: Path) -> None:
     (tmp_path / "a.png").touch()
-    with pytest.raises(UsageError, match="images lie in it directly; give the folder above"):
+    with pytest.raises(
+        UsageError, match="it has images, not a folder of images per class; give its parent"
+    ):
         load(str(tmp_path))
 
 

@@ -44,7 +44,7 @@ def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPa
         cache_folder()
     monkeypatch.setenv("NNMPI_DATA", "~no-such-user/data")
     with pytest.raises(
-        UsageError, match=r"^\$NNMPI_DATA ~no-such-user/data: the system knows no home folder"
+        UsageError, match=r"^\$NNMPI_DATA ~no-such-user/data: the system has no home folder"
     ):
         cache_folder()
 

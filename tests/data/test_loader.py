@@ -203,7 +203,10 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
         ({"dtype": "int64"}, "cannot be given as int64"),
         ({"partition": "halves"}, "partition halves does not exist"),
         ({"partition": "iid", "world": 24}, "partition iid shares 23 training samples"),
-        ({"partition": "iid", "whole_microbatches": True}, "does not go with whole microbatches"),
+        (
+            {"partition": "iid", "whole_microbatches": True},
+            "cannot be combined with whole microbatches",
+        ),
     ],
 )
 def test_options_without_sense_are_refused(options: dict[str, Any], text: str) -> None:

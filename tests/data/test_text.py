@@ -114,7 +114,7 @@ def test_a_table_gives_the_columns_that_are_asked_for(tmp_path: Path) -> None:
     for column in ("d", "b"):
         write(path, path.read_text().replace("c", "b"))
         with pytest.raises(
-            UsageError, match=rf"t\.csv has no single column '{column}'; its columns are: a, b, b"
+            UsageError, match=rf"t\.csv must have one column '{column}'; its columns are: a, b, b"
         ):
             list(read_documents(path, (column,)))
 
@@ -222,16 +222,16 @@ def test_damaged_tokens_are_named(txt: Path) -> None:
         ("a.txt", b" \n\n", (), "a.txt: the document is empty"),
         ("a.txt", b"abc \xff def", (), "not UTF-8 text"),
         ("a.txt", b"abc", ("b",), "has no columns"),
-        ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cells, and the first line has 2"),
+        ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cells, but the first line has 2"),
         ("a.csv", b"a,b\n1,\n", ("b",), "line 2: the document is empty"),
         ("a.csv", b"a,b\n", ("b",), "is empty"),
         ("a.csv", b'a,b\n1,"x', ("b",), "not CSV"),
-        ("a.jsonl", b"{}\n", (), "line 1 has no single column 'text'"),
+        ("a.jsonl", b"{}\n", (), "line 1 must have one column 'text'"),
         ("a.jsonl", b"[1]\n", (), "line 1: not a JSON object"),
         ("a.jsonl", b"{\n", (), "line 1: not JSON"),
-        ("a.jsonl", b'{"text": 3}', (), "line 1: a column is no Unicode text"),
-        ("a.jsonl", rb'{"text": "a \ud800 b"}', (), "line 1: a column is no Unicode text"),
-        ("a.txt.gz", b"not gz", (), "not a whole gz file"),
+        ("a.jsonl", b'{"text": 3}', (), "line 1: a column is not Unicode text"),
+        ("a.jsonl", rb'{"text": "a \ud800 b"}', (), "line 1: a column is not Unicode text"),
+        ("a.txt.gz", b"not gz", (), "not a complete gz file"),
     ],
 )
 def test_what_is_wrong_with_a_text_is_said(
@@ -421,6 +421,6 @@ def test_without_the_library_there_is_a_sentence(
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(
-        UsageError, match=r"not installed; pip install tokenizers, or take bytes or characters"
+        UsageError, match=r"not installed; pip install tokenizers, or use bytes or characters"
     ):
         load_tokenizer(tmp_path)

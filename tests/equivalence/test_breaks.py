@@ -46,7 +46,7 @@ def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(
     assert (
         "stage 0 gave float64 (8, " in ending.output or "stage 0 gave float64 (7, " in ending.output
     )
-    assert "what crosses must depend on the input's shape alone" in ending.output
+    assert "shapes at a cut must depend only on the input's shape" in ending.output
 
 
 def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:

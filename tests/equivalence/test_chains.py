@@ -38,7 +38,7 @@ def test_ties_over_stages_are_refused_where_they_would_be_wrong(group: Group) ->
             release(build(setup, group, layout))
             continue
         with pytest.raises(
-            LayoutError, match=r"^(3|5)\.\w+ is in stages 0?.*\d, which does not go with"
+            LayoutError, match=r"^(3|5)\.\w+ is in stages 0?.*\d, which cannot be combined with"
         ):
             build(setup, group, layout)
 

@@ -184,10 +184,13 @@ def _hostile() -> Iterator[Cheat]:
         " 'x')]"
     )
     yield Cheat(
-        "stages that there are not", "one-f-one-b", stage, "1000000000Fx has no place in 2 stages"
+        "stages that there are not",
+        "one-f-one-b",
+        stage,
+        "1000000000Fx does not belong in 2 stages",
     )
     kind = "from nnmpi.schedule.schedule import Instruction\nreturn [Instruction('F', 0, 0)]"
-    yield Cheat("text for a kind", "one-f-one-b", kind, "0F0 has no place in")
+    yield Cheat("text for a kind", "one-f-one-b", kind, "0F0 does not belong in")
     yield Cheat("text for numbers", ROW, "return 'abc'", "must be numbers of shape")
     yield Cheat(
         "an array of objects",
@@ -397,7 +400,7 @@ def _wrong() -> Iterator[Cheat]:
         "ranks that do not all sum",
         ROW,
         f"if group.rank:\n    return x @ w\n{SUM}",
-        "deadlock: no rank can go on",
+        "deadlock: no rank can continue",
     )
     drawn = (
         "import numpy\ndraw = numpy.random.default_rng(0)\nreturn draw.normal(size=(3, 7)) @"

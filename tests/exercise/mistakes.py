@@ -141,7 +141,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield (
         "stages of the next rank",
         changed(right, elsewhere),
-        f"{named} (stands on rank|has no place)",
+        f"{named} (is on rank|does not belong)",
     )
     yield (
         "a word",
@@ -149,7 +149,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         "gives a str; give a tuple of Instruction",
     )
     if name != "inference-pipeline":
-        yield "the last first", changed(right, backwards), rf"{named} does not stand behind"
+        yield "the last first", changed(right, backwards), rf"{named} comes before"
     if name == "gpipe":
         yield (
             "naive",

@@ -105,7 +105,7 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
             "import nosuchthing",
             "raised ModuleNotFoundError in line 1 of mine.py: No module named 'nosuchthing'",
         ),
-        ("\nraise SystemExit", "mine.py ends the program, by SystemExit"),
+        ("\nraise SystemExit", "mine.py ends the program with SystemExit"),
         (
             "def ring_cost(*_):\n    raise SystemExit(0)",
             "raised SystemExit in line 2 of mine.py: 0",

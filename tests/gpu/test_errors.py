@@ -77,7 +77,7 @@ def test_a_batch_that_is_not_where_the_model_is(device: Backend, on_device: bool
     model.initialize(backend=device if on_device else numpy_backend())
     batch = tensor(np if on_device else device.xp, 4, 3)
     with pytest.raises(
-        DeviceError, match=r"bring them to where the model is, with backend.asarray\(x\) or"
+        DeviceError, match=r"move them to the model's memory with backend.asarray\(x\) or"
     ):
         model(batch)
 

@@ -97,7 +97,7 @@ def test_what_fails_and_hangs_is_told(tmp_path: Path) -> None:
     assert ran.returncode == 1, text
     assert "test_fails[" in text and "(on rank 1 of " in text
     assert "test_hangs[3-ranks-seed-0]" in text and "Timeout" in text
-    assert "test_deadlock[2-ranks-seed-0]" in text and "deadlock: no rank can go on" in text
+    assert "test_deadlock[2-ranks-seed-0]" in text and "deadlock: no rank can continue" in text
     assert "test_sizes[2-ranks-seed-0]" not in text  # it passed
     assert "3 failed, 1 passed" in text
 

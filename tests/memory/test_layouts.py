@@ -89,5 +89,5 @@ def test_a_model_that_a_strategy_runs_is_refused():
     """Unless the strategy is given."""
     model = models.mlp((8,), 3).initialize(seed=0)
     model.forward = model.forward
-    with pytest.raises(UsageError, match="has taken over this model's forward"):
+    with pytest.raises(UsageError, match="has replaced this model's forward"):
         RecomputedModel(model, None)(np.ones((2, 8), "float32"))

@@ -147,9 +147,9 @@ def test_what_is_kept_is_counted_once():
         ("F0 K1 B1 B0", "B0 of the plan, number 3"),
         ("F0 F2", "F2 of the plan, number 1"),
         ("K0 K1 B0", "B0 of the plan"),
-        ("K0 K1 B1", "leaves something behind"),
-        ("K0 K1 B1 B0", "leaves something behind"),
-        ("K0 X1", "'X1' is no action"),
+        ("K0 K1 B1", "the plan is incomplete"),
+        ("K0 K1 B1 B0", "the plan is incomplete"),
+        ("K0 X1", "'X1' is not an action"),
     ),
 )
 def test_a_plan_that_lacks_something_is_refused(text, words):

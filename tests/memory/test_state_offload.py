@@ -53,7 +53,7 @@ def test_a_model_that_does_not_fit_trains(tmp_path):
     out = {"offload": str(tmp_path), "offload_state": "optimizer"}
     near = 9 * elements
     message = (
-        r"rank 0 needs .* let offload-state optimizer keep its state out of memory, which then"
+        r"rank 0 needs .* offload the optimizer's state with offload-state optimizer, which then"
         r" needs \d"
     )
     with pytest.raises(DeviceError, match=message):
@@ -108,7 +108,7 @@ def test_what_does_not_go_is_refused(tmp_path):
     """In a sentence."""
     out = {"offload": str(tmp_path), "offload_state": "optimizer"}
     for options, message in (
-        ({"offload_state": "optimizer"}, "needs a place; give offload, too"),
+        ({"offload_state": "optimizer"}, "needs a target; give offload, too"),
         ({**out, "offload_state": "weights"}, "choose one of optimizer, all"),
         ({**out, "offload_state": "all", "zero": 2}, "give zero 3, or offload_state optimizer"),
         ({**out, "schedule": "pipedream"}, "pipedream"),

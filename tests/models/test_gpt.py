@@ -34,9 +34,7 @@ def test_what_it_cannot_take() -> None:
         ShapeError, match=r"a context of 9 needs tokens \(batch, at most 9\), not \(2, 10\)"
     ):
         model(np.zeros((2, 10), np.int64))
-    with pytest.raises(
-        UsageError, match="10 features and 3 heads does not work; take a multiple of the heads"
-    ):
+    with pytest.raises(UsageError, match="10 features and 3 heads; give a multiple of the heads"):
         models.gpt(5, 5, features=10, layers=1, heads=3)
     with pytest.raises(UsageError, match=r"gpt's layers is 1\.0; give a whole number"):
         models.gpt(5, 5, features=10, layers=1.0, heads=2)  # type: ignore[arg-type]

@@ -50,11 +50,11 @@ def test_another_size_is_refused(folder: Path) -> None:
     for name, value in (("layers", 2), ("features", 128), ("heads", 4)):
         with pytest.raises(
             UsageError,
-            match=f"^--{name} {value} is not what --pretrained .* has, {getattr(SIZE, name)}; ",
+            match=f"^--{name} {value} differs from the {getattr(SIZE, name)} of --pretrained ",
         ):
             build_model(ModelConfig("gpt", pretrained=folder, **{name: value}), (9,), 23)
     with pytest.raises(
-        UsageError, match="has 23 tokens and a context of 9, but the data 23 and 10"
+        UsageError, match="has 23 tokens and a context of 9, but the data have 23 and 10"
     ):
         build_model(ModelConfig("gpt", pretrained=folder), (10,), 23)
 

@@ -153,9 +153,9 @@ def test_replace():
         ),
         (
             lambda m: m.set_child("size", ReLU()),
-            "Everything has no part 'size' that can be replaced",
+            "Everything has no module 'size' that can be replaced",
         ),
-        (lambda m: Sequential(ReLU()).set_child("1", ReLU()), r"no part 'layers\.1'"),
+        (lambda m: Sequential(ReLU()).set_child("1", ReLU()), r"no module 'layers\.1'"),
     ],
 )
 def test_modules_that_are_not_there(use, words):
@@ -175,7 +175,7 @@ def test_a_part_that_is_not_found_is_refused(within, make):
     hidden, model = make(), Residual(Linear(2, 2))
     model.body.others = within(hidden)
     with pytest.raises(
-        UsageError, match=f"body.others holds a {type(hidden).__name__} that is not found there"
+        UsageError, match=f"body.others holds a {type(hidden).__name__} that is not registered"
     ):
         model.initialize()
     model.mine = hidden

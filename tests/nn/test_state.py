@@ -149,7 +149,7 @@ def test_there_and_back():
         ),
         (
             {"3.weight": np.zeros((2, 4), "float32")},
-            "for PyTorch's order of axes see nnmpi.models.torch",
+            "to convert PyTorch's order of axes, see nnmpi.models.torch",
         ),
         (
             {"3.bias": np.zeros(2)},

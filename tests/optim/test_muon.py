@@ -142,7 +142,7 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
             "whole matrices, and this rank has a part of 1.weight; leave tp at 1",
             sharded_layers,
         ),
-        (LayoutError, "fused update does not go with Muon", fused),
+        (LayoutError, "fused update cannot be combined with Muon", fused),
         (
             UsageError,
             "with asp a server updates flat arrays, and Muon takes whole matrices; give sync bsp",

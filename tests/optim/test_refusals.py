@@ -46,7 +46,7 @@ ROWS: list[tuple[Callable[[], object], type[NnmpiError], str]] = [
         UsageError,
         "lr names the group 'norms', which does not exist",
     ),
-    (made(lr={}), UsageError, "lr names no rate of the group 'default'; give each group one"),
+    (made(lr={}), UsageError, "lr has no rate for the group 'default'; give each group one"),
     (made(lr={"default": -1}), UsageError, "lr of 'default' is -1"),
     (made("sgd", nesterov=True), UsageError, "nesterov needs momentum"),
     (made(betas=(1.0, 0.9)), UsageError, r"betas\[0\] is 1.0"),

@@ -203,6 +203,6 @@ def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:
     model = nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2), norm).initialize()
     fixed = FixedReduction(model, group)
     fixed.begin(1)
-    with nn.training(), pytest.raises(UsageError, match="normalizes twice in one microbatch"):
+    with nn.training(), pytest.raises(UsageError, match="runs twice in one microbatch"):
         model(np.ones((3, 2), np.float32))
     fixed.release()

@@ -351,7 +351,7 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
     for item, how in (
         (setting.model, again),
         (group, again),
-        (optimizer, "keep both by nnmpi.save"),
+        (optimizer, "save both with nnmpi.save"),
     ):
         with pytest.raises(NnmpiError, match=how):
             duplicate(item)
@@ -365,7 +365,7 @@ def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
     optimizer = optim.SGD(setting.model.storage, lr=0.1)
     wrong: Any = Worker
     setting.assert_refused(
-        lambda: wrong(setting.model, group, optimizer), UsageError, "where the optimizer belongs"
+        lambda: wrong(setting.model, group, optimizer), UsageError, "the optimizer is a"
     )
     worker = wrong(setting.model, optimizer, group)
     setting.assert_refused(
@@ -382,7 +382,7 @@ def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
     optimizer = optim.SGD(setting.model.storage, lr=0.1)
     setting.model.initialize(dtype="float64")
     setting.assert_refused(
-        lambda: Worker(setting.model, optimizer, group), UsageError, "make it over model.storage"
+        lambda: Worker(setting.model, optimizer, group), UsageError, "make it for model.storage"
     )
 
 

@@ -265,7 +265,7 @@ def say(
     return StateEntry(name, np.empty(shape, spec.dtype), region, owned).describe()
 
 
-ONCE = "what the ranks write of w is not all of it, each element once: "
+ONCE = "the ranks do not write each element of w exactly once: "
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ ONCE = "what the ranks write of w is not all of it, each element once: "
             [[say(columns(0, 3))], [say(columns(2, 3, 2))]],
             f"{ONCE}0..3 of axis 1 by rank 0, 2..3 of axis 1 by rank 1",
         ),
-        ([[], []], "no rank has 'w'; every array of the model must be somewhere"),
+        ([[], []], "no rank has 'w'; each array of the model must be on a rank"),
         ([[say()], [say(name="v")]], "rank 1 has 'v', which is not among the 1 names of the model"),
         ([[say(), say(owned=False)]], "rank 0 has 'w' twice; a rank gives each array once"),
         (

@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[..., Module], str]] = {
     "the first": (own(lambda m, x: x + x[:, :1]), "GetItem picks slice"),
     "a product": (
         own(lambda m, x: (x @ x.transpose(0, 2, 1)) @ x),
-        "multiplies all parts with all parts",
+        "needs every pair of parts",
     ),
     "other positions": (
         own(lambda m, x: x.transpose(1, 0, 2)),
@@ -114,10 +114,7 @@ def test_what_a_module_may_not_do(name: str) -> None:
     [
         (
             Layout(sp=6),
-            (
-                "ulysses shares out heads, .* for each rank of 5 heads; sp up to 5 fits, or sp"
-                " attention r"
-            ),
+            ("ulysses shards heads, .* per rank: 5 heads; sp up to 5 fits, or sp attention r"),
         ),
         (Layout(sp=2, tp=3), "for each rank of 1 head on a rank of tp 3; sp 1 fits"),
         (

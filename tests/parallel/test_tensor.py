@@ -162,11 +162,11 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
     (lambda: nn.Sequential(nn.Conv2d(4, 4, 1, groups=2)), {"0": R}, "2 groups"),
     (lambda: nn.Sequential(nn.Embedding(4, 4)), {"0": R}, "Embedding, which Sharding.ROW "),
     (lambda: nn.Sequential(nn.MaxPool2d(2)), {"0": H}, "shape of a sample"),
-    (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C}, "'1.weight' is whole there"),
+    (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C}, "'1.weight' is whole in one"),
     (
         lambda: nn.Sequential(nn.Conv2d(2, 1, 1), nn.Flatten()),
         {"0": C},
-        "cannot tell the images' size",
+        "cannot infer the images' size",
     ),
     (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C, "1": R}, "cut it in two ways"),
 ]

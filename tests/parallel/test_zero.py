@@ -376,7 +376,7 @@ class Plain(nn.Module):
 def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> None:
     layout = Layout(dp=2, zero=stage, activation_memory=10**7)
     with pytest.raises(
-        UsageError, match="taken over this model's forward, .* make the model an nn.Sequential"
+        UsageError, match="replaced this model's forward, .* make the model an nn.Sequential"
     ):
         simulate(lambda group: train_small(group, Plain(), layout), 2)
 

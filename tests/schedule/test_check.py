@@ -58,31 +58,31 @@ def test_the_schedule_by_hand_is_right() -> None:
     [
         ("1F1 1B1", "1B1", "1F1 is missing on rank 1"),
         ("1F1 1B1", "1F1", "1B1 is missing on rank 1"),
-        ("1F0 ", "1F0 1F0 ", "1F0 is done 2 times; everything is done once"),
+        ("1F0 ", "1F0 1F0 ", "1F0 occurs 2 times; each instruction must occur once"),
         ("1B1", "1B1 1B0", "1B0 is done 2 times"),
-        ("1B1", "1B1 1W1", "1W1 has no place in a schedule of 2 stages, 2 microbatches"),
+        ("1B1", "1B1 1W1", "1W1 does not belong in a schedule of 2 stages, 2 microbatches"),
         ("1B1", "1I1", "1W1 is missing on rank 1"),
-        ("1F1 1B1", "1F1 1B1 1F2", "1F2 has no place"),
-        ("1F1 1B1", "1F1 1B1 1SEND_ACT1", "1SEND_ACT1 has no place"),
+        ("1F1 1B1", "1F1 1B1 1F2", "1F2 does not belong"),
+        ("1F1 1B1", "1F1 1B1 1SEND_ACT1", "1SEND_ACT1 does not belong"),
         ("1RECV_ACT0 1F0", "1F0", "1RECV_ACT0 is missing on rank 1: 0SEND_ACT0 has no partner"),
         ("1SEND_GRAD1 ", "", "1SEND_GRAD1 is missing on rank 1: 0RECV_GRAD1 has no partner"),
         ("0RECV_GRAD1 ", "", "0RECV_GRAD1 is missing on rank 0: 1SEND_GRAD1 has no partner"),
-        ("0B1", "0B1 1STEP", "1STEP stands on rank 0, but stage 1 lives on rank 1"),
+        ("0B1", "0B1 1STEP", "1STEP is on rank 0, but stage 1 belongs to rank 1"),
         (
             "1RECV_ACT0 1F0",
             "1F0 1RECV_ACT0",
-            "1F0 does not stand behind 1RECV_ACT0, which it needs",
+            "1F0 comes before 1RECV_ACT0, which it needs",
         ),
-        ("0F0 0SEND_ACT0", "0SEND_ACT0 0F0", "0SEND_ACT0 does not stand behind 0F0"),
-        ("1F1 1B1", "1B1 1F1", "1B1 does not stand behind 1F1"),
-        ("0RECV_GRAD1 0B1", "0B1 0RECV_GRAD1", "0B1 does not stand behind 0RECV_GRAD1"),
+        ("0F0 0SEND_ACT0", "0SEND_ACT0 0F0", "0SEND_ACT0 comes before 0F0"),
+        ("1F1 1B1", "1B1 1F1", "1B1 comes before 1F1"),
+        ("0RECV_GRAD1 0B1", "0B1 0RECV_GRAD1", "0B1 comes before 0RECV_GRAD1"),
         (
             "1B1 1REDUCE 1SEND_GRAD1",
             "1SEND_GRAD1 1B1 1REDUCE",
-            "1SEND_GRAD1 does not stand behind 1B1",
+            "1SEND_GRAD1 comes before 1B1",
         ),
-        ("1B1 1REDUCE", "1REDUCE 1B1", "1REDUCE does not stand behind 1B1"),
-        ("0REDUCE 0STEP", "0STEP 0REDUCE", "0STEP does not stand behind 0REDUCE"),
+        ("1B1 1REDUCE", "1REDUCE 1B1", "1REDUCE comes before 1B1"),
+        ("0REDUCE 0STEP", "0STEP 0REDUCE", "0STEP comes before 0REDUCE"),
         ("0REDUCE ", "", "0REDUCE is missing on rank 0"),
         (" 0STEP", "", "0STEP is missing on rank 0"),
         (
@@ -145,9 +145,7 @@ def test_stages_of_one_rank_follow_one_another(
             tuple(order.get(item, item) for item in local) for local in schedule.programs
         ),
     )
-    with pytest.raises(
-        ScheduleError, match=f"{first} does not stand behind {second}, which it needs"
-    ):
+    with pytest.raises(ScheduleError, match=f"{first} comes before {second}, which it needs"):
         check(swapped)
 
 

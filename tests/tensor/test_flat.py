@@ -156,7 +156,7 @@ def test_parameter_that_lies_elsewhere_is_noticed(what):
     """An update of this storage would not reach it, and training would stand still."""
     storage, p = make()
     setattr(p["a.bias"], what, np.zeros(5, "float32"))
-    with pytest.raises(UsageError, match=r"a\.bias lies in this storage no more.*data\[\.\.\.\]"):
+    with pytest.raises(UsageError, match=r"a\.bias is no longer in this storage.*data\[\.\.\.\]"):
         storage.finish_gradients()
 
 

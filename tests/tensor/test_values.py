@@ -115,8 +115,8 @@ SHAPES = [
     (lambda: zeros(1).var(correction=1), "too few elements for correction 1"),
     (lambda: zeros(2, 3).reshape(4), r"\(2, 3\) \(6 elements\) to \(4,\)"),
     (lambda: zeros(2, 3).reshape(-1, -1), r"to \(-1, -1\)"),
-    (lambda: zeros(2, 3).permute(0, 0), r"\(0, 0\) is no permutation"),
-    (lambda: zeros(2, 3).permute(0), r"\(0,\) is no permutation"),
+    (lambda: zeros(2, 3).permute(0, 0), r"\(0, 0\) is not a permutation"),
+    (lambda: zeros(2, 3).permute(0), r"\(0,\) is not a permutation"),
     (lambda: zeros(2, 3).transpose(0, 2), "axis 2 does not fit an array of 2"),
     (lambda: zeros(2, 3).swapaxes(0, -3), "axis -3 does not fit an array of 2"),
     (lambda: tensor.concatenate([]), "no tensors"),
@@ -156,12 +156,12 @@ def test_shapes_that_do_not_fit(make, words):
         (
             lambda: -Tensor(ONES > 0),
             DtypeError,
-            "negate of a bool tensor means nothing; convert with astype",
+            "negate of a bool tensor is undefined; convert with astype",
         ),
         (
             lambda: Tensor(ONES > 0) - (ONES > 0),
             DtypeError,
-            "subtract of bool and bool means nothing; convert one",
+            "subtract of bool and bool is undefined; convert one",
         ),
         (
             lambda: zeros(2).__setitem__(0, 1),

@@ -255,11 +255,11 @@ def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
     save_at(make_worker(group), folder, group, step=4)
     file = folder.checkpoints / "step-00000004" / module.STATE_FILE
     for layout, ranks, words in (
-        ({"dp": 99, "pp": 1, "tp": 1}, 99, f"the run had 99 ranks and goes on with {group.size}"),
+        ({"dp": 99, "pp": 1, "tp": 1}, 99, f"the run had 99 ranks and continues with {group.size}"),
         (
             {"dp": 2, "pp": 3, "tp": 1},
             6,
-            f"the run had dp 2 x pp 3 x tp 1 and goes on with dp {group.size} x pp 1 x tp 1",
+            f"the run had dp 2 x pp 3 x tp 1 and continues with dp {group.size} x pp 1 x tp 1",
         ),
     ):
         if group.is_root:

@@ -191,7 +191,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, make(1), keep=3)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
-    with pytest.raises(CheckpointError, match="has another format than 1"):
+    with pytest.raises(CheckpointError, match="has a format other than 1"):
         read_checkpoint(folder)
 
 

@@ -179,7 +179,7 @@ def test_a_signal_saves_the_last_whole_step(
     ending = train(tmp_path, words, ranks, callback)
     assert ending.status == 128 + number
     assert ending.output.count(f"stopped by {number.name} after step ") == 1
-    assert f"go on with: python -m nnmpi.train --resume {run}" in ending.output
+    assert f"continue with: python -m nnmpi.train --resume {run}" in ending.output
     step = int(ending.output.split("after step ")[1].split(";")[0])
     assert sorted(item.name for item in (run / "checkpoints").iterdir()) == [
         "latest",

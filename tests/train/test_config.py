@@ -123,7 +123,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ParallelConfig, {"offload": ""}, "--offload is empty; give a folder or host"),
     (RunConfig, {"seed": -1}, "--seed is -1"),
     (RunConfig, {"log_every": 0}, "--log-every is 0"),
-    (RunConfig, {"out": "a", "resume": "b"}, "--resume goes on in its own folder b"),
+    (RunConfig, {"out": "a", "resume": "b"}, "--resume continues in the run's folder b"),
 ]
 
 

@@ -148,7 +148,7 @@ def test_a_callback_is_told_each_record_once() -> None:
             "--allreduce own.py:no_sum",
             "no_sum with 3 ranks is no all-reduce: unmatched message: rank 1",
         ),
-        ("--pp 3 --pipeline own.py:backward_first", "backward_first: .* does not stand behind"),
+        ("--pp 3 --pipeline own.py:backward_first", "backward_first: .* comes before"),
         (
             "--allreduce own.py:gone",
             "--allreduce own.py:gone: own.py has no function 'gone'; define gone(rank, size)",
@@ -159,10 +159,10 @@ def test_a_callback_is_told_each_record_once() -> None:
         ("--loss huber.py:loss", "--loss huber.py:loss: there is no file huber.py"),
         (
             "--loss own.py:number --pp 3",
-            "the loss gave a float for labels of shape .*; return one value for each label",
+            "the loss returned a float for labels of shape .*; return one value for each label",
         ),
         ("--loss own.py:failing", "failing(logits, labels) raised TypeError in line"),
-        ("--loss own.py:of_each", "the loss gave values of shape .* for labels of shape"),
+        ("--loss own.py:of_each", "the loss returned values of shape .* for labels of shape"),
         ("--loss hube", "--loss is hube; it must be .* or FILE.py:NAME"),
     ],
 )
@@ -209,7 +209,7 @@ def test_code_that_a_run_names_is_executed_only_on_the_users_word(
     net = trained.parent / "net.py"
     net.write_text(f"{NET}\nopen({str(trained.parent / 'executed')!r}, 'w').close()\n")
     with pytest.raises(
-        UsageError, match=r"names code outside of nnmpi, --model .*net.py:build, .* say so: --trust"
+        UsageError, match=r"names code outside of nnmpi, --model .*net.py:build, .* give --trust"
     ):
         use()
     assert not (trained.parent / "executed").exists()
@@ -302,8 +302,8 @@ def test_a_model_from_a_module() -> None:
     ("name", "sentence"),
     [
         ("{file}:nothing", "has no function 'nothing'"),
-        ("{file}:number", "gave a int; return a nnmpi.nn.Module"),
-        ("{file}:empty", "gave a model without parameters; give it a layer that has some"),
+        ("{file}:number", "returned a int; return a nnmpi.nn.Module"),
+        ("{file}:empty", "returned a model without parameters; give it a layer that has some"),
         (
             "{file}:alone",
             r"takes 0 positional arguments but 2 were given; define alone\(sample_shape, classes\)",

@@ -28,7 +28,7 @@ def test_the_resolved_configuration_lies_in_the_folder(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     RunFolder(tmp_path).create(Config())
-    with pytest.raises(UsageError, match=f"already holds a run .* by --resume {tmp_path}"):
+    with pytest.raises(UsageError, match=f"already holds a run .* with --resume {tmp_path}"):
         RunFolder(tmp_path).check_free()
 
 

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
     model, optimizer, _ = make(group, 0)
     loop = (model, optimizer, group)
     with pytest.raises(
-        UsageError, match=r"place is numbers and texts of Python's, such as int\(epoch\)"
+        UsageError, match=r"give Python's numbers and strings, such as int\(epoch\)"
     ):
         save(folder, loop, epoch=np.int64(3))
     with pytest.raises(CheckpointError, match="no checkpoint can be written into .*/not/there"):
@@ -97,5 +97,7 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
         writer.open(MODEL_FILE, {})
         writer.open(OPTIMIZER_FILE, {})
         writer.finish({}, 1)
-    with pytest.raises(CheckpointError, match="is of the train command, which goes on by --resume"):
+    with pytest.raises(
+        CheckpointError, match="is from the train command; continue it with --resume"
+    ):
         resume(folder, loop)

@@ -285,7 +285,7 @@ def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
     result, refused = candidates(8, 4, [(1, 1), (2, 1)], 6)
     assert {item.ranks for item in result} == {8}
     assert {item.schedule for item in result if item.pp > 1} >= {"gpipe", "1f1b", "zero-bubble"}
-    for word in ("replicas than rows", "stages than the model", "microbatches than", "shared out"):
+    for word in ("replicas than rows", "stages than the model", "microbatches than", "be sharded"):
         assert any(word in reason for reason in refused), word
 
 
@@ -426,7 +426,7 @@ def test_a_race_goes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_that_say_a_layout_are_refused() -> None:
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("is in the place of your own --zero; leave", {"zero": 1}),
+        ("chooses --zero itself; leave", {"zero": 1}),
         ("ranks in step", {"sync": "asp"}),
         ("a new run", {"dp": 2, "resume": "run"}),
     ]
@@ -458,7 +458,7 @@ def test_a_step_is_compared_with_its_prediction() -> None:
         (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),
         (
             ["--shape", "8", "--context", "4", "--model", "gpt"],
-            "--shape says 8 tokens, and --context 4; leave",
+            "--shape has 8 tokens, but --context is 4; leave",
         ),
     ],
 )
@@ -510,10 +510,10 @@ def test_parts_are_measured_with_the_kernels_that_train(
 @pytest.mark.simulated
 def test_what_the_plan_cannot_do_is_refused(group: Group) -> None:
     for words, text in (
-        (["--shape", "4", "--loss", "mse"], "has classes, and --loss mse predicts numbers"),
+        (["--shape", "4", "--loss", "mse"], "has classes, but --loss mse predicts numbers"),
         (["--shape", str(10**6), str(10**8)], "32 samples of shape .* do not fit this memory"),
         ([*SMALL[:-3], "--network", "none", "--ranks", "1"], "network 'none' is not understood"),
-        ([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], "cannot be as many on each of 7 nodes"),
+        ([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], "cannot be split evenly over 7 nodes"),
     ):
         with pytest.raises(UsageError, match=text):
             plan.main(words, group)

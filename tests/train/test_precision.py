@@ -22,7 +22,7 @@ Train: TypeAlias = Callable[[str], Path]
             (f"--precision {name} --backend numpy", f"--precision {name} needs")
             for name in ("tf32", "bf16", "fp16")
         ),
-        ("--precision fp16 --jit", "--jit compiles for float32 on the CPU alone"),
+        ("--precision fp16 --jit", "--jit compiles only for float32 on the CPU"),
         ("--precision fp8", "fp8"),
     ],
 )

@@ -170,7 +170,7 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         ("--dataset three.npz", None),
         (
             "--dataset iris --loss mse",
-            "iris has classes, and --loss mse predicts numbers; give --loss cross-entropy",
+            "iris has classes, but --loss mse predicts numbers; give --loss cross-entropy",
         ),
         ("--dataset sold.csv --loss mse", "line 2: the target 'yes' is not a finite number"),
         (
@@ -185,16 +185,16 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
             "--dataset houses.csv --target cost --loss mse",
             "has no column 'cost'; its first line is price, a, b",
         ),
-        ("--dataset iris --target 3", "knows its labels itself; leave the target out"),
+        ("--dataset iris --target 3", "has its own labels; leave the target out"),
         ("--dataset three.npz --loss bce", "three has 3 classes; for yes or no give two, 0 and 1"),
         (
             "--dataset one.npz --loss bce",
             "one: a target is .*; for yes or no give numbers from 0 to 1",
         ),
-        ("--dataset single.npz", "has one class alone, so that there is nothing to tell apart"),
+        ("--dataset single.npz", "has only one class, so there is nothing to predict"),
         (
             "--dataset paradise-lost --model lstm --loss mse",
-            "has classes, and --loss mse predicts numbers",
+            "has classes, but --loss mse predicts numbers",
         ),
         (
             "--dataset one.npz --loss mse --label-smoothing 0.1",
@@ -249,7 +249,7 @@ def test_a_worker_knows_losses_by_name() -> None:
 def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError,
-        match=r"signs has labels of shape \(2,\) for each sample, and --model mlp predicts",
+        match=r"signs has labels of shape \(2,\) for each sample, but --model mlp predicts",
     ):
         run("--dataset signs.npz", ranks=2)
     assert not (tmp_path / "run").exists()

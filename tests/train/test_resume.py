@@ -149,7 +149,9 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     # in the middle of the schedule, with which it goes on
     simulated(f"{words} --stop-after 7 --out {moved}", 2)
     simulated(f"--resume {moved}", 3)
-    assert "the run had 2 ranks and goes on with 3: equal up to rounding" in capsys.readouterr().out
+    assert (
+        "the run had 2 ranks and continues with 3: equal up to rounding" in capsys.readouterr().out
+    )
     assert_near(full, moved, "model")
 
 
@@ -169,7 +171,7 @@ def test_a_checkpoint_resumes_under_another_layout(
     simulated(f"{words} --max-steps 3 {pipeline} --out {moved}", 2)
     simulated(f"--resume {moved} --max-steps 6 --pp 1 --tp 2", 2)
     text = (
-        "the run had dp 1 x pp 2 x tp 1 and goes on with dp 1 x pp 1 x tp 2: equal up to rounding"
+        "the run had dp 1 x pp 2 x tp 1 and continues with dp 1 x pp 1 x tp 2: equal up to rounding"
     )
     assert text in capsys.readouterr().out
     simulated(f"--resume {moved} --max-steps 9 --tp 1", 1)
@@ -208,17 +210,17 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
         ("--resume run --model cnn", "the run has --model mlp, which cannot become cnn"),
         (
             "--resume run --sync bsp",
-            "the run is trained by DiLoCo, and goes on so; leave --sync, --outer-lr and",
+            "the run is trained by DiLoCo, and cannot change; leave --sync, --outer-lr and",
         ),
         (
             "--resume run --outer-lr 1 --outer-momentum 0",
-            "the run is trained by DiLoCo, and goes on so; leave --sync",
+            "the run is trained by DiLoCo, and cannot change; leave --sync",
         ),
         (
             "--resume plain --sync local --outer-lr 0.7",
-            "the run is not trained by DiLoCo, and goes on so; leave --sync",
+            "the run is not trained by DiLoCo, and cannot change; leave --sync",
         ),
-        ("--out run", "--out run already holds a run (config.json); go on with it by --resume run"),
+        ("--out run", "--out run already holds a run (config.json); continue it with --resume run"),
     ],
 )
 def test_runs_are_not_mixed_up(tmp_path: Path, words: str, text: str) -> None:

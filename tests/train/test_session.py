@@ -193,7 +193,7 @@ def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
 ) -> None:
     train("--model resnet --dataset digits --max-steps 1 --batch-size 10 --microbatches 3")
     assert (
-        "takes those of each of 3 microbatches (4 samples); a run of whole"
+        "uses those of each of 3 microbatches (4 samples); a run of whole"
         in capsys.readouterr().out
     )
     train("--model resnet --dataset digits --max-steps 1 --batch-size 10")
@@ -310,15 +310,15 @@ def test_progress_is_printed_inside_an_epoch(
         ("--dataset irs", "data set 'irs' is unknown; did you mean iris"),
         ("--dataset absent.csv", "absent.csv"),
         ("--augment flip", r"--augment flip is for images, but samples of iris have shape \(4,\)"),
-        ("--microbatches 65", "--microbatches 65 is more parts than the 64 samples of a batch"),
+        ("--microbatches 65", "--microbatches 65 is more than the 64 samples of a batch"),
         ("--dp 2", "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1"),
         (
             "--split 2,2",
-            "--split belongs to a pipeline, and dp 1 x pp 1 x tp 1 has none; give --pp 2 or more",
+            "--split is for a pipeline, but dp 1 x pp 1 x tp 1 has none; give --pp 2 or more",
         ),
         (
             "--virtual-stages 2",
-            "2 virtual stages belong to the pipeline schedule interleaved; 1f1b has one per rank",
+            "2 virtual stages are for the pipeline schedule interleaved; 1f1b has one per rank",
         ),
         ("--data-dir here", "^--dataset iris --data-dir here: .* is bundled; leave out data_dir"),
         (
@@ -457,12 +457,9 @@ def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> N
         ),
         (
             {"feature": 9.0},
-            (
-                "of a run on other data, but the samples or labels have changed since, as many as"
-                " they are"
-            ),
+            ("of a run on different data, but the samples or labels have changed since"),
         ),
-        ({"label": 1}, "of a run on other data, but the samples or labels have changed since"),
+        ({"label": 1}, "of a run on different data, but the samples or labels have changed since"),
     ],
     ids=["length", "a feature", "a label"],
 )

@@ -317,7 +317,7 @@ def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Pa
             pass
         job.send_signal(number)
         text = job.stdout.read()
-    step = re.search(rf"stopped by {number.name} after step (\d+); go on with", text)
+    step = re.search(rf"stopped by {number.name} after step (\d+); continue with", text)
     assert step and job.returncode == 128 + number, text
     assert (run / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
 

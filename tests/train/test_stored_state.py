@@ -96,7 +96,7 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
         ({"layout": {"dp": []}}, r"state\.json: not what a run writes \("),
         ({"optimizer": {"steps": []}}, r"state\.json: not what a run writes \('list'"),
         ({"cuts": 1.5}, r"state\.json: not what a run writes \("),
-        ({"batch": 10**400}, "stands behind batch 1000"),
+        ({"batch": 10**400}, "is after batch 1000"),
     ],
 )
 def test_a_state_without_what_a_run_writes_is_refused_before_any_work(
@@ -111,7 +111,7 @@ def test_a_state_without_what_a_run_writes_is_refused_before_any_work(
 def test_a_state_that_does_not_tell_of_its_files_is_damaged(run: Path, files: Any) -> None:
     rewrite(run, files=files)
     with pytest.raises(
-        CheckpointError, match=r"state\.json does not say the sizes and sums of its files"
+        CheckpointError, match=r"state\.json lacks the sizes and checksums of its files"
     ):
         read_checkpoint(run / "checkpoints" / "step-00000002")
 

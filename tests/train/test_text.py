@@ -166,20 +166,20 @@ def test_perplexities_and_tokens_are_reported() -> None:
         ("--model gpt --dataset missing.txt", "no such file or folder"),
         (
             "--model gpt --dataset digits",
-            "--model gpt does not go with digits, whose samples are no text",
+            "--model gpt cannot be trained on digits, whose samples are not text",
         ),
         (
             "--model cnn --dataset paradise-lost",
-            "--model cnn does not go with paradise-lost, whose samples are tokens",
+            "--model cnn cannot be trained on paradise-lost, whose samples are tokens",
         ),
         (f"{GPT} --dataset words.txt --text-columns a", "has no columns"),
         (
             f"{GPT} --dataset sums.csv --text-columns problem,answer",
-            "has no single column .answer.",
+            "must have one column .answer.",
         ),
         (
             f"{GPT} --dataset sums.csv",
-            "--model gpt needs a text; say with --text-columns which columns are it",
+            "--model gpt needs a text; name its columns with --text-columns",
         ),
         (
             f"{GPT} --dataset words.txt --tokenizer nothing",
@@ -197,7 +197,7 @@ def test_perplexities_and_tokens_are_reported() -> None:
             "--model small.py:build --dataset paradise-lost --tokenizer bytes",
             "paradise-lost has 257 tokens, but .* 9 rows",
         ),
-        (f"{GPT} --dataset words.txt --partition label", "have several labels each; take iid"),
+        (f"{GPT} --dataset words.txt --partition label", "have several labels each; use iid"),
         ("--model gpt --dataset bad.txt", "not UTF-8 text"),
         (
             f"{LSTM} --dataset words.txt --sp 3",

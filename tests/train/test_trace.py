@@ -115,7 +115,7 @@ def test_events_that_cannot_be_drawn_are_refused_on_all_ranks(group: Group, tmp_
         timeline.add("odd", "x", "compute", 1.0, 2.0, {"array": {1, 2}})
     text = raised(group, tmp_path / "trace.json", timeline)
     assert len(set(text)) == 1 and text[0].startswith(
-        f"{CommError.__name__}: rank {last} sent what is not a JSON"
+        f"{CommError.__name__}: rank {last} sent something that is not a JSON"
     )
     assert all(group.gather(not list(tmp_path.iterdir())))
 

@@ -176,12 +176,12 @@ class KernelLauncher:
         for _, array in arrays:
             if type(array) is np.ndarray:  # CuPy would pass its contents as a number
                 raise UsageError(
-                    f"the kernel {name} runs on a device, and got an array of shape {array.shape}"
+                    f"the kernel {name} runs on a device, but got an array of shape {array.shape}"
                     " in the host's memory; copy it there with backend.asarray"
                 )
             if not array.flags.c_contiguous:
                 raise UsageError(
-                    f"the kernel {name} needs arrays without gaps, and got one of shape"
+                    f"the kernel {name} needs contiguous arrays, but got one of shape"
                     f" {array.shape} with strides {array.strides}; pass it through"
                     " ascontiguousarray"
                 )
@@ -217,7 +217,7 @@ def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     if not NAMES.keys() >= {t, p} or not all(fits):
         words = ", ".join(dtype.name for _, dtype in dtypes)
         raise DtypeError(
-            f"the kernel {name} has no form for arrays of {words}; convert one with astype"
+            f"the kernel {name} does not support arrays of {words}; convert one with astype"
         )
     return t, p
 

@@ -97,12 +97,14 @@ def find_collective(
     """
     contracts = {item.contract.name: item.contract for item in _ALL}
     if operation not in contracts:
-        raise UsageError(f"there is no collective {operation!r}; there are {', '.join(contracts)}")
+        raise UsageError(
+            f"there is no collective {operation!r}; choose one of {', '.join(contracts)}"
+        )
     if not isinstance(name, str):
         result = as_collective(name, contracts[operation])
         if result.contract.name != operation:
             raise UsageError(
-                f"{result.name} is a collective for {result.contract.name}, not for {operation}"
+                f"{result.name} is an algorithm for {result.contract.name}, not for {operation}"
             )
         return result
     if (operation, name) not in COLLECTIVES:
@@ -112,7 +114,7 @@ def find_collective(
             if operation == ALL_REDUCE.name
             else ""
         )
-        raise UsageError(f"there is no {operation} by {name!r}; the names are {names}{stepless}")
+        raise UsageError(f"{operation} has no algorithm {name!r}; choose one of {names}{stepless}")
     if name == HIERARCHICAL and nodes is not None:
         return Collective(name, ALL_REDUCE, (partial(hierarchical, nodes=tuple(nodes)),))
     return COLLECTIVES[operation, name]

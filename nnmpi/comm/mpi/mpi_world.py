@@ -81,9 +81,9 @@ class Window:
         need, free = int(needs[:, 0].sum()), int(needs[:, 1].min())
         if need + MARGIN_BYTES > free:
             raise DeviceError(
-                f"the ranks of this node want to share {need} bytes, and MPI needs {MARGIN_BYTES}"
-                f" beside them, but {SHM} has only {free} free; enlarge it (docker run --shm-size),"
-                " or use another all-reduce than shared"
+                f"the ranks of this node need to share {need} bytes, and MPI needs {MARGIN_BYTES}"
+                f" more, but {SHM} has only {free} free; enlarge it (docker run --shm-size), or"
+                " use an all-reduce other than shared"
             )
         rank, start, problem = node.Get_rank(), FAILED, ""
         try:
@@ -99,7 +99,7 @@ class Window:
         if FAILED in ranges[:, 0]:
             raise DeviceError(
                 f"MPI cannot share {room_bytes} bytes among the ranks of a node"
-                f" ({problem or 'another rank failed'}); use another all-reduce than shared"
+                f" ({problem or 'another rank failed'}); use an all-reduce other than shared"
             )
         self.parts: tuple[NDArray[Any], ...] = tuple(
             self._query(other)[skip : skip + length]

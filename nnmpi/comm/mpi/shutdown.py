@@ -103,8 +103,8 @@ class Shutdown:
         if self._announce(0, "", self.limit_s + self._turn_s()) is None:
             self._print(
                 f"this rank ended its program and waited {self.limit_s:g} s for the others, which"
-                " have not come to their end; let all ranks end together, or raise the limit:"
-                " NNMPI_EXIT_LIMIT_S, in seconds",
+                " have not ended; end all ranks together, or raise the limit NNMPI_EXIT_LIMIT_S,"
+                " in seconds",
                 [self._comm.Get_rank()],
             )
             abort(self._mpi, 1)

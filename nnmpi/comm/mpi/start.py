@@ -130,8 +130,8 @@ def refuse_mismatch(
     )
     if size == 1 or (size is None and (mpich_under_open_mpi or open_mpi_under_mpich)):
         raise LaunchError(
-            f"{launch.name} started {launch.size} processes, but mpi4py found another MPI,"
-            f" {vendor}, in which each is alone; start with the mpirun of {vendor}"
+            f"{launch.name} started {launch.size} processes, but mpi4py uses another MPI,"
+            f" {vendor}, which sees one process each; start with the mpirun of {vendor}"
             + (
                 ", or with srun --mpi=pmix or --mpi=pmi2, whichever it was built for"
                 if launch.name == "srun"

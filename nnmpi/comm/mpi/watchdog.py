@@ -200,7 +200,8 @@ class Watchdog:
             if self.limit_s and local.waits_s > BUSY_FACTOR * self.limit_s + self._silent_s:
                 self._end(
                     ENDED.format(
-                        f"for {local.waits_s:.0f} s in {local.activity}; ranks 0 and 1 say nothing"
+                        f"for {local.waits_s:.0f} s in {local.activity}; ranks 0 and 1 send no"
+                        " reports"
                     )
                 )
             return
@@ -299,8 +300,8 @@ def describe(
     waiting = {rank: status for rank, status in statuses.items() if status.waits_s}
     if not parts:
         parts = [
-            "all ranks wait for one another; if none goes on, they are not in the same collective"
-            " or message"
+            "all ranks wait for one another; if none continues, they are not in the same"
+            " collective or message"
         ]
     parts += [
         f"{_plural(ranks, 'waits', 'wait')} in {what}"

@@ -68,9 +68,7 @@ def refuse(self, name):
     """Refuse an attribute that simulated MPI lacks, with a list of the existing ones."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
     names = [item for item in dir(self) if item[0] != "_"]
-    raise AttributeError(
-        f"simulated ranks have no {whose}.{name}; of {whose} they have {', '.join(names)}"
-    )
+    raise AttributeError(f"the simulated MPI has no {whose}.{name}; {whose} has {', '.join(names)}")
 
 
 class Status:
@@ -112,7 +110,8 @@ def read_parts(spec, ranks):
     array = np.asarray(memoryview(buffer))
     if not array.flags.c_contiguous:
         raise ValueError(
-            f"an array with strides {array.strides} is no buffer; copy it: ascontiguousarray"
+            f"an array with strides {array.strides} is not contiguous; pass"
+            " numpy.ascontiguousarray(array)"
         )
     flat = as_bytes(array).view(array.dtype if dtype is None else dtype)
     if counts is None:
@@ -121,7 +120,7 @@ def read_parts(spec, ranks):
     begins = np.cumsum([0, *counts]) if begins is None else begins
     parts = [flat[begin:][:count] for begin, count in zip(begins, counts, strict=False)]
     if [part.size for part in parts] != counts:
-        raise ValueError(f"a buffer of {flat.size} elements is too short for counts of {counts}")
+        raise ValueError(f"a buffer of {flat.size} elements is too short for the counts {counts}")
     return parts
 
 

@@ -409,7 +409,7 @@ class Scheduler:
             lines.append(f"  ended: {', '.join(f'rank {number}' for number in ended)}")
         cycle = _find_cycle({rank.number: list(rank._blames()) for rank in waiting})
         circle = " -> ".join(f"rank {number}" for number in cycle)
-        head = "deadlock: no rank can go on" + (
+        head = "deadlock: no rank can continue" + (
             f"; {circle} wait for one another in a circle" if cycle else ""
         )
         return CommError("\n".join([head, *lines]))

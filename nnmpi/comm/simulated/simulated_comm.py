@@ -445,8 +445,8 @@ class SimulatedComm:
             sent, received = map(describe_lines, ends)
             raise CommError(
                 f"rank {sender.owner.number} sends {message.nbytes} bytes ({sent}), which rank"
-                f" {receive.owner.number} receives into {receive.memory.nbytes} ({received}); give"
-                " both the same length"
+                f" {receive.owner.number} receives into a buffer of {receive.memory.nbytes}"
+                f" ({received}); give both the same length"
             )
         message.receive = receive
         if message.arrived:
@@ -575,7 +575,7 @@ class SimulatedComm:
         part = flat[begin : begin + counts[self.rank]].copy() if local is None else local
         if part.size != counts[self.rank]:
             raise CommError(
-                f"rank {self._local.number} brings {part.size} elements to {name}, but its count"
+                f"rank {self._local.number} passes {part.size} elements to {name}, but its count"
                 f" there is {counts[self.rank]} ({describe_lines(find_lines())})"
             )
         signature = (name, tuple(counts), into.dtype.name)

@@ -163,7 +163,7 @@ def simulate(
     if ranks < 1:
         raise UsageError(f"{ranks} ranks cannot be simulated; give 1 or more")
     if not 0 <= cpu_factor < float("inf"):
-        raise UsageError(f"a cpu_factor of {cpu_factor} means nothing; give 0 or more")
+        raise UsageError(f"cpu_factor is {cpu_factor}; give a finite number, 0 or more")
     scheduler = Scheduler(ranks, seed, cpu_factor, faults)
     return play(main, MessageBoard(scheduler, machine or Machine.uniform(0.0, 0.0)), check)
 

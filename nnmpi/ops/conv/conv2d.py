@@ -331,7 +331,7 @@ def checked_spec(
         if out_size(size, kernel, steps[axis], border[axis], spread[axis]) < 1:
             reach = spread[axis] * (kernel - 1) + 1
             raise ShapeError(
-                f"a kernel that reaches over {reach} pixels does not fit a {name} of {size} + 2 *"
+                f"a kernel that spans {reach} pixels does not fit a {name} of {size} + 2 *"
                 f" {border[axis]}"
             )
     return ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)

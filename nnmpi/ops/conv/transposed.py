@@ -118,7 +118,9 @@ def conv_transpose2d(
         for n, k, step, edge, apart, more in axes
     )
     if min(rows, columns) < 1:
-        raise ShapeError(f"images {x.shape} become {rows} x {columns} pixels; take less padding")
+        raise ShapeError(
+            f"images {x.shape} would become {rows} x {columns} pixels; use less padding"
+        )
     spec = ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
     y = in_float32(
         ConvTranspose2dFunction(spec, (rows, columns)),

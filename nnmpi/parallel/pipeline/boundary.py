@@ -164,15 +164,15 @@ class StageBoundary:
             self._messages.send(encode(signature, key), self._peer, self._header_tag)
         elif agreed != signature and _as_text(agreed) == _as_text(signature):
             raise UsageError(
-                f"stage {self.stage} needs other gradients from the next stage than before, as"
-                " requires_grad of some parameter has changed since; release the Worker and make a"
-                " new one after changing requires_grad"
+                f"stage {self.stage} needs different gradients from the next stage, because"
+                " requires_grad of a parameter has changed; release the Worker and make a new one"
+                " after changing requires_grad"
             )
         elif agreed != signature:
             raise ShapeError(
                 f"stage {self.stage} gave {_as_text(signature)} for an input of shape {key[0]},"
-                f" where {_as_text(agreed)} was agreed with the next stage; what crosses must"
-                " depend on the input's shape alone: cut the model elsewhere, or pad"
+                f" but the next stage expects {_as_text(agreed)}; shapes at a cut must depend only"
+                " on the input's shape: cut the model elsewhere, or pad"
             )
         return self._send(values.arrays, self._forward_tag, waits)
 

@@ -244,9 +244,9 @@ def check_heads(heads: int, size: int, tp: int = 1) -> None:
     if heads < size:
         text = counted(heads, "head") + (f" on a rank of tp {tp}" if tp > 1 else "")
         raise LayoutError(
-            f"sp {size} with sp attention ulysses shares out heads, and there is nothing for each"
-            f" rank of {text}; {f'sp up to {heads}' if heads > 1 else 'sp 1'} fits, or sp"
-            " attention ring, which shares out none"
+            f"sp {size} with sp attention ulysses shards heads, but there is less than one per"
+            f" rank: {text}; {f'sp up to {heads}' if heads > 1 else 'sp 1'} fits, or sp attention"
+            " ring, which shards none"
         )
 
 

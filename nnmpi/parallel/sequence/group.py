@@ -63,9 +63,8 @@ class SequenceGroup(PartExchange):
         shapes = tuple(batch.x.shape), tuple(batch.y.shape)
         if len(shapes[0]) < 2 or len(shapes[1]) != 2 or shapes[0][1] != shapes[1][1]:
             raise UsageError(
-                f"sp {self.size} shares out the positions of sequences: it needs samples (batch,"
-                f" time, ...) and labels (batch, time), not {shapes[0]} and {shapes[1]}; leave sp"
-                " at 1"
+                f"sp {self.size} shards the positions of sequences: it needs samples (batch, time,"
+                f" ...) and labels (batch, time), not {shapes[0]} and {shapes[1]}; leave sp at 1"
             )
         labels = None if batch.host_y is None else self.take(batch.host_y)
         local = replace(batch, x=self.take(batch.x), y=self.take(batch.y), host_y=labels)
@@ -97,7 +96,7 @@ class SequenceGroup(PartExchange):
         shape = getattr(x, "shape", type(x).__name__)
         raise LayoutError(
             f"the model's result {shape} does not have the {length} positions of its input at axis"
-            f" {POSITIONS}, which sp {self.size} shares out; leave sp at 1"
+            f" {POSITIONS}, which sp {self.size} shards; leave sp at 1"
         )
 
     # ---- for tensors ----

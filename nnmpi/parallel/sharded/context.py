@@ -67,15 +67,14 @@ class ParameterSharder:
                 if not shape:
                     raise LayoutError(
                         f"{path}.{name} in a branch is a single number; give it the shape (1,), so"
-                        " that a rank that computes another branch can have none of it"
+                        " that a rank of another branch can have none of it"
                     )
                 region = Region(shape, 0, 0, shape[0] if keep else 0)
                 if entry.region == region:
                     continue  # done already: two modules of the branch share it
                 if isinstance(entry, Buffer) and entry.region is not None:
                     raise LayoutError(
-                        f"{path}.{name} stands in branches of two ranks; make a layer for each"
-                        " branch"
+                        f"{path}.{name} is in branches of two ranks; make a layer for each branch"
                     )
                 item.set_child(name, self._part(entry, region))
 
@@ -88,8 +87,9 @@ class ParameterSharder:
         part = self._cut.get(full, full)
         if part.region != region:
             raise LayoutError(
-                f"two layers share a parameter of shape {full.shape} and would cut it in two ways;"
-                " let the table give them shardings that cut the same axis, or Sharding.REPLICATED"
+                f"two layers share a parameter of shape {full.shape} and would cut it in different"
+                " ways; let the table give them shardings that cut the same axis, or"
+                " Sharding.REPLICATED"
             )
         return part
 
@@ -102,9 +102,8 @@ class ParameterSharder:
         for name, parameter in model.named_parameters():
             if parameter in self._cut:
                 raise LayoutError(
-                    f"parameter {name!r} is whole there and cut in another place of the model; let"
-                    " the table give both places shardings that cut the same axis, or"
-                    " Sharding.REPLICATED"
+                    f"parameter {name!r} is whole in one layer and cut in another; let the table"
+                    " give both places shardings that cut the same axis, or Sharding.REPLICATED"
                 )
 
 
@@ -127,7 +126,7 @@ def divided(length: int, units: Units | None) -> Placement:
     unit, remainder = divmod(length, units.count * units.repeats)
     if remainder:
         raise LayoutError(
-            f"{length} features are not {units.repeats} times {units.count} units of one length"
+            f"{length} features are not {units.repeats} times {units.count} units of equal length"
         )
     return Placement(units.count, unit, units.repeats)
 
@@ -305,9 +304,8 @@ class ShardedChild(Redistributed):
 
     def _refuse_access(self, *_: Any) -> NoReturn:
         raise LayoutError(
-            f"layer {self._name!r} is shared out over {self._group.size} ranks, and its parameters"
-            " and layers cannot be used one by one then; call the layer, or give it no entry in"
-            " the table"
+            f"layer {self._name!r} is sharded over {self._group.size} ranks, so its parameters and"
+            " layers cannot be used directly; call the layer, or remove its entry from the table"
         )
 
     def __getattr__(self, name: str) -> Any:

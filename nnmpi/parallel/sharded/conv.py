@@ -132,9 +132,9 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
     height = len(windows.owned(group.size, group.rank))
     if x.data.shape[1] != height:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, not the"
-            f" {height} of a height of {windows.height} that the model was sharded for; shard it"
-            " with the sample's shape that it gets"
+            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, but the"
+            f" model was sharded for a height of {windows.height}, {height} rows here; shard it"
+            " for the sample's shape"
         )
     return Halo(group, windows, value)(x)
 
@@ -242,7 +242,10 @@ def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
         return layer, context.placement
     context.sample()
     if not context.placement.has_rows:
-        raise context.refuse("has no rows before it; give the convolution before it Sharding.ROWS")
+        raise context.refuse(
+            "gets an input that is not sharded by rows; give the convolution before it"
+            " Sharding.ROWS"
+        )
     windows = _windows(context, *layer.over)
     is_largest = isinstance(layer, MaxPool2d)
     operation, border = (

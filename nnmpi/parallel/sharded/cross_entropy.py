@@ -145,5 +145,5 @@ def _check_width(shape: tuple[int, ...], group: Group, classes: int) -> None:
     if not shape or shape[-1] != width:
         raise ShapeError(
             f"rank {group.rank} of {group.size} has logits of shape {shape}, but {width} of"
-            f" {classes} classes are its part; let the last layer's table entry be Sharding.VOCAB"
+            f" {classes} classes are its part; give the last layer Sharding.VOCAB"
         )

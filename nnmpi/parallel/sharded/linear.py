@@ -138,7 +138,8 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
     inputs, outputs = layer.weight.shape[kind.inputs] * groups, layer.weight.shape[kind.outputs]
     if isinstance(layer, Embedding) and not context.placement.is_replicated:
         raise context.refuse(
-            "is an Embedding, but its indices lie on several ranks; it must come before what is cut"
+            "is an Embedding, but its indices are sharded over ranks; put it before the layers"
+            " that are cut"
         )
     if sharding in kind.by_outputs:
         placed = (
@@ -152,7 +153,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
     if sharding in kind.by_inputs:
         if groups > 1:
             raise context.refuse(
-                f"has {groups} groups, whose input channels are not added up over ranks; choose"
+                f"has {groups} groups, whose input channels cannot be summed over ranks; choose"
                 " Sharding.COLUMN"
             )
         ready = not context.placement.is_replicated and not context.placement.has_rows
@@ -172,8 +173,8 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         return context.on_replicated(layer, inputs)
     *choices, last = [item.name for item in (*kind.by_outputs, *kind.by_inputs, *kind.other)]
     raise context.refuse(
-        f"is of {type(layer).__name__}, which Sharding.{sharding.name} does not cut; choose "
-        f"Sharding.{', '.join(choices)} or {last}"
+        f"has type {type(layer).__name__}, which Sharding.{sharding.name} does not cut; choose"
+        f" Sharding.{', '.join(choices)} or {last}"
     )
 
 

@@ -242,7 +242,7 @@ class ShardedStorage(FlatStorage):
         self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None
     ) -> NoReturn:
         """Refuse: the other ranks rely on this layout."""
-        raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
+        raise UsageError("sharded parameters cannot move; leave ZeRO out")
 
     def trained_slice(self, span: Span) -> slice:
         """See `FlatStorage.trained_slice`."""
@@ -371,9 +371,9 @@ class ShardedStorage(FlatStorage):
         names = (AUTO, NATIVE, "ring", "tree", *([SHARED] if one_node else []))
         if algorithm not in names:
             raise UsageError(
-                f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not do for these"
-                f" ranks and arrays; choose {', '.join(names)} (shared: where all ranks that share"
-                " a model are on one node, with arrays in the host's memory that stay there)"
+                f"ZeRO needs a reduce-scatter and an all-gather, which {algorithm!r} does not have"
+                f" here; choose {', '.join(names)} (shared: for ranks on one node, with arrays in"
+                " the host's memory that are not offloaded)"
             )
         notice = ""
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED):
@@ -418,8 +418,7 @@ class ShardedStorage(FlatStorage):
         """Publish all new parameters; in stage 3, discard the gathered old ones."""
         if self._group is None:
             raise UsageError(
-                "nothing puts the ranks' parts together; make a ShardedDataParallel of this model"
-                " first"
+                "nothing gathers the ranks' parts; make a ShardedDataParallel of this model first"
             )
         super().finish_update()
         self._resident.clear()

@@ -119,7 +119,7 @@ class ShardedDataParallel(Replicas):
 
     def _forward(self, x: Any) -> Any:
         """Compute the model unit by unit, with the parameters of each gathered meanwhile."""
-        refuse_inside("a model that ranks share out")
+        refuse_inside("a model that ranks shard")
         storage, units = self.storage, self.storage.units
         stashed: Stashed = {}
         storage.acquire(COMMON)
@@ -186,9 +186,8 @@ class ShardedDataParallel(Replicas):
         ]
         if len(numbers) > 1:
             raise UsageError(
-                f"what is computed again at once lies in {len(numbers)} units of ZeRO {self.stage},"
-                " whose weights and gradients come one unit at a time; take zero 1, or a larger"
-                " bucket"
+                f"a module to recompute is in {len(numbers)} units of ZeRO {self.stage}, whose"
+                " weights and gradients come one unit at a time; give zero 1, or a larger bucket"
             )
         return numbers[0] if numbers else COMMON
 
@@ -278,6 +277,6 @@ def _rebuild(
 
 def _refuse(*_: Any) -> NoReturn:
     raise UsageError(
-        "the ranks have parts of this model's parameters, and what gathers them was released; call"
-        " gather_model() instead of release() to go on with a whole model"
+        "each rank has only part of this model's parameters, and the strategy that gathers them"
+        " was released; to continue with a whole model, call gather_model() instead of release()"
     )

@@ -140,7 +140,7 @@ def take_network(
     with agreed(group):
         if ranks % nodes:
             raise UsageError(
-                f"{ranks} ranks cannot be as many on each of {nodes} nodes; give a divisor of"
+                f"{ranks} ranks cannot be split evenly over {nodes} nodes; give a divisor of"
                 f" {ranks}"
             )
         fit = known if word == "fit" else find_network_fit(word, ranks)

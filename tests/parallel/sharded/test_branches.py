@@ -122,7 +122,7 @@ def test_refused_on_ranks(group: Group) -> None:
         (
             two,
             {"0": BRANCHES, "0.branches.1": Sharding.COLUMN},
-            "'0.branches.1' stands in a branch",
+            "'0.branches.1' is in a branch",
         ),
         (two, {"0": Sharding.COLUMN}, "choose Sharding.BRANCHES"),
         (linear, {"0": BRANCHES}, "has no branches"),
