@@ -30,19 +30,19 @@ from nnmpi.train.log import describe_result, measures_of
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
 
-LOGITS_BYTES = 2**26  # most bytes of logits in one forward pass of a rank
+LOGITS_BYTES = 2**26  # maximum bytes of logits in a rank's forward pass
 
 
 def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integers | None]:
     """Return a run's loss and score sums on samples, and the confusion matrix. Collective.
 
-    The samples are sharded over the replicas. The matrix is (classes, classes), int64, true classes
-    in rows and predicted ones in columns; None unless each sample has one class.
+    The samples are sharded over the replicas. The matrix is (classes, classes), int64, with true
+    classes in rows and predicted ones in columns. It is None unless each sample has one class.
 
     Args:
         run: opened on these ranks.
-        samples: that fit the model; see `match_samples`.
-        batch_size: the most samples per forward pass of a replica.
+        samples: must fit the model; see `match_samples`.
+        batch_size: the maximum number of samples per forward pass of a replica.
     """
     signature, dp, size = run.signature, run.arrangement.mesh.dp, run.signature.classes
     rows = max(
@@ -61,7 +61,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
         transform=signature.normalize,
         dtype=run.config.run.dtype,
     )
-    # A user's loss may need data that only training has: mse stands in for it.
+    # A user's loss may need data that only training has: mse replaces it.
     name = run.config.optimization.loss
     is_classes = signature.predicts == "classes"
     loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
@@ -90,7 +90,9 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
 
 
 def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
-    """Return samples with the model's class numbers, column order and scale of bytes.
+    """Return the samples with the class numbers and column order of the model's training data.
+
+    Bytes are scaled as in training.
 
     Raises:
         DataError: for samples of another shape or kind, and for labels outside the model's classes.
@@ -125,7 +127,7 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         numbers = np.array([model_names.index(name) for name in names], labels.dtype)
         # also for yes or no, whose two names stand for 0 and 1
         labels = numbers[labels.astype(np.int64)]
-    # the same set may come from another file with another scale: bytes are scaled as in training
+    # another file of the same data set may have another scale
     is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES
     scale = signature.scale if is_bytes else samples.scale
     classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
@@ -146,8 +148,8 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
 PROGRAM = "python -m nnmpi.evaluate"
 DESCRIPTION = """Evaluate a run's model: python -m nnmpi.evaluate RUN [options].
 
-Default: the run's own test data. On several ranks: mpirun -n 4 python -m nnmpi.evaluate RUN, in any
-layout, whatever the run had."""
+Default: the run's own test data. On several ranks: mpirun -n 4 python -m nnmpi.evaluate RUN, with any
+layout, not only the run's."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,9 @@ class EvaluationConfig:
     text_columns: str | None = None
     """Text columns of a .csv or .jsonl, as for the train command (default: the run's)."""
     part: Literal["test", "train"] = "test"
-    """Part of the data set. One without a test part is split as in the run."""
+    """Part of the data set. A data set without a test part is split as in the run."""
     batch_size: int = 256
-    """Most samples per forward pass of a replica."""
+    """Maximum number of samples per forward pass of a replica."""
     json: bool = False
     """Print JSON with the confusion matrix (rows: true classes; columns: predicted classes)."""
 
@@ -175,7 +177,7 @@ parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (EvaluationConfig, Op
 
 
 def main(words: Sequence[str], group: Group) -> None:
-    """Print the quality of a run's model. Collective.
+    """Print the loss and score of a run's model. Collective.
 
     Raises:
         NnmpiError: on all ranks.
@@ -201,7 +203,7 @@ def _data(run: Run, options: EvaluationConfig) -> Config:
     if options.dataset not in (None, config.data.dataset):
         values |= {"dataset": options.dataset, "augment": "none"}
         if str(options.dataset).endswith((".txt", ".txt.gz")):
-            values["text_columns"] = ""  # those of the run's text, if that is a table, do not apply
+            values["text_columns"] = ""  # the run's, if its text is a table, do not apply
     if options.text_columns is not None:
         values["text_columns"] = options.text_columns
     if run.signature.is_tokens:

@@ -36,7 +36,7 @@ class ExportConfig:
     weights: Path | None = None
     """Use the weights of a PyTorch state_dict instead (default: the run's)."""
     trust: bool = False
-    """Execute the code of your own, FILE.py:NAME, that the run names."""
+    """Execute your code, FILE.py:NAME, that the run names."""
 
 
 parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (ExportConfig,))
@@ -56,7 +56,7 @@ def export(folder: Path, options: ExportConfig) -> str:
     """Write a run's weights, and return a sentence about them.
 
     Raises:
-        UsageError: without such a run, and for a file that cannot be written.
+        UsageError: for a folder without a run, and for a file that cannot be written.
         CheckpointError: for a run without a checkpoint.
     """
     file = options.out or folder / "torch.safetensors"

@@ -25,8 +25,8 @@ PROGRAM = "python -m nnmpi.generate"
 DESCRIPTION = """Generate text with a language model: python -m nnmpi.generate RUN --prompt TEXT.
 
 RUN is the folder of a run of --model lstm or gpt (its last checkpoint is used), or a GPT-2 folder
-of Hugging Face's transformers. Keys and values are cached, so each token costs one pass of one
-token.
+of Hugging Face's transformers. Keys and values are cached, so each new token costs one forward pass
+of one token.
 
 mpirun -n 4 python -m nnmpi.generate RUN --pp 2 --tp 2 takes four ranks."""
 
@@ -38,13 +38,13 @@ class WritingConfig:
     prompt: str = ""
     """Start of the text; for a run without a tokenizer, token numbers such as "17 4"."""
     tokens: int = 200
-    """Most tokens to generate; the text may end sooner."""
+    """Maximum number of tokens to generate; the text may end sooner."""
     temperature: float = 1.0
     """Sampling temperature: below 1 favours likely tokens; 0 is greedy."""
     top_k: int = 0
     """Sample from the k likeliest tokens. 0: from all."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that together have this probability."""
+    """Sample from the fewest likeliest tokens whose probabilities add up to this. 1: from all."""
     seed: int = 0
     """Seed of the sampling."""
 

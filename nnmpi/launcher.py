@@ -5,10 +5,10 @@ library of another kind than the launcher reports a size of 1.
 
 A rank's BLAS gets one thread unless the environment sets another number. Otherwise every rank's
 BLAS starts a thread per core of the node, and the ranks starve one another: on busy cores two
-threads took 5 to 50 times as long as one. One thread is also the same on every machine, so that a
-repeated command gives the same bits. BLAS reads the variables when it is loaded, so that they must
-be set before NumPy is imported: `nnmpi/__init__` does that under a launcher. If NumPy is loaded
-already, or without a launcher, `nnmpi.comm.mpi.start` sets the running BLAS.
+threads took 5 to 50 times as long as one. With one thread on every machine, a repeated command also
+gives the same bits. BLAS reads the variables when it is loaded, so they must be set before NumPy is
+imported: `nnmpi/__init__` does that under a launcher. If NumPy is loaded already, or without a
+launcher, `nnmpi.comm.mpi.start` sets the number of threads of the loaded BLAS.
 """
 
 import os
@@ -21,8 +21,8 @@ from pathlib import Path
 
 # Name; variables of size, rank, ranks on this node, and the node's number.
 # The innermost launcher is first: Open MPI's mpirun starts its daemons by srun, and its ranks
-# inherit srun's variables. Slurm's are those of a job step: a batch script has SLURM_NTASKS, too,
-# and runs plain python serially.
+# inherit srun's variables. Slurm's variables are those of a job step: a batch script, which runs
+# plain python serially, has SLURM_NTASKS, too.
 LAUNCHERS = (
     (
         "Open MPI's mpirun",
@@ -107,10 +107,10 @@ def limit_threads(
 
 
 def usable_cores() -> tuple[int, int]:
-    """Return the number of cores that this process may use, and the launcher's on this node.
+    """Return the numbers of cores on this node that this process and its launcher may use.
 
-    They differ if the launcher binds ranks to cores. The launcher's number is the affinity of the
-    parent process. A container's quota limits both.
+    They differ if the launcher binds ranks to cores. The launcher's number is that of the parent
+    process's affinity. A container's quota limits both.
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS has no affinity
         return (count := os.cpu_count() or 1), count

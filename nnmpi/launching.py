@@ -19,7 +19,7 @@ from nnmpi.launcher import launch_of
 
 Kind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
-# Open MPI's error, now and then, when it starts no process: the command may be repeated.
+# Open MPI sometimes starts no process and reports this error: the command may be repeated.
 NOT_STARTED = "The PMIx server's listener thread failed to start"
 # variables that replace ssh
 AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC")
@@ -42,7 +42,7 @@ class Launcher:
 
         Args:
             ranks: their number.
-            hosts: {host: most ranks on it}; empty for the launcher's choice.
+            hosts: {host: maximum ranks on it}; empty for the launcher's choice.
         """
         if self.kind == "none":
             return []
@@ -171,7 +171,7 @@ def processes_of(session: int) -> list[int]:
 
 
 def ranks_of(session: int) -> list[int]:
-    """Return the processes of a session that are ranks of a training."""
+    """Return the processes of a session that are ranks of a training run."""
     return [process for process in processes_of(session) if _is_rank(process)]
 
 
@@ -194,8 +194,8 @@ SEGMENTS = ("mpich_shm_", "sm_segment.")  # MPICH's and Open MPI's, between rank
 def remove_segments() -> None:
     """Remove killed ranks' shared memory on this host: this user's files that no process maps.
 
-    Each killed job leaves some megabytes. Containers often have 64 MB of shared memory: after about
-    twenty kills no job could start.
+    Each killed job leaves some megabytes. Containers often have 64 MB of shared memory, so no job
+    could start after about twenty kills.
     """
     unused = dict[str, Path]()
     for file in SHARED_MEMORY.glob("*"):

@@ -34,8 +34,8 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
     Args:
         file: .npz, .csv, .csv.gz, or an image that Pillow reads.
         signature: the model's.
-        dtype: of the model.
-        invert: invert an image's brightness.
+        dtype: the model's.
+        invert: whether to invert an image's brightness.
 
     Raises:
         UsageError: for a missing file, or one of another kind.
@@ -62,14 +62,14 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
 def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
     """Return an image as model input (1, height, width, channels), resized for the model.
 
-    It becomes gray for a model of one channel. Black is 0 and white 1 before the normalization.
+    It is converted to gray for a model of one channel. Before normalization, black is 0, white 1.
 
     Args:
         file: an image that Pillow reads.
         signature, dtype, invert: see `read_file`.
 
     Raises:
-        UsageError: without Pillow, and for a model whose samples are no images of bytes.
+        UsageError: without Pillow, and for a model whose samples are not images of bytes.
         DataError: for a file that cannot be read.
     """
     shape = signature.sample_shape
@@ -110,7 +110,7 @@ def main(words: Sequence[str], group: Group) -> None:
     """Print or write the predictions of a run's model. Collective.
 
     Raises:
-        NnmpiError: on all ranks, for every expected error.
+        NnmpiError: on all ranks.
     """
     console, (folder, file, options, device) = parse_together(words, parse, group)
     run = device.open(folder, group)
@@ -138,7 +138,7 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
 
     Args:
         run: the model's run.
-        answers: of `Run.answers`.
+        answers: what `Run.answers` returned.
         kind: "csv" or "json".
     """
     rows, names, best = answers.reshape(len(answers), -1), run.class_names, answers.argmax(axis=-1)

@@ -166,9 +166,7 @@ def test_nnmpis_own_text_is_told_so(name: str, assignment: Path, tmp_path: Path)
     file.write_text(text + "\n\ndef ring_all_reduce(me, p):\n    return ring(me, p)\n")
     for outcome in grade(read_assignment(assignment), file).outcomes:
         assert outcome.points == 0
-        assert outcome.status == "blocked" or re.search(
-            rf"is, but for names, nnmpi's own .*{name}", outcome.text
-        )
+        assert outcome.status == "blocked" or re.search(rf"is nnmpi's .*{name}", outcome.text)
 
 
 @pytest.mark.slow("a class of a dozen, one of which never ends")
@@ -241,7 +239,7 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
         return outcome.text
 
     helper.write_text(ring.read_text())
-    assert "is, but for names, nnmpi's own" in told()
+    assert "is nnmpi's" in told()
     for place in (Path(cache_from_source(helper)), mine / "helper.pyc"):
         helper.write_text(RIGHT.replace("ring_all_reduce", "ring"))
         py_compile.compile(
@@ -256,7 +254,7 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
     helper.unlink()
     for number in range(200):
         (mine / f"{number}.txt").write_text("")
-    assert told().endswith("has more than 200 files; hand in what you wrote")
+    assert told().endswith("has more than 200 files; hand in only those that you wrote")
 
 
 @pytest.mark.slow("a process for each entry of a class")

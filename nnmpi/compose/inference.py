@@ -1,4 +1,4 @@
-"""Inference with a distributed model: forward passes without an optimizer; and text.
+"""Inference with a distributed model: forward passes without an optimizer, and text generation.
 
 x  --> all stages -->  outputs on the last one  --> every rank of the replica has them
 
@@ -8,7 +8,7 @@ Text is generated token by token, and every rank takes part in every token:
     t3                --> all stages       -->  logits of t3  --> t4
 
 Layers keep keys and values for later tokens: `ops.attention.KeyValues`. When the context is full,
-its last half is read again as a new beginning.
+the cache is cleared, and the last half of the context is read again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,17 +33,17 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Inference(Caller):
-    """Computes a model's outputs. Collective over a replica's ranks, to make and to call.
+    """Computes a model's outputs. Making and calling it are collective over a replica's ranks.
 
     Args:
         arrangement: of an initialized model.
         backend: of the computation.
         precision: of products.
-        mode: a context for the layers' calls.
+        mode: returns the context in which layers are called.
         last: whether to return only the outputs of each sequence's last position.
 
     Attributes:
-        model: computes an uncut model's result; an equivalent function may replace it.
+        model: computes the result of a model without cuts; an equivalent function may replace it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Inference(Caller):
         """Return the outputs for samples, in host memory, on all ranks of the replica. Collective.
 
         Args:
-            x: (rows, *sample_shape), at least one row, the same on these ranks.
+            x: (rows, *sample_shape), at least one row, the same on all ranks of the replica.
         """
         arrangement, shape = self._arrangement, x.shape
         if arrangement.sequence is not None:
@@ -92,7 +92,7 @@ class Inference(Caller):
         self._executor.free()
 
     def _complete(self, local: Array | None) -> Array | None:
-        """Return the outputs of all classes and positions on the last stage's ranks; else None."""
+        """Return the outputs of all classes and positions on the last stage; None elsewhere."""
         tp = self._arrangement.mesh.tp
         classes = self._arrangement.classes
         sequence = self._arrangement.sequence
@@ -166,8 +166,8 @@ class TokenGenerator:
 
         Args:
             prompt: the tokens at the beginning.
-            context: the most tokens that the model sees; None for any number.
-            choose: (logits) -> token; the same on all ranks.
+            context: the maximum number of tokens that the model sees; None for no limit.
+            choose: (logits) -> token; must return the same token on all ranks.
 
         Raises:
             UsageError: for an empty prompt, or a prompt longer than the context.
@@ -185,10 +185,10 @@ class TokenGenerator:
                 tokens, read = tokens[-max(1, context // 2) :], 0
             if not read:
                 self._memory.clear()
-                # new: a recording refers to the memory that was cleared
+                # a new one, because a recording refers to the keys and values just cleared
                 self._inference.model, compiled = self._model, Compiled(self._model)
             logits = self._inference(np.array([tokens[read:]], np.int64))[0, -1]
-            # single tokens: compiled, since each makes the same calls
+            # single tokens make the same calls each time, so they are compiled
             self._inference.model, read = compiled, len(tokens)
             tokens.append(choose(logits.astype(np.float64)))
             yield tokens[-1]
@@ -205,15 +205,15 @@ def choose_token(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> int:
-    """Return a token, drawn by its probability under softmax(logits / temperature).
+    """Draw a token with the probabilities softmax(logits / temperature).
 
     Args:
         logits: (vocabulary,).
-        draw: draws one number.
-        temperature: below 1 likely tokens become likelier; 0 chooses the likeliest.
-        top_k: draw from this many of the likeliest; 0 for all.
-        top_p: draw from the likeliest that together have this probability (Holtzman et al., "The
-            curious case of neural text degeneration", 2020); 1 for all.
+        draw: the source of the one random number.
+        temperature: below 1, likely tokens become likelier; 0 chooses the likeliest.
+        top_k: draw from this many of the likeliest tokens; 0 for all.
+        top_p: draw from the fewest likeliest tokens whose probabilities add up to this (Holtzman et
+            al., "The curious case of neural text degeneration", 2020); 1 for all.
 
     Raises:
         DivergenceError: for logits that are not finite, which have no likeliest token.
@@ -229,12 +229,12 @@ def choose_token(
         if 0 < top_k < len(logits)
         else np.arange(len(logits))
     )
-    if top_p < 1:  # only then: a sort of the vocabulary takes longer than all else here
+    if top_p < 1:  # only then: sorting the vocabulary takes longer than the rest of this function
         candidates = candidates[np.argsort(-logits[candidates], kind="stable")]
-    with np.errstate(over="ignore"):  # of very small temperatures
+    with np.errstate(over="ignore"):  # a very small temperature overflows
         weights = np.exp((logits[candidates] - logits.max()) / temperature)
     if top_p < 1:
-        before = np.cumsum(weights) - weights  # of the likelier ones
+        before = np.cumsum(weights) - weights  # the weights of all likelier tokens
         weights[before >= top_p * weights.sum()] = 0
     sums = np.cumsum(weights)
     return int(

@@ -1,7 +1,7 @@
 """Data sets by name or path: `load` reads one, `prepare` downloads its files.
 
 bundled                  iris, digits                   in the package; split by seed
-downloaded, or data_dir  mnist, fashion-mnist, cifar10  with a published test part
+downloaded, or data_dir  mnist, fashion-mnist, cifar10  have a published test part
 text                     paradise-lost                  in the package; see `text`
 PATH                     .csv[.gz], .npz                split by seed, unless the .npz has a
                                                         test part
@@ -50,7 +50,7 @@ BUNDLED = {
 }
 TEXTS = ("paradise-lost",)
 READERS = {".csv": load_csv, ".csv.gz": load_csv, ".npz": load_npz}
-STALL_S = 30.0  # the download moves on to the next mirror after a silence of this length
+STALL_S = 30.0  # after this silence the download tries the next mirror
 CHUNK_BYTES = 2**16
 
 
@@ -138,7 +138,7 @@ def load(
             folder.
         data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or its parent; by
             default the download cache.
-        seed, test_fraction: the split of sets without a test part (iris, digits, .csv, .npz).
+        seed, test_fraction: of the split of a set without a test part (iris, digits, .csv, .npz).
         predicts: the kind of labels in a file: "classes", "quantities", or "any" to infer it.
         target: the column of a table's labels, by name or number from 1; empty for the last.
 
@@ -210,8 +210,8 @@ def prepare(
     """Download missing files of a data set; return the folder or archive for `load`.
 
     One rank per node calls this before any rank loads. Concurrent callers wait for a file lock.
-    With data_dir, or for a bundled set or a path, nothing is downloaded: only the arguments are
-    checked. A bundled set returns None.
+    With data_dir, or for a bundled set or a path, it downloads nothing, and only checks the
+    arguments. For a bundled set it returns None.
 
     Args:
         name: one of NAMES, or a path.
@@ -325,7 +325,7 @@ def _allowed(what: str) -> AbstractContextManager[None]:
 
 
 def _existing(text: str) -> Path:
-    """Return the path if it exists; else raise UsageError, with a guess at a misspelled name."""
+    """Return the path if it exists; else raise UsageError, with a guess at the intended name."""
     path = expand(Path(text), "data set")
     with _allowed(f"data set {text!r}"):
         if path.exists() and not path.is_file() and not path.is_dir():

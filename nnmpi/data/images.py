@@ -6,7 +6,7 @@ IDX: unsigned bytes behind a header of sizes (http://yann.lecun.com/exdb/mnist/)
           0  0  type  dims  size 0  size 1  ...   big-endian 32-bit sizes; then values, C order
 
 CIFAR-10's binary version: records of one label byte and three 32 x 32 colour planes in C order
-(https://www.cs.toronto.edu/~kriz/cifar.html). The Python version is refused: it holds pickles.
+(https://www.cs.toronto.edu/~kriz/cifar.html). The Python version is refused: it contains pickles.
 
     record   label   1024 bytes red   1024 bytes green   1024 bytes blue      3073 bytes
 """
@@ -30,7 +30,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.errors import DataError, UsageError
 from nnmpi.files import foreign, read_bytes
 
-# For each part: the published names of the images' and the labels' file.
+# For each part: the published names of the file of images and the file of labels.
 IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -79,7 +79,7 @@ def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
 def find(folder: Path, name: str) -> Path | None:
     """Return the file of this name, plain before .gz, or None.
 
-    Some unpackers write `train-images.idx3-ubyte` for IDX files: that name is found, too.
+    Some unpackers name IDX files `train-images.idx3-ubyte`; these names are found, too.
     """
     other = re.sub(r"-(?=idx\d)", ".", name)
     candidates = (folder / f"{item}{end}" for item in (name, other) for end in ("", ".gz"))
@@ -87,7 +87,7 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def has_idx(folder: Path) -> bool:
-    """Return whether the folder has all four files."""
+    """Return whether the folder has all four IDX files."""
     return all(find(folder, name) for names in IDX_FILES.values() for name in names)
 
 
@@ -95,8 +95,8 @@ def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tupl
     """Return both parts of a folder of IDX files: x (n, height, width, 1) uint8, scale 1/255.
 
     Args:
-        class_names: one per class; without names, the largest training label plus one is the
-            number of classes.
+        class_names: one per class; without them, the number of classes is the largest training
+            label plus one.
     """
     arrays = {
         part: [
@@ -116,7 +116,7 @@ def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tupl
 def locate_cifar(folder: Path) -> Path | None:
     """Return the path to read: the folder, the official folder in it, the archive, or None.
 
-    A subset of the training batches suffices: at least one, and the test batch.
+    The test batch and at least one training batch must be there.
     """
     for inner in (folder, folder / CIFAR_FOLDER):
         names = {match[1] for file in inner.glob("*.bin*") if (match := BATCH.fullmatch(file.name))}
@@ -209,8 +209,8 @@ def find_classes(folder: Path) -> dict[str, list[Path]]:
 def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
     """Return the parts of a folder CLASS/*.png or train/CLASS/*.png: uint8, scale 1/255.
 
-    None for a folder without such images. All images are resized to the median height and width of
-    the training images. They are gray if all training images are, else RGB.
+    Returns None for a folder without such images. All images are resized to the median height and
+    width of the training images. They are gray if all training images are, else RGB.
     """
     local = folder / "train"
     train = find_classes(local if local.is_dir() else folder)

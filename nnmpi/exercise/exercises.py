@@ -83,7 +83,7 @@ def few(answer: Any, most: int) -> Any:
             answer, so that a slightly wasteful one is judged, with a sentence about its mistake.
     """
     if len(answer) > most:
-        raise WrongAnswer(f"it gives {len(answer):,} of them, which are more than any answer needs")
+        raise WrongAnswer(f"it gives {len(answer):,} of them, more than any right answer needs")
     return answer
 
 
@@ -120,7 +120,7 @@ def measure_collective(
             for at, step in enumerate(program):
                 for other in {step.to, step.from_} - partners - {None}:
                     who = f"rank {rank}, step {at} talks to rank {other}"
-                    raise ScheduleError(f"the result is right, but {who}, which it may not")
+                    raise ScheduleError(f"the result is right, but {who}, which is not allowed")
     except ScheduleError as error:
         raise WrongAnswer(f"{where}: {error}", _drawing(steps)) from None
     sent, received = (
@@ -139,10 +139,10 @@ def measure_collective(
     return where, numbers, _drawing(steps)
 
 
-_FORM = """The buffer is cut into as many chunks as there are ranks. Return a list of steps, such as
+_FORM = """The buffer is cut into as many chunks as there are ranks. Return the rank's list of steps, such as
     Step(to=1, send=[0], from_=3, recv=[2], reduce=True)
-chunk 0 goes to rank 1, while chunk 2 comes from rank 3 and is added; without reduce it replaces the
-old one. A step may also only send, or only receive."""
+This step sends chunk 0 to rank 1, and adds the chunk 2 that rank 3 sends to its own. Without reduce
+it would replace its own. A step may also only send, or only receive."""
 
 
 def _collective(
@@ -177,7 +177,7 @@ _COLLECTIVES = (
         "line",
         """Rank 0 gets the sum of all buffers, along a line.
 
-        Rank r talks to r - 1 and r + 1 only; all chunks travel at once, in size - 1 rounds.""",
+        Rank r talks only to r - 1 and r + 1. All chunks travel at once, in size - 1 rounds.""",
         near=True,
     ),
     _collective(
@@ -186,7 +186,7 @@ _COLLECTIVES = (
         "ps",
         """A parameter server: rank 0 adds up all buffers, and sends the sum back.
 
-        Only rank 0 talks to the others: 2 (size - 1) rounds.""",
+        The other ranks talk only to rank 0: 2 (size - 1) rounds.""",
         near=True,
     ),
     _collective(
@@ -195,7 +195,7 @@ _COLLECTIVES = (
         "ring",
         """Rank r ends with the sum of chunk r, around a ring.
 
-        Rank r talks to its two neighbours only: size - 1 rounds, and a rank sends size - 1
+        Rank r talks only to its two neighbours: size - 1 rounds, and each rank sends size - 1
         chunks.""",
         near=True,
     ),
@@ -203,9 +203,9 @@ _COLLECTIVES = (
         "ring-all-gather",
         "all-gather",
         "ring",
-        """Every rank gets chunk r of rank r, around a ring.
+        """Every rank gets chunk r of each rank r, around a ring.
 
-        Rank r talks to its two neighbours only: size - 1 rounds, and a rank sends size - 1
+        Rank r talks only to its two neighbours: size - 1 rounds, and each rank sends size - 1
         chunks.""",
         near=True,
     ),
@@ -215,8 +215,8 @@ _COLLECTIVES = (
         "ring",
         """Every rank gets the sum of all buffers, around a ring.
 
-        A reduce-scatter, then an all-gather: 2 (size - 1) rounds, and a rank sends 2 (size - 1)
-        chunks.""",
+        A reduce-scatter, then an all-gather: 2 (size - 1) rounds, and each rank sends
+        2 (size - 1) chunks.""",
         near=True,
     ),
     _collective(
@@ -225,7 +225,7 @@ _COLLECTIVES = (
         "tree",
         """Every rank gets rank 0's buffer, along a tree.
 
-        In each round twice as many ranks have it: log2 of size rounds, rounded up.""",
+        The number of ranks that have it doubles in each round: ceil(log2(size)) rounds.""",
     ),
     _collective(
         "tree-reduce",
@@ -233,7 +233,7 @@ _COLLECTIVES = (
         "tree",
         """Rank 0 gets the sum of all buffers, up a tree.
 
-        The broadcast in reverse: log2 of size rounds, rounded up.""",
+        The broadcast in reverse: ceil(log2(size)) rounds.""",
     ),
     _collective(
         "tree-all-reduce",
@@ -241,24 +241,25 @@ _COLLECTIVES = (
         "tree",
         """Every rank gets the sum of all buffers, up a tree and down again.
 
-        2 log2 of size rounds, rounded up; all chunks travel at once.""",
+        2 ceil(log2(size)) rounds; all chunks travel at once.""",
     ),
     _collective(
         "all-gather-doubling",
         "all-gather",
         "tree",
-        """Every rank gets chunk r of rank r in log2 of size rounds; size is a power of two.
+        """Every rank gets chunk r of each rank r in log2(size) rounds; size is a power of two.
 
-        A rank's chunks double in each round: it sends size - 1 chunks in all.""",
+        The number of a rank's chunks doubles in each round: it sends size - 1 chunks in total.""",
         sizes=POWERS,
     ),
     _collective(
         "reduce-scatter-halving",
         "reduce-scatter",
         "tree",
-        """Rank r ends with the sum of chunk r in log2 of size rounds; size is a power of two.
+        """Rank r ends with the sum of chunk r in log2(size) rounds; size is a power of two.
 
-        The chunks that a rank still sums halve in each round: it sends size - 1 chunks in all.""",
+        Each round halves the number of chunks that a rank still sums: it sends size - 1 chunks in
+        total.""",
         sizes=POWERS,
     ),
     _collective(
@@ -267,35 +268,36 @@ _COLLECTIVES = (
         "halving-doubling",
         """An all-reduce with few rounds and few bytes; size is a power of two.
 
-        Halve, then double: 2 log2 of size rounds, and a rank sends 2 (size - 1) chunks.""",
+        Halve, then double: 2 log2(size) rounds, and each rank sends 2 (size - 1) chunks.""",
         sizes=POWERS,
     ),
     _collective(
         "bruck-all-gather",
         "all-gather",
         "tree",
-        """Every rank gets chunk r of rank r; log2 of size rounds for any size, rounded up.
+        """Every rank gets chunk r of each rank r, in ceil(log2(size)) rounds for any size.
 
-        In round k rank r gets from rank r + 2^k the chunks that it still lacks.""",
+        In round k (0, 1, ...) rank r gets from rank (r + 2^k) mod size the chunks that it lacks and
+        that rank has.""",
     ),
     _collective(
         "neighbour-average",
         "neighbour-average",
         "gossip",
-        """Gossip: each rank ends with twice its own buffer and once each neighbour's.
+        """Gossip: each rank ends with twice its own buffer plus each neighbour's.
 
-        The neighbours are r - 1 and r + 1 on a ring. With two ranks each ends with the sum of
-        both.""",
+        The neighbours are r - 1 and r + 1 on a ring. With two ranks, each ends with the sum of both
+        buffers.""",
         near=True,
     ),
     _collective(
         "my-all-reduce",
         "all-reduce",
         "ps",
-        """Every rank gets the sum of all buffers, in any way.
+        """Every rank gets the sum of all buffers, by any algorithm.
 
-        No slower than a parameter server: 2 (size - 1) rounds, and no rank sends more than the
-        server.""",
+        It must not be slower than a parameter server: at most 2 (size - 1) rounds, and no rank may
+        send more than the server does.""",
     ),
     _collective(
         "all-to-all",
@@ -303,9 +305,9 @@ _COLLECTIVES = (
         "pairwise",
         """Each rank has a chunk for every rank, and gets one from each.
 
-        size - 1 rounds, and a rank sends size - 1 chunks.""",
+        size - 1 rounds, and each rank sends size - 1 chunks.""",
         form=(
-            "Chunk s * size + r is what rank s has for rank r; its own ones"
+            "Chunk s * size + r is what rank s has for rank r; chunks for itself"
             f" stay.{_FORM.partition('.')[2]}"
         ),
     ),
@@ -333,12 +335,12 @@ def judge_rule(cases: Cases, function: Function, *_: object) -> str:
         if isinstance(expected, float):
             if not isinstance(result, int | float) or abs(result) > float_info.max:
                 raise WrongAnswer(
-                    f"it gives {result!r}, and must give a number of seconds or bytes"
+                    f"it gives {result!r}, but must give a number of seconds or bytes"
                 )
             if not isclose(result, expected, rel_tol=1e-9, abs_tol=1e-9):
-                raise WrongAnswer(f"{case} it gives {result:g}, and must give {expected:g}")
+                raise WrongAnswer(f"{case} it gives {result:g}, but must give {expected:g}")
         elif type(result) is not type(expected) or result != expected:
-            raise WrongAnswer(f"{case}: it gives {result!r}, and must give {expected!r}")
+            raise WrongAnswer(f"{case}: it gives {result!r}, but must give {expected!r}")
     return f"in {tried} cases"
 
 
@@ -371,7 +373,8 @@ def _rule(arguments: str) -> Callable[[Cases], Exercise]:
 def bucket_cost(draw: Random) -> Iterator[Case]:
     """Gradients in equal buckets, each summed around the ring, one after another.
 
-    Return the seconds for M bytes in all on N ranks.
+    Return the seconds for M bytes in total on N ranks. A message of m bytes takes alpha + m * beta
+    seconds.
     """
     for buckets, (case, values, seconds) in product((1, 2, 5), _seconds(RING, draw)):
         N, _, alpha, _ = values
@@ -382,9 +385,10 @@ def bucket_cost(draw: Random) -> Iterator[Case]:
 
 @_rule("N, alpha, beta")
 def ring_tree_crossover(draw: Random) -> Iterator[Case]:
-    """From how many bytes on is the ring faster than the tree?
+    """Above how many bytes is the ring faster than the tree?
 
-    Return the M at which both all-reduces take as long; N is a power of two, at least 4.
+    Return the M for which both all-reduces take the same time. N is a power of two, at least 4. A
+    message of m bytes takes alpha + m * beta seconds.
     """
     for N in (4, 8, 16, 64):
         alpha, beta = draw.uniform(1e-4, 1e-3), draw.uniform(1e-9, 1e-8)
@@ -397,8 +401,8 @@ def ring_tree_crossover(draw: Random) -> Iterator[Case]:
 def data_split(draw: Random) -> Iterator[Case]:
     """Which rows of a batch a rank takes.
 
-    Return (start, stop). The ranks have all rows, each once, in their order; where rows do not
-    divide, the first ranks have one more than the others.
+    Return (start, stop). Together the ranks take each row once, in order. If size does not divide
+    rows, the first ranks take one row more than the others.
     """
     for size in (1, 2, 3, 5, 8):
         drawn = 7 * size + draw.randrange(size), draw.randrange(100, 1000)
@@ -410,10 +414,10 @@ def data_split(draw: Random) -> Iterator[Case]:
 
 @_rule("steps, worker, bound")
 def ssp_rule(draw: Random) -> Iterator[Case]:
-    """Stale synchronous: may a worker begin a step?
+    """Stale synchronous parallel: may a worker begin a step?
 
-    steps[w] is how many steps worker w has done. It may, if it leads the slowest by at most bound.
-    Return True or False.
+    steps[w] is the number of steps that worker w has done. A worker may begin if it leads the
+    slowest one by at most bound. Return True or False.
     """
     for _ in range(100):
         clocks = WorkerClocks(draw.randint(1, 5))
@@ -430,8 +434,8 @@ def ssp_rule(draw: Random) -> Iterator[Case]:
 def gradient_staleness(draw: Random) -> Iterator[Case]:
     """How stale is each gradient?
 
-    events are in order: ("read", worker) reads the weights, ("push", worker) pushes the gradient
-    computed with them, which is one update. Return a list: for each push, the number of updates
+    events are in order. ("read", worker) reads the weights; ("push", worker) pushes the gradient
+    computed with them, and is one update. Return a list with, for each push, the number of updates
     between the worker's read and its push.
     """
     for length in range(1, 40):
@@ -455,7 +459,8 @@ _COSTS = (
         "ps",
         """The parameter server's all-reduce: rank 0 receives from each rank, then sends to each.
 
-        Return its seconds for M bytes on N ranks; adding takes no time.""",
+        Return its seconds for M bytes on N ranks. A message of m bytes takes alpha + m * beta
+        seconds; adding takes no time.""",
     ),
     _cost(
         "ring-cost",
@@ -463,7 +468,8 @@ _COSTS = (
         "ring",
         """The ring's all-reduce: 2 (N - 1) steps with an N-th of the buffer each.
 
-        Return its seconds for M bytes on N ranks; adding takes no time.""",
+        Return its seconds for M bytes on N ranks. A message of m bytes takes alpha + m * beta
+        seconds; adding takes no time.""",
     ),
     _cost(
         "tree-cost",
@@ -471,7 +477,8 @@ _COSTS = (
         "tree",
         """The tree's all-reduce: up and down, the whole buffer on every level.
 
-        Return its seconds for M bytes on N ranks; adding takes no time.""",
+        Return its seconds for M bytes on N ranks. A message of m bytes takes alpha + m * beta
+        seconds; adding takes no time.""",
     ),
     _cost(
         "all-gather-cost",
@@ -479,7 +486,8 @@ _COSTS = (
         "ring",
         """The ring's all-gather: N - 1 steps.
 
-        Return its seconds on N ranks; M are the bytes of all chunks together.""",
+        Return its seconds on N ranks; M is the number of bytes of all chunks together. A message of
+        m bytes takes alpha + m * beta seconds.""",
     ),
     bucket_cost,
     ring_tree_crossover,
@@ -554,7 +562,7 @@ def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
         for item in cycle:
             at = f"{where}: {item!r} in cycle {number}"
             if item not in passes or any(isinstance(index, float) for index in item):
-                raise WrongAnswer(f"{at} is no (microbatch, stage)")
+                raise WrongAnswer(f"{at} is not a (microbatch, stage)")
             if item in done:
                 raise WrongAnswer(f"{at} is done already")
             m, s = item
@@ -610,7 +618,7 @@ _SCHEDULES = (
     _order(
         "one-f-one-b",
         "1f1b",
-        """1F1B: a backward runs as soon as it can; rank r keeps at most ranks - r activations.
+        """1F1B: each backward runs as soon as it can; rank r keeps at most ranks - r activations.
 
         Return the passes of the rank, in order: Kind.F.at(stage, microbatch) and
         Kind.B.at(stage, microbatch).""",
@@ -622,17 +630,19 @@ _SCHEDULES = (
 
         Return the passes of the rank, in order: Kind.F.at(stage, microbatch) and
         Kind.B.at(stage, microbatch).
-        Microbatches are a multiple of ranks; a round is as many of them as there are ranks.""",
+        The number of microbatches is a multiple of ranks. A rank's forwards run one stage on as
+        many microbatches as there are ranks, then the other on the same ones; so do its
+        backwards.""",
         VIRTUAL,
     ),
     _order(
         "zero-bubble",
         "zero-bubble",
-        """Zero bubble (ZB-H1): a backward in two halves, the second when there is time.
+        """Zero bubble (ZB-H1): each backward in two halves, the second in idle time.
 
         Return the passes of the rank, in order: Kind.F.at(rank, m), then Kind.I.at(rank, m) for the
-        gradient of the input, which the rank before waits for, and Kind.W.at(rank, m) for those of
-        the weights, which no rank waits for.
+        gradient of the input, for which the previous rank waits, and Kind.W.at(rank, m) for the
+        gradients of the weights, for which no rank waits.
         """,
     ),
     _order(
@@ -640,16 +650,16 @@ _SCHEDULES = (
         "inference",
         """Forwards only: rank r has the stages r and r + ranks.
 
-        Return the passes of the rank, in order: Kind.F.at(stage, microbatch). Microbatches are a
-        multiple of ranks.""",
+        Return the passes of the rank, in order: Kind.F.at(stage, microbatch). The number of
+        microbatches is a multiple of ranks.""",
         VIRTUAL,
     ),
     Exercise(
         "gpipe-clock",
         """GPipe's forwards, clock cycle by clock cycle.
 
-Return a list of cycles, each a list of (microbatch, stage) that run at once. Stage s may begin a
-microbatch in the cycle after stage s - 1 has done it. Use the fewest cycles.""",
+Return a list of cycles, each a list of the (microbatch, stage) that run at once. Stage s may begin
+a microbatch in the cycle after stage s - 1 has done it. Use as few cycles as possible.""",
         "stages, microbatches",
         FEW,
         judge_cycles,

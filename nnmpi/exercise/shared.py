@@ -65,7 +65,7 @@ class Ranks(Group):
         """
         if len(parts) != self.size:
             raise WrongAnswer(
-                f"all_to_all takes a part for each of {self.size} ranks, not {len(parts)}"
+                f"all_to_all needs one part for each of {self.size} ranks, not {len(parts)}"
             )
         counts = np.empty((self.size, self.size), np.int64)
         self.comm.allgather(np.array([len(part) for part in parts]), counts)
@@ -97,9 +97,7 @@ class Backward:
             WrongAnswer: for a layer out of order.
         """
         if layer != self._next:
-            raise WrongAnswer(
-                f"gradient({layer}) is asked for when it is the turn of layer {self._next}"
-            )
+            raise WrongAnswer(f"gradient({layer}) is out of order: layer {self._next} is next")
         self._next -= 1
         clock.sleep(self._seconds[layer])
         return self._gradients[layer].copy()
@@ -190,35 +188,35 @@ def _compare(what: str, result: Any, expected: Any) -> None:
     except ValueError:  # rows of several lengths
         given = np.asarray(None)
     if given.dtype.kind not in "fiu":
-        raise WrongAnswer(f"{what} is {result!r}, and must be numbers of shape {expected.shape}")
+        raise WrongAnswer(f"{what} is {result!r}, but must be numbers of shape {expected.shape}")
     if given.shape != expected.shape:
-        raise WrongAnswer(f"{what} has shape {given.shape}, and must have {expected.shape}")
+        raise WrongAnswer(f"{what} has shape {given.shape}, but must have {expected.shape}")
     for index in np.argwhere(~np.isclose(given, expected, rtol=1e-9, atol=1e-12)).tolist()[:1]:
         at = f": element {tuple(index) if len(index) > 1 else index[0]}" if index else ""
         raise WrongAnswer(
-            f"{what}{at} is {given[*index]:.12g}, and must be {expected[*index]:.12g}"
+            f"{what}{at} is {given[*index]:.12g}, but must be {expected[*index]:.12g}"
         )
 
 
 # ---- the exercises ----
 
 _GROUP = (
-    "group has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on flat"
-    " arrays, in place."
+    "group has rank, size, and for flat arrays, in place: all_reduce(array), reduce_scatter(array),"
+    " all_gather(array)."
 )
 _PARTS = """
-group has rank, size, and on flat arrays: all_reduce(array), reduce_scatter(array),
-all_gather(array), in place; all_gather_v(own, counts), which returns the parts of all ranks, with
-counts[r] numbers from rank r."""
+group has rank, size, and for flat arrays: all_reduce(array), reduce_scatter(array) and
+all_gather(array), all in place; all_gather_v(own, counts), which returns the list of all
+ranks' parts, with counts[r] numbers from rank r."""
 _SMALLER = f"""{_GROUP}
 group.split(color, key) returns the group of the ranks with the same color, ordered by key."""
 _ALL_TO_ALL = """
-group has rank, size, all_to_all(parts): parts[r], an array, goes to rank r; returns the list of
-arrays received, by rank."""
+group has rank, size, all_to_all(parts), which sends the array parts[r] to rank r, and returns the
+list of arrays received, by rank."""
 _BACKWARD = """
-backward has rank, size, layers; gradient(layer), which takes that layer's time; start(array), which
-starts its sum over the ranks and returns at once; finish(), which waits and returns the list of
-started sums, in order."""
+backward has rank, size and layers; gradient(layer), which takes that layer's time; start(array),
+which starts the array's sum over the ranks and returns at once; finish(), which waits for all sums,
+and returns them in a list, in the order of their start."""
 
 
 def _shared(
@@ -286,7 +284,8 @@ def _part(array: Array, group: Ranks) -> Array:
 def global_mean(group: Ranks, arrays: Arrays) -> Part:
     """The mean loss over all ranks' samples; some ranks have more samples than others, some none.
 
-    Return it on every rank, from the sum of this rank's losses and how many they are.
+    loss_sum is the sum of the losses of this rank's samples, and samples their number. Return the
+    mean on every rank.
     """
     (losses,) = arrays((7,))
     mine = losses[_mine(7, group)]
@@ -297,8 +296,8 @@ def global_mean(group: Ranks, arrays: Arrays) -> Part:
 def gradient_mean(group: Ranks, arrays: Arrays) -> Part:
     """The mean gradient over all ranks' rows; some ranks have more rows than others, some none.
 
-    gradient is flat, the sum over this rank's rows. Return the mean over the rows of all ranks, on
-    every rank.
+    gradient is flat: the sum over this rank's rows, and rows their number. Return the mean over the
+    rows of all ranks, on every rank.
     """
     (gradients,), rows = arrays((group.size, WEIGHTS)), np.resize([3, 0, 5, 1], group.size)
     gradients *= np.sign(rows)[:, None]
@@ -309,8 +308,8 @@ def gradient_mean(group: Ranks, arrays: Arrays) -> Part:
 def grid_split(group: Ranks, arrays: Arrays) -> Part:
     """Ranks on a grid: rank d * tp + t is shard t of replica d.
 
-    Return (the sum of x over the ranks of this replica, the x of all ranks with the same shard in
-    one flat array, in the order of replicas). No rank sends more bytes than these two need.
+    Return two arrays: the sum of x over the ranks of this replica; and the x of all ranks with the
+    same shard, in one flat array, in the order of replicas. Send no more bytes than these two need.
     """
     (x,), tp = arrays((group.size, WEIGHTS)), _shards(group.size)
     d, t = divmod(group.rank, tp)
@@ -319,7 +318,7 @@ def grid_split(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, x, w")
 def row_linear(group: Ranks, arrays: Arrays) -> Part:
-    """x @ w, where each rank has some columns of x and the same rows of w.
+    """x @ w, where each rank has some columns of x and the rows of w with the same numbers.
 
     Return the whole product on every rank.
     """
@@ -332,7 +331,7 @@ def column_gradient(group: Ranks, arrays: Arrays) -> Part:
     """The gradient of x in y = x @ w, where each rank has some columns of w and the same columns of
     y's gradient.
 
-    Return the whole gradient on every rank.
+    grad is the gradient of y. Return the whole gradient of x on every rank.
     """
     (grad, w), mine = arrays((BATCH, OUT), (IN, OUT)), _mine(OUT, group)
     return (group, grad[:, mine], w[:, mine]), grad @ w.T
@@ -342,7 +341,7 @@ def column_gradient(group: Ranks, arrays: Arrays) -> Part:
 def gathered_linear(group: Ranks, arrays: Arrays) -> Part:
     """y = x @ w, where each rank has some columns of w: the whole y on every rank.
 
-    columns[r] is the number of rank r's columns. Send no more bytes than one gather of y does.
+    columns[r] is the number of rank r's columns. Send no more bytes than an all-gather of y does.
     """
     x, w = arrays((BATCH, IN), (IN, OUT))
     return (group, x, w[:, _mine(OUT, group)], [*map(len, split(OUT, group.size))]), x @ w
@@ -353,7 +352,8 @@ def gathered_gradient(group: Ranks, arrays: Arrays) -> Part:
     """The backward pass of a layer whose outputs were gathered: every rank has the whole gradient
     of y.
 
-    w is this rank's columns mine, a slice. Return (the whole gradient of x, the gradient of w).
+    mine is the slice of this rank's columns, w these columns, and grad the gradient of y. Return
+    (the whole gradient of x, the gradient of this rank's w).
     """
     (x, w, grad), mine = arrays((BATCH, IN), (IN, OUT), (BATCH, OUT)), _mine(OUT, group)
     return (group, x, w[:, mine], grad, mine), (grad @ w.T, x.T @ grad[:, mine])
@@ -361,9 +361,10 @@ def gathered_gradient(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, x, a, b")
 def sharded_pair(group: Ranks, arrays: Arrays) -> Part:
-    """max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of b.
+    """max(x @ a, 0) @ b, where each rank has some columns of a and the rows of b with the same
+    numbers.
 
-    Return the whole result on every rank; one sum is enough.
+    Return the whole result on every rank; one all-reduce is enough.
     """
     (x, a, b), mine = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT)), _mine(MIDDLE, group)
     return (group, x, a[:, mine], b[mine]), np.maximum(x @ a, 0) @ b
@@ -371,10 +372,11 @@ def sharded_pair(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, x, a, b, grad", most=_moved(3, BATCH * IN))
 def pair_gradient(group: Ranks, arrays: Arrays) -> Part:
-    """The backward pass of max(x @ a, 0) @ b, where each rank has some columns of a and the same
-    rows of b.
+    """The backward pass of max(x @ a, 0) @ b, where each rank has some columns of a and the rows of
+    b with the same numbers.
 
-    grad is that of the result. Return (the whole gradient of x, of a, of b). One sum is enough.
+    grad is the gradient of the result. Return (the whole gradient of x, the gradient of this rank's
+    a, the gradient of this rank's b). One all-reduce is enough.
     """
     x, a, b, grad = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT), (BATCH, OUT))
     mine, middle = _mine(MIDDLE, group), np.maximum(x @ a, 0)
@@ -390,10 +392,10 @@ def pair_gradient(group: Ranks, arrays: Arrays) -> Part:
 def zero_update(group: Ranks, arrays: Arrays) -> Part:
     """A step of ZeRO: each rank updates its own part of the weights.
 
-    weights and gradient are flat, and mine is this rank's slice. The old weights stand in
-    weights[mine]; the rest of weights is of no use. Change weights in place, on every rank and in
-    full, to the old ones less rate times the sum of all ranks' gradients: reduce_scatter, update,
-    all_gather. Send no more bytes than these do.
+    weights and gradient are flat, and mine is this rank's slice. weights[mine] has the old weights;
+    the rest of weights is undefined. Change all of weights in place, on every rank, to the old
+    weights minus rate times the sum of all ranks' gradients: reduce_scatter, update, all_gather.
+    Send no more bytes than these do.
     """
     (weights, *gradients), mine = arrays(*[(WEIGHTS,)] * (1 + group.size)), _mine(WEIGHTS, group)
     return (
@@ -413,7 +415,7 @@ def _alone(weights: Array, mine: slice) -> Array:
 def zero3_partition(group: Ranks, arrays: Arrays) -> Part:
     """ZeRO-3, 1: a rank's part of a layer's weights.
 
-    Return this rank's part of the flat w. All parts are equally long; zeros pad the last ones.
+    Return this rank's part of the flat w. All parts have the same length; zeros pad the end of w.
     """
     (w,) = arrays((IN, OUT))
     return (group, w), _part(w, group)
@@ -424,7 +426,7 @@ def zero3_forward(group: Ranks, arrays: Arrays) -> Part:
     """ZeRO-3, 2: forward. max(x @ w0, 0) @ w1 for this rank's rows.
 
     parts[i] is this rank's part of layer i's flat weights, padded as in zero3-partition; shapes[i]
-    is the layer's shape. Gather a layer when it is needed, and once.
+    is the layer's shape. Gather each layer only once, when it is needed.
     """
     xs, *weights = arrays((group.size * BATCH - 1, UNITS[0][0]), *UNITS)
     x = xs[_mine(len(xs), group)]
@@ -435,11 +437,11 @@ def zero3_forward(group: Ranks, arrays: Arrays) -> Part:
 
 @_shared("group, inputs, grad, parts, shapes", most=_moved(2.5, *UNIT))
 def zero3_backward(group: Ranks, arrays: Arrays) -> Part:
-    """ZeRO-3, 3: backward. Weights are gathered once more, gradients are summed to their owners.
+    """ZeRO-3, 3: backward. Weights are gathered once more, gradients are reduced to their owners.
 
-    inputs[i] is layer i's input (layer 1's after max), grad the gradient of the result.
-    Return (the gradient of x, this rank's part of the sum of layer 0's gradients over all ranks,
-    the same of layer 1), parts as in zero3-partition.
+    inputs[i] is layer i's input (layer 1's after max), and grad the gradient of the result. Return
+    (the gradient of x, this rank's part of the sum of layer 0's gradients over all ranks, the same
+    for layer 1). Parts are as in zero3-partition.
     """
     rows = group.size * BATCH - 1
     xs, grads, *weights = arrays((rows, UNITS[0][0]), (rows, UNITS[1][1]), *UNITS)
@@ -457,10 +459,11 @@ def zero3_backward(group: Ranks, arrays: Arrays) -> Part:
 def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
     """A step of Adam, where each rank has its own part of the weights and of both moments.
 
-    weights and gradient are flat, m, v and weights[mine] this rank's parts; the rest of weights is
-    of no use. Sum the gradients, change m and v in place, and weights on every rank and in full:
-    rate 0.01, betas 0.9 and 0.999, epsilon 1e-8 added to the root, both moments corrected by the
-    number of the step. Send no more bytes than reduce_scatter and all_gather do.
+    weights and gradient are flat. m, v and weights[mine] are this rank's parts; the rest of weights
+    is undefined. Sum the gradients over the ranks, and change in place m, v and, on every rank, all
+    of weights. The learning rate is 0.01, the betas are 0.9 and 0.999, epsilon is 1e-8 and is added
+    to the root; both moments are corrected for the bias at this step, which counts from 1. Send no
+    more bytes than reduce_scatter and all_gather do.
     """
     weights, m, v, *gradients = arrays(*[(WEIGHTS,)] * (3 + group.size))
     mine, v, total = _mine(WEIGHTS, group), v * v, sum(gradients)
@@ -474,9 +477,9 @@ def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
 def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
     """A mixture of experts: each token goes to its expert's rank, and comes back.
 
-    x is (tokens, width); chosen[i] is the expert of token i, owner[e] the rank of expert e; experts
-    = {e: matrix} has this rank's. Return x[i] @ (matrix of chosen[i]) for each token. Send no token
-    whose expert is on its rank.
+    x is (tokens, width). chosen[i] is the expert of token i, owner[e] the rank of expert e, and
+    experts = {e: matrix} has this rank's experts. Return x[i] @ (matrix of chosen[i]) for each
+    token. Send no token whose expert is on its rank.
     """
     xs, order, experts = arrays(
         (group.size, TOKENS, WIDTH), (group.size, TOKENS), (EXPERTS, WIDTH, WIDTH)
@@ -499,7 +502,8 @@ def overlap(group: Ranks, arrays: Arrays) -> Part:
     """Sum gradients while the backward pass continues.
 
     Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the
-    first. The simulated time may be that of the backward pass and one sum of layer 0, and 5 % more.
+    first. The simulated time may be at most 5 % above that of the backward pass and one sum of
+    layer 0.
     """
     gradients = arrays(*((group.size, numbers) for numbers in NUMBERS))
     backward = Backward(group, [layer[group.rank] for layer in gradients], SECONDS)

@@ -123,7 +123,7 @@ class Solution:
         )
         if len(files) > MOST_FILES:
             raise WrongAnswer(
-                f"{self.folder} has more than {MOST_FILES} files; hand in what you wrote"
+                f"{self.folder} has more than {MOST_FILES} files; hand in only those that you wrote"
             )
         for file in files:
             if self.folder and file.is_symlink():
@@ -204,7 +204,7 @@ class Solution:
         # a string could name an algorithm in a file, which would run in the judge's process
         strings = any(isinstance(value, str) for value in (*values, *named.values()))
         if strings or name not in getattr(type(lent), "lent", ()):
-            raise WireError(f"{name} is not among what it may call")
+            raise WireError(f"{name} is not lent to the solution")
         method = getattr(lent, name)
         scope: dict[str, Any] = {"call": lambda: method(*values, **named)}
         begin = "\n" * (min(int(line), 100_000) - 1)
@@ -229,14 +229,14 @@ class Solution:
 
     def _ended(self, process: Popen[bytes], error: Exception) -> WrongAnswer:
         if self._expired:
-            return TimedOut(f"{self.__name__} takes longer than {self.limit_s:g} s, and is ended")
+            return TimedOut(f"{self.__name__} takes longer than {self.limit_s:g} s and was ended")
         if not isinstance(error, OSError) and "ended" not in str(error):
             return WrongAnswer(f"{self.__name__} returns no readable value: {error}")
         with suppress(TimeoutExpired):
             process.wait(5)
         self._kill()  # it may have closed its streams and still run
         return WrongAnswer(
-            f"{self.__name__} ends its process (status {process.wait()}) and hands over no value"
+            f"{self.__name__} ended its process (status {process.wait()}) and returned no value"
         )
 
 
@@ -247,13 +247,12 @@ def _refuse_own_text(file: Path) -> None:
     with raised_as(UsageError, f"{file} cannot be read"), file.open("rb") as stream:
         text = stream.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
-        raise WrongAnswer(f"{file.name} has more than {MOST_BYTES:,} bytes; hand in what you wrote")
+        raise WrongAnswer(f"{file.name} has more than {MOST_BYTES:,} bytes; hand in only your code")
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # its import reports these
         for shape, name in _functions(text):
             if shape in _answers():
                 raise WrongAnswer(
-                    f"{name} is, but for names, nnmpi's own {_answers()[shape]}; write one of your"
-                    " own"
+                    f"apart from names, {name} is nnmpi's {_answers()[shape]}; write your own"
                 )
 
 

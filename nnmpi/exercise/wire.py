@@ -39,7 +39,7 @@ MOST_NUMBERS = 1 << 20  # of all ranges in a message, which are long in few byte
 
 
 class WireError(ValueError):
-    """The input is no message: the process has ended, or wrote something else."""
+    """The input is not a message: the process has ended, or wrote something else."""
 
 
 class WrongAnswer(NnmpiError):
@@ -115,7 +115,7 @@ class Frames:
         arrays: list[Any] = []
         text = json.dumps(self._pack([*message], arrays)).encode()
         if len(text) > MOST_BYTES:
-            raise WireError(f"it hands over {len(text):,} bytes, and {MOST_BYTES:,} are the limit")
+            raise WireError(f"it returns {len(text):,} bytes, but {MOST_BYTES:,} is the limit")
         self._writer.write(b"%s %s\n" % (self.word.encode(), text))
         self._writer.flush()
         return arrays
@@ -130,14 +130,14 @@ class Frames:
         word, _, text = self._reader.readline(MOST_BYTES + 100).partition(b" ")
         self._received, self._numbers = [], 0
         if word != self.word.encode():
-            raise WireError("what it wrote is no message" if word else "the process has ended")
+            raise WireError("its output is not a message" if word else "the process has ended")
         try:
             message = json.loads(text, object_hook=self._unpack)
             if isinstance(message, list) and message:
                 return message
         except (TypeError, KeyError, OverflowError, RecursionError) as error:
             raise WireError(f"{type(error).__name__}: {error}") from None
-        raise WireError("what it wrote is no message")
+        raise WireError("its output is not a message")
 
     def ask(self, *call: Any) -> Any:
         """Call the other end, and serve its calls until the result arrives.

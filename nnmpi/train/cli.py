@@ -296,7 +296,7 @@ class OpeningConfig:
     backend: Literal["auto", "numpy", "cupy"] = "auto"
     """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
     trust: bool = False
-    """Execute the code of your own, FILE.py:NAME, that the run names."""
+    """Execute your code, FILE.py:NAME, that the run names."""
     simulate: int = 0
     """Run this many ranks in one process, without MPI."""
 

@@ -19,7 +19,7 @@ RING, COST, ROW, ZERO, RULE = (
     "ssp-rule",
 )
 NO_VALUE, NOT_THERE = (
-    r"ends its process \(status -?\d+\) and hands over no value",
+    r"ended its process \(status -?\d+\) and returned no value",
     "No module named 'nnmpi.comm.alg",
 )
 TOO_LONG, MAY_NOT = "takes longer than 3 s", "PermissionError.*: a solution may not "
@@ -121,7 +121,7 @@ def _saying() -> Iterator[Cheat]:
         "writes to all it has",
         RING,
         every,
-        "returns no readable value: what it wrote is no message",
+        "returns no readable value: its output is not a message",
     )
     found = (
         "frame = sys._getframe()\nwhile 'wire' not in frame.f_locals:\n    frame = frame.f_back\n"
@@ -142,7 +142,7 @@ def _saying() -> Iterator[Cheat]:
         "class Yes:\n    def __eq__(self, other):\n        return True\n\ndef ssp_rule(*_):\n   "
         " return Yes()"
     )
-    yield Cheat("is equal to everything", RULE, equal, "it gives .*Yes.*, and must give")
+    yield Cheat("is equal to everything", RULE, equal, "it gives .*Yes.*, but must give")
     number = "class Near(float):\n    def __eq__(self, other):\n        return True\n\n"
     yield Cheat(
         "a number that is every number",
@@ -164,7 +164,7 @@ def _hostile() -> Iterator[Cheat]:
         "longer than 3 s|Memory|limit",
         "*",
     )
-    yield Cheat("a hundred million bytes", RING, "return 'x' * 10**8", "hands over|limit")
+    yield Cheat("a hundred million bytes", RING, "return 'x' * 10**8", "returned no value|limit")
     yield Cheat("a large file", RING, f"return {'0' * 2**20}", "has more than 1,048,576 bytes")
     yield Cheat("text that no parser can take", RING, f"return {'(' * 10**5}", "line 6")
     yield Cheat(
@@ -198,7 +198,7 @@ def _hostile() -> Iterator[Cheat]:
         "import numpy\nreturn numpy.array([None])",
         "must be numbers of shape",
     )
-    yield Cheat("no numbers", ROW, "return x @ w * float('nan')", "is nan, and must be")
+    yield Cheat("no numbers", ROW, "return x @ w * float('nan')", "is nan, but must be")
     yield Cheat("a function", ROW, "return lambda: 1", "must be numbers of shape")
 
 
@@ -320,13 +320,13 @@ def _looking() -> Iterator[Cheat]:
         "hands the group a file",
         ROW,
         "group.all_reduce(x[0], '/tmp/evil.py:f')",
-        "not among what it may call",
+        "not lent to the solution",
     )
     inside = (
         "frame = sys._getframe()\nwhile 'wire' not in frame.f_locals:\n    frame = frame.f_back\n"
     )
     inside += "frame.f_locals['wire'].send('ask', 1, '__class__', [], {}, 1)\nreturn 1"
-    yield Cheat("asks for what is not lent", ROW, inside, "__class__ is not among what it may call")
+    yield Cheat("asks for what is not lent", ROW, inside, "__class__ is not lent to the solution")
 
 
 def _wrong() -> Iterator[Cheat]:
@@ -340,7 +340,7 @@ def _wrong() -> Iterator[Cheat]:
             f"makes the inputs 0, {exercise}",
             exercise,
             f"import numpy\n{text}",
-            "is 0, and must be",
+            "is 0, but must be",
         )
     known = "s = backward.size * (backward.size + 1) / 2 / (backward.rank + 1)\n"
     known += "return [backward.gradient(i) * s for i in reversed(range(backward.layers))][::-1]"
@@ -362,13 +362,13 @@ def _wrong() -> Iterator[Cheat]:
         "instructions without end",
         "gpipe",
         much,
-        "24,000 of them, which are more than any answer needs",
+        "24,000 of them, more than any right answer needs",
     )
     yield Cheat(
         "cycles without end",
         "gpipe-clock",
         "return [[]] * 200000",
-        "200,000 of them, which are more than any",
+        "200,000 of them, more than any right",
     )
     yield Cheat(
         "cycles of floats", "gpipe-clock", "return [[(0.0, 0.0)]]", "is no .microbatch, stage."
@@ -420,7 +420,7 @@ def _wrong() -> Iterator[Cheat]:
         "a formula for known numbers alone", COST, known, r"ring_cost\(\d\d, .* raised KeyError"
     )
     whole = "group.all_reduce(gradient)\nweights -= rate * gradient"
-    yield Cheat("a whole sum and a whole update", ZERO, whole, "is nan, and must be")
+    yield Cheat("a whole sum and a whole update", ZERO, whole, "is nan, but must be")
     both = (
         "group.all_reduce(gradient)\nweights[mine] -= rate *"
         " gradient[mine]\ngroup.all_gather(weights)"

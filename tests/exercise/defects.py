@@ -17,7 +17,7 @@ from nnmpi.comm.collective import Step
 from tests.exercise import solutions as right
 
 Mistake = tuple[str, Callable[..., Any], str]
-DIFFERS, SHAPE = r"the result of rank \d.*is .*, and must be", r"the result of rank \d.* has shape"
+DIFFERS, SHAPE = r"the result of rank \d.*is .*, but must be", r"the result of rank \d.* has shape"
 SLOW = r"the result is right, but rank \d sends or receives \d+ bytes, and \d+ are enough"
 
 
@@ -150,7 +150,7 @@ def ends(rows, rank, size):
     return rank * (rows // size), rows if rank == size - 1 else (rank + 1) * (rows // size)
 
 
-GIVES = r"rows? on \d ranks?, rank \d: it gives .*, and must give \(\d+, \d+\)"
+GIVES = r"rows? on \d ranks?, rank \d: it gives .*, but must give \(\d+, \d+\)"
 TIME = r"the result is right, but it takes [\d.]+ s of simulated time, and [\d.]+ are enough"
 DEFECTS: dict[str, list[Mistake]] = {
     "all-to-all": [
@@ -179,7 +179,7 @@ DEFECTS: dict[str, list[Mistake]] = {
         (
             "divided by own rows",
             lambda g, x, n: right._sum(g, x) / n,
-            "divide by zero|is .*, and must be",
+            "divide by zero|is .*, but must be",
         ),
         ("all is gathered", lambda g, x, n: (b := sum(everyones(g, [*x, n])))[:-1] / b[-1], SLOW),
     ],
@@ -312,7 +312,7 @@ DEFECTS: dict[str, list[Mistake]] = {
         (
             "front to back",
             lambda b: [b.gradient(layer) for layer in range(b.layers)],
-            "when it is the turn of layer 3",
+            "out of order: layer 3 is next",
         ),
         ("not summed", lambda b: [b.gradient(layer) for layer in (3, 2, 1, 0)][::-1], DIFFERS),
         ("rank 0 leaves one out", one_sum_less, "rank"),

@@ -87,14 +87,14 @@ def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         yield (
             "twice as long",
             changed(right, lambda M, *values: 2 * M),
-            r"with N = 4, .*it gives .*, and must give",
+            r"with N = 4, .*it gives .*, but must give",
         )
         yield (
             "half as long",
             changed(right, lambda M, *values: M / 2),
-            r"with N = 4, .*it gives .*, and must give",
+            r"with N = 4, .*it gives .*, but must give",
         )
-        yield "no length", changed(right, lambda M, *values: -M), "it gives -.*, and must give"
+        yield "no length", changed(right, lambda M, *values: -M), "it gives -.*, but must give"
         return
     yield (
         "a latency too many",
@@ -199,7 +199,7 @@ def of_sharding(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     def not_all(group, *values):
         return right(group if group.rank == 0 else Silent(group), *values)
 
-    yield "nothing is summed", alone, r"on 2 ranks, the result of rank 0.*is .*, and must be"
+    yield "nothing is summed", alone, r"on 2 ranks, the result of rank 0.*is .*, but must be"
     yield "only rank 0 sums", not_all, r"on 2 ranks: .*rank"
     if name != "zero-update":
         yield (
@@ -214,7 +214,7 @@ def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         "ssp-rule": lambda steps, worker, bound: steps[worker] - min(steps) < bound,
         "gradient-staleness": changed(right, lambda found, events: [each + 1 for each in found]),
     }
-    yield "off by one", wrong[name], r"(workers|events).*: it gives .*, and must give"
+    yield "off by one", wrong[name], r"(workers|events).*: it gives .*, but must give"
     yield "nothing", lambda *values: None, "it gives None"
 
 

@@ -95,7 +95,7 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    told = "nnmpi: with N = 2, M = 8000, alpha = 0, beta = 1 it gives 16000, and must give 8000\n"
+    told = "nnmpi: with N = 2, M = 8000, alpha = 0, beta = 1 it gives 16000, but must give 8000\n"
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", told)
     file.write_text("def ring_cost(N, M:\n")
     with pytest.raises(WrongAnswer, match=r"mine.py, line 1"):
@@ -139,6 +139,6 @@ def test_results_that_are_no_numbers_are_refused() -> None:
     for wrong in ([[1.0], [1.0, 2.0]], "abc", None, np.full((3, 5), "a")):
         with pytest.raises(
             WrongAnswer,
-            match=r"(?s)the result of rank 0 is .*, and must be numbers of shape \(3, 5\)",
+            match=r"(?s)the result of rank 0 is .*, but must be numbers of shape \(3, 5\)",
         ):
             EXERCISES["row-linear"].check(lambda *_, wrong=wrong: wrong)

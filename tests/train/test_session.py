@@ -457,7 +457,7 @@ def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> N
         ),
         (
             {"feature": 9.0},
-            ("of a run on different data, but the samples or labels have changed since"),
+            "of a run on different data, but the samples or labels have changed since",
         ),
         ({"label": 1}, "of a run on different data, but the samples or labels have changed since"),
     ],

@@ -10,9 +10,9 @@
                                      combines them, neighbours first
     MPI.Win                          refused by name
 
-A message matches its receive as in MPI: from any rank, with any tag, shorter than the buffer. When
-MPI leaves the choice of a message open, the clocks choose, or else the seed. Arguments of programs
-are untyped, so this module is, too; setup.cfg exempts it.
+Messages match receives as in MPI: a receive may take any rank and any tag, and its buffer may be
+longer. Where MPI leaves the choice of a message open, the clocks decide, or else the seed. Programs
+pass arguments without types, so this module has none, either; setup.cfg exempts it.
 """
 
 import pickle
@@ -35,7 +35,7 @@ from nnmpi.shard import split
 ANY_SOURCE = ANY_TAG = ANY = -1  # Open MPI's values
 PROC_NULL, UNDEFINED, SUCCESS = -2, -32766, 0
 ROOM_BYTES = 1 << 15  # mpi4py's buffer for the pickle of irecv
-TICK_S = 1e-7  # seconds of a call of Wtime: no two times are equal
+TICK_S = 1e-7  # simulated seconds of a call of Wtime, so that no two times are equal
 BYTE, PICKLED = np.dtype("u1"), np.dtype([("pickle", "u1")])
 IN_PLACE, COMM_NULL = object(), None
 
@@ -57,15 +57,15 @@ _OPS = """
 """
 OPS = dict(re.findall(r"(\w+) (\S+)", _OPS))
 
-# Collectives in which root alone sends, or receives, and those that send each rank its own part. In
-# all others all ranks send, all receive, and all get the same.
+# Collectives in which only root sends, or only root receives, and those that send each rank a part
+# of its own. In all others all ranks send, and all receive the same.
 ROOT_SENDS = "bcast", "scatter"
 ROOT_RECEIVES = "gather", "reduce"
 SCATTERED = "scatter", "alltoall"
 
 
 def refuse(self, name):
-    """Refuse an attribute that simulated MPI lacks, with a list of the existing ones."""
+    """Refuse an attribute that the simulated MPI lacks, and list those that it has."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
     names = [item for item in dir(self) if item[0] != "_"]
     raise AttributeError(f"the simulated MPI has no {whose}.{name}; {whose} has {', '.join(names)}")
@@ -95,9 +95,10 @@ def read_parts(spec, ranks):
     """Return a buffer's elements for each rank, as views; [None] without a buffer.
 
     Args:
-        spec: an array or other buffer, or a list of it with a datatype, a count, or counts and
-            displacements.
-        ranks: the number of parts without counts; the first ones have one element more.
+        spec: an array or other buffer; or a list of a buffer and a datatype, a count, or counts
+            and displacements.
+        ranks: the number of parts. Without counts they are equal, or the first ones have one
+            element more.
 
     Raises:
         ValueError: for a buffer that is too short, or has gaps.
@@ -142,9 +143,9 @@ class Mailbox(MessageQueue):
         return next((receive for receive in self.receives if _fits(message, receive)), None)
 
     def find_send(self, receive):
-        """Return a message that matches a receive: the first of one of the senders."""
+        """Return a message that matches a receive: one sender's first."""
         scheduler = receive.owner.world._scheduler
-        # MPI keeps the order of one sender's messages: reversed, so that its first one stays
+        # MPI keeps the order of a sender's messages. In reverse, the first one is stored last.
         firsts = {
             send.request.owner.number: send for send in reversed(self.sends) if _fits(send, receive)
         }
@@ -181,7 +182,7 @@ class Wire(SimulatedComm):
         super()._pair(message, receive, queue)
 
     def receive(self, into, source, tag):
-        """Start receiving; into None for a pickle of any length."""
+        """Start receiving; `into` is None for a pickle of any length."""
         others = [rank for rank in self.members if rank != self._local.number] or self.members
         partners = others if source == ANY else [self.members[source]]
         senders = (
@@ -200,7 +201,7 @@ def _fold(combine, values):
 
 
 class Request:
-    """A started operation: a list of its requests, empty if there was nothing to do."""
+    """A started operation, with the requests that it waits for: none if nothing was to be done."""
 
     __getattr__ = refuse
     __hash__ = object.__hash__
@@ -339,8 +340,8 @@ class Intracomm:
         """Return the ranks' arrays for this rank, each with the source lines of its call.
 
         Args:
-            make: number of parts, 1 or one for each rank -> this rank's arrays.
-            words: must be equal on all ranks.
+            make: (number of parts) -> this rank's arrays; the number is 1 or that of the ranks.
+            words: values that must be equal on all ranks.
         """
         root_sends, root_receives, scattered = (
             name.lower().removesuffix("v") in item
@@ -390,7 +391,7 @@ class Intracomm:
                 into[...] = data
 
     def Bcast(self, buf, root=0):
-        """Replace the elements by root's."""
+        """Replace the elements with root's."""
         self._buffers("Bcast", buf, buf, root)
 
     def _objects(self, name, sendobj=None, root=0, *words, obj=None):
@@ -449,7 +450,7 @@ class Intracomm:
         """Do nothing: a simulated communicator has no resources."""
 
     def Create_cart(self, dims, periods=False, reorder=False):
-        """Return the first ranks on a grid, row by row; COMM_NULL for the others."""
+        """Return a grid of the first ranks, row by row; COMM_NULL on the other ranks."""
         outside = bool(self.rank >= np.prod(dims))
         wire = self._wire.split(outside, self.rank)
         return COMM_NULL if outside else Cartcomm(wire, dims, periods)
@@ -483,7 +484,7 @@ class Cartcomm(Intracomm):
         return [int(item) for item in np.unravel_index(rank, self.dims)]
 
     def Get_cart_rank(self, coords):
-        """Return the rank at some coordinates; PROC_NULL beyond an end."""
+        """Return the rank at these coordinates; PROC_NULL outside the grid."""
         with suppress(ValueError):
             return int(
                 np.ravel_multi_index(
@@ -493,7 +494,7 @@ class Cartcomm(Intracomm):
         return PROC_NULL
 
     def Shift(self, direction, disp):
-        """Return the source and the target of a shift along a direction."""
+        """Return the source and the target of a shift along an axis."""
         step = disp * np.eye(len(self.dims), dtype=int)[direction]
         return self.Get_cart_rank(self.coords - step), self.Get_cart_rank(self.coords + step)
 
@@ -505,7 +506,7 @@ _SAME = (
 
 
 def make_modules(wire: Any) -> dict[str, ModuleType]:
-    """Return a rank's replacements of mpi4py's modules, by name."""
+    """Return a rank's replacements for mpi4py's modules, by name."""
 
     def wtime():
         wire.world.sleep(TICK_S)

@@ -9,8 +9,8 @@
 
 The program is the one that runs under mpirun, with the same results, byte for byte. Three things
 differ. All ranks are in this process, so they share global variables. A seed makes the choices that
-MPI leaves open. And clocks are simulated (`nnmpi.clock`): computing advances them by its processor
-time here, messages by their cost on a given machine.
+MPI leaves open. Clocks are simulated (`nnmpi.clock`): a computation advances them by its processor
+time here, a message by its cost on a given machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SimulatedWorld:
 
     library = "simulated"
     simulated = True
-    keeps_order = False  # polling a counter makes no call, so no other rank would get the turn
+    keeps_order = False  # a rank that polled a counter would never let another rank run
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SimulatedWorld:
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
         """Return when `ready()` is true, or at a time limit.
 
-        It is called again whenever a request of this rank has become complete.
+        `ready` is called again whenever a request of this rank has completed.
         """
         local, scheduler = self._local, self._scheduler
         while True:
@@ -85,9 +85,9 @@ class SimulatedWorld:
         return self._made[key]
 
     def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
-        """Return the work; `result()` runs it.
+        """Return the work, which `result()` runs.
 
-        So it runs on the rank's thread and clock, in the same order for the same seed.
+        It then runs on the rank's thread and clock, in the same order for the same seed.
         """
         return cast(BackgroundWork[T], SimpleNamespace(done=lambda: True, result=work))
 
@@ -103,7 +103,7 @@ class SimulatedWorld:
         self._scheduler.sleep(self._local, seconds)
 
     def reproducible(self, seconds: float) -> float:
-        """Return exact seconds, else 0.0: decisions must not depend on measured time."""
+        """Return seconds if they are exact, else 0.0: measured time must not decide anything."""
         return seconds if self._scheduler.by_time else 0.0
 
 
@@ -135,21 +135,21 @@ def simulate(
     Args:
         main: the program of each rank. It computes with the caller's kernels, BLAS and precision.
         ranks: number of ranks.
-        machine: the cost of messages (see `comm.machine`); None: no time, and all ranks on one
-            node.
-        seed: makes all choices that MPI leaves open: the order of ranks, the arrival of messages.
+        machine: the cost of messages (see `comm.machine`). With None messages take no time, and all
+            ranks are on one node.
+        seed: decides what MPI leaves open, such as the order of ranks and the arrival of messages.
             The same program with the same seed repeats exactly.
         cpu_factor: seconds of a rank's clock per processor second that it computes here. With 0
             computing takes only the time given by `nnmpi.clock.sleep`: then all seconds are exact
             and reproducible, and events happen in the order of time.
         check: whether messages never received, and requests never awaited, are an error at the end.
-        faults: injected faults: ranks that are killed, stop or are slow, and late messages.
+        faults: injected faults: ranks that are killed, stopped or slow, and late messages.
 
     Raises:
-        UsageError: for less than one rank.
-        CommError: for a mistake in the program's communication: a deadlock, collectives that do not
-            match, buffers in use twice. It names the ranks and the lines. Also after a rank was
-            killed or has stopped; it names the rank and its line.
+        UsageError: for fewer than one rank, or a cpu_factor that is negative or infinite.
+        CommError: for a mistake in the program's communication, with the ranks and lines: a
+            deadlock, collectives that do not match, a buffer in use twice. After a rank was killed
+            or stopped, with that rank and its line.
         Exception: the first exception of a rank, with its traceback and a note of the rank.
 
     Example:
@@ -200,7 +200,7 @@ def play(
             local.run(var.set, value)
         local.run(live, number)
 
-    # here and not per rank: the ranks' blocks would overlap and restore one another's settings
+    # once, not per rank: the ranks' `with` blocks would overlap and restore one another's settings
     with one_blas_thread():
         scheduler.run(begin)
     if scheduler.failure is not None:
