@@ -125,7 +125,7 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "--resume",
     ),
     "not finite": (unfinished(overflow), "no longer a finite number at step 9", "a smaller --lr"),
-    "no checkpoint is whole": (
+    "no checkpoint is complete": (
         unfinished(lambda run: [file.write_bytes(b"") for file in run.rglob("*.safetensors")]),
         "ended at about step 9",
         "restore one from a copy",

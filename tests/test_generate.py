@@ -103,7 +103,7 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
     folder = run(tmp_path, "gpt")
     for words, sentence in (
         (f"{folder}", "the prompt is empty"),
-        (f"{folder} --prompt one", "but the run has no tokenizer; give numbers of tokens"),
+        (f"{folder} --prompt one", "but the run has no tokenizer; give token numbers"),
         (f"{folder} --prompt 17", r"token 17 is not in the model's vocabulary, 0\.\.16"),
         (f"{folder} --top-p 0", "--top-p is 0.0; give a number above 0, up to 1"),
         (f"{folder} --tokens 0", "--tokens is 0"),

@@ -344,18 +344,18 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
             'points = 4\nfile = "../zoe/x.py"',
             "file must be the name of a .py file, without a folder",
         ),
-        ("points = 4", 'points = 4\nfile = "passwd"', "file must be a name that ends in .py"),
-        ("sizes = [6, 7]", "sizes = [0]", "is a number of ranks, from 1 to 128, and not 0"),
-        ("sizes = [6, 7]", "sizes = [2.5]", "is a number of ranks, from 1 to 128, and not 2.5"),
+        ("points = 4", 'points = 4\nfile = "passwd"', "file must be the name of a .py file"),
+        ("sizes = [6, 7]", "sizes = [0]", "is a number of ranks, from 1 to 128, not 0"),
+        ("sizes = [6, 7]", "sizes = [2.5]", "is a number of ranks, from 1 to 128, not 2.5"),
         (
             "sizes = [6, 7]",
             "sizes = [[2, 2]]",
-            r"is a number of ranks, from 1 to 128, and not \[2, 2\]",
+            r"is a number of ranks, from 1 to 128, not \[2, 2\]",
         ),
         (
             "sizes = [6, 7]",
             "sizes = [100000]",
-            "is a number of ranks, from 1 to 128, and not 100000",
+            "is a number of ranks, from 1 to 128, not 100000",
         ),
         (
             "points = 4",
@@ -365,7 +365,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         (
             "points = 4",
             'points = 4\n[[criteria]]\nexercise = "halving-doubling"\nsizes = [6]',
-            "is a power of two, and not 6",
+            "must be a power of two, not 6",
         ),
         (
             "points = 4",
@@ -381,7 +381,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         (
             "ranks = 5",
             "ranks = 1",
-            "ring takes no seconds on cluster, of which nothing is a multiple",
+            "ring has 0 seconds on cluster, which has no multiples",
         ),
         (
             "ranks = 5",

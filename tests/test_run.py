@@ -111,7 +111,7 @@ def test_it_starts_again_until_the_run_has_proved_its_end(
     assert [start.strip() for start, _ in commands] == ["-n 4"] * 4
     assert "failed (status 3); again in" in text[1]
     assert "SIGKILL (status 137); again now, from step 20" in text[3]
-    assert "has not come to its end" in text[5]
+    assert "is not finished" in text[5]
     assert text[-1].startswith("finished after 4 starts; 0% of ")
     assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
 
@@ -126,7 +126,7 @@ def test_it_gives_up_where_nothing_goes_on(
         "up; checkpoint 00000007; exit 75", *["exit 1"] * 9, restarts=5, replica=2
     )
     assert [start.split()[1] for start, _ in commands] == ["4", "4", "4", "2", "2", "2", "2"]
-    assert "stood still, and its watchdog ended it (status 75); again now, from step 7" in text[1]
+    assert "stalled, and its watchdog ended it (status 75); again now, from step 7" in text[1]
     assert text[-1].startswith(
         "1: gave up: 6 starts in a row brought no checkpoint beyond step 7; the last one ended"
     )

@@ -249,7 +249,7 @@ def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
             evaluate,
             f"{folder} --best",
             CheckpointError,
-            "keeps no best checkpoint; train with --keep-best",
+            "has no best checkpoint; train with --keep-best",
         ),
         (
             evaluate,

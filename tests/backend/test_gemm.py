@@ -304,7 +304,7 @@ def test_what_is_no_product() -> None:
         gemm(xp, half, single)
     with pytest.raises(ShapeError, match=r"shapes \(2, 3\) and \(2, 3\) cannot be multiplied"):
         gemm(xp, half, half)
-    with pytest.raises(ShapeError, match="leading axes do not fit"):
+    with pytest.raises(ShapeError, match="leading axes do not broadcast"):
         gemm(xp, xp.ones((2, 2, 3), "float16"), xp.ones((3, 3, 2), "float16"))
     with pytest.raises(ShapeError, match=r"is \(2, 2\), but `out` has \(3, 3\)"):
         gemm(xp, half, xp.ones((3, 2), "float16"), out=xp.ones((3, 3), "float16"))

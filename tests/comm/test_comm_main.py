@@ -96,8 +96,8 @@ def test_simulate_and_list() -> None:
     ("words", "sentence"),
     [
         ("frob", "invalid choice: 'frob'"),
-        ("prove rong", "no all-reduce by 'rong'; the names are ring, tree, ps"),
-        ("prove ring --operation foo", "no collective 'foo'; there are all-reduce"),
+        ("prove rong", "all-reduce has no algorithm 'rong'; choose one of ring, tree, ps"),
+        ("prove ring --operation foo", "no collective 'foo'; choose one of all-reduce"),
         ("simulate ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
         (
             "prove tree --ranks 5000",
@@ -129,7 +129,7 @@ def test_a_mistake_ends_with_status_2_and_needs_no_mpi() -> None:
         [sys.executable, "-c", code, "prove", "x"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "there is no all-reduce by 'x'" in done.stderr
+    assert done.stderr.count("\n") == 1 and "all-reduce has no algorithm 'x'" in done.stderr
 
 
 def test_strange_machines_are_simulated_as_asked() -> None:

@@ -103,7 +103,7 @@ def test_the_picture_in_the_documentation() -> None:
     [
         (3, np.ones(2), UsageError, r"leaf 3 is not one of 0\.\.2"),
         (-1, np.ones(2), UsageError, "leaf -1"),
-        (0, np.ones(2), UsageError, "leaf 0 was pushed before"),
+        (0, np.ones(2), UsageError, "leaf 0 was already pushed"),
     ],
 )
 def test_what_cannot_be_pushed(

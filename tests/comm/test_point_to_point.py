@@ -143,7 +143,7 @@ def test_nothing_moves_unless_both_can(group: Group) -> None:
 
 @pytest.mark.simulated
 def test_a_rendezvous_cannot_receive_into_gaps(group: Group) -> None:
-    with rendezvous(group) as channel, pytest.raises(ShapeError, match="has gaps"):
+    with rendezvous(group) as channel, pytest.raises(ShapeError, match="is not contiguous"):
         channel.receive(np.zeros((4, 4))[:, 1], 0)
 
 

@@ -278,7 +278,7 @@ def test_a_step_without_meaning_cannot_be_made() -> None:
     with pytest.raises(ScheduleError, match="names a chunk twice"):
         Step(to=1, send=(0, 0))
     for chunks in ((0.0,), ("01",), 1.5, (None,)):
-        with pytest.raises(ScheduleError, match="ranks and chunks are whole numbers"):
+        with pytest.raises(ScheduleError, match="ranks and chunks must be whole numbers"):
             Step(to=1, send=chunks)  # type: ignore[arg-type]
 
 

@@ -204,7 +204,7 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
         ({"virtual_stages": 0}, "0 virtual stages are not possible"),
         (
             {"virtual_stages": 2},
-            "belong to the pipeline schedule interleaved; 1f1b has one per rank",
+            "are for the pipeline schedule interleaved; 1f1b has one per rank",
         ),
         ({"split": (3, 0)}, "has a stage without layers"),
         ({"split": ()}, "has a stage without layers"),

@@ -99,6 +99,6 @@ def test_one_that_does_not_is_refused(name: str) -> None:
     ranks, layout = LAYOUTS.get(name, (2, Layout(dp=2, reduction="fixed")))
     kind = Careful if name == "fixed" else Moving
     with pytest.raises(
-        UsageError, match="has changed its Buffer '2.mean', by this rank's rows or more than once"
+        UsageError, match="changed its Buffer '2.mean', by this rank's rows or more than once"
     ):
         simulate(lambda group: train(group, kind, layout), ranks)

@@ -261,7 +261,7 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (lambda worker, x: worker.step(x), "samples and labels, not a ndarray alone"),
+        (lambda worker, x: worker.step(x), "samples and labels, not only a ndarray"),
         (lambda worker, x: worker.step(x, [1, 2]), "4 samples have 2 labels"),
         (
             lambda worker, x: worker.step(

@@ -200,7 +200,7 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
         ({"rank": -1}, "rank -1 of 1"),
         ({"workers": -1}, "workers is -1"),
         ({"microbatches": 0}, "microbatches is 0"),
-        ({"dtype": "int64"}, "cannot be given as int64"),
+        ({"dtype": "int64"}, "cannot be converted to int64"),
         ({"partition": "halves"}, "partition halves does not exist"),
         ({"partition": "iid", "world": 24}, "partition iid shares 23 training samples"),
         (

@@ -245,7 +245,7 @@ def test_what_is_wrong_with_a_text_is_said(
 def test_a_text_that_is_shorter_than_a_block_is_refused(txt: Path) -> None:
     with pytest.raises(
         DataError,
-        match="the test part has 26 tokens, but a block of 27 and .* are 28; give a smaller",
+        match="the test part has 26 tokens, but a context of 27 and .* need 28; give a smaller",
     ):
         loaded(txt, 27)
 
@@ -360,7 +360,10 @@ def test_gpt2s_merges_are_applied(pairs: Path) -> None:
     ("change", "words"),
     [
         (lambda vocabulary: vocabulary.pop("H"), "1 of the 256 bytes have no token"),
-        (lambda vocabulary: vocabulary.update(e=vocabulary["t"]), "two tokens have one number"),
+        (
+            lambda vocabulary: vocabulary.update(e=vocabulary["t"]),
+            "two tokens have the same number",
+        ),
         (lambda vocabulary: vocabulary.update(huge=2**31 - 1), "a token has the number 2147483647"),
     ],
 )

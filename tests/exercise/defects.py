@@ -303,7 +303,7 @@ DEFECTS: dict[str, list[Mistake]] = {
         (
             "a part too few",
             lambda g, x, *_: g.all_to_all([x] * (g.size - 1)),
-            "takes a part for each of",
+            "needs one part for each of",
         ),
         ("all tokens go to all", experts_everywhere, SLOW),
     ],

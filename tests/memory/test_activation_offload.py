@@ -192,7 +192,7 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
             Store(tmp_path, backend)
         return
     with pytest.raises(
-        UsageError, match=rf"can be made in {re.escape(str(tmp_path))}/none \(No such file"
+        UsageError, match=rf"cannot be created in {re.escape(str(tmp_path))}/none \(No such file"
     ):
         Store(tmp_path / "none", backend)
     with pytest.raises(UsageError, match="already in the host's memory"):

@@ -139,7 +139,7 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
     rows: list[tuple[type[NnmpiError], str, Callable[[], None]]] = [
         (
             LayoutError,
-            "whole matrices, and this rank has a part of 1.weight; leave tp at 1",
+            "whole matrices, but this rank has only part of 1.weight; leave tp at 1",
             sharded_layers,
         ),
         (LayoutError, "fused update cannot be combined with Muon", fused),

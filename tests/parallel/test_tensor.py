@@ -142,7 +142,7 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
     (
         lambda: nn.Sequential(nn.Linear(2, 2)),
         {},
-        "no table that .*; give it one, such as model.sharding",
+        "no table of .*; give it one, such as model.sharding",
     ),
     (lambda: nn.Linear(2, 2), {"*": C}, "single layer"),
     (
@@ -222,7 +222,7 @@ def test_other_refusals(group: Group) -> None:
     shard(model, group, {"0": H}, sample=(9, 4, 1))
     model.initialize(seed=0)
     if group.size < 9:
-        with pytest.raises(ShapeError, match="sharded for one with 9 in dimension 1"):
+        with pytest.raises(ShapeError, match="sharded for 9 in dimension 1"):
             model(np.zeros((1, 90, 4, 1), np.float32))
     group.barrier()
 

@@ -101,7 +101,7 @@ def test_stages_live_on_ranks_in_turn() -> None:
     [
         (
             ("2f2b", 2, 2, 1),
-            "no schedule '2f2b'; the names are naive, gpipe, 1f1b, interleaved, zero-bubble",
+            "no schedule '2f2b'; choose one of naive, gpipe, 1f1b, interleaved, zero-bubble",
         ),
         (("1f1b", 0, 2, 1), "cannot have 0 ranks; give at least 1"),
         (("1f1b", 2, -1, 1), "cannot have -1 microbatches"),

@@ -45,7 +45,7 @@ def test_every_schedule_can_be_looked_at(name: str) -> None:
         ("", "required: --pipeline, --stages, --microbatches"),
         (
             "--pipeline 1b1f --stages 2 --microbatches 2",
-            "there is no schedule '1b1f'; the names are naive, gpipe",
+            "there is no schedule '1b1f'; choose one of naive, gpipe",
         ),
         (
             "--pipeline gpipe --stages 0 --microbatches 2",

@@ -128,7 +128,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     unfused = add_transfers(make("1f1b", 2, 2))
     assert simulate_schedule(unfused, even_costs(2)).makespan_s == 9
     with pytest.raises(
-        ScheduleError, match="rank 0 waits for ever in its item 6; check the schedule first"
+        ScheduleError, match="rank 0 waits for ever in its instruction 6; check the schedule first"
     ):
         simulate_schedule(
             replace(unfused, programs=(unfused.programs[0], unfused.programs[1][:-1])),

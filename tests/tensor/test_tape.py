@@ -233,7 +233,7 @@ def test_written_parameters():
             result = use().sum()
             (weight * 1.0).sum().backward()
             write()
-            with pytest.raises(GraphError, match="written before its backward"):
+            with pytest.raises(GraphError, match="changed before its backward"):
                 result.backward()
             use().sum().backward()
     product = ops.linear(x, weight).sum()

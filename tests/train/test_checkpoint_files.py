@@ -171,7 +171,7 @@ def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
     (folder / "state.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"state\.json: damaged or missing"):
         read_checkpoint(folder)
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is complete"):
         load_checkpoint(tmp_path)
 
 

@@ -146,7 +146,7 @@ def test_a_callback_is_told_each_record_once() -> None:
         ),
         (
             "--allreduce own.py:no_sum",
-            "no_sum with 3 ranks is no all-reduce: unmatched message: rank 1",
+            "no_sum with 3 ranks is not a correct all-reduce: unmatched message: rank 1",
         ),
         ("--pp 3 --pipeline own.py:backward_first", "backward_first: .* comes before"),
         (

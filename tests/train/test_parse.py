@@ -248,7 +248,7 @@ def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str)
 )
 def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
-    with pytest.raises(UsageError, match=f"which cannot become {words.split()[1]}"):
+    with pytest.raises(UsageError, match=f"which cannot change to {words.split()[1]}"):
         parse(["--resume", str(tmp_path), *words.split()])
 
 
@@ -258,7 +258,9 @@ def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path: Path) -> None:
         parse(["--resume", str(tmp_path), "--dataset", "there/a.csv"]).data.dataset == "there/a.csv"
     )
     for other in ("there/b.csv", "iris"):
-        with pytest.raises(UsageError, match=f"--dataset here/a.csv, which cannot become {other}"):
+        with pytest.raises(
+            UsageError, match=f"--dataset here/a.csv, which cannot change to {other}"
+        ):
             parse(["--resume", str(tmp_path), "--dataset", other])
 
 

@@ -427,7 +427,7 @@ def test_a_race_goes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_that_say_a_layout_are_refused() -> None:
     refused: list[tuple[str, dict[str, Any]]] = [
         ("chooses --zero itself; leave", {"zero": 1}),
-        ("ranks in step", {"sync": "asp"}),
+        ("synchronous ranks", {"sync": "asp"}),
         ("a new run", {"dp": 2, "resume": "run"}),
     ]
     for words, options in refused:

@@ -134,7 +134,7 @@ def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
     text = (place / "words.txt").read_text()
     (place / "words.txt").write_text(text.replace("z", "Z"))
     with pytest.raises(
-        DataError, match="a run on other data, but the samples or labels have changed since"
+        DataError, match="a run on different data, but the samples or labels have changed since"
     ):
         simulate(partial(main, ["--resume", "run"]), 1)
 
@@ -201,7 +201,7 @@ def test_perplexities_and_tokens_are_reported() -> None:
         ("--model gpt --dataset bad.txt", "not UTF-8 text"),
         (
             f"{LSTM} --dataset words.txt --sp 3",
-            "--model lstm takes one after the other; leave --sp out, or use --model",
+            "--model lstm needs them one after another; leave --sp out, or use --model",
         ),
     ],
 )

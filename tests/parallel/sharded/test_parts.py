@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "softmax": (lambda m, x: m.narrow(ops.softmax(m.wide(x))), "Softmax .* layer '1.wide'"),
     "layer norm": (
         lambda m, x: m.narrow(m.norm(m.wide(x))),
-        "LayerNorm takes the mean over whole rows",
+        "LayerNorm averages over whole rows",
     ),
     "a sum": (lambda m, x: m.wide(x).sum(-1, keepdims=True) + x, "Sum needs all elements"),
     "torn": (lambda m, x: m.wide(x).reshape(-1, 2, 9), "Reshape of .* tears"),
