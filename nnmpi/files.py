@@ -315,8 +315,8 @@ class _Unpacked(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, place: Any) -> int:
-        count = self._stream.readinto(place)
+    def readinto(self, buffer: Any) -> int:
+        count = self._stream.readinto(buffer)
         check_unpacked(self._path, self._stream.tell())
         return count
 

@@ -113,7 +113,7 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
         require(
             tokenizer.vocabulary_size <= vocabulary,
             f"the tokenizer has {tokenizer.vocabulary_size} tokens, but the model {vocabulary};"
-            " bring back the tokenizer of the run's training",
+            " restore the run's own",
         )
         try:
             return tokenizer.encode(prompt), tokenizer.end

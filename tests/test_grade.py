@@ -254,7 +254,7 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
     helper.unlink()
     for number in range(200):
         (mine / f"{number}.txt").write_text("")
-    assert told().endswith("has more than 200 files; hand in only those that you wrote")
+    assert told().endswith("has more than 200 files; hand in only your own")
 
 
 @pytest.mark.slow("a process for each entry of a class")

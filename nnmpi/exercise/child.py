@@ -2,7 +2,7 @@
 
 The process has only the parts of nnmpi that solutions are written with. Before it loads the
 solution, it closes imports to all but the solution's own source files. An audit hook refuses what
-no solution needs: other files, processes, the network, ctypes, machine code. The hook is no
+no solution needs: other files, processes, the network, ctypes, machine code. The hook is not a
 sandbox; docs/grading.md names its gaps.
 """
 

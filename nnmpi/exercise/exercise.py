@@ -68,13 +68,13 @@ class Exercise:
         sizes: numbers of ranks (of pipelines: ranks and microbatches).
         judge: (function, size) -> a sentence on a right solution; raises `WrongAnswer`. None: the
             limits of `best` judge what `measure` returns. The function may run in another process,
-            which passes values alone: see `exercise.solution`.
+            which passes only values: see `exercise.solution`.
         imports: import lines of the starter file.
         measure: (function, setting) -> the measures of a right solution: "seconds" and "bytes" on
             simulated clocks, "chunks", "rounds", "activations". It raises `WrongAnswer` for a wrong
             one. None if there is nothing to measure.
-        best: setting -> the limits of the measures: of activations for each rank, of all else for
-            any rank.
+        best: setting -> the limits of the measures: of activations one for each rank, of any other
+            measure the largest for all ranks.
         references: the package's solutions by name; a measure may be given as a multiple of theirs.
     """
 

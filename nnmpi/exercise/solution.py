@@ -123,7 +123,7 @@ class Solution:
         )
         if len(files) > MOST_FILES:
             raise WrongAnswer(
-                f"{self.folder} has more than {MOST_FILES} files; hand in only those that you wrote"
+                f"{self.folder} has more than {MOST_FILES} files; hand in only your own"
             )
         for file in files:
             if self.folder and file.is_symlink():

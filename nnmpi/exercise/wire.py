@@ -35,7 +35,7 @@ from nnmpi.errors import NnmpiError
 from nnmpi.schedule.schedule import Instruction, Kind
 
 MOST_BYTES = 16 << 20  # of a message
-MOST_NUMBERS = 1 << 20  # of all ranges in a message, which are long in few bytes
+MOST_NUMBERS = 1 << 20  # of all ranges in a message: a long range takes few bytes
 
 
 class WireError(ValueError):

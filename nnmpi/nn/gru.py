@@ -86,9 +86,7 @@ class GRU(Module):
             UsageError: in token-by-token generation.
         """
         if current().memory is not None:
-            raise UsageError(
-                "a GRU cannot generate text token by token; call `with_state`, or use an LSTM"
-            )
+            raise UsageError("a GRU cannot generate text; call `with_state`, or use an LSTM")
         return self.with_state(x)[0]
 
     def with_state(self, x: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
@@ -101,8 +99,7 @@ class GRU(Module):
         shape = (len(self.layers), len(x), self.hidden_size)
         if state is not None and tuple(state.shape) != shape:
             raise ShapeError(
-                f"a GRU that reads {x.shape} starts from a state of shape {shape}, not"
-                f" {state.shape}"
+                f"a GRU that reads {x.shape} starts in a state of shape {shape}, not {state.shape}"
             )
         ends = []
         for number, layer in enumerate(self.layers):

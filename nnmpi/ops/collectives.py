@@ -314,7 +314,9 @@ def _agreed(
             "the ranks' tensors differ beyond that axis",
         )
         refuse_different(
-            [item[1] for item in gathered], lambda number: problems[number > 0], "give like ones"
+            [item[1] for item in gathered],
+            lambda number: problems[number > 0],
+            "make the same call on all ranks",
         )
         now = [item[2] for item in gathered]
         for before in (item[3] for item in gathered):
@@ -326,14 +328,14 @@ def _agreed(
         known[:] = now
         return now
 
-    everyones = record_call(meet)
-    for rank, (full, *parts) in enumerate(everyones if cut else ()):
+    by_rank = record_call(meet)
+    for rank, (full, *parts) in enumerate(by_rank if cut else ()):
         if len(parts) != group.size or sum(parts) != full or min(parts) < 0:
             raise ShapeError(
                 f"lengths {parts} do not split rank {rank}'s {full} over {group.size} ranks; give"
                 f" {group.size} lengths that add up to {full}"
             )
-    return x, [everyone[cut:] for everyone in everyones]
+    return x, [item[cut:] for item in by_rank]
 
 
 def all_reduce(x: Any, group: Group) -> Tensor:
@@ -393,11 +395,9 @@ def reduce_scatter(
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
     """
-    x, everyones = _agreed("reduce_scatter", x, group, axis, lengths, True)
-    refuse_different(everyones, "the ranks' lengths differ", "give all ranks the same")
-    return redistribute(
-        "reduce_scatter", x, group, LengthsPlacement.of(everyones[0], axis % x.ndim)
-    )
+    x, by_rank = _agreed("reduce_scatter", x, group, axis, lengths, True)
+    refuse_different(by_rank, "the ranks' lengths differ", "give all ranks the same")
+    return redistribute("reduce_scatter", x, group, LengthsPlacement.of(by_rank[0], axis % x.ndim))
 
 
 def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
@@ -419,13 +419,13 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
     """
-    x, everyones = _agreed("all_to_all", x, group, axis, lengths, True)
+    x, by_rank = _agreed("all_to_all", x, group, axis, lengths, True)
     if group.size == 1:
         return x
     return AllToAll(
         group,
-        everyones[group.rank],
-        [everyone[group.rank] for everyone in everyones],
+        by_rank[group.rank],
+        [item[group.rank] for item in by_rank],
         axis % x.ndim,
     )(x)
 

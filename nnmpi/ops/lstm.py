@@ -369,8 +369,8 @@ def _checked(lengths: Any, shape: Shape) -> Array | None:
         raise ShapeError(f"lstm of x {shape} needs {shape[0]} lengths, not {values.shape}")
     wrong = (values < 1) | (values > shape[1])
     if wrong.any():
-        place = int(wrong.argmax())
+        row = int(wrong.argmax())
         raise ShapeError(
-            f"lstm's length {int(values[place])} of sequence {place} is outside 1..{shape[1]}"
+            f"lstm's length {int(values[row])} of sequence {row} is outside 1..{shape[1]}"
         )
     return values.astype(np.int64)

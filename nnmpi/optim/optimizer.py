@@ -223,9 +223,9 @@ class Optimizer(ABC):
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "an optimizer cannot be copied or pickled, because it works on its model's arrays;"
-            " make one for the copied model's storage and copy the arrays of slots() and steps, or"
-            " save both with nnmpi.save"
+            "an optimizer cannot be copied or pickled, as it works on its model's arrays; make one"
+            " for the copied model's storage and copy the arrays of slots() and steps, or save"
+            " both with nnmpi.save"
         )
 
     def step(self) -> None:
@@ -244,8 +244,8 @@ class Optimizer(ABC):
         lr = number("lr", self.lr)
         if self.storage.common:
             raise UsageError(
-                "the ranks of a node share one copy of the parameters, and each would update it;"
-                " let the Worker update them (worker.step), or give it"
+                "the ranks of a node share the parameters, and each would update them; let the"
+                " Worker update them (worker.step), or give it"
                 " GradientExchange(fused_update=False)"
             )
         if self.steps == 0:
@@ -328,8 +328,7 @@ class Optimizer(ABC):
         )
         if before != now:
             raise ShapeError(
-                f"the storage's arrays are no longer those of before, {before}; make a new"
-                " optimizer"
+                f"the storage's arrays have changed from {before}; make a new optimizer"
             )
         if allocate is not None:
             copies = {

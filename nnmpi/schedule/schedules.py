@@ -208,12 +208,12 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     """V-Half: as ZB-V, with half of 1F1B's activations, and at most half of its bubble.
 
-        python -m nnmpi.schedule --pipeline v-half --stages 3 --microbatches 3
+    python -m nnmpi.schedule --pipeline v-half --stages 3 --microbatches 3
 
-        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21
-        rank 0  0F0 0F1 .   .   .   5F0 5I0 0F2 5W0 .   5F1 5I1 0I0 5W1 5F2 5I2 0I1 0W0 5W2+0W1 0I2 0W2|
-        rank 1  .   1F0 1F1 .   4F0 .   .   4I0 1F2 4F1 1I0 4W0 4I1 4F2 1W0 1I1 4I2 4W1 1W1 1I2 4W2+1W2|
-        rank 2  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 2F2 3W0 3F2 3I1 2I1 2W0 3W1 3I2 2I2 2W1 3W2+2W2|
+    time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21
+    rank 0  0F0 0F1 .   .   .   5F0 5I0 0F2 5W0 .   5F1 5I1 0I0 5W1 5F2 5I2 0I1 0W0 5W2+0W1 0I2 0W2|
+    rank 1  .   1F0 1F1 .   4F0 .   .   4I0 1F2 4F1 1I0 4W0 4I1 4F2 1W0 1I1 4I2 4W1 1W1 1I2 4W2+1W2|
+    rank 2  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 2F2 3W0 3F2 3I1 2I1 2W0 3W1 3I2 2I2 2W1 3W2+2W2|
 
     A rank saves R + 2 activations of half its layers.
     """
@@ -223,14 +223,15 @@ def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     """V-Min: as ZB-V, with a third of 1F1B's activations, and at most two thirds of its bubble.
 
-        python -m nnmpi.schedule --pipeline v-min --stages 3 --microbatches 3
+        python -m nnmpi.schedule --pipeline v-min --stages 3 --microbatches 2
 
-        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22
-        rank 0  0F0 0F1 .   .   .   5F0 5I0 0F2 5W0 .   .   5F1 5I1 0I0 5W1 5F2 5I2 0I1 0W0 5W2+0W1 0I2 0W2|
-        rank 1  .   1F0 1F1 .   4F0 .   .   4I0 1F2 4W0 4F1 1I0 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2+1I2 1W2|.
-        rank 2  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2+2W2|.
+        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15
+        rank 0  0F0 0F1 .   .   .   5F0 5I0 5F1 5I1 5W0 5W1+0I0 0W0 0I1 0W1|.
+        rank 1  .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 4I1 1I0 4W1+1I1 1W0 1W1|.
+        rank 2  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3I1 2I1 3W0 2W0 3W1+2W1|
 
-    A rank saves 2 (R + 4) / 3 activations of half its layers, with (R + 4) / 3 rounded down.
+    With two microbatches V-Half is the same; with three it idles less. A rank saves 2 (R + 4) / 3
+    activations of half its layers, with (R + 4) / 3 rounded down.
     """
     return tuple(fastest(ranks, microbatches, 2 * ((ranks + 4) // 3))[rank])
 

@@ -415,8 +415,8 @@ def _read(last: Checkpoint, arrays: Arrays) -> None:
 # ---- for a user's loop ----
 
 
-def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None:
-    """Save a checkpoint of your own loop: weights, optimizer state, place in the data. Collective.
+def save(folder: str | Path, loop: Loop, keep: int = KEEP, **position: Any) -> None:
+    """Save a checkpoint of your own loop: weights, optimizer state, position. Collective.
 
         nnmpi.save("checkpoints", worker, epoch=epoch + 1)
 
@@ -426,7 +426,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
         folder: of the checkpoints, created if missing; each is named after the optimizer's steps.
         loop: a `Worker`; or (model, optimizer, group), with both replicated on the group's ranks.
         keep: the number of newest checkpoints to keep.
-        place: numbers and texts, which `resume` returns.
+        position: in the data, as numbers and strings, which `resume` returns.
 
     Raises:
         UsageError: on all ranks, for values that JSON cannot hold.
@@ -441,7 +441,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
         {'epoch': 1}
     """
     try:
-        json.dumps(place, allow_nan=False)
+        json.dumps(position, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"give Python's numbers and strings, such as int(epoch): {error}"
@@ -451,7 +451,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
     )
     with _training(loop) as training:
         writer, group = CheckpointWriter(Path(folder), training.optimizer.steps), training.group
-        values = {"optimizer": training.scalars(), "place": place}
+        values = {"optimizer": training.scalars(), "place": position}
         try:
             on_root(group, as_error(writer.begin))
             _write(writer, training.state(), group, as_error)
@@ -462,13 +462,13 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
 
 
 def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
-    """Restore the last intact checkpoint of `save`, and return its place; {} if none. Collective.
+    """Restore the last intact checkpoint of `save`, and return its position; {} if none. Collective.
 
     The loop then computes the same bits as an uninterrupted one: dropout depends on the optimizer's
     steps, and the order of the data on seed and epoch.
 
-        place = nnmpi.resume("checkpoints", worker)
-        for epoch in range(place.get("epoch", 0), 20): ...
+        position = nnmpi.resume("checkpoints", worker)
+        for epoch in range(position.get("epoch", 0), 20): ...
 
     Args:
         folder, loop: see `save`.

@@ -580,7 +580,7 @@ class RunConfig:
     resume: Path | None = None
     """Folder of a run to resume, from its last good checkpoint and with its options."""
     trust: bool = False
-    """Execute the code of your own, FILE.py:NAME, that the resumed run names."""
+    """Execute your code, FILE.py:NAME, that the resumed run names."""
     config: Path | None = None
     """TOML file of options, named as on the command line without dashes. The command line takes
     precedence.

@@ -52,10 +52,10 @@ def write_trace(
         CommError: on all ranks, for an event with args that JSON cannot hold.
     """
     ahead_s = offsets(group, timeline.clock)
-    everyones = group.gather(timeline.events)
+    gathered = group.gather(timeline.events)
 
     def write() -> None:
-        processes = split_waits([[TraceEvent(*row) for row in rows] for rows in everyones], ahead_s)
+        processes = split_waits([[TraceEvent(*row) for row in rows] for rows in gathered], ahead_s)
         titles = {rank: f"rank {rank}: {name}" for rank, name in enumerate(names or ())}
         trace = to_chrome(processes, titles)
         advice = "give a file in a folder with room that you may write to"

@@ -333,20 +333,20 @@ def _largest_out(m, bias, y, corner, first, tiles, o, s):
     output's tile `first` on.
     """
     for t in range(tiles):
-        part, out, place = m[t * o :], y[(first + t) * o :], corner[(first + t) * o :]
+        part, out, argmax = m[t * o :], y[(first + t) * o :], corner[(first + t) * o :]
         for i in range(o):
-            out[i], place[i] = largest_of(_results(part, i, s), bias[i])
+            out[i], argmax[i] = largest_of(_results(part, i, s), bias[i])
 
 
 @inlined
 def _largest_in(grad, corner, m, sums, first, tiles, o, s):
     """dM = A dY A^T, dY being grad at each window's winner; sums gains the sum of dY."""
     for t in range(tiles):
-        part, above, place = m[t * o :], grad[(first + t) * o :], corner[(first + t) * o :]
+        part, above, argmax = m[t * o :], grad[(first + t) * o :], corner[(first + t) * o :]
         for i in range(o):
-            _put_results(part, i, s, winner_of(above[i], np.int32(place[i])))
+            _put_results(part, i, s, winner_of(above[i], np.int32(argmax[i])))
         for i in range(o):
-            sums[i] += above[i] if place[i] < 4 else ZERO
+            sums[i] += above[i] if argmax[i] < 4 else ZERO
 
 
 @inlined
@@ -463,8 +463,8 @@ def winograd(
                 seen = some * (w // 2)
                 sums[:] = ZERO  # of these tiles alone: one sum over all tiles would round worse
                 if pooled:
-                    place = (first * (h // 2) + top) * (w // 2)
-                    _largest_in(grad, corner, m, sums, place, seen, o, tiles * o)
+                    at = (first * (h // 2) + top) * (w // 2)
+                    _largest_in(grad, corner, m, sums, at, seen, o, tiles * o)
                 else:
                     _each_in(grad, y, m, sums, first, top, some, h, w, o, tiles * o, floor)
                 for i in range(o):
@@ -531,12 +531,12 @@ def _add_row(patch, below, c, weight, s, o, sums):
 
 
 @inlined
-def _add_products(patch, below, c, above, place, s, o, to_weight):
+def _add_products(patch, below, c, above, argmax, s, o, to_weight):
     """Add one window and channel to the gradient of a kernel row."""
     p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
     q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
     for i in range(o):
-        y = winner_of(above[i], np.int32(place[i]))
+        y = winner_of(above[i], np.int32(argmax[i]))
         to_weight[i] += p0 * y[0] + p1 * y[1] + q0 * y[2] + q1 * y[3]
         to_weight[i + s] += p1 * y[0] + p2 * y[1] + q1 * y[2] + q2 * y[3]
         to_weight[i + 2 * s] += p2 * y[0] + p3 * y[1] + q2 * y[2] + q3 * y[3]
@@ -573,9 +573,9 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
                                 sums,
                             )
                     at = ((b * (h // 2) + r) * (w // 2) + t) * o
-                    out, place = y[at:], corner[at:]
+                    out, argmax = y[at:], corner[at:]
                     for i in range(o):
-                        out[i], place[i] = largest_of(
+                        out[i], argmax[i] = largest_of(
                             (sums[i], sums[i + o], sums[i + 2 * o], sums[i + 3 * o]), bias[i]
                         )
                     sums[:] = ZERO
@@ -594,7 +594,7 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
             for r in range(h // 2):
                 for t in range(w // 2):
                     at = ((b * (h // 2) + r) * (w // 2) + t) * o
-                    above, place = grad[at:], corner[at:]
+                    above, argmax = grad[at:], corner[at:]
                     for channel in range(c):
                         for k in range(3):
                             patch, row = (
@@ -602,10 +602,10 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
                                 3 * k * c + channel,
                             )
                             _add_products(
-                                patch, patch[step:], c, above, place, c * o, o, part[row * o :]
+                                patch, patch[step:], c, above, argmax, c * o, o, part[row * o :]
                             )
                     for i in range(o):
-                        part_bias[i] += above[i] if place[i] < DEAD else ZERO
+                        part_bias[i] += above[i] if argmax[i] < DEAD else ZERO
             for i in range(to_weight.size):
                 to_weight[i] += part[i]
             for i in range(o):

@@ -37,15 +37,15 @@ class Depthwise(Algorithm):
         for block, strips in self._blocks(xp, y):
             seen = windows(self._bordered(xp, x[block]), *self.spec[:2], self.spec.dilation)
             for rows, scratch in strips:
-                place = y[block, rows]
+                target = y[block, rows]
                 for number, (i, j) in enumerate(np.ndindex(self.spec.kernel)):
                     term = xp.multiply(
-                        seen[:, rows, :, i, j], kernels[i, j], out=scratch if number else place
+                        seen[:, rows, :, i, j], kernels[i, j], out=scratch if number else target
                     )
                     if number:
-                        xp.add(place, term, out=place)
+                        xp.add(target, term, out=target)
                 if bias is not None:
-                    xp.add(place, bias, out=place, casting="unsafe")
+                    xp.add(target, bias, out=target, casting="unsafe")
 
     def backward(
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients
@@ -75,8 +75,8 @@ class Depthwise(Algorithm):
                 dy, part = grad[block, rows], xp.empty((*self.spec.kernel, c), weight.dtype)
                 for i, j in np.ndindex(self.spec.kernel):
                     if out.x is not None:
-                        place = given[:, rows, :, i, j]
-                        xp.add(place, xp.multiply(dy, kernels[i, j], out=scratch), out=place)
+                        target = given[:, rows, :, i, j]
+                        xp.add(target, xp.multiply(dy, kernels[i, j], out=scratch), out=target)
                     if out.weight is not None:
                         term = xp.multiply(dy, seen[:, rows, :, i, j], out=scratch)
                         bias_grad(xp, term.reshape(term.size // c, c), part[i, j])

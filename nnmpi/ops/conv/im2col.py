@@ -257,11 +257,11 @@ class Im2col(Algorithm):
         for inputs, outputs in (
             _groups(spec, x.shape[3], weight.shape[3]) if out.weight is not None else ()
         ):
-            sent, place = grad[..., outputs], out.weight[..., outputs]  # type: ignore[index]
-            shape = (prod(place.shape[:3]), place.shape[3])  # (kh kw c / groups, o / groups)
-            # a group's outputs are not contiguous in `place`: a product cannot be written there
+            sent, target = grad[..., outputs], out.weight[..., outputs]  # type: ignore[index]
+            shape = (prod(target.shape[:3]), target.shape[3])  # (kh kw c / groups, o / groups)
+            # a group's outputs are not contiguous in `target`: a product cannot be written there
             total = ProductSum(
-                xp, place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
+                xp, target.reshape(shape) if spec.groups == 1 else xp.empty(shape, target.dtype)
             )
             columns = Columns(xp, x[..., inputs], spec, shape[1])
             for block in columns.blocks():
@@ -269,7 +269,7 @@ class Im2col(Algorithm):
                     total.add(matrix.T, _pixels(sent[block][:, rows]))
             summed = total.finish()
             if spec.groups > 1:
-                xp.copyto(place, summed.reshape(place.shape))
+                xp.copyto(target, summed.reshape(target.shape))
 
 
 class Im2colReluPool(Algorithm):
