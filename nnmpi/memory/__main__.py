@@ -50,7 +50,7 @@ SIGNS = {
     "I": "moves",
 }
 SIGNS |= {"D": "freed", "A": "freed"}
-LEGEND = """F forward, K forward and kept (small: again), B backward, D dropped after it came in
+LEGEND = """F forward, K forward and kept (small: again), B backward, D its input is dropped
 O begins to go out, A is away, I begins to come in"""
 MOST_LAYERS = 64  # that a page has room for
 POINTS = 11  # budgets from the least to an ordinary pass's
