@@ -408,7 +408,10 @@ def program_words(description: str, *more: tuple[str, Mapping[str, Any]]) -> arg
     """
     parser, given = Parser(description=description), argparse.Namespace()
     parser.add_argument(
-        "--simulate", type=positive_count, metavar="RANKS", help="run this many ranks in this process"
+        "--simulate",
+        type=positive_count,
+        metavar="RANKS",
+        help="run this many ranks in this process",
     )
     for word, keywords in more:
         parser.add_argument(word, **keywords)

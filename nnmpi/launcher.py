@@ -1,7 +1,7 @@
 """The launcher's environment variables: rank and size before MPI starts, and BLAS threads.
 
 Nothing here needs MPI. Rank and size are read before MPI is loaded, and compared with MPI's: an MPI
-library of another kind than the launcher reports a size of 1.
+library of a different kind from the launcher's reports a size of 1.
 
 A rank's BLAS gets one thread unless the environment sets another number. Otherwise every rank's
 BLAS starts a thread per core of the node, and the ranks starve one another: on busy cores two

@@ -287,7 +287,7 @@ _COLLECTIVES = (
         """Gossip: each rank ends with twice its own buffer plus each neighbour's.
 
         The neighbours are r - 1 and r + 1 on a ring. With two ranks, each ends with the sum of both
-        buffers.""",
+        buffers; a single rank keeps its own.""",
         near=True,
     ),
     _collective(

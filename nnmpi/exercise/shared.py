@@ -462,7 +462,7 @@ def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
     weights and gradient are flat. m, v and weights[mine] are this rank's parts; the rest of weights
     is undefined. Sum the gradients over the ranks, and change in place m, v and, on every rank, all
     of weights. The learning rate is 0.01, the betas are 0.9 and 0.999, epsilon is 1e-8 and is added
-    to the root; both moments are corrected for the bias at this step, which counts from 1. Send no
+    to the root; both moments are corrected for the bias of this step; step counts from 1. Send no
     more bytes than reduce_scatter and all_gather do.
     """
     weights, m, v, *gradients = arrays(*[(WEIGHTS,)] * (3 + group.size))
