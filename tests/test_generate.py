@@ -126,7 +126,7 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
         written(f"{folder} --prompt 1", 1, capfd)
     words = f"--model mlp --dataset iris --max-steps 1 --out {tmp_path / 'classes'}"
     simulate(lambda group: train(words.split(), group), 1)
-    with pytest.raises(UsageError, match="is a run of model mlp; only lstm or gpt can write"):
+    with pytest.raises(UsageError, match="is a run of model mlp; only lstm or gpt can generate"):
         written(f"{tmp_path / 'classes'} --prompt 1", 1, capfd)
 
 

@@ -329,7 +329,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
             "point = 4",
             "is not an assignment: .*point is not one of exercise, name, file, points",
         ),
-        ("points = 4", 'points = "many"', "'many' is given for of float"),
+        ("points = 4", 'points = "many"', "'many' is given for float"),
         ('needs = ["ring', 'needs = ["rong', "its needs names above it"),
         ('of = "ring"', 'of = "rang"', "of must be one of "),
         ('machine = "cluster"', 'machine = "cloister"', r"a machine \(cluster\)"),
@@ -399,7 +399,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
             "[machines]\nc = 3\n[machines.cluster]",
             "is not an assignment: 3 is given for",
         ),
-        ("ranks = 5", "ranks = 5\nweight = 2", "weight is none of ranks, microbatches"),
+        ("ranks = 5", "ranks = 5\nweight = 2", "weight is not one of ranks, microbatches"),
     ],
 )
 def test_an_assignment_that_means_nothing_is_refused(

@@ -125,14 +125,14 @@ def test_what_is_left_out_is_derived(asked: dict[str, int], shape: tuple[int, in
     ("world", "asked", "words"),
     [
         (8, (3, 2, 1), "8 ranks are not dp 3 x pp 2 x tp 1 = 6; these fit: dp 4 x pp 2 x tp 1, "),
-        (6, (None, 2, 2), "6 ranks are no multiple of pp 2 x tp 2 = 4"),
+        (6, (None, 2, 2), "6 ranks are not a multiple of pp 2 x tp 2 = 4"),
         (4, (2, None, None), "4 ranks are not dp 2 x pp 1 x tp 1 = 2"),
         (
             1,
             (1, 2, None),
-            "1 rank is no multiple of dp 1 x pp 2 = 2; these fit: dp 1 x pp 1 x tp 1",
+            "1 rank is not a multiple of dp 1 x pp 2 = 2; these fit: dp 1 x pp 1 x tp 1",
         ),
-        (6, (1, None, 1, None, 4), "6 ranks are no multiple of dp 1 x tp 1 x sp 4 = 4"),
+        (6, (1, None, 1, None, 4), "6 ranks are not a multiple of dp 1 x tp 1 x sp 4 = 4"),
         (8, (None, 0, None), "pp 0 is impossible; give at least 1"),
         (0, (None, None, None), "a world of 0 ranks is impossible; give at least 1"),
     ],
@@ -160,7 +160,7 @@ def test_what_fits_is_complete(world: int) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Mesh(2, -1, 1), "pp -1 does not exist"),
+        (lambda: Mesh(2, -1, 1), "pp -1 is impossible"),
         (lambda: Mesh(2, 1, 1, (0,)), "nodes are given for 1 ranks, but dp 2 x pp 1 x tp 1 has 2"),
         (lambda: Mesh(2).coordinates(2), "rank 2 is not one of dp 2 x pp 1 x tp 1 = 2 ranks"),
         (lambda: Mesh(2).coordinates(-1), "rank -1"),

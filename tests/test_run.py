@@ -262,7 +262,7 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
             " -n 2"
         ),
         "-n 2 -- --modle mlp": "--modle is not an option; did you mean --model",
-        "-n 3 -- --pp 2": "-n 3 is no multiple of the 2 ranks",
+        "-n 3 -- --pp 2": "-n 3 is not a multiple of the 2 ranks",
         "-n 2 -- --simulate 4": "--simulate trains in one process",
     }.items():
         with pytest.raises(UsageError) as error:

@@ -47,7 +47,7 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(
         ("--ranks 1 --simulate -- --max-steps 3", "fewer than 10 steps"),
         (
             "--ranks 1 --simulate --plot x.nothing -- --max-steps 10",
-            "x.nothing is no .svg, .png, .pdf",
+            "x.nothing must end in .svg, .png, .pdf",
         ),
     ],
 )

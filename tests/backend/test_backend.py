@@ -88,7 +88,7 @@ def test_ranks_that_share_a_device(pool: Any) -> None:
         backend.zeros(total // 4, np.uint8)
     explained = backend.explain(caught.value)
     assert "Fake device, device 0 has no room for 4 GB more" in str(explained)
-    assert "of the 3.6 GB that it may (90% of" in str(explained)
+    assert "of its limit of 3.6 GB (90% of" in str(explained)
 
 
 def test_a_limit_of_the_users(pool: Any) -> None:

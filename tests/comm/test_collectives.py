@@ -265,7 +265,7 @@ def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
         (lambda: group.bind(array, "ring", 0, "to-nobody"), "no collective 'to-nobody'"),
         (
             lambda: group.bind(array, NATIVE, 0, NEIGHBOUR_AVERAGE.name),
-            "no neighbour-average of its own",
+            "no native neighbour-average",
         ),
     ):
         assert words in told(UsageError, call)

@@ -112,7 +112,7 @@ def test_what_cannot_be_written() -> None:
             model(np.zeros((1, 2), np.int64))
     with nn.continued({}):
         model(np.zeros((1, CONTEXT), np.int64))
-        with pytest.raises(ShapeError, match=r"at most 9\), not \(1, 1\) behind 9 others"):
+        with pytest.raises(ShapeError, match=r"at most 9\), not \(1, 1\) after 9 others"):
             model(np.zeros((1, 1), np.int64))
 
     def prompts(group: Group) -> None:

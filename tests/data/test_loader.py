@@ -186,9 +186,9 @@ def test_all_threads_make_batches_at_once() -> None:
 
 
 def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
-    with pytest.raises(ShapeError, match="made 4 rows of float32 out of 5 rows of float32"):
+    with pytest.raises(ShapeError, match="made 4 rows of float32 from 5 rows of float32"):
         list(Loader(made_up(), 5, transform=lambda x, *_: x[1:]).epoch(0))
-    with pytest.raises(ShapeError, match="made 5 rows of float64 out of 5 rows of float32"):
+    with pytest.raises(ShapeError, match="made 5 rows of float64 from 5 rows of float32"):
         list(Loader(made_up(), 5, transform=lambda x, *_: x.astype(float)).epoch(0))
 
 
@@ -201,7 +201,7 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
         ({"workers": -1}, "workers is -1"),
         ({"microbatches": 0}, "microbatches is 0"),
         ({"dtype": "int64"}, "cannot be converted to int64"),
-        ({"partition": "halves"}, "partition halves does not exist"),
+        ({"partition": "halves"}, "partition halves is unknown"),
         ({"partition": "iid", "world": 24}, "partition iid shares 23 training samples"),
         (
             {"partition": "iid", "whole_microbatches": True},

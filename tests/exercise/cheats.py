@@ -371,13 +371,13 @@ def _wrong() -> Iterator[Cheat]:
         "200,000 of them, more than any right",
     )
     yield Cheat(
-        "cycles of floats", "gpipe-clock", "return [[(0.0, 0.0)]]", "is no .microbatch, stage."
+        "cycles of floats", "gpipe-clock", "return [[(0.0, 0.0)]]", "is not a .microbatch, stage."
     )
     yield Cheat(
         "a number that no float is",
         COST,
         "return 10**4000",
-        "and must give a number of seconds or bytes",
+        "must give a number of seconds or bytes",
     )
     yield Cheat(
         "the file to begin with", RING, EXERCISES[RING].starter(), "raised NotImplementedError"

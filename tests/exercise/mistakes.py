@@ -137,7 +137,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 
     named = r"with \d+ ranks and \d+ microbatches.*"
     yield "rank 1 forgets its last instruction", changed(right, without), rf"{named} missing"
-    yield "rank 0 does the first one twice", changed(right, twice), rf"{named} 0F0 is done 2 times"
+    yield "rank 0 does the first one twice", changed(right, twice), rf"{named} 0F0 occurs 2 times"
     yield (
         "stages of the next rank",
         changed(right, elsewhere),
@@ -169,7 +169,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         yield (
             "the warm-up is not cut at the number of microbatches",
             long_warm_up,
-            rf"{named}0F0 is done",
+            rf"{named}0F0 occurs",
         )
         yield "GPipe", solutions.gpipe, r"rank \d keeps \d activations at once, and \d are enough"
     if name == "zero-bubble":

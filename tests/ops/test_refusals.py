@@ -109,9 +109,9 @@ REFUSED = {
             [(1, 2, 6), 1],
             {"dropout": 1.0, **MASK_KEY},
             UsageError,
-            r"in \[0, 1\) with a mask_key and .* not",
+            r"in \[0, 1\) with a mask_key and without",
         ),
-        ([(1, 2, 6), 1], {"dropout": 0.5}, UsageError, r"in \[0, 1\) with a mask_key and .* not"),
+        ([(1, 2, 6), 1], {"dropout": 0.5}, UsageError, r"in \[0, 1\) with a mask_key and without"),
     ],
     nn.CausalSelfAttention: [
         ([4, 2], {"dropout": 1.5}, UsageError, r"dropout's p is a probability .* not 1.5")
@@ -163,7 +163,7 @@ REFUSED = {
             r"logits \(3, 3\) needs labels of shape \(3,\), not \(2,\)",
         ),
         ([(3, 3), np.eye(3, dtype=int)], {}, ShapeError, r"not \(3, 3\)"),
-        ([(), []], {}, DtypeError, "integer labels, not float64; yes or no .* bce"),
+        ([(), []], {}, DtypeError, "integer labels, not float64; .* the loss bce"),
         ([(), 0], {}, ShapeError, r"logits \(\)"),
         ([(1, 0), [0]], {}, ShapeError, r"logits \(1, 0\)"),
         ([(3, 3), [0, 3, 7]], {}, ShapeError, r"label 3 at row 1 is outside 0\.\.2$"),

@@ -422,7 +422,7 @@ MEANS: dict[str, Any] = {
 def test_one_number_is_no_loss(layout: Layout, name: str) -> None:
     """It may be a mean over this rank's rows, which would be divided a second time."""
     with pytest.raises(
-        UsageError, match="gave one number for labels of shape .* one value for each label"
+        UsageError, match="returned one number for labels of shape .* one value for each label"
     ):
         simulate(
             lambda group: _losses(group, layout, MEANS[name]), (layout.dp or 1) * (layout.pp or 1)

@@ -116,7 +116,7 @@ def test_what_a_module_may_not_do(name: str) -> None:
             Layout(sp=6),
             ("ulysses shards heads, .* per rank: 5 heads; sp up to 5 fits, or sp attention r"),
         ),
-        (Layout(sp=2, tp=3), "for each rank of 1 head on a rank of tp 3; sp 1 fits"),
+        (Layout(sp=2, tp=3), "per rank: 1 head on a rank of tp 3; sp 1 fits"),
         (
             Layout(sp=4, dp=2),
             "6 ranks are not dp 2 x pp 1 x tp 1 x sp 4 = 8; these fit: dp 2 x pp 1 x tp 1 x sp 3, ",

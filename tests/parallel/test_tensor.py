@@ -149,7 +149,7 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
         lambda: nn.Sequential(nn.Linear(2, 2)),
         {"0": H},
         (
-            "'0' is of Linear, which Sharding.ROWS does not cut; choose Sharding.COLUMN, VOCAB, ROW"
+            "'0' has type Linear, which Sharding.ROWS does not cut; choose Sharding.COLUMN, VOCAB, ROW"
             " or REPLICATED"
         ),
     ),
@@ -168,7 +168,7 @@ REFUSED: list[tuple[Callable[[], Module], dict[str, Sharding], str]] = [
         {"0": C},
         "cannot infer the images' size",
     ),
-    (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C, "1": R}, "cut it in two ways"),
+    (lambda: tied(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": C, "1": R}, "cut it in different ways"),
 ]
 
 

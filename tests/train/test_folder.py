@@ -45,12 +45,14 @@ def test_a_place_that_the_system_refuses_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        UsageError, match=r"--out .*aaa cannot be written \(File name too long\); give a folder"
+        UsageError,
+        match=r"--out .*aaa cannot be written \(File name too long\); give a writable folder",
     ):
         RunFolder(tmp_path / ("a" * 300)).check_free()
     lock(tmp_path, monkeypatch)
     with pytest.raises(
-        UsageError, match=r"--out .*/y cannot be written \(Permission denied\); give a folder"
+        UsageError,
+        match=r"--out .*/y cannot be written \(Permission denied\); give a writable folder",
     ):
         RunFolder(tmp_path / "y").check_free()
     with pytest.raises(

@@ -174,7 +174,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--resume absent", "--resume absent: there is no run "),
         (
             f"--resume {'a' * 300}",
-            f"--resume {'a' * 300} cannot be read (File name too long); give the folder of a run",
+            f"--resume {'a' * 300} cannot be read (File name too long); give a readable run",
         ),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(
 ) -> None:
     lock(tmp_path, monkeypatch)
     with pytest.raises(
-        UsageError, match=r"^--resume .*/run cannot be read \(Permission denied\); give the folder"
+        UsageError, match=r"^--resume .*/run cannot be read \(Permission denied\); give a readable"
     ):
         parse(["--resume", str(tmp_path / "run")])
 

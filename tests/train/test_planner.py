@@ -310,7 +310,7 @@ def test_values_between_rows_are_on_straight_lines(
     [
         ("fit", 2, "no fit"),
         ("token-ring", 1, "'token-ring' is not understood"),
-        ("gbit=1", 3, "each of 3 nodes"),
+        ("gbit=1", 3, "over 3 nodes"),
     ],
 )
 def test_networks_that_there_are_not_are_refused(word: str, nodes: int, match: str) -> None:

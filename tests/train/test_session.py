@@ -452,7 +452,7 @@ def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> N
             {"rows": 40},
             (
                 "of a run with 80 training samples, but the data set now gives 32; resume with the"
-                " data"
+                " original data"
             ),
         ),
         (

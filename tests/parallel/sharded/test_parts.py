@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "LayerNorm averages over whole rows",
     ),
     "a sum": (lambda m, x: m.wide(x).sum(-1, keepdims=True) + x, "Sum needs all elements"),
-    "torn": (lambda m, x: m.wide(x).reshape(-1, 2, 9), "Reshape of .* tears"),
+    "torn": (lambda m, x: m.wide(x).reshape(-1, 2, 9), "Reshape of .* splits"),
     "a slice": (lambda m, x: m.wide(x)[..., :4], "not whole groups"),
     "its weight": (lambda m, x: m.narrow(x @ m.wide.weight), "cannot be used directly"),
     "its layers": (lambda m, x: m.mlp[0](x), "cannot be used directly"),
