@@ -308,7 +308,7 @@ def test_images_and_labels_come_as_they_are(idx_folder: Path, idx_parts: dict[st
     [
         (lambda good: b"", "empty"),
         (lambda good: good[:10], "not an IDX file"),
-        (lambda good: good[:-1], "promises 300 bytes of values .10 x 6 x 5. but 299 follow"),
+        (lambda good: good[:-1], "promises 300 bytes of values .10 x 6 x 5.*but 299 follow"),
         (lambda good: good + b"\0", "but 301 follow"),
         (lambda good: altered(good, 0, 1), "not an IDX file"),
         (lambda good: altered(good, 2, 13), "not an IDX file of bytes"),

@@ -340,7 +340,7 @@ DEFECTS: dict[str, list[Mistake]] = {
             changed(
                 right.gpipe_clock, lambda found, *_: [[(s, m) for m, s in each] for each in found]
             ),
-            r"comes before|is no \(microbatch, stage\)|has another microbatch",
+            r"comes before|is not a \(microbatch, stage\)|has another microbatch",
         ),
         ("no lists", lambda s, m: s * m, "give a list of lists"),
         (

@@ -109,9 +109,9 @@ REFUSED = {
             [(1, 2, 6), 1],
             {"dropout": 1.0, **MASK_KEY},
             UsageError,
-            r"in \[0, 1\) with a mask_key and without",
+            r"in \[0, 1\), with a mask_key and without",
         ),
-        ([(1, 2, 6), 1], {"dropout": 0.5}, UsageError, r"in \[0, 1\) with a mask_key and without"),
+        ([(1, 2, 6), 1], {"dropout": 0.5}, UsageError, r"in \[0, 1\), with a mask_key and without"),
     ],
     nn.CausalSelfAttention: [
         ([4, 2], {"dropout": 1.5}, UsageError, r"dropout's p is a probability .* not 1.5")

@@ -145,7 +145,7 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
         (LayoutError, "fused update cannot be combined with Muon", fused),
         (
             UsageError,
-            "with asp a server updates flat arrays, and Muon takes whole matrices; give sync bsp",
+            "with asp a server updates flat arrays, but Muon takes whole matrices; give sync bsp",
             served,
         ),
         (
