@@ -1,6 +1,6 @@
 """The commands' common parts: options, help, and output of one rank only.
 
-The options of a large command are the fields of dataclasses, one dataclass per group in the help:
+The options of a command are the fields of dataclasses, one dataclass per group in the help:
 
     @dataclass(frozen=True)
     class ModelConfig:
@@ -13,14 +13,9 @@ The options of a large command are the fields of dataclasses, one dataclass per 
         clip: float | None = None                             --clip 0.5, --clip None
 
 `options_of` lists them, `read_words` parses a command line, `convert` checks a value from a file.
-
-Smaller commands use a `Parser`: argparse, with the package's errors and help width. The two readers
-stay apart. argparse alone has subcommands and positional arguments. `read_words` alone takes types
-from annotations, shares the conversion with TOML files and prints help by topic; on top of argparse
-these would take as much code as they do now.
+`read_command` also reads the paths of a command, and makes its dataclasses.
 """
 
-import argparse
 import ast
 import difflib
 import inspect
@@ -29,19 +24,19 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from io import StringIO
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from textwrap import dedent, wrap
 from typing import (
     Any,
     Literal,
-    NoReturn,
     TextIO,
     TypeAlias,
+    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -56,13 +51,14 @@ from nnmpi.launcher import read_launch
 from nnmpi.units import Bytes, Every, format_duration
 from nnmpi.version import VERSION
 
+T = TypeVar("T")
 Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
 
 HELP_WIDTH = 80  # characters; under MPI, the terminal's width is unknown to every rank
 # Not a flag: a negative number, and text with spaces that begins with a dash.
 FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
 EXAMPLE = (" ", "python -m ", "mpirun ")  # prefixes of example lines, which `folded` leaves alone
-MOST_DIGITS = 12  # of a number of ranks, layers, microbatches
+MOST = 1e12  # of ranks, layers, microbatches
 HELP_INDENT = 26  # the column of the explanations
 
 # types of options: their values in the help, and their name in a sentence
@@ -97,59 +93,6 @@ SYNONYMS = {
 }
 
 
-class _Help(argparse.HelpFormatter):
-    """argparse's help in HELP_WIDTH columns; example lines of a description are not wrapped."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=HELP_WIDTH)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        # A module's docstring begins with `command`, which the usage line names already.
-        text = re.sub(r"^`[^`]*`: ", "", text.strip())
-        return folded(text[:1].upper() + text[1:])
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises UsageError instead of ending the program."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"formatter_class": _Help, **options})
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            return action.type(arg_string) if callable(action.type) else arg_string
-        except ValueError as error:
-            # The errors of int and float are not sentences.
-            wrong = (
-                f"{arg_string!r} is not {PLAIN[action.type][1]}"
-                if action.type in PLAIN
-                else str(error)
-            )
-            raise argparse.ArgumentError(action, wrong) from None
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, after refusing other programs' names of options.
-
-        argparse would read such a name as an abbreviation, or refuse it without a suggestion. A
-        command line that ends with another command's words (REMAINDER) is not checked.
-        """
-        known = self._option_string_actions
-        has_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
-        for written in [] if has_rest else [word.partition("=")[0] for word in args or ()]:
-            is_synonym = (
-                written.startswith("--")
-                and written not in known
-                and written[2:].replace("-", "_") in SYNONYMS
-            )
-            if is_synonym and (near := suggest(written, known)):
-                self.error(f"{written} is not an option{near}")
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a UsageError with the message and a hint at --help."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
 def folded(text: str) -> str:
     """Return a text with paragraphs wrapped to HELP_WIDTH; paragraphs of EXAMPLE lines stay."""
     paragraphs = []
@@ -162,15 +105,6 @@ def folded(text: str) -> str:
             else "\n".join(wrap(paragraph, HELP_WIDTH, break_on_hyphens=False))
         )
     return "\n\n".join(paragraphs)
-
-
-def positive_count(text: str) -> int:
-    """Parse an integer of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{text!r} is not a whole number of at least 1")
-    if len(text) > MOST_DIGITS:
-        raise UsageError(f"{shortened(text)} is too large a number")
-    return int(text)
 
 
 LONG_S, MOST_S = 10.0, 3600.0
@@ -228,8 +162,41 @@ class Option:
 
 
 def flag_of(name: str) -> str:
-    """Return an option's spelling on the command line: "batch_size" -> "--batch-size"."""
-    return f"--{name.replace('_', '-')}"
+    """Return an option's spelling on the command line: "batch_size" -> "--batch-size".
+
+    A field whose name would be a keyword of Python ends in an underscore.
+    """
+    return f"--{name.rstrip('_').replace('_', '-')}"
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise a UsageError with this sentence unless the condition holds."""
+    if not holds:
+        raise UsageError(sentence)
+
+
+def check_numbers(
+    section: Any, names: str, least: float, below: float = inf, above: bool = False
+) -> None:
+    """Refuse options below `least`, or not below `below`; text and None pass, NaN does not.
+
+    Args:
+        section: of the options.
+        names: of the options, separated by spaces.
+        least, below: the bounds.
+        above: whether `least` itself is refused.
+
+    Raises:
+        UsageError: with the option, its value and the bounds.
+    """
+    for name in names.split():
+        value = getattr(section, name)
+        if isinstance(value, int | float):
+            kind = "whole number" if isinstance(value, int) else "finite number"
+            bound = f"{kind} above {least:g}" if above else f"{kind}, {least:g} or more"
+            limit = "" if below == inf else f", and below {below:g}"
+            fits = (least < value if above else least <= value) and value < below
+            require(fits, f"{flag_of(name)} is {value}; give a {bound}{limit}")
 
 
 def options_of(section: type) -> list[Option]:
@@ -244,8 +211,9 @@ def read_words(
     program: str,
     description: str,
     first: Collection[str] = (),
+    names: str = "",
 ) -> dict[str, Any]:
-    """Return {name: value} of the options on a command line; of repeated ones the last counts.
+    """Return {name: value} of a command line's options and paths; the last of equal options counts.
 
     Args:
         words: of the command line, without the program.
@@ -254,22 +222,27 @@ def read_words(
         description: the command's purpose, for its help.
         first: names of the options that --help prints; empty for all. Otherwise `--help all` prints
             all, and `--help NAME` the group of an option.
+        names: of the paths, such as "RUN [FILE]"; those in brackets may be missing. With paths each
+            option takes at most one word.
 
     Raises:
         HelpAsked: for -h or --help, even beside wrong words.
-        UsageError: for an unknown option, an invalid value, and an unknown NAME after --help.
+        UsageError: for an unknown option, an invalid value, a missing path, and an unknown NAME
+            after --help.
     """
     if {"-h", "--help"} & {*words}:
         at = min(words.index(item) for item in ("-h", "--help") if item in words)
-        raise HelpAsked(_help_on((*words, "")[at + 1], options, program, description, first))
+        usage = f"{program} {names}".rstrip()
+        raise HelpAsked(_help_on((*words, "")[at + 1], options, usage, description, first))
     if "--version" in words:
         raise HelpAsked(f"nnmpi {VERSION}")
     known = {
         flag: option
         for option in options
-        for flag in (option.flag, option.negation)
+        for flag in (option.flag, option.negation, "-n" if option.name == "ranks" else None)
         if flag is not None
     }
+    places, paths = names.split(), list[str]()
     taken: dict[str, tuple[str, list[str]]] = {}
     # Every word up to the next flag belongs to the option. `_read` checks their number, so that
     # the error can name the expected type.
@@ -280,16 +253,81 @@ def read_words(
         if option := known.get(written.replace("_", "-")):
             behind = [] if value is None else [value]
             taken[option.name] = written, behind
+            room = int(option.type is not bool)
+        elif not parts and len(paths) < len(places) and (behind is None or len(behind) == room):
+            paths.append(word)
         elif parts or behind is None:
             near = suggest(written, known) or "; options begin with -- and are listed by --help"
             raise UsageError(f"{shortened(written)} is not an option{near}")
         else:
             behind.append(word)
-    return {
+    if len(paths) < len([place for place in places if not place.startswith("[")]):
+        raise UsageError(
+            f"give {names} first and then the options, not {' '.join(paths) or 'only options'}"
+        )
+    return dict(zip(places, paths, strict=False)) | {
         option.name: _read(option, *taken[option.name])
         for option in options
         if option.name in taken
     }
+
+
+def make_section(section: type[T], values: Mapping[str, Any]) -> T:
+    """Return a section with its options among the values, and defaults otherwise.
+
+    Raises:
+        UsageError: for missing options, of fields without a default.
+    """
+    options = options_of(section)
+    absent = [item.flag for item in options if item.default is MISSING and item.name not in values]
+    require(not absent, f"required: {', '.join(absent)}")
+    return section(**{item.name: values[item.name] for item in options if item.name in values})
+
+
+def read_command(
+    names: str, program: str, description: str, sections: Sequence[type[Any]], words: Sequence[str]
+) -> tuple[Any, ...]:
+    """Return a command's paths, None for a missing one, followed by its sections of options.
+
+    Args:
+        names: of the paths, see `read_words`.
+        program, description: for --help.
+        sections: dataclasses of options, with distinct names.
+        words: of the command line.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values, and a missing path.
+    """
+    known = [item for section in sections for item in options_of(section)]
+    given = read_words(words, known, program, description, names=names)
+    paths = (Path(given[name]) if name in given else None for name in names.split())
+    return *paths, *(make_section(section, given) for section in sections)
+
+
+def take_command(
+    words: Sequence[str], program: str, description: str, commands: Mapping[str, str]
+) -> tuple[str, Sequence[str]]:
+    """Return the command that the first word names, and the words behind it.
+
+    Args:
+        words: of the command line.
+        program, description: for --help.
+        commands: {name: explanation}.
+
+    Raises:
+        HelpAsked: for -h or --help, and without words.
+        UsageError: for an unknown command.
+    """
+    name, *rest = words or ["--help"]
+    if name in ("-h", "--help"):
+        lines = [line for item in commands.items() for line in entry(*item)]
+        usage = f"usage: {program} COMMAND [-h] [OPTIONS]"
+        raise HelpAsked("\n".join([usage, "", _opening(description), "", *lines]))
+    if name not in commands:
+        near = suggest(name, commands) or f"; give {', '.join(commands)}"
+        raise UsageError(f"{shortened(name)} is not a command{near}")
+    return name, rest
 
 
 def convert(value: Any, option: Option, where: str) -> Any:
@@ -380,13 +418,11 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
     speaks = launch is None or launch.rank == 0
     console = Console(quiet=not speaks)
     try:
-        # The other ranks' standard output is redirected because argparse prints its help itself.
-        with nullcontext() if speaks else redirect_stdout(StringIO()):
-            try:
-                text = main(sys.argv[1:])
-            except HelpAsked as request:
-                text = str(request)
-            console.say(*filter(None, [text]))
+        try:
+            text = main(sys.argv[1:])
+        except HelpAsked as request:
+            text = str(request)
+        console.say(*filter(None, [text]))
         console.check()
     except (NnmpiError, OSError) as caught:
         if not isinstance(error := translated(caught), NnmpiError):
@@ -397,27 +433,32 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
     return 0
 
 
-def program_words(description: str, *more: tuple[str, Mapping[str, Any]]) -> argparse.Namespace:
-    """Parse the arguments of an example program: `--simulate RANKS` and its own.
+@dataclass(frozen=True)
+class ProgramConfig:
+    """The ranks of an example program."""
 
-    Help and wrong words end the program.
+    simulate: int | None = None
+    """Run this many ranks in this process."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "simulate", 1)
+
+
+def program_words(description: str, section: type[Any] = ProgramConfig) -> Any:
+    """Return the options of an example program. Help and wrong words end the program.
 
     Args:
         description: of the program, for its help.
-        more: its other arguments, each with its keywords for `add_argument`.
+        section: of its options.
     """
-    parser, given = Parser(description=description), argparse.Namespace()
-    parser.add_argument(
-        "--simulate",
-        type=positive_count,
-        metavar="RANKS",
-        help="run this many ranks in this process",
-    )
-    for word, keywords in more:
-        parser.add_argument(word, **keywords)
-    if status := say(lambda words: "" * bool(parser.parse_args(words, given))):
-        sys.exit(status)
-    return given
+    given: list[Any] = []
+
+    def read(words: Sequence[str]) -> str:
+        given.extend(read_command("", Path(sys.argv[0]).name, description, (section,), words))
+        return ""
+
+    status = say(read)
+    return given[0] if given else sys.exit(status)
 
 
 class Console:
@@ -567,7 +608,7 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
     lines = [
         f"usage: {program} [-h] [OPTIONS]",
         "",
-        folded(description),
+        _opening(description),
         "",
         *entry("-h, --help", "Print this help."),
         *entry("--version", "Print the version."),
@@ -581,6 +622,15 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
                 default = _show_default(option, text)
                 lines += entry(_form(option), f"{text.rstrip('.')}{default}." if default else text)
     return "\n".join(lines)
+
+
+def _opening(description: str) -> str:
+    """Return a description for the help.
+
+    A module's docstring begins with `command`, which the usage line names already.
+    """
+    text = re.sub(r"^`[^`]*`: ", "", description.strip())
+    return folded(text[:1].upper() + text[1:])
 
 
 def entry(form: str, text: str) -> list[str]:
@@ -609,6 +659,8 @@ def _form(option: Option) -> str:
 def _show_default(option: Option, text: str) -> str:
     """Return the default in brackets, or "" if the explanation states it."""
     value = option.default
+    if value is MISSING:
+        return " (required)"
     if value is None or value == "":
         return "" if "default" in text or "without" in text.lower() else " (default: none)"
     if isinstance(value, bool):

@@ -11,7 +11,6 @@ starts.jsonl             the last start: older files belong to earlier starts
 checkpoints/             the states to resume from
 """
 
-import argparse
 import os
 import platform
 import re
@@ -31,7 +30,7 @@ import threadpoolctl
 from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
-from nnmpi.command import Parser, say
+from nnmpi.command import read_command, say
 from nnmpi.errors import CheckpointError, counted, name_ranks
 from nnmpi.files import is_locked, parse_json, read_json, read_text
 from nnmpi.launcher import read_launch, usable_cores
@@ -41,6 +40,7 @@ from nnmpi.train.log import describe_measures
 from nnmpi.train.signature import versions
 from nnmpi.units import format_bytes
 
+PROGRAM = "python -m nnmpi.doctor"
 DESCRIPTION = """With RUN: diagnose a run and say what to do. Without: describe this machine and its
 MPI, and what is slow or wrong with them: mpirun -n 4 python -m nnmpi.doctor. (python -m
 nnmpi.verify checks whether ranks compute what one rank does.)"""
@@ -56,11 +56,9 @@ def main(words: Sequence[str]) -> str:
         UsageError: for a folder without a run.
         LaunchError: when MPI cannot be started.
     """
-    parser = Parser("python -m nnmpi.doctor", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("run", nargs="?", metavar="RUN", type=Path, help="the folder of a run")
-    options: argparse.Namespace = parser.parse_args(words)
-    if options.run is not None:
-        return str(diagnose(options.run))
+    (run,) = read_command("[RUN]", PROGRAM, DESCRIPTION, (), words)
+    if run is not None:
+        return str(diagnose(run))
     group = start()
     group.comm.world.watch(WARNING_S, LIMIT_S)
     by_rank = inspect_machine(group)

@@ -15,6 +15,7 @@ import numpy as np
 from nnmpi.backend.array import Integers
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
+from nnmpi.command import check_numbers, read_command
 from nnmpi.compose.inference import Inference
 from nnmpi.compose.losses import ERRORS, DeviceBatch, SumCrossEntropy, SumError
 from nnmpi.compose.stats import Totals
@@ -23,8 +24,8 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import DataError
 from nnmpi.files import write_atomically
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.train.cli import OpeningConfig, launch_command, parse_together, read_command
-from nnmpi.train.config import Config, check_numbers
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
+from nnmpi.train.config import Config
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.log import describe_result, measures_of
 from nnmpi.train.run import Run

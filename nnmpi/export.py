@@ -10,9 +10,10 @@ import numpy as np
 
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.command import read_command
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.models.torch_weights import write_torch
-from nnmpi.train.cli import launch_command, parse_together, read_command
+from nnmpi.train.cli import launch_command, parse_together
 from nnmpi.train.config import to_json
 from nnmpi.train.run import load
 from nnmpi.train.signature import to_metadata

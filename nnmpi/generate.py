@@ -11,15 +11,12 @@ import numpy as np
 import nnmpi.clock as clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.command import check_numbers, read_command, require
 from nnmpi.compose.inference import TokenGenerator, choose_token
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import OpeningConfig, launch_command, parse_together, read_command
-from nnmpi.train.config import (
-    SEQUENCE_MODELS,
-    check_numbers,
-    require,
-)
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
+from nnmpi.train.config import SEQUENCE_MODELS
 
 PROGRAM = "python -m nnmpi.generate"
 DESCRIPTION = """Generate text with a language model: python -m nnmpi.generate RUN --prompt TEXT.

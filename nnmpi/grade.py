@@ -67,10 +67,10 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from nnmpi.command import Parser, positive_count, printable, say
+from nnmpi.command import check_numbers, printable, read_command, say
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
 from nnmpi.exercise.exercise import Exercise, Setting
 from nnmpi.exercise.exercises import EXERCISES, POWERS, SHAPES
@@ -580,45 +580,41 @@ FORMATS: Mapping[str, Callable[[Assignment, Sequence[Grade]], str]] = MappingPro
 )
 
 
+@dataclass(frozen=True)
+class GradeConfig:
+    """Grading and output."""
+
+    starter: bool = False
+    """Write starter files into DIR."""
+    json: Path | None = None
+    """File for all results, with sentences and drawings."""
+    format: Literal["table", "gradescope", "classroom50", "junit", "json"] = "table"
+    """Output format."""
+    as_: Literal["one", "class"] | None = None
+    """How to read DIR if it could be one submission, and a class's folder (default: refuse)."""
+    jobs: int = 2
+    """Submissions graded in parallel."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "jobs", 1)
+
+
 def main(words: Sequence[str]) -> str:
     """Return the grades as text.
 
     Raises:
         UsageError: for an invalid assignment or submission.
     """
-    parser = Parser(
-        "python -m nnmpi.grade", description=(__doc__ or "").split("An assignment is")[0]
+    description = (__doc__ or "").split("An assignment is")[0]
+    file, path, given = read_command(
+        "ASSIGNMENT.toml DIR_OR_FILE", "python -m nnmpi.grade", description, (GradeConfig,), words
     )
-    parser.add_argument("assignment", type=Path, metavar="ASSIGNMENT.toml", help="the assignment")
-    parser.add_argument(
-        "submission",
-        type=Path,
-        metavar="DIR_OR_FILE",
-        help="a submission, or a folder of submissions",
-    )
-    parser.add_argument("--starter", action="store_true", help="write starter files into DIR")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write all results there, with sentences and drawings",
-    )
-    parser.add_argument(
-        "--format", choices=FORMATS, default="table", help="output format (default: table)"
-    )
-    parser.add_argument(
-        "--as", choices=(ONE, CLASS), dest="kind", help="how to read DIR if it could be both"
-    )
-    parser.add_argument(
-        "--jobs", type=positive_count, default=2, help="submissions graded in parallel (default: 2)"
-    )
-    given = parser.parse_args(words)
-    assignment = read_assignment(given.assignment)
+    assignment = read_assignment(file)
     if given.starter:
-        return "\n".join(write_starter(assignment, given.submission))
-    kind = given.kind or ONE * (given.format in ("gradescope", "classroom50"))
-    submissions = find_submissions(assignment, given.submission, kind)
-    grades = grade_class(assignment, given.assignment, submissions, given.jobs)
+        return "\n".join(write_starter(assignment, path))
+    kind = given.as_ or ONE * (given.format in ("gradescope", "classroom50"))
+    submissions = find_submissions(assignment, path, kind)
+    grades = grade_class(assignment, file, submissions, given.jobs)
     text = FORMATS[given.format](assignment, grades)
     if given.json is not None:
         with raised_as(UsageError, f"{given.json} cannot be written"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import flag_of
+from nnmpi.command import check_numbers, flag_of, require
 from nnmpi.errors import counted
 from nnmpi.memory.ledger import KINDS
 from nnmpi.train.build import build_full_model
@@ -22,8 +22,6 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
     RunConfig,
-    check_numbers,
-    require,
 )
 from nnmpi.train.inputs import SampleConfig, load_samples, match_loss
 from nnmpi.train.planner.network import PlannedNetwork, take_network

@@ -17,10 +17,11 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
+from nnmpi.command import read_command
 from nnmpi.data import images
 from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.errors import DataError, UsageError, raised_as
-from nnmpi.train.cli import OpeningConfig, launch_command, parse_together, read_command
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature

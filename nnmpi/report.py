@@ -11,12 +11,13 @@ one file with its data and scripts inside (see nnmpi.pages); bokeh draws its cur
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
-from nnmpi.command import Parser, say
+from nnmpi.command import read_command, say
 from nnmpi.compose.stats import PARTS, ROUNDING
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.files import foreign, read_json
@@ -49,37 +50,39 @@ RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
 _MEMORY = "memory_"
 
 
+@dataclass(frozen=True)
+class ReportConfig:
+    """Output."""
+
+    out: Path | None = None
+    """The page (default: RUN/report.html)."""
+    tensorboard: Path | None = None
+    """Folder to write the metrics to for TensorBoard, too."""
+
+
 def main(words: Sequence[str]) -> str:
     """Write the page, and return a sentence with its path.
 
     Raises:
         UsageError: without a run, for unreadable files, and for a page that cannot be written.
     """
-    parser = Parser("python -m nnmpi.report", description=__doc__)
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html)"
+    run, options = read_command(
+        "RUN", "python -m nnmpi.report", __doc__ or "", (ReportConfig,), words
     )
-    parser.add_argument(
-        "--tensorboard", type=Path, metavar="FOLDER", help="also write its metrics for TensorBoard"
-    )
-    options = parser.parse_args(words)
-    file = options.out or options.run / "report.html"
+    file = options.out or run / "report.html"
     if options.out is None and file.is_symlink():
         raise UsageError(f"{file} is a link, which may lead anywhere; remove it, or give --out")
     if options.tensorboard is not None:
-        read_run(options.run, str(options.run))
-        write_events(options.tensorboard, read_metrics(RunFolder(options.run).metrics))
-    result, library, hint = gather(options.run), "", "; for its curves: pip install bokeh"
+        read_run(run, str(run))
+        write_events(options.tensorboard, read_metrics(RunFolder(run).metrics))
+    result, library, hint = gather(run), "", "; for its curves: pip install bokeh"
     if find_spec("bokeh"):
         from bokeh.resources import Resources
 
         library, hint = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), ""
-        with foreign(
-            RunFolder(options.run).metrics, UsageError, "the numbers of the run cannot be drawn"
-        ):
+        with foreign(RunFolder(run).metrics, UsageError, "the numbers of the run cannot be drawn"):
             result["charts"] = draw(result)
-    write_page(file, "run", f"run {options.run.resolve().name}", result, library)
+    write_page(file, "run", f"run {run.resolve().name}", result, library)
     return f"{file} shows the run in a browser{hint}"
 
 

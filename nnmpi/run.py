@@ -33,13 +33,13 @@ from shlex import quote
 from types import FrameType
 
 from nnmpi.comm.mpi.shutdown import STALLED
-from nnmpi.command import options_of, printable, read_words, say
+from nnmpi.command import check_numbers, printable, read_command, say
 from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
 from nnmpi.files import appending, read_json
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of, remove_segments
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
-from nnmpi.train.config import all_options, check_numbers, make_section
+from nnmpi.train.config import all_options
 from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, install_handlers, restore_handlers
 
@@ -440,15 +440,12 @@ def main(words: Sequence[str]) -> str:
     """
     at = [*words, "--"].index("--")
     train = words[at + 1 :]
-    local = ["--ranks" if word == "-n" else word for word in words[:at]]
-    if misplaced := {*local} & {item.flag for item in all_options().values()}:
+    if misplaced := {*words[:at]} & {item.flag for item in all_options().values()}:
         raise UsageError(
             f"{min(misplaced)} is an option of the train command; write it after --, as in"
             f" {PROGRAM} -n 2 -- ..."
         )
-    options = make_section(
-        SupervisorConfig, read_words(local, options_of(SupervisorConfig), PROGRAM, DESCRIPTION)
-    )
+    (options,) = read_command("", PROGRAM, DESCRIPTION, (SupervisorConfig,), words[:at])
     config = parse(train)
     if config.sync.simulate:
         raise UsageError(

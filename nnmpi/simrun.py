@@ -8,12 +8,12 @@ It names, with ranks and lines: deadlocks, mismatched collectives, messages that
 never received, and arrays changed while they are being sent.
 """
 
-import argparse
 import io
 import random
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from importlib.util import module_from_spec
 from pathlib import Path
 from traceback import print_exception
@@ -23,16 +23,37 @@ from typing import Any
 import numpy as np
 from numpy.random import mtrand
 
-from nnmpi.comm.fit import NETWORK_HELP, parse_network
+from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.mpi_front import Wire, make_modules
 from nnmpi.comm.simulated.scheduler import Scheduler
 from nnmpi.comm.simulated.simulated_comm import EAGER_BYTES, MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
-from nnmpi.command import Parser, positive_count, say
+from nnmpi.command import FLAG, MOST, check_numbers, read_command, say
 from nnmpi.errors import CommError, UsageError, counted, raised_as
-from nnmpi.units import format_bytes, format_seconds, parse_bytes
+from nnmpi.units import Bytes, format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """The simulation."""
+
+    ranks: int = 4
+    """Number of ranks; also -n."""
+    network: str = ""
+    """The links, such as alpha_us=50,gbit=1, or the file of a fit; prints seconds and bytes
+    (default: messages take no time).
+    """
+    seed: int = 0
+    """Decides the order of ranks and of arrivals."""
+    seeds: int = 1
+    """Run with this many seeds and compare the outputs."""
+    eager: Bytes = Bytes(str(EAGER_BYTES))
+    """Bytes of the largest eager message, such as 64k."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "ranks seeds", 1, MOST)
 
 
 class RankGlobals:
@@ -118,7 +139,7 @@ class Interpreter(io.TextIOBase):
 
 
 def run_program(
-    given: argparse.Namespace, seed: int, stream: Any
+    program: Path, args: Sequence[str], given: SimulationConfig, seed: int, stream: Any
 ) -> tuple[SimulatedRun[None], list[str]]:
     """Run the program once; return the run, and the output of each rank.
 
@@ -127,20 +148,22 @@ def run_program(
         CommError: for a mistake in the program's communication.
         Exception: raised by a rank.
     """
-    with raised_as(UsageError, f"{given.program} cannot be read"):
-        code = compile(given.program.read_bytes(), given.program, "exec")
-    machine = parse_network(given.network, given.n) if given.network else Machine.uniform(0.0, 0.0)
-    scheduler = Scheduler(given.n, seed, 0.0)
+    with raised_as(UsageError, f"{program} cannot be read"):
+        code = compile(program.read_bytes(), program, "exec")
+    machine = (
+        parse_network(given.network, given.ranks) if given.network else Machine.uniform(0.0, 0.0)
+    )
+    scheduler = Scheduler(given.ranks, seed, 0.0)
     scheduler.by_time &= bool(given.network)
     board = MessageBoard(scheduler, machine)
     board.eager_bytes = given.eager
-    interpreter = Interpreter(f"{given.program.resolve().parent}/", given.n, stream)
+    interpreter = Interpreter(f"{program.resolve().parent}/", given.ranks, stream)
     scheduler.on_turn = interpreter.turn
     endings: list[SystemExit] = []
 
     def live(group: Group) -> None:
         main = ModuleType("__main__")
-        main.__file__ = str(given.program)
+        main.__file__ = str(program)
         sys.modules.update(make_modules(group.comm), __main__=main)
         try:
             exec(code, vars(main))
@@ -152,16 +175,16 @@ def run_program(
                 raise
             assert error.__traceback__ is not None
             print_exception(error.with_traceback(error.__traceback__.tb_next))
-            print(f"(on rank {group.rank} of {given.n}, with seed {seed})", file=sys.stderr)
+            print(f"(on rank {group.rank} of {given.ranks}, with seed {seed})", file=sys.stderr)
             raise SystemExit(1) from None
 
     caller = sys.argv, sys.path
-    sys.argv, sys.path = [str(given.program), *given.args], [interpreter._folder, *sys.path]
+    sys.argv, sys.path = [str(program), *args], [interpreter._folder, *sys.path]
     try:
         with redirect_stdout(interpreter):
             run = play(live, board, comm_type=Wire)
     finally:
-        interpreter.turn(given.n)
+        interpreter.turn(given.ranks)
         sys.argv, sys.path = caller
         interpreter.finish()
         if endings:  # instead of the deadlock of the other ranks, its consequence
@@ -175,12 +198,19 @@ def main(words: Sequence[str]) -> str:
     Raises:
         NnmpiError: for the first seed with a mistake in the program.
     """
-    given = _parser().parse_args(words)
+    at = 0  # of the program: each option before it has a value
+    while at < len(words) and FLAG.fullmatch(words[at]):
+        at += 1 if "=" in words[at] else 2
+    program, given = read_command(
+        "PROGRAM.py", "python -m nnmpi.simrun", __doc__ or "", (SimulationConfig,), words[: at + 1]
+    )
     first: list[str] = []
     other, lines = "", []
     for seed in range(given.seed, given.seed + given.seeds):
         try:
-            run, texts = run_program(given, seed, None if first else sys.stdout)
+            run, texts = run_program(
+                program, words[at + 1 :], given, seed, None if first else sys.stdout
+            )
         except CommError as error:
             raise CommError(f"{error}\n(with seed {seed})") from error
         first = first or texts
@@ -193,38 +223,12 @@ def main(words: Sequence[str]) -> str:
     if given.network:
         rank, nbytes = run.busiest
         lines = [
-            f"{counted(given.n, 'rank')} with {given.network}: {format_seconds(run.seconds)} of"
+            f"{counted(given.ranks, 'rank')} with {given.network}: {format_seconds(run.seconds)} of"
             f" simulated time; the busiest, rank {rank}, sent or received {format_bytes(nbytes)}"
         ]
     if given.seeds > 1:
         lines.append(f"{given.seeds} seeds: none fails{other or ', and all print the same'}")
     return "\n".join(lines)
-
-
-def _parser() -> Parser:
-    parser = Parser("python -m nnmpi.simrun", description=__doc__)
-    parser.add_argument(
-        "-n", type=positive_count, default=4, metavar="RANKS", help="ranks (default 4)"
-    )
-    parser.add_argument("--network", default="", help=f"{NETWORK_HELP}; prints seconds and bytes")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="decides the order of ranks and of arrivals"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=positive_count,
-        default=1,
-        help="run with this many seeds and compare the outputs",
-    )
-    parser.add_argument(
-        "--eager",
-        type=parse_bytes,
-        default=EAGER_BYTES,
-        help="largest eager message, such as 64k",
-    )
-    parser.add_argument("program", type=Path, metavar="PROGRAM.py", help="the program")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    return parser
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Each number of ranks is a training run of its own, started as a user would start
 data and logging are those of real runs.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -27,8 +26,8 @@ from typing import Any
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
-from nnmpi.comm.fit import NETWORK_HELP, parse_network
-from nnmpi.command import Parser, flag_of, positive_count, read_words, say
+from nnmpi.comm.fit import parse_network
+from nnmpi.command import flag_of, read_command, read_words, require, say
 from nnmpi.errors import LaunchError, UsageError, counted, raised_as
 from nnmpi.files import write_atomically
 from nnmpi.launching import find_launcher
@@ -77,6 +76,32 @@ class Scaled:
     predicted: float = nan
 
 
+@dataclass(frozen=True)
+class ScalingConfig:
+    """The measurement."""
+
+    ranks: tuple[int, ...] = (1, 2, 4)
+    """Numbers of ranks, ascending, such as 1,2,4."""
+    weak: bool = False
+    """Weak scaling: --batch-size is per rank."""
+    simulate: bool = False
+    """Run on simulated ranks in one process, without MPI."""
+    json: Path | None = None
+    """File for the numbers."""
+    plot: Path | None = None
+    """File for a plot: .svg, .png, .pdf."""
+    network: str | None = None
+    """Links of simulated ranks, as --network of the train command."""
+
+    def __post_init__(self) -> None:
+        shown = ",".join(map(str, self.ranks))
+        require(
+            min(self.ranks) > 0, f"--ranks is {shown}; give numbers of at least 1, such as 1,2,4"
+        )
+        rises = list(self.ranks) == sorted({*self.ranks})
+        require(rises, f"{shown} does not increase; give each number once, such as 1,2,4")
+
+
 def main(words: Sequence[str]) -> str:
     """Run the trainings and return the table.
 
@@ -86,25 +111,7 @@ def main(words: Sequence[str]) -> str:
     """
     cut = [*words, "--"].index("--")
     train_words = words[cut + 1 :]
-    parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument(
-        "--ranks",
-        default="1,2,4",
-        type=_counts,
-        help="numbers of ranks, ascending (1,2,4)",
-    )
-    parser.add_argument(
-        "--weak",
-        action="store_true",
-        help="weak scaling: --batch-size is per rank",
-    )
-    parser.add_argument(
-        "--simulate", action="store_true", help="on simulated ranks in one process, without MPI"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot them: .svg, .png, .pdf")
-    parser.add_argument("--network", help=f"links of simulated ranks: {NETWORK_HELP}")
-    options = parser.parse_args(words[:cut])
+    (options,) = read_command("", PROGRAM, DESCRIPTION, (ScalingConfig,), words[:cut])
     train_words = [*train_words, *(["--network", options.network] if options.network else [])]
     figure = None if options.plot is None else new_figure(5, 4)  # before anything is measured
     given: dict[str, Any] = {}
@@ -132,15 +139,8 @@ def main(words: Sequence[str]) -> str:
     return _table(rows)
 
 
-def _counts(text: str) -> list[int]:
-    counts = [positive_count(item) for item in text.split(",")]
-    if counts != sorted(set(counts)):
-        raise UsageError(f"{text} does not increase; give each number once, such as 1,2,4")
-    return counts
-
-
 def _measure(
-    ranks: int, words: Sequence[str], given: Mapping[str, Any], options: argparse.Namespace
+    ranks: int, words: Sequence[str], given: Mapping[str, Any], options: ScalingConfig
 ) -> Scaled:
     """Train on some ranks with the options `words`, parsed in `given`, and read the metrics."""
     more = (

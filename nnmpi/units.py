@@ -82,25 +82,6 @@ def parse_settings(text: str) -> dict[str, float]:
     return values if len(values) == len(pairs) else {}  # a repeated name is malformed
 
 
-def parse_seconds(text: str, unit: str = "seconds", example: str = "2e-6") -> float:
-    """Return the number of a text such as "0.5" or "2e-6", in seconds or another unit.
-
-    Args:
-        text: the number.
-        unit, example: for the error.
-
-    Raises:
-        UsageError: for anything but a finite number of at least 0.
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UsageError(f"{text!r} is not a number of {unit}; write it like {example}")
-    return seconds
-
-
 def format_seconds(seconds: float, digits: int = 4) -> str:
     """Return a time in s, ms or us, whichever suits: format_seconds(2.5e-6) -> "2.5 us"."""
     unit, factor = next(

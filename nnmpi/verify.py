@@ -19,6 +19,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
+from nnmpi.command import check_numbers, require
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.compose.state import gradient_state
@@ -36,8 +37,6 @@ from nnmpi.train.config import (
     OptimizationConfig,
     ParallelConfig,
     RunConfig,
-    check_numbers,
-    require,
 )
 from nnmpi.train.inputs import SampleConfig, load_samples
 

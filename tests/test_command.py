@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import Parser, Switch, announce, folded, options_of, printable, read_words
+from nnmpi.command import Switch, announce, folded, options_of, printable, read_words
 from nnmpi.errors import HelpAsked, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ def test_the_first_rank_says_it(words: str) -> None:
 def test_it_says_what_is_wrong(words: str) -> None:
     status, text, wrong = ran(words, 0)
     assert (status, text) == (2, "")
-    assert wrong.startswith("nnmpi: ") and "--help)" in wrong and wrong.count("\n") == 1
+    assert wrong.startswith("nnmpi: ") and words.split()[-1] in wrong and wrong.count("\n") == 1
     assert ran(words, 1) == (2, "", "")
 
 
@@ -53,11 +53,6 @@ def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr() == ("", "nnmpi: a plan takes about 1 min 30 s; Ctrl-C ends it\n")
     with pytest.raises(UsageError, match=r"a plan would take .* or so; ask for fewer"):
         announce("a plan", 1e30)
-
-
-def test_a_parser_raises() -> None:
-    with pytest.raises(UsageError, match="see many --help"):
-        Parser("many").parse_args(["--few"])
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,9 @@ def test_paragraphs_are_wrapped_and_examples_are_not() -> None:
     long, example = "word " * 40, "python -m nnmpi.train " + "--more " * 20 + "end"
     text = folded(f"{long}\n\n{example}\n{example}\n\nEnd.")
     assert text.endswith(f"\n\n{example}\n{example}\n\nEnd.") and len(text.splitlines()[0]) <= 80
-    assert Parser("one", description=f"{long}\n\n{example}").format_help().count(example) == 1
+    with pytest.raises(HelpAsked) as caught:
+        read_words(["-h"], [], "one", f"`one`: {long}\n\n{example}")
+    assert str(caught.value).count(example) == 1 and "\n\nWord word" in str(caught.value)
 
 
 def test_nothing_that_steers_a_terminal_is_printed() -> None:

@@ -159,14 +159,14 @@ def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> N
             0,
             "equal to the serial run after 12 steps, ranks: 2\n\nA server's link carries",
         ),
-        ("--help", 0, "usage: 2_ring.py [-h] [--simulate RANKS]"),
+        ("--help", 0, "usage: 2_ring.py [-h] [OPTIONS]"),
         (
             "--simulate",
             2,
-            "nnmpi: argument --simulate: expected one argument (see 2_ring.py --help)\n",
+            "nnmpi: --simulate stands without a value; it must be a whole number\n",
         ),
-        ("--simulate 0", 2, "nnmpi: argument --simulate: '0' is not"),
-        ("--similate 3", 2, "nnmpi: unrecognized arguments: --similate 3 (see 2_ring.py --help)\n"),
+        ("--simulate 0", 2, "nnmpi: --simulate is 0; give a whole number, 1 or more"),
+        ("--similate 3", 2, "nnmpi: --similate is not an option; did you mean --simulate?\n"),
     ],
 )
 def test_a_lesson_is_a_program_without_mpi(words: str, status: int, told: str) -> None:

@@ -41,8 +41,8 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--ranks 2,1", "--ranks: 2,1 does not increase"),
-        ("--ranks 2,x", "--ranks: 'x' is not a whole number"),
+        ("--ranks 2,1", "2,1 does not increase"),
+        ("--ranks 2,x", "--ranks is 2,x; it must be a list of whole numbers"),
         ("-- --out here", "--out is chosen by this command"),
         ("--ranks 1 --simulate -- --max-steps 3", "fewer than 10 steps"),
         (

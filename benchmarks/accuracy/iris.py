@@ -25,13 +25,20 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 import numpy as np  # noqa: E402
 
 from benchmarks.harness import results  # noqa: E402
-from benchmarks.harness.command import add_options, file, list_of, one_of, run  # noqa: E402
+from benchmarks.harness.command import (  # noqa: E402  # noqa: E402
+    Parser,
+    add_options,
+    file,
+    list_of,
+    one_of,
+    positive_count,
+    run,
+)
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data, models, optim  # noqa: E402
 from nnmpi.backend.random import stream  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
-from nnmpi.command import Parser, positive_count  # noqa: E402
 from nnmpi.compose.worker import Worker  # noqa: E402
 
 HIDDEN = 50

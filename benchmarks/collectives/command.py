@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.collectives import gloo
 from benchmarks.collectives.pattern import Pattern
 from benchmarks.harness import command, results
+from benchmarks.harness.command import Parser, positive_count
 from benchmarks.harness.launch import describe
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import MISSING, GrowingTable
@@ -35,7 +36,6 @@ from nnmpi.comm.buffers import DTYPES
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
 from nnmpi.comm.node_sum import own_slice
-from nnmpi.command import Parser, positive_count
 from nnmpi.errors import CommError, DeviceError, UsageError
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD

@@ -14,8 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.harness.command import add_options
-from nnmpi.command import Parser, positive_count
+from benchmarks.harness.command import Parser, add_options, positive_count
 from nnmpi.launcher import read_launch
 
 TRAIN = (

@@ -12,11 +12,10 @@ from benchmarks.gpu.cases import CASES, MODES, TINY, CaseArrays
 from benchmarks.gpu.facts import collect
 from benchmarks.gpu.measure import Timing, makers, measure, ratios, reference
 from benchmarks.harness import command, results
-from benchmarks.harness.command import say
+from benchmarks.harness.command import Parser, say
 from benchmarks.harness.tables import labelled
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
-from nnmpi.command import Parser
 from nnmpi.errors import DeviceError
 
 PROGRAM = "python benchmarks/gpu"

@@ -1,16 +1,15 @@
 """Readers of options, and how a command ends: shared by the command lines of all suites.
 
 A reader is the `type=` of an option. It reads one word, and raises a UsageError that says what is
-wrong with it; `nnmpi.command.Parser` puts the option's name before that.
+wrong with it; the `Parser` puts the option's name before that.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from nnmpi.command import positive_count
 from nnmpi.errors import NnmpiError, UsageError
 
 T = TypeVar("T")
@@ -36,6 +35,27 @@ def run(program: str, work: Callable[[], int | None]) -> int:
 def say(text: str) -> None:
     """Print a paragraph at once."""
     print(f"{text}\n", flush=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises UsageError, with the sentence of a reader."""
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, str(error.__context__)) from None
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UsageError with the message and a hint at --help."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def positive_count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def positive_seconds(text: str) -> float:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.harness import command, plots, results
+from benchmarks.harness.command import Parser
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import rewrite
-from nnmpi.command import Parser
 from nnmpi.errors import UsageError, raised_as
 
 Content: TypeAlias = Mapping[str, Any]

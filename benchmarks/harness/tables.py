@@ -108,9 +108,9 @@ def number(value: float | None, form: str = ".2f") -> str:
     return MISSING if value is None else format(value, form)
 
 
-def percent(share: float | None, digits: int = 1) -> str:
+def percent(share: float | None) -> str:
     """Return a share of 1 in percent with its sign; a dash for None."""
-    return MISSING if share is None else f"{100 * share:.{digits}f} %"
+    return MISSING if share is None else f"{100 * share:.1f} %"
 
 
 def ms(seconds: float) -> str:
@@ -124,9 +124,9 @@ def ms1(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
 
-def mib(nbytes: float | None, digits: int = 0) -> str:
+def mib(nbytes: float | None) -> str:
     """Return bytes in MiB; a dash for None."""
-    return MISSING if nbytes is None else f"{nbytes / 2**20:.{digits}f}"
+    return MISSING if nbytes is None else f"{nbytes / 2**20:.0f}"
 
 
 def spread(middle: float, quartiles: Sequence[float], text: Callable[[float], str] = number) -> str:

@@ -12,11 +12,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 
-from benchmarks.harness.command import add_options, run, say  # noqa: E402
+from benchmarks.harness.command import Parser, add_options, positive_count, run, say  # noqa: E402  # noqa: E402
 from benchmarks.harness.tables import render  # noqa: E402
 from benchmarks.memory.throttled import ThrottledStore  # noqa: E402
 from nnmpi import models, nn, ops  # noqa: E402
-from nnmpi.command import Parser, positive_count  # noqa: E402
 from nnmpi.memory.recompute import RecomputedModel  # noqa: E402
 from nnmpi.tensor.tensor import Tensor  # noqa: E402
 from nnmpi.units import parse_bytes  # noqa: E402

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.collectives.command import ALL_REDUCE, OPERATIONS
 from benchmarks.harness import command, results
+from benchmarks.harness.command import Parser, positive_count
 from benchmarks.netlab.bench import bench
 from benchmarks.netlab.lab import MAX_HOSTS, Speed, lab_of
 from benchmarks.netlab.launch import environment
 from benchmarks.netlab.steps import CASES, steps
-from nnmpi.command import Parser, positive_count
 from nnmpi.errors import UsageError
 from nnmpi.units import parse_bytes
 

@@ -10,10 +10,10 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
 from benchmarks.harness import command  # noqa: E402
+from benchmarks.harness.command import Parser, positive_count  # noqa: E402
 from benchmarks.harness.tables import render  # noqa: E402
 from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
-from nnmpi.command import Parser, positive_count  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.train.build import build_full_model  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
+from benchmarks.harness.command import Parser  # noqa: E402
 from benchmarks.survey.described import (  # noqa: E402
     DescribedLayer,
     DescribedShapes,
@@ -26,7 +27,6 @@ from benchmarks.survey.described import (  # noqa: E402
     profile_of,
 )
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
-from nnmpi.command import Parser  # noqa: E402
 from nnmpi.memory.ledger import (  # noqa: E402
     ACTIVATIONS,
     COMMUNICATION,

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness import command, results
-from benchmarks.harness.command import say
+from benchmarks.harness.command import Parser, positive_count, say
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import labelled, rewrite
 from benchmarks.training import tables
 from benchmarks.training.cases import CASES
 from benchmarks.training.measure import Row, compare, measure
 from nnmpi.backend.blas import read_cpu
-from nnmpi.command import Parser, positive_count
 from nnmpi.errors import UsageError
 
 PROGRAM = "python benchmarks/training"

@@ -25,11 +25,18 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 
-from benchmarks.harness.command import add_options, file, list_of, one_of, run  # noqa: E402
+from benchmarks.harness.command import (  # noqa: E402  # noqa: E402
+    Parser,
+    add_options,
+    file,
+    list_of,
+    one_of,
+    positive_count,
+    run,
+)
 from benchmarks.harness.launch import environment  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data  # noqa: E402
-from nnmpi.command import Parser, positive_count  # noqa: E402
 from nnmpi.launching import find_mpirun  # noqa: E402
 
 LIMIT_S = 1200.0

@@ -11,6 +11,7 @@ state.
 
 import os
 import tempfile
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -163,8 +164,20 @@ def start_twice(ranks, file):
     return picture
 
 
+@dataclass(frozen=True)
+class Start:
+    """The start."""
+
+    simulate: int | None = None
+    """Run on this many ranks of this process."""
+    file: str | None = None
+    """The checkpoint's file (default: no checkpoint)."""
+    dies: bool = False
+    """Kill the last rank."""
+
+
 if __name__ == "__main__":
-    given = program_words(__doc__, ("file", {"nargs": "?"}), ("--dies", {"action": "store_true"}))
+    given = program_words(__doc__, Start)
     if given.simulate:
         with tempfile.TemporaryDirectory() as folder:
             picture = start_twice(given.simulate, f"{folder}/saved.npz")

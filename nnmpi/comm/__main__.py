@@ -9,9 +9,9 @@ python -m nnmpi.comm simulate ring --operation all-gather --ranks 4096 --bytes 6
 mpirun -n 4 python -m nnmpi.comm fit
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +21,6 @@ from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.duration import price, simulate_collective
 from nnmpi.comm.fit import (
     NETWORK,
-    NETWORK_HELP,
     default_file,
     describe_fit,
     describe_network,
@@ -33,11 +32,51 @@ from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import coefficients, compare, picture, render
-from nnmpi.command import Parser, announce, positive_count, say
+from nnmpi.command import (
+    MOST,
+    announce,
+    check_numbers,
+    make_section,
+    options_of,
+    read_words,
+    say,
+    take_command,
+)
 from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.pages.page import write_page
-from nnmpi.units import format_bytes, format_seconds, parse_bytes
+from nnmpi.units import Bytes, format_bytes, format_seconds
+
+PROGRAM = "python -m nnmpi.comm"
+DEFAULT_RANKS = 4
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """The collective, its ranks and links."""
+
+    operation: str | None = None
+    """What the collective does, such as all-gather (default: what the algorithm is for, or
+    all-reduce).
+    """
+    ranks: int | None = None
+    """Number of ranks (default: the fit's, else 4)."""
+    bytes: Bytes = Bytes("1MB")
+    """Bytes of a buffer, such as 4, 64k, 1MB."""
+    network: str = NETWORK
+    """Numbers, such as alpha_us=50,gbit=10 or alpha=5e-5,beta=8e-10,gamma=1e-10 (seconds; gamma per
+    byte added), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as measured here; or
+    the file of a fit.
+    """
+    html: Path | None = None
+    """File for an interactive page."""
+    svg: Path | None = None
+    """File for a picture for slides: .svg, .png, .pdf."""
+    out: Path | None = None
+    """File of the fit (default: one for these ranks in the user's cache)."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "ranks", 1, MOST)
 
 
 def main(words: Sequence[str]) -> str:
@@ -47,90 +86,84 @@ def main(words: Sequence[str]) -> str:
         UsageError: for an invalid command line.
         ScheduleError: for a collective without proof.
     """
-    arguments = _parser().parse_args(words or ["--help"])
-    if getattr(arguments, "ranks", 0) is None:
-        fit = find_network_fit(arguments.network, None)
-        arguments.ranks = DEFAULT_RANKS if fit is None else fit.ranks
-    if arguments.command in ("prove", "render"):
+    texts = {name: call.__doc__ or "" for name, (call, _, _) in _COMMANDS.items()}
+    name, rest = take_command(words, PROGRAM, __doc__ or "", texts)
+    call, paths, options = _COMMANDS[name]
+    known = [item for item in options_of(CommConfig) if item.name in options.split()]
+    given = read_words(rest, known, f"{PROGRAM} {name}", texts[name], names=paths)
+    asked, algorithm = make_section(CommConfig, given), given.get(ALGORITHM, "")
+    if asked.ranks is None:
+        fit = find_network_fit(asked.network, None)
+        asked = replace(asked, ranks=DEFAULT_RANKS if fit is None else fit.ranks)
+    ranks = asked.ranks or 0
+    if name in ("prove", "render"):
         # cubic: each of N ranks may send N chunks in N steps
-        announce(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
-    return _COMMANDS[arguments.command](arguments)
+        announce(f"{algorithm} on {ranks} ranks", 5e-7 * ranks**3)
+    return call(algorithm, ranks, asked)
 
 
-def _list(arguments: argparse.Namespace) -> str:
+def _list(_: str, ranks: int, asked: CommConfig) -> str:
     """List all collectives with the latencies and bytes on their critical path."""
-    ranks = arguments.ranks
-    machine = parse_network(arguments.network, ranks, ranks)
-    network = describe_network(arguments.network)
+    machine = parse_network(asked.network, ranks, ranks)
+    network = describe_network(asked.network)
     lines = [
-        f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer",
+        f"N = {ranks} ranks, M = {format_bytes(asked.bytes)} in a buffer",
         f"messages by {network}",
         "",
     ]
     for (operation, name), collective in COLLECTIVES.items():
         latencies, buffers = coefficients(collective, ranks)
         result = find_collective(operation, name, machine.nodes)
-        seconds = format_seconds(price(result, ranks, arguments.bytes, machine))
+        seconds = format_seconds(price(result, ranks, asked.bytes, machine))
         lines.append(
             f"{operation:18} {name:17} {latencies:5} alpha + {buffers:8.3f} M beta {seconds:>12}"
         )
     return "\n".join(lines)
 
 
-def _prove(arguments: argparse.Namespace) -> str:
+def _prove(algorithm: str, ranks: int, asked: CommConfig) -> str:
     """Prove a collective correct for a number of ranks."""
-    proof = prove(_collective(arguments), arguments.ranks)
+    operation, collective = _collective(algorithm, asked)
+    proof = prove(collective, ranks)
     return (
-        f"{arguments.operation} by {arguments.algorithm} is right on {arguments.ranks} ranks: "
+        f"{operation} by {algorithm} is right on {ranks} ranks: "
         f"{proof.rounds} rounds, {proof.messages} messages, {proof.chunk_transfers} chunks sent"
     )
 
 
-def _render(arguments: argparse.Namespace) -> str:
+def _render(algorithm: str, ranks: int, asked: CommConfig) -> str:
     """Draw a collective, rounds down and ranks across, or write an interactive page."""
-    collective = _collective(arguments)
-    drawn = render(collective, arguments.ranks)
-    if arguments.svg is not None:
-        picture(collective, arguments.ranks).save(arguments.svg)
-    if arguments.html is None:
+    operation, collective = _collective(algorithm, asked)
+    drawn = render(collective, ranks)
+    if asked.svg is not None:
+        picture(collective, ranks).save(asked.svg)
+    if asked.html is None:
         return drawn
-    beside = {
-        name: result
-        for (operation, name), result in COLLECTIVES.items()
-        if operation == arguments.operation
-    }
-    machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
-    animation = compare(
-        beside | {collective.name: collective}, collective.name, arguments.ranks, machine
-    )
-    write_page(
-        arguments.html, "collective", f"{arguments.operation} by {collective.name}", animation
-    )
-    return f"{drawn}\n\n{arguments.html} runs it in a browser"
+    beside = {name: result for (what, name), result in COLLECTIVES.items() if what == operation}
+    machine = parse_network(asked.network, ranks, ranks)
+    animation = compare(beside | {collective.name: collective}, collective.name, ranks, machine)
+    write_page(asked.html, "collective", f"{operation} by {collective.name}", animation)
+    return f"{drawn}\n\n{asked.html} runs it in a browser"
 
 
-def _simulate(arguments: argparse.Namespace) -> str:
+def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
     """Simulate a collective's time on a machine, for up to thousands of ranks."""
-    machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
-    result = simulate_collective(
-        _collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine
-    )
-    title = (
-        f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks,"
-        f" {format_bytes(arguments.bytes)}"
-    )
+    machine = parse_network(asked.network, ranks, ranks)
+    operation, collective = _collective(algorithm, asked, machine.nodes)
+    result = simulate_collective(collective, ranks, asked.bytes, machine)
+    title = f"{operation} by {algorithm}, {ranks} ranks, {format_bytes(asked.bytes)}"
     first = min(range(len(result)), key=result.__getitem__)
     first_to_finish = f"the first to finish is rank {first} after {format_seconds(result[first])}"
     return (
         f"{title}: {format_seconds(max(result))}, messages by"
-        f" {describe_network(arguments.network)}\n{first_to_finish}"
+        f" {describe_network(asked.network)}\n{first_to_finish}"
     )
 
 
-def _fit(arguments: argparse.Namespace) -> str:
+def _fit(_: str, ranks: int, asked: CommConfig) -> str:
     """Measure this machine with these ranks and save the fit; run it under mpirun."""
     group = start()
-    file = arguments.out or default_file(facts(group))
+    file = asked.out or default_file(facts(group))
     on_root(group, lambda: _check_writable(file))  # before half a minute of measuring
     fit = measure(group, say=lambda line: group.is_root and print(f"measuring {line}", flush=True))
     if not group.is_root:
@@ -146,72 +179,34 @@ def _check_writable(file: Path) -> None:
         file.open("a").close()
 
 
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace], str]] = MappingProxyType(
-    {"list": _list, "prove": _prove, "render": _render, "simulate": _simulate, "fit": _fit}
+ALGORITHM = "ALGORITHM"  # such as ring, tree, ps, or FILE.py:NAME
+# Each command's function, path and options.
+_COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = MappingProxyType(
+    {
+        "list": (_list, "", "ranks bytes network"),
+        "prove": (_prove, ALGORITHM, "operation ranks"),
+        "render": (_render, ALGORITHM, "operation ranks network html svg"),
+        "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
+        "fit": (_fit, "", "out"),
+    }
 )
-_OF_ONE = ("prove", "render", "simulate")
-_ON_MACHINE = ("list", "simulate", "render")
-DEFAULT_RANKS = 4
 
 
-def _parser() -> Parser:
-    parser = Parser("python -m nnmpi.comm", description=__doc__)
-    commands = parser.add_subparsers(
-        dest="command", required=True, parser_class=Parser, metavar="COMMAND"
-    )
-    operations = ", ".join(dict.fromkeys(operation for operation, _ in COLLECTIVES))
-    for name, command in _COMMANDS.items():
-        item = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
-        if name in _OF_ONE:
-            item.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
-            item.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
-        if name == "render":
-            item.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page")
-            item.add_argument(
-                "--svg",
-                type=Path,
-                metavar="FILE",
-                help="write a picture for slides: .svg, .png, .pdf",
-            )
-        if name == "fit":
-            item.add_argument(
-                "--out", type=Path, help="file (default: one for these ranks in the user's cache)"
-            )
-            continue
-        item.add_argument(
-            "--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})"
-        )
-        item.set_defaults(network=NETWORK)
-        if name in _ON_MACHINE:
-            if name != "render":
-                item.add_argument(
-                    "--bytes",
-                    type=parse_bytes,
-                    default=2**20,
-                    help="such as 4, 64k, 1MB (default 1MB)",
-                )
-            item.add_argument(
-                "--network", default=NETWORK, help=f"{NETWORK_HELP} (default {NETWORK})"
-            )
-    return parser
-
-
-def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = None) -> Collective:
-    """Return the requested collective.
+def _collective(
+    name: str, asked: CommConfig, nodes: Sequence[int] | None = None
+) -> tuple[str, Collective]:
+    """Return the requested operation and collective.
 
     Without --operation, a name that exactly one operation has means that operation.
     """
-    operation, name = arguments.operation, arguments.algorithm
     if is_custom(name):
-        arguments.operation = operation or ALL_REDUCE.name
-        return find_collective(
-            arguments.operation, load_custom(name, "the algorithm", "(rank, size)")
+        operation = asked.operation or ALL_REDUCE.name
+        return operation, find_collective(
+            operation, load_custom(name, "the algorithm", "(rank, size)")
         )
-    if operation is None:
-        matches = [what for what, algorithm in COLLECTIVES if algorithm == name]
-        operation = matches[0] if len(matches) == 1 else ALL_REDUCE.name
-    arguments.operation = operation
-    return find_collective(operation, name, nodes)
+    matches = [what for what, algorithm in COLLECTIVES if algorithm == name]
+    operation = asked.operation or (matches[0] if len(matches) == 1 else ALL_REDUCE.name)
+    return operation, find_collective(operation, name, nodes)
 
 
 if __name__ == "__main__":

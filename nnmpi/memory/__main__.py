@@ -6,17 +6,16 @@ python -m nnmpi.memory plan --layers 8 --budget 50% --bandwidth 8MiB
 python -m nnmpi.memory plan --layers 8 --budget 50% --html swap.html --svg swap.svg
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from nnmpi.command import Parser, announce, positive_count, say
+from nnmpi.command import MOST, announce, check_numbers, read_command, require, say, take_command
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, PlanPrice, keep_all, price_plan
@@ -30,8 +29,9 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.pages.page import write_page
 from nnmpi.pages.picture import Bar, Picture
-from nnmpi.units import format_bytes, format_seconds, parse_bytes
+from nnmpi.units import Bytes, format_bytes, format_seconds, parse_bytes
 
+PROGRAM = "python -m nnmpi.memory"
 # A model, and the shape of a sample; None for TOKENS different tokens.
 MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
     "mlp": (lambda: mlp((28, 28, 1), 10), (28, 28, 1)),
@@ -56,17 +56,48 @@ MOST_LAYERS = 64  # that a page has room for
 POINTS = 11  # budgets from the least to an ordinary pass's
 
 
+@dataclass(frozen=True)
+class PlanConfig:
+    """The chain, the budget and the pictures."""
+
+    layers: int = 8
+    """Number of equal layers."""
+    model: Literal["cnn", "gpt", "mlp", "resnet"] | None = None
+    """Measure this model's layers instead."""
+    batch: int = 8
+    """Batch size, for --model."""
+    budget: str = "50%"
+    """Bytes such as 16MiB, or from 0% (least) to 100% (ordinary)."""
+    bandwidth: Bytes | None = None
+    """Allow swapping, at this many bytes per second."""
+    html: Path | None = None
+    """File for an interactive page."""
+    svg: Path | None = None
+    """File for a picture for slides: .svg, .png, .pdf."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "layers batch", 1, MOST)
+        require(
+            self.model is None or self.layers == PlanConfig.layers,
+            "--layers is for equal layers, and --model has its own; leave one of them out",
+        )
+
+
 def main(words: Sequence[str]) -> str:
     """Return the picture and the figures of a plan by options.
 
     Raises:
         UsageError: for wrong options, a budget below the least, or a file that cannot be written.
     """
-    options = _parser().parse_args(words)
+    about = __doc__ or ""
+    _, rest = take_command(words, PROGRAM, about, {"plan": "the fastest plan within a budget"})
+    (options,) = read_command("", f"{PROGRAM} plan", about, (PlanConfig,), rest)
     if options.model is None:
         announce(f"a plan of {options.layers} layers", 9e-6 * options.layers**3)
-    costs = _equal(options.layers) if options.model is None else _measured(options)
-    bandwidth = None if options.bandwidth is None else float(parse_bytes(options.bandwidth))
+    costs = (
+        _equal(options.layers) if options.model is None else _measured(options.model, options.batch)
+    )
+    bandwidth: int | None = options.bandwidth
     plans = OptimalPlans(costs)
     budget = _budget(options.budget, plans)
     plan = plans.plan(budget) if bandwidth is None else swapping_plan(plans, budget, bandwidth)
@@ -102,7 +133,7 @@ def main(words: Sequence[str]) -> str:
                 f" ordinary time; layers gone through again: {price.recomputed}"
             ),
             *(
-                [f"moved     {format_bytes(price.moved)}, at {format_bytes(int(bandwidth))}/s"]
+                [f"moved     {format_bytes(price.moved)}, at {format_bytes(bandwidth)}/s"]
                 if bandwidth
                 else []
             ),
@@ -118,15 +149,15 @@ def _equal(count: int) -> list[LayerCost]:
     ]
 
 
-def _measured(options: argparse.Namespace) -> Costs:
+def _measured(name: str, batch: int) -> Costs:
     """Return the measured costs of a model's layers."""
-    make, shape = MODELS[options.model]
+    make, shape = MODELS[name]
     model, draw = make().initialize(seed=0), np.random.default_rng(0)
     if shape is None:
-        x = y = draw.integers(0, TOKENS, (options.batch, CONTEXT))
+        x = y = draw.integers(0, TOKENS, (batch, CONTEXT))
     else:
-        x = draw.normal(size=(options.batch, *shape)).astype("float32")
-        y = draw.integers(0, 10, options.batch)
+        x = draw.normal(size=(batch, *shape)).astype("float32")
+        y = draw.integers(0, 10, batch)
     forward = RecomputedModel(model, None)
     with training():
         forward(x, lambda logits: cross_entropy(logits, y))
@@ -196,34 +227,6 @@ def _budget(text: str, plans: OptimalPlans) -> int:
     if text.endswith("%") and text[:-1].isdecimal() and int(text[:-1]) <= 100:
         return plans.least + (plans.all - plans.least) * int(text[:-1]) // 100
     return parse_bytes(text)
-
-
-def _parser() -> Parser:
-    parser = Parser("python -m nnmpi.memory", description=__doc__)
-    plan = parser.add_subparsers(dest="command", required=True).add_parser(
-        "plan", help="the fastest plan within a budget"
-    )
-    chain = plan.add_mutually_exclusive_group()
-    chain.add_argument(
-        "--layers", type=positive_count, default=8, help="number of equal layers (8)"
-    )
-    chain.add_argument(
-        "--model", choices=sorted(MODELS), help="measure this model's layers instead"
-    )
-    plan.add_argument("--batch", type=positive_count, default=8, help="batch size, for --model (8)")
-    plan.add_argument(
-        "--budget",
-        default="50%",
-        help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)",
-    )
-    plan.add_argument(
-        "--bandwidth", metavar="BYTES", help="allow swapping, at this many bytes per second"
-    )
-    plan.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page")
-    plan.add_argument(
-        "--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ python -m nnmpi.schedule --pipeline gpipe --stages 2 --microbatches 8 --network 
 python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 
-from nnmpi.comm.fit import NETWORK_HELP, parse_network
-from nnmpi.command import Parser, announce, positive_count, say
+from nnmpi.comm.fit import parse_network
+from nnmpi.command import MOST, announce, check_numbers, read_command, say
 from nnmpi.custom import load_custom
 from nnmpi.errors import counted
 from nnmpi.pages.page import write_page
@@ -23,7 +24,40 @@ from nnmpi.schedule.render import compare, picture, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import SCHEDULES, make, usual_stages
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
-from nnmpi.units import format_seconds, parse_bytes, parse_seconds
+from nnmpi.units import Bytes, format_seconds
+
+PROGRAM = "python -m nnmpi.schedule"
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The schedule and its costs."""
+
+    pipeline: str
+    """Name of the schedule, such as 1f1b or zero-bubble, or FILE.py:NAME."""
+    stages: int
+    """Pipeline stages, one per rank."""
+    microbatches: int
+    """Microbatches per step."""
+    virtual_stages: int | None = None
+    """Stages per rank (default: 1; interleaved 2)."""
+    forward_ms: float = 1.0
+    """Milliseconds of a rank's forward pass of a microbatch."""
+    backward_ms: float | None = None
+    """Milliseconds of its backward pass (default: twice the forward pass)."""
+    network: str = ""
+    """The links, such as alpha_us=50,gbit=10, or the file of a fit (default: messages take no time).
+    """
+    bytes: Bytes = Bytes("1MB")
+    """Bytes of a message between two ranks."""
+    html: Path | None = None
+    """File for an interactive page."""
+    svg: Path | None = None
+    """File for a picture for slides: .svg, .png, .pdf."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "stages microbatches virtual_stages", 1, MOST)
+        check_numbers(self, "forward_ms backward_ms", 0, inf)
 
 
 def main(words: Sequence[str]) -> str:
@@ -32,7 +66,7 @@ def main(words: Sequence[str]) -> str:
     Raises:
         UsageError: for wrong options, or a file that cannot be written.
     """
-    options = _parser().parse_args(words)
+    (options,) = read_command("", PROGRAM, __doc__ or "", (ScheduleConfig,), words)
     virtual = options.virtual_stages or usual_stages(options.pipeline)
     name = load_custom(options.pipeline, "--pipeline", "(rank, ranks, microbatches)")
     stages, microbatches = options.stages, options.microbatches
@@ -58,14 +92,14 @@ def main(words: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _costs(options: argparse.Namespace, schedule: Schedule) -> Costs:
+def _costs(options: ScheduleConfig, schedule: Schedule) -> Costs:
     """Return the costs by the options; the times of a rank's stages add up to the given ones."""
     share = 1e-3 / schedule.virtual
     backward_s = None if options.backward_ms is None else options.backward_ms * share
     return even_costs(schedule.stages, options.forward_ms * share, backward_s, _message(options))
 
 
-def _message(options: argparse.Namespace) -> float:
+def _message(options: ScheduleConfig) -> float:
     machine = parse_network(options.network, options.stages) if options.network else None
     return (
         0.0 if machine is None else machine.link(machine.nodes is not None).one_way(options.bytes)
@@ -81,7 +115,7 @@ def _title(schedule: Schedule) -> str:
     )
 
 
-def _figures(schedule: Schedule, simulation: Simulation, options: argparse.Namespace) -> list[str]:
+def _figures(schedule: Schedule, simulation: Simulation, options: ScheduleConfig) -> list[str]:
     """Return the figures, one per line."""
     backward_ms = 2 * options.forward_ms if options.backward_ms is None else options.backward_ms
     times = [f"forward {options.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
@@ -99,47 +133,6 @@ def _figures(schedule: Schedule, simulation: Simulation, options: argparse.Names
         f"peak activations  {' '.join(map(str, simulation.peak_activations))}   ({item})",
         f"messages          {simulation.messages}",
     ]
-
-
-def _parser() -> Parser:
-    parser = Parser("python -m nnmpi.schedule", description=__doc__)
-    milliseconds = partial(parse_seconds, unit="milliseconds", example="2.5")
-    parser.add_argument(
-        "--pipeline", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME"
-    )
-    parser.add_argument(
-        "--stages",
-        type=positive_count,
-        required=True,
-        help="pipeline stages, one per rank",
-    )
-    parser.add_argument(
-        "--microbatches", type=positive_count, required=True, help="microbatches per step"
-    )
-    parser.add_argument(
-        "--virtual-stages", type=positive_count, help="stages per rank (1; interleaved 2)"
-    )
-    parser.add_argument(
-        "--forward-ms",
-        type=milliseconds,
-        default=1.0,
-        help="a rank's forward pass of a microbatch (1)",
-    )
-    parser.add_argument(
-        "--backward-ms", type=milliseconds, help="its backward pass (twice the forward pass)"
-    )
-    parser.add_argument("--network", default="", help=f"{NETWORK_HELP} (messages take no time)")
-    parser.add_argument(
-        "--bytes",
-        type=parse_bytes,
-        default=2**20,
-        help="bytes of a message between two ranks (1MB)",
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page")
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.command import flag_of
+from nnmpi.command import flag_of, require
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
@@ -49,7 +49,6 @@ from nnmpi.train.config import (
     OptimizationConfig,
     ParallelConfig,
     non_defaults,
-    require,
 )
 from nnmpi.train.inputs import Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature

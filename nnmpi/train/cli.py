@@ -23,7 +23,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import exit_refused
 from nnmpi.comm.mpi.start import start, watch_alone
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import Console, options_of, read_words
+from nnmpi.command import Console, check_numbers, make_section, options_of, read_words
 from nnmpi.compose.layout import Layout
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import HelpAsked, UsageError
@@ -36,9 +36,7 @@ from nnmpi.train.config import (
     all_options,
     assemble,
     check,
-    check_numbers,
     flatten,
-    make_section,
     plain,
     shown,
 )
@@ -339,32 +337,6 @@ def launch_command(
         }
 
     run_on_ranks(words, main, simulation)
-
-
-def read_command(
-    names: str, program: str, description: str, sections: Sequence[type[Any]], words: Sequence[str]
-) -> tuple[Any, ...]:
-    """Return a command's paths, followed by its sections of options.
-
-    Args:
-        names: of the paths, such as "RUN FILE".
-        program, description: for --help.
-        sections: dataclasses of options, with distinct names.
-        words: of the command line.
-
-    Raises:
-        HelpAsked: for -h or --help.
-        UsageError: for wrong names or values, and another number of paths.
-    """
-    known = [item for section in sections for item in options_of(section)]
-    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    given = read_words(words[count:], known, program, description)
-    if count != len(names.split()):
-        raise UsageError(
-            f"give {names} first and then the options, not"
-            f" {' '.join(words[:count]) or 'only options'}"
-        )
-    return *map(Path, words[:count]), *(make_section(section, given) for section in sections)
 
 
 def read_shared(

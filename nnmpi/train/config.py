@@ -7,18 +7,27 @@ help. Names are unique over all sections. `None` means "not given". Files hold o
     assemble({"epochs": 3})  Config with 3 epochs and defaults elsewhere
 """
 
-import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import Option, Switch, convert, flag_of, options_of, suggest
+from nnmpi.command import (
+    Option,
+    Switch,
+    check_numbers,
+    convert,
+    flag_of,
+    make_section,
+    options_of,
+    require,
+    suggest,
+)
 from nnmpi.custom import Custom, is_custom
 from nnmpi.data.transform import AUGMENTATIONS
 from nnmpi.errors import UsageError
@@ -26,40 +35,9 @@ from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
 from nnmpi.units import Bytes, Every
 
-T = TypeVar("T")
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
 LONG = 1e9
-
-
-def require(holds: bool, sentence: str) -> None:
-    """Raise a UsageError with this sentence unless the condition holds."""
-    if not holds:
-        raise UsageError(sentence)
-
-
-def check_numbers(
-    section: Any, names: str, least: float, below: float = math.inf, above: bool = False
-) -> None:
-    """Refuse options below `least`, or not below `below`; text and None pass, NaN does not.
-
-    Args:
-        section: of the options.
-        names: of the options, separated by spaces.
-        least, below: the bounds.
-        above: whether `least` itself is refused.
-
-    Raises:
-        UsageError: with the option, its value and the bounds.
-    """
-    for name in names.split():
-        value = getattr(section, name)
-        if isinstance(value, int | float):
-            kind = "whole number" if isinstance(value, int) else "finite number"
-            bound = f"{kind} above {least:g}" if above else f"{kind}, {least:g} or more"
-            limit = "" if below == math.inf else f", and below {below:g}"
-            fits = (least < value if above else least <= value) and value < below
-            require(fits, f"{flag_of(name)} is {value}; give a {bound}{limit}")
 
 
 def non_defaults(section: Any) -> dict[str, Any]:
@@ -739,13 +717,6 @@ def plain(value: Any) -> Any:
 def shown(value: Any) -> str:
     """Return an option's value in the spelling of the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value) or "unset"
-
-
-def make_section(section: type[T], values: Mapping[str, Any]) -> T:
-    """Return a section with its options among the values, and defaults otherwise."""
-    return section(
-        **{item.name: values[item.name] for item in options_of(section) if item.name in values}
-    )
 
 
 def assemble(flat: Mapping[str, Any]) -> Config:

@@ -13,7 +13,7 @@ import numpy as np
 from nnmpi.backend.random import stream
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
-from nnmpi.command import flag_of
+from nnmpi.command import check_numbers, flag_of, require
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.custom import call_custom, custom_file, is_custom
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
@@ -25,15 +25,7 @@ from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tok
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
 from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
-from nnmpi.train.config import (
-    SEQUENCE_MODELS,
-    Config,
-    DataConfig,
-    check_numbers,
-    flatten,
-    non_defaults,
-    require,
-)
+from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten, non_defaults
 from nnmpi.train.signature import ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4

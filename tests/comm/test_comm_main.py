@@ -95,22 +95,22 @@ def test_simulate_and_list() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("frob", "invalid choice: 'frob'"),
+        ("frob", "frob is not a command; give list, prove, render, simulate, fit"),
         ("prove rong", "all-reduce has no algorithm 'rong'; choose one of ring, tree, ps"),
         ("prove ring --operation foo", "no collective 'foo'; choose one of all-reduce"),
-        ("simulate ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
+        ("simulate ring --bytes x", "--bytes is x; it must be a number of bytes such as 512MiB"),
         (
             "prove tree --ranks 5000",
             "tree on 5000 ranks would take 17 h 21 min or so; ask for fewer",
         ),
-        ("simulate ring --ranks 0", "'0' is not a whole number of at least 1"),
+        ("simulate ring --ranks 0", "--ranks is 0; give a whole number, 1 or more"),
         (
             "simulate ring --network alpha=nan",
             "network 'alpha=nan' is not understood; give numbers, such as",
         ),
         ("simulate ring --alpha 1e-5", "--alpha is not an option; did you mean --network?"),
         ("simulate ring --network nowhere.json", "nowhere.json: not a readable fit"),
-        ("render ring --bytes 4", "unrecognized arguments: --bytes 4"),
+        ("render ring --bytes 4", "--bytes is not an option"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words: str, sentence: str) -> None:

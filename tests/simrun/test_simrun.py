@@ -288,7 +288,7 @@ def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str])
     assert main([ring]) == ""
     with pytest.raises(CommError, match="deadlock"):
         main(["--eager", "0k", ring])
-    with pytest.raises(UsageError, match="--seed: 'x' is not a whole number"):
+    with pytest.raises(UsageError, match="--seed is x; it must be a whole number"):
         main(["--seed", "x", ring])
 
 
