@@ -71,7 +71,6 @@ class MemoryLedger:
     def __init__(self, predicted: Mapping[str, int] | None = None) -> None:
         self._predicted = dict(predicted or {})
         self._held, self._peaks, self._peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0), 0
-        self._named: dict[str, int] = {}
         _ledger.set(self)
 
     def note(self, amounts: Mapping[str, int]) -> None:
@@ -84,7 +83,6 @@ class MemoryLedger:
         for kind, nbytes in amounts.items():
             self._peaks[kind] = max(self._peaks[kind], nbytes)
         self._peak = max(self._peak, sum(self._held.values()))
-        self._named = {}
 
     @contextmanager
     def measuring(self, of_all: Callable[[int], int]) -> Iterator[None]:
@@ -118,12 +116,8 @@ class MemoryLedger:
 
     def peaks_by_name(self) -> Mapping[str, int]:
         """Return the peaks as metrics: "memory_parameters" ..., and the total "memory_peak"."""
-        if not self._named:
-            self._named = {
-                f"memory_{kind.split()[0]}": nbytes for kind, nbytes in self._peaks.items()
-            }
-            self._named["memory_peak"] = self._peak
-        return self._named
+        kinds = {f"memory_{kind.split()[0]}": nbytes for kind, nbytes in self._peaks.items()}
+        return kinds | {"memory_peak": self._peak}
 
     def report(self) -> MemoryReport:
         """Return the bytes now, at their peak, and predicted."""

@@ -204,33 +204,38 @@ class Saver(AbstractContextManager["Saver"]):
     syncing, which look at every byte or wait for the disk, run in the background.
 
     Args:
-        folder: of the run.
+        folder: of the checkpoints.
         recorder: of the metrics, which are synced before the checkpoint: a checkpoint must not be
             newer than its metrics.
         group: all ranks of the run.
+        keep: the number of newest checkpoints to keep.
 
     Attributes:
         spent_s, last_s: seconds of all checkpoints and of the last one, background work included;
             on rank 0.
     """
 
-    def __init__(self, folder: RunFolder, recorder: MetricsRecorder, group: Group) -> None:
-        self._folder, self._recorder, self._group = folder, recorder, group
+    def __init__(
+        self, folder: Path, recorder: MetricsRecorder, group: Group, keep: int = KEEP
+    ) -> None:
+        self._folder, self._recorder, self._group, self._keep = folder, recorder, group, keep
         self._work: BackgroundWork[float] | None = None  # on rank 0
         self.spent_s = self.last_s = 0.0
 
     def save(
         self,
-        trainer: Trainer,
-        state: RunState,
+        training: Training,
+        step: int,
+        values: Mapping[str, Any],
         metadata: Mapping[str, str] | None = None,
         best: bool = False,
     ) -> None:
         """Write a checkpoint; its background part may still run on return. Collective.
 
         Args:
-            trainer: to save.
-            state: of the run.
+            training: to save.
+            step: the updates done.
+            values: of state.json.
             metadata: of the weights' file (see `train.signature`).
             best: whether these are the best weights so far; the file `best` then names them.
 
@@ -238,10 +243,9 @@ class Saver(AbstractContextManager["Saver"]):
             CheckpointError: on all ranks, when this checkpoint or the previous one cannot be
                 written; older ones are intact.
         """
-        began, group, folder = clock.now(), self._group, self._folder.checkpoints
-        # rank 0 alone uses the writer
-        writer, values = CheckpointWriter(folder, state.step), _values(trainer, state)
-        what = f"no checkpoint of step {state.step} can be written into {folder}"
+        began, group = clock.now(), self._group
+        writer = CheckpointWriter(self._folder, step)  # rank 0 alone uses it
+        what = f"no checkpoint of step {step} can be written into {self._folder}"
         as_error = raised_as(CheckpointError, what, "older ones are intact")
 
         @as_error
@@ -253,7 +257,7 @@ class Saver(AbstractContextManager["Saver"]):
         @as_error
         def finish() -> None:
             self._recorder.sync()
-            writer.finish(values, KEEP, best)
+            writer.finish(values, self._keep, best)
 
         def in_background(before_s: float) -> float:
             began = clock.now()
@@ -265,7 +269,10 @@ class Saver(AbstractContextManager["Saver"]):
 
         try:
             on_root(group, begin)
-            _write(writer, trainer.state(), group, as_error, metadata)
+            for file, array in zip((MODEL_FILE, OPTIMIZER_FILE), training.state(), strict=True):
+                about = metadata if file == MODEL_FILE else None
+                on_root(group, partial(as_error(writer.open), file, array.specs(), about))
+                array.gather(as_error(writer.write))
         except BaseException:
             if group.is_root:
                 writer.discard()
@@ -321,28 +328,48 @@ def find(
         CheckpointError: on all ranks, when all are damaged, the values are not a run's, or the
             folder is inaccessible.
     """
-    result: list[Checkpoint] = []  # on rank 0
 
-    def read() -> list[Any] | None:
-        check_folder(folder.checkpoints, writes)
-        loaded = load_checkpoint(folder.checkpoints, best)
-        if loaded is None:
-            return None
+    def check(loaded: Checkpoint) -> None:
         with foreign(loaded.folder / STATE_FILE, CheckpointError, "not what a run writes"):
             # raises for bad values here, before the data are loaded
             _ = RunState.from_json(loaded.values), loaded.cuts(loaded.mesh, 1)
+
+    last = _load_together(folder.checkpoints, group, check, writes, best)
+    if last is None:
+        return None
+    return replace(last, notices=(*last.notices, f"resuming from {last.folder}"))
+
+
+def _load_together(
+    folder: Path,
+    group: Group,
+    check: Callable[[Checkpoint], None],
+    writes: bool = True,
+    best: bool = False,
+) -> Checkpoint | None:
+    """Return rank 0's checkpoint on every rank, its arrays on rank 0 alone. Collective.
+
+    Args:
+        folder, writes, best: see `check_folder` and `load_checkpoint`.
+        group: all ranks.
+        check: raises a CheckpointError for wrong values; called on rank 0.
+    """
+    result: list[Checkpoint] = []  # on rank 0
+
+    def read() -> list[Any] | None:
+        check_folder(folder, writes)
+        loaded = load_checkpoint(folder, best)
+        if loaded is None:
+            return None
+        check(loaded)
         result.append(loaded)
-        return [
-            dict(loaded.values),
-            str(loaded.folder),
-            [*loaded.notices, f"resuming from {loaded.folder}"],
-        ]
+        return [dict(loaded.values), str(loaded.folder), loaded.notices]
 
     answer: list[Any] | None = on_root(group, read)
     if answer is None:
         return None
     values, path, notices = answer
-    return replace(result[0] if result else Checkpoint(values, Path(path)), notices=tuple(notices))
+    return result[0] if result else Checkpoint(values, Path(path), tuple(notices))
 
 
 def restore(
@@ -382,24 +409,6 @@ def restore(
     with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
         trainer.load_scalars(last.values["optimizer"])
     return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
-
-
-def _write(
-    writer: CheckpointWriter,
-    arrays: Arrays,
-    group: Group,
-    as_error: Any,
-    about: Mapping[str, str] | None = None,
-) -> None:
-    """Write the model's and the optimizer's arrays; `as_error` converts OSErrors. Collective."""
-    for file, array in zip((MODEL_FILE, OPTIMIZER_FILE), arrays, strict=True):
-        on_root(
-            group,
-            partial(
-                as_error(writer.open), file, array.specs(), about if file == MODEL_FILE else None
-            ),
-        )
-        array.gather(as_error(writer.write))
 
 
 def _read(last: Checkpoint, arrays: Arrays) -> None:
@@ -446,19 +455,14 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **position: Any) -> N
         raise UsageError(
             f"give Python's numbers and strings, such as int(epoch): {error}"
         ) from None
-    as_error = raised_as(
-        CheckpointError, f"no checkpoint can be written into {folder}", "older ones are intact"
-    )
-    with _training(loop) as training:
-        writer, group = CheckpointWriter(Path(folder), training.optimizer.steps), training.group
+    with (
+        _training(loop) as training,
+        MetricsRecorder(None) as recorder,
+        Saver(Path(folder), recorder, training.group, keep) as saver,
+    ):
         values = {"optimizer": training.scalars(), "place": position}
-        try:
-            on_root(group, as_error(writer.begin))
-            _write(writer, training.state(), group, as_error)
-            on_root(group, partial(as_error(writer.finish), values, keep))
-        finally:
-            if group.is_root:
-                writer.discard()
+        saver.save(training, training.optimizer.steps, values)
+        saver.wait()
 
 
 def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
@@ -483,30 +487,23 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
         >>> nnmpi.resume("no-checkpoints-yet", (model, optim.Adam(model.storage), group))
         {}
     """
-    result: list[Checkpoint] = []  # on rank 0
 
-    def read() -> dict[str, Any] | None:
-        check_folder(Path(folder))
-        last = load_checkpoint(Path(folder))
-        if last is None:
-            return None
-        if "place" not in last.values:
+    def check(loaded: Checkpoint) -> None:
+        if "place" not in loaded.values:
             raise CheckpointError(
-                f"{last.folder} is from the train command; continue it with --resume, or open it"
+                f"{loaded.folder} is from the train command; continue it with --resume, or open it"
                 " with nnmpi.load"
             )
-        for notice in last.notices:
-            warnings.warn(notice, stacklevel=2)
-        result.append(last)
-        return dict(last.values)
 
     with _training(loop) as training:
-        values = on_root(training.group, read)
-        if values is None:
+        last = _load_together(Path(folder), training.group, check)
+        if last is None:
             return {}
-        _read(result[0] if result else Checkpoint(values, Path(folder)), training.state())
-        training.load_scalars(values["optimizer"])
-        return dict(values["place"])
+        for notice in last.notices if training.group.is_root else ():
+            warnings.warn(notice, stacklevel=2)
+        _read(last, training.state())
+        training.load_scalars(last.values["optimizer"])
+        return dict(last.values["place"])
 
 
 @contextmanager
@@ -529,7 +526,7 @@ def source_of(
     return file.__getitem__, file.specs, file.file
 
 
-def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
+def state_values(trainer: Trainer, state: RunState) -> dict[str, Any]:
     """Return the values of state.json. Collective."""
     return {
         **asdict(state),

@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from math import isfinite, nan
@@ -39,7 +39,6 @@ from nnmpi.command import Console
 from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.custom import load_custom
-from nnmpi.data.loader import Batch
 from nnmpi.errors import (
     CheckpointError,
     NnmpiError,
@@ -52,7 +51,16 @@ from nnmpi.errors import (
 from nnmpi.files import locked, read_json, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.train.build import dropout_of
-from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, RunState, Saver, find, restore, steps
+from nnmpi.train.checkpoint import (
+    MODEL_FILE,
+    STATE_FILE,
+    RunState,
+    Saver,
+    find,
+    restore,
+    state_values,
+    steps,
+)
 from nnmpi.train.computing import check_backend, explain_errors, take_backend
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.folder import RunFolder
@@ -177,8 +185,7 @@ class Loop:
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
-        self._saver = Saver(run.folder, recorder, run.group)
-        self._test: list[Batch] | None = None  # batches of a small test set, made once
+        self._saver = Saver(run.folder.checkpoints, recorder, run.group)
         self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
         self._tracer = Tracer(run, reporter.say)
         self._window = copy(state.window)  # sums since the last line of metrics
@@ -366,23 +373,10 @@ class Loop:
     def _evaluate(self) -> Totals:
         """Return the evaluation of the current weights; once per step. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
-            with self._test_batches() as batches:
+            run = self._run
+            with run.inputs.test_loader.epoch(0, backend=run.backend) as batches:
                 self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
-
-    def _test_batches(self) -> AbstractContextManager[Iterable[Batch]]:
-        """Return the test batches; those of a small test set are made once."""
-        inputs, backend = self._run.inputs, self._run.backend
-        if self._test is not None:
-            return nullcontext(self._test)
-        prefetch = inputs.test_loader.epoch(0, backend=backend)
-        # the loader's data set is a converted copy if the test set is small
-        is_small = inputs.test_loader.dataset is not inputs.test
-        if backend.is_device or not is_small:  # batches on a device reuse memory
-            return prefetch
-        with prefetch as batches:
-            self._test = list(batches)
-        return nullcontext(self._test)
 
     def _is_saving_due(self, ended: bool) -> bool:
         """Return whether a checkpoint is due. Collective.
@@ -407,7 +401,8 @@ class Loop:
         run, self.state = self._run, self._on_time()
         best = run.config.run.keep_best and self.state.best_step == self.state.step
         metadata = to_metadata(run.signature, to_json(run.config.model))
-        self._saver.save(run.trainer, self.state, metadata, best)
+        values = state_values(run.trainer, self.state)
+        self._saver.save(run.trainer, self.state.step, values, metadata, best)
         self._saved_step = self.state.step
 
     def _on_time(self) -> RunState:

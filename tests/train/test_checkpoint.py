@@ -30,6 +30,7 @@ from nnmpi.train.checkpoint import (
     find,
     read_checkpoint,
     restore,
+    state_values,
 )
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
@@ -51,10 +52,13 @@ def arrays_of(worker: Worker) -> dict[str, Array]:
     return {**worker.model.state(), **worker.state()[1].to_dict(everywhere=True)}
 
 
+def save_state(saver: Saver, worker: Worker, step: int) -> None:
+    saver.save(worker, step, state_values(worker, RunState(step=step, samples=9)))
+
+
 def save_at(worker: Worker, folder: RunFolder, group: Group, step: int) -> None:
-    state = RunState(step=step, samples=9)
-    with MetricsRecorder(None) as recorder, Saver(folder, recorder, group) as saver:
-        saver.save(worker, state)
+    with MetricsRecorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:
+        save_state(saver, worker, step)
         saver.wait()
 
 
@@ -203,8 +207,8 @@ def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the
     monkeypatch.setattr(TensorWriter, "close", lambda writer: ready.wait(60) and real(writer))
 
     def fall() -> None:
-        with MetricsRecorder(None) as recorder, Saver(folder, recorder, group) as saver:
-            saver.save(worker, RunState(step=4, samples=9))
+        with MetricsRecorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:
+            save_state(saver, worker, 4)
             fill(worker, -9.0)
             assert not saver.is_affordable(1e9)
             assert [item.name for item in folder.checkpoints.iterdir()] == [".step-00000004.tmp"]
@@ -231,12 +235,12 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(
             if full:
                 raise OSError(28, "No space left on device")
 
-    with Recorder(None) as recorder, Saver(folder, recorder, group) as saver:
+    with Recorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:
         for step, ask in (
             (4, saver.wait),
-            (5, lambda: saver.save(worker, RunState(step=6, samples=9))),
+            (5, lambda: save_state(saver, worker, 6)),
         ):
-            saver.save(worker, RunState(step=step, samples=9))
+            save_state(saver, worker, step)
             assert f"no checkpoint of step {step} can be written" in text_on_all(
                 group, ask, CheckpointError
             )
@@ -244,7 +248,7 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(
             assert not list(folder.checkpoints.iterdir())
             group.barrier()
         full.clear()
-        saver.save(worker, RunState(step=7, samples=9))
+        save_state(saver, worker, 7)
         saver.wait()
         assert find(folder, group) is not None
 

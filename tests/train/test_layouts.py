@@ -19,7 +19,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import split
-from nnmpi.train.checkpoint import RunState, Saver, find, restore
+from nnmpi.train.checkpoint import RunState, Saver, find, restore, state_values
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from tests.equivalence.reference import digits
@@ -98,8 +98,12 @@ class Job:
 
     def save(self, folder: RunFolder, step: int) -> None:
         """Write a checkpoint."""
-        with MetricsRecorder(None) as recorder, Saver(folder, recorder, self.group) as saver:
-            saver.save(self.worker, RunState(step=step, samples=9))
+        with (
+            MetricsRecorder(None) as recorder,
+            Saver(folder.checkpoints, recorder, self.group) as saver,
+        ):
+            values = state_values(self.worker, RunState(step=step, samples=9))
+            saver.save(self.worker, step, values)
             saver.wait()
 
     def restore(self, folder: RunFolder) -> list[str]:
