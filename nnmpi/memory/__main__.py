@@ -57,7 +57,7 @@ POINTS = 11  # budgets from the least to an ordinary pass's
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class MemoryPlanConfig:
     """The chain, the budget and the pictures."""
 
     layers: int = 8
@@ -78,7 +78,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "layers batch", 1, MOST)
         require(
-            self.model is None or self.layers == PlanConfig.layers,
+            self.model is None or self.layers == MemoryPlanConfig.layers,
             "--layers is for equal layers, and --model has its own; leave one of them out",
         )
 
@@ -91,7 +91,7 @@ def main(words: Sequence[str]) -> str:
     """
     about = __doc__ or ""
     _, rest = take_command(words, PROGRAM, about, {"plan": "the fastest plan within a budget"})
-    (options,) = read_command("", f"{PROGRAM} plan", about, (PlanConfig,), rest)
+    (options,) = read_command("", f"{PROGRAM} plan", about, (MemoryPlanConfig,), rest)
     if options.model is None:
         announce(f"a plan of {options.layers} layers", 9e-6 * options.layers**3)
     costs = (
