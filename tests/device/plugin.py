@@ -53,7 +53,7 @@ SAME += (
     "test_array_names.py",
     "test_command.py",
     "test_launcher.py",
-    "test_layering.py",
+    "layering",
     "test_mesh.py",
 )
 SAME += ("test_doctor.py", "test_run.py", "exercise", "pages", "train/test_stall.py")

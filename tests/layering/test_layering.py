@@ -8,7 +8,7 @@ from tests.layering import layers
 from tests.layering.rules import violations
 from tests.planted.faults import FAULTS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # A small package that keeps all rules.
 GOOD = {
