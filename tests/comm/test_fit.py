@@ -79,17 +79,17 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
     file = tmp_path / "fit.json"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"fit.json: no fit .*python -m nnmpi.comm fit"):
+    with pytest.raises(UsageError, match=r"fit.json: not a readable fit.*python -m nnmpi.comm fit"):
         load_fit(file)
     values = make().to_json()
     values["machine"]["inside"]["one_way"]["points"] = [[8, 1e-6], [4, 1e-6]]
     file.write_text(json.dumps(values))
-    with pytest.raises(UsageError, match="growing bytes"):
+    with pytest.raises(UsageError, match="increasing bytes"):
         load_fit(file)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere.json: no fit .*\(No such file"):
+    with pytest.raises(UsageError, match=r"nowhere.json: not a readable fit.*\(No such file"):
         load_fit(tmp_path / "nowhere.json")
 
 

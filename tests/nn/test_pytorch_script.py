@@ -136,9 +136,9 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "reduction is one of": lambda: typed.nn.CrossEntropyLoss(np.ones(3)),
         "reduction 'average'": lambda: typed.nn.MSELoss("average"),
         "odd kernel_size": lambda: typed.nn.Conv2d(1, 3, 4, padding="same"),
-        "features with 4 heads": lambda: typed.nn.CausalSelfAttention(6, 4),
-        "in 2 groups": lambda: typed.nn.Conv2d(3, 4, 3, groups=2),
-        "stride is": lambda: typed.nn.Conv2d(3, 4, 3, stride=0),
+        "features cannot have 4 heads": lambda: typed.nn.CausalSelfAttention(6, 4),
+        "cannot have 2 groups": lambda: typed.nn.Conv2d(3, 4, 3, groups=2),
+        "stride must be": lambda: typed.nn.Conv2d(3, 4, 3, stride=0),
         "not 1.0": lambda: typed.nn.Dropout(1.0),
         "'swish' is unknown": lambda: typed.nn.activation("swish"),
         "with_state": lambda: typed.nn.LSTM(4, 4)(np.ones((2, 3, 4), np.float32), (None, None)),
@@ -157,7 +157,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 def test_a_parameter_is_not_replaced_by_an_array() -> None:
     """Which would compute, and not be trained."""
     layer: Any = nn.Linear(2, 3)
-    with pytest.raises(UsageError, match=r"written by weight.data\[...\] = values"):
+    with pytest.raises(UsageError, match=r"write its values by weight.data\[...\] = values"):
         layer.weight = np.zeros((2, 3), np.float32)
     layer.initialize().weight.data[...] = 0
     layer.scale = np.ones(3)

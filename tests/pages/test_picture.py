@@ -51,7 +51,7 @@ def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_pa
     result = files[0].read_text()
     assert texts <= set(re.findall(r">([^<>]+)</text>", result)) and result == files[1].read_text()
     with pytest.raises(
-        UsageError, match=r"a\.gif is no \.svg, \.png, \.pdf; .* such as picture\.svg"
+        UsageError, match=r"a\.gif must end in \.svg, \.png, \.pdf; .* such as picture\.svg"
     ):
         main([*words.split(), str(tmp_path / "a.gif")])
     with pytest.raises(UsageError, match=r"none/a\.svg cannot be written .*, such as picture\.svg"):

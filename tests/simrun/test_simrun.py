@@ -71,7 +71,7 @@ DEFECTS = {
     "a message that is cut": (
         "if rank == 0:\n    comm.Send(np.zeros(9), 1)\nif rank == 1:\n    comm.Recv(np.zeros(5))",
         CommError,
-        r"rank 0 sends 72 bytes \(p\.py:7\), which rank 1 receives into 40 \(p\.py:9\)",
+        r"rank 0 sends 72 bytes \(p\.py:7\), which rank 1 receives into a buffer of 40 \(p\.py:9\)",
     ),
     "an object for an array": (
         "if rank == 0:\n    comm.send([1], 1)\nif rank == 1:\n    comm.Recv(np.zeros(99))",
@@ -110,12 +110,12 @@ DEFECTS = {
     "windows": (
         "MPI.Win",
         SystemExit,
-        r"line 6.*have no mpi4py.MPI.Win; of mpi4py.MPI they have ANY_SOURCE",
+        r"line 6.*has no mpi4py.MPI.Win; mpi4py.MPI has ANY_SOURCE",
     ),
     "persistent requests": (
         "comm.Send_init(np.zeros(1), 0)",
         SystemExit,
-        r"have no Intracomm.Send_init; .*Bcast",
+        r"has no Intracomm.Send_init; .*Bcast",
     ),
     "a module that talks": ("import talks", UsageError, "talks communicates while it is imported"),
 }

@@ -95,7 +95,7 @@ def test_a_controller_in_step_and_then_with_a_bound() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mode": "fast"}, "choose from"),
+        ({"mode": "fast"}, "choose one of"),
         ({"mode": "ssp", "staleness": -1}, "staleness"),
         ({"mode": "local", "local_steps": 0}, "local_steps"),
         ({"mode": "asp", "staleness": 2}, "staleness 2 is for ssp"),

@@ -23,7 +23,7 @@ HERE = Path(__file__).name
 
 
 Fault = Callable[[Any], object]
-SHORT, LENGTHS = 4, r"rank 0 sends \d+ bytes .* rank 1 receives into \d+ "
+SHORT, LENGTHS = 4, r"rank 0 sends \d+ bytes .* rank 1 receives into a buffer of \d+ "
 DIFFERENT = r"the ranks are in different collectives: rank \d in .*, rank \d in "
 
 
@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "other counts": (other_counts, DIFFERENT + r"allgatherv\(\(1, 2, [34]\), float64\)"),
     "counts that are not one's own": (
         lambda comm: comm.allgatherv(np.zeros(5), np.zeros(6), [1, 2, 3]),
-        r"rank \d brings 5 elements to allgatherv, but its count there is \d",
+        r"rank \d passes 5 elements to allgatherv, but its count there is \d",
     ),
     "sends that wait for one another": (
         around(True, LONG),
