@@ -67,10 +67,9 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     is_classes = signature.predicts == "classes"
     loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
     inference = Inference(run.arrangement, run.backend, run.config.run.precision)
-    result, confusion = (
-        Totals(),
-        np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64),
-    )
+    result = Totals()
+    shape = (size, size) if is_classes and samples.targets is None else 0
+    confusion = np.zeros(shape, np.int64)
     with loader.epoch(0) as batches:
         for batch in batches:
             result.samples += batch.global_rows

@@ -311,27 +311,15 @@ def _rows(
         {"args": {key: _finite(value) for key, value in event.args.items()}} if event.args else {}
     )
     sent, taken = (messages.get(end(event)) for end in _ENDS)
-    if sent is not None:
-        yield {
-            "ph": "s",
-            "id": sent,
-            "name": "message",
-            "cat": "message",
-            "ts": begin_ns / 1000,
-            **where,
-        }
-    if taken is not None:
-        # Perfetto attaches an arrow to the event that encloses its time, excluding the event's end.
-        inside_ns = max(begin_ns, end_ns - 1)
-        yield {
-            "ph": "f",
-            "bp": "e",
-            "id": taken,
-            "name": "message",
-            "cat": "message",
-            "ts": inside_ns / 1000,
-            **where,
-        }
+    # Perfetto attaches an arrow to the event that encloses its time, excluding the event's end.
+    inside_ns = max(begin_ns, end_ns - 1)
+    for kind, message, at_ns in (
+        ({"ph": "s"}, sent, begin_ns),
+        ({"ph": "f", "bp": "e"}, taken, inside_ns),
+    ):
+        if message is not None:
+            about = {"name": "message", "cat": "message", "ts": at_ns / 1000}
+            yield {**kind, "id": message, **about, **where}
 
 
 def _amounts(interval: _Interval, rank: int) -> dict[str, Any]:

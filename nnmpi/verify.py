@@ -59,7 +59,7 @@ CONTEXT = 13  # tokens of each sample of lstm and gpt
 MICROBATCHES = 4  # does not divide the batch; fewer than the stages of some pipelines
 # The train command's options that change a compared result.
 SHARED: Mapping[type[Any], str] = {
-    ModelConfig: "model hidden dropout layers features heads context tied",
+    ModelConfig: "model hidden dropout layers features heads context",
     DataConfig: "dataset",
     OptimizationConfig: "batch_size optimizer lr weight_decay clip",
     ParallelConfig: """dp pp tp sp pipeline virtual_stages microbatches split reduction
@@ -206,21 +206,7 @@ def _samples(asked: Asked, group: Group) -> Dataset:
 
 def _serial(layout: Layout) -> Layout:
     """Return the layout of one rank, with the sums of gradients of the given layout."""
-    return replace(
-        layout,
-        dp=1,
-        pp=1,
-        tp=1,
-        sp=1,
-        zero=0,
-        schedule="1f1b",
-        virtual_stages=1,
-        split="auto",
-        memory_limit=None,
-        activation_memory=None,
-        offload=None,
-        offload_state=None,
-    )
+    return Layout(1, 1, 1, reduction=layout.reduction)
 
 
 # ---- a short training run as values ----

@@ -322,21 +322,13 @@ def launch_command(
 
     Args:
         words: of the command line.
-        parse: see `read_command`.
+        parse: see `read_command`; its last result may have `simulate`.
         main: the command, collective.
 
     Raises:
         NnmpiError: see `run_on_ranks` and `main`.
     """
-
-    def simulation() -> dict[str, Any]:
-        return {
-            "ranks": next(
-                (item.simulate for item in parse(words) if isinstance(item, OpeningConfig)), 0
-            )
-        }
-
-    run_on_ranks(words, main, simulation)
+    run_on_ranks(words, main, lambda: {"ranks": getattr(parse(words)[-1], "simulate", 0)})
 
 
 def read_shared(
