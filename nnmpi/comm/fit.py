@@ -301,11 +301,11 @@ MOST_RANKS = 1024  # above it, simulating all candidates would take longer than 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen algorithm, the reason as text, and its predicted seconds (None without a fit)."""
+    """A chosen algorithm, the reason as text, and its predicted seconds (NaN without a fit)."""
 
     algorithm: str
     reason: str
-    predicted_s: float | None = None
+    predicted_s: float = math.nan
 
 
 def choose(

@@ -195,8 +195,7 @@ class BucketExchange:
         self._sums = [pending for pending, _ in bound]
         self.choices = tuple(choice for _, choice in bound)
         self._bytes = sum(part.nbytes for part in parts)
-        predicted = [choice.predicted_s for choice in self.choices]
-        self._predicted_s = sum(nan if seconds is None else seconds for seconds in predicted)
+        self._predicted_s = sum(choice.predicted_s for choice in self.choices)
         self._home = {
             span: number for number, bucket in enumerate(self.buckets) for span in bucket.spans
         }
@@ -408,10 +407,8 @@ def _ranges(
     return [sorted(numbers[k] for k in group) for group in shard.buckets(sizes, limit_bytes)]
 
 
-def predict(
-    group: Group, algorithm: AlgorithmLike, nbytes: int, started: bool = False
-) -> float | None:
-    """Return the fit's seconds for an all-reduce; None without a fit.
+def predict(group: Group, algorithm: AlgorithmLike, nbytes: int, started: bool = False) -> float:
+    """Return the fit's seconds for an all-reduce; NaN without a fit.
 
     Args:
         group: the ranks.
@@ -422,16 +419,12 @@ def predict(
     if group.size == 1:
         return 0.0
     if group.fit is None or (algorithm == SHARED and group.fit.shared is None):
-        return None
+        return nan
     return group.fit.predict(algorithm, nbytes, started)
 
 
-def predict_traffic(group: Group, nbytes: int) -> Traffic:
-    """Return the traffic of one native all-reduce.
-
-    Args:
-        group: the ranks.
-        nbytes: the array's length in bytes.
-    """
-    predicted_s = predict(group, NATIVE, nbytes)
-    return Traffic(0.0, nbytes, 1, nan if predicted_s is None else predicted_s)
+def predict_traffic(group: Group, nbytes: int, algorithm: AlgorithmLike = NATIVE) -> Traffic:
+    """Return the traffic of one blocking all-reduce; none on a single rank."""
+    if group.size == 1:
+        return Traffic()
+    return Traffic(0.0, nbytes, 1, predict(group, algorithm, nbytes))

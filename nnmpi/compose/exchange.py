@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
-from nnmpi.comm.gradients import Traffic, predict
+from nnmpi.comm.gradients import Traffic, predict_traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Batch
@@ -79,7 +79,7 @@ class Exchange:
     keeps_own: ClassVar[bool] = True
     is_fused: ClassVar[bool] = False
     holders = 1
-    _meeting = NATIVE, NUMBERS_BYTES  # of the ranks: the all-reduce, and its bytes
+    _meeting: tuple[int, str] = NUMBERS_BYTES, NATIVE  # of the ranks: its bytes and its all-reduce
     weights: ShardedDataParallel | None = None
 
     def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
@@ -93,8 +93,7 @@ class Exchange:
         self.optimizer.ranks = self.replicas
         self.parallel = self._start(options)
         self.notice = self.parallel.notice
-        predicted_s = predict(self.group, *self._meeting)
-        self._predicted_s = math.nan if predicted_s is None else predicted_s
+        self._met = predict_traffic(self.group, *self._meeting)
 
     @classmethod
     def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
@@ -158,14 +157,8 @@ class Exchange:
         """
         with self.group.collective("numbers"):
             sums = self.group.sum_floats(numbers)
-        traffic = (
-            Traffic(0.0, NUMBERS_BYTES, 1, self._predicted_s) if self.group.size > 1 else Traffic()
-        )
-        return (
-            sums,
-            math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement),
-            traffic,
-        )
+        norm = math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement)
+        return sums, norm, self._met
 
     def update(self, factor: float) -> None:
         """Update the weights from the gradients times a factor."""
@@ -245,9 +238,8 @@ class NodeExchange(Exchange):
     def _start(self, options: GradientExchange) -> Replicas:
         self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
         self.holders = self._fused.memory.size
-        self._gradient_bytes = sum(grad.nbytes for grad in self.model.storage.grads)
         # priced as a shared all-reduce, which writes more, and reads as much
-        self._meeting = SHARED, self._gradient_bytes
+        self._meeting = sum(grad.nbytes for grad in self.model.storage.grads), SHARED
         try:
             return Replicas(self.model, self.replicas)
         except NnmpiError:  # on all ranks
@@ -258,7 +250,7 @@ class NodeExchange(Exchange):
         """See `Exchange.meet`; the numbers are summed with the gradients."""
         with self.group.collective("gradients"):
             norm, sums = self._fused.reduce(numbers)
-        return sums, norm, Traffic(0.0, self._gradient_bytes, 1, self._predicted_s)
+        return sums, norm, self._met
 
     def update(self, factor: float) -> None:
         """See `Exchange.update`."""
