@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from math import isfinite
 
@@ -44,7 +44,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import Passes, evaluate_all
-from nnmpi.compose.stats import Totals
+from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.errors import DivergenceError, UsageError
@@ -61,31 +61,10 @@ from nnmpi.synchrony.sync import Sync
 
 SHOWN_WORKERS = 16
 # the fields of a gradient's Push that are reported
-REPORTED = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "input_s")
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """A computed gradient, in the model's storage, divided by the full batch's targets.
-
-    Attributes:
-        task, batch: its task, and the task's batch.
-        totals: of the part, as one step.
-        norm: the norm of the gradient of the part's mean loss, before clipping; not finite if the
-            loss is not.
-        lr: the learning rate of the batch.
-    """
-
-    task: Task
-    batch: Batch
-    totals: Totals
-    norm: float
-    lr: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and gradient are finite, and so usable."""
-        return isfinite(self.totals.loss_sum) and isfinite(self.norm)
+REPORTED = (
+    *("samples", "targets", "loss_sum", "score_sum", "grad_norm"),
+    *("compute_s", "sync_s", "input_s"),
+)
 
 
 class Coupling(ABC):
@@ -121,8 +100,14 @@ class Coupling(ABC):
         """Yield this rank's tasks with their batches; first put the task's weights in place."""
 
     @abstractmethod
-    def use(self, gradient: Gradient) -> None:
-        """Push a computed gradient, or update with it."""
+    def use(self, task: Task, batch: Batch, report: StepReport, lr: float) -> None:
+        """Push the gradient in the model's storage, or update with it.
+
+        Args:
+            task, batch: its task, and the task's batch.
+            report: of the part, as one step.
+            lr: the learning rate of the batch.
+        """
 
     @abstractmethod
     def close(self, totals: Totals) -> tuple[SegmentReport, int]:
@@ -185,17 +170,16 @@ class ServerCoupling(Coupling):
                 orders = {epoch: loader.order(epoch)}
             yield task, loader.part(orders[epoch], epoch, number, part, ranks)
 
-    def use(self, gradient: Gradient) -> None:
+    def use(self, task: Task, batch: Batch, report: StepReport, lr: float) -> None:
         """See `Coupling.use`."""
         push = Push(
-            batch=gradient.task.batch,
-            part=gradient.task.part,
-            global_targets=gradient.batch.global_targets,
-            lr=gradient.lr,
-            norm=gradient.norm,
+            batch=task.batch,
+            part=task.part,
+            global_targets=batch.global_targets,
+            lr=lr,
             signal=self.segment.poll_signal(),
-            broken=not gradient.is_finite,
-            **{name: getattr(gradient.totals, name) for name in REPORTED},
+            broken=not report.is_finite,
+            **{name: getattr(report, name) for name in REPORTED},
         )
         with timeline.span("push", "push", timeline.SEND):
             self._talk.push(push)
@@ -236,8 +220,8 @@ class ServerCoupling(Coupling):
         if not push.broken:
             before_s, self._last_report_s = self._last_report_s, clock.now()
             fields = {name: getattr(push, name) for name in REPORTED}
-            totals = Totals(steps=1, wall_s=self._last_report_s - before_s, **fields)
-            self.segment.progress(Progress(push.batch, worker, totals, push.norm))
+            report = StepReport(steps=1, wall_s=self._last_report_s - before_s, **fields)
+            self.segment.progress(Progress(push.batch, worker, report))
         if self.segment.poll_signal():
             self.server.controller.close()
 
@@ -278,25 +262,25 @@ class AveragingCoupling(Coupling):
                 if self._stops:
                     return
 
-    def use(self, gradient: Gradient) -> None:
+    def use(self, task: Task, batch: Batch, report: StepReport, lr: float) -> None:
         """See `Coupling.use`."""
-        trainer, segment, task, totals = self.trainer, self.segment, gradient.task, gradient.totals
+        trainer, segment = self.trainer, self.segment
         optimizer, number = trainer.optimizer, segment.number(task.batch)
-        if not gradient.is_finite:
+        if not report.is_finite:
             self._broken = True
-        elif totals.targets:
-            scale(trainer.model.storage.grads, gradient.batch.global_targets / totals.targets)
-            optimizer.lr = gradient.lr
+        elif report.targets:
+            scale(trainer.model.storage.grads, batch.global_targets / report.targets)
+            optimizer.lr = lr
             with timeline.span("update", "update"):
                 optimizer.step()
         else:
             optimizer.steps += 1  # equal on all ranks
         if self.group.is_root and not self._broken:
-            segment.progress(Progress(task.batch, 0, totals, gradient.norm))
+            segment.progress(Progress(task.batch, 0, report))
         self._staleness.add(self.group.rank, self._averaging.steps_since_average(number))
         begin = clock.now()
         with self.group.collective("average"):
-            self._averaging.after_step(number, gradient.batch.own_targets)
+            self._averaging.after_step(number, batch.own_targets)
         # After the last batch all ranks meet anyway, and exchange signals and errors with their
         # reports.
         if task.batch + 1 < segment.batches.stop:
@@ -432,7 +416,7 @@ class AsynchronousWorker(Trainer):
             lr = segment.lr(number)
             waited_s, coupling.waited_s, coupling.served_s = coupling.waited_s, 0.0, 0.0
             group.comm.world.step = number
-            sums, norm = self.compute(batch, number)
+            report = self.compute(batch, number)
             self.slow.wait(
                 clock.now() - started - coupling.served_s,
                 group.rank,
@@ -440,26 +424,25 @@ class AsynchronousWorker(Trainer):
                 coupling.sleep_until,
             )
             self.steps += 1
-            gradient = Gradient(task, batch, sums, norm, lr)
-            if not gradient.is_finite and not broken:
-                broken = self._explain(gradient, number)
+            if not report.is_finite and not broken:
+                broken = self._explain(batch, report, number)
             before, ended = ended, clock.now()
-            sums.compute_s, sums.sync_s = ended - started, waited_s
-            sums.input_s, sums.wall_s = started - before - waited_s, ended - before
-            totals = totals.plus(sums)
-            trained += sums.targets > 0
-            coupling.use(gradient)
+            report.compute_s, report.sync_s = ended - started, waited_s
+            report.input_s, report.wall_s = started - before - waited_s, ended - before
+            totals.add(report)
+            trained += report.targets > 0
+            coupling.use(task, batch, report, lr)
         totals.sync_s += coupling.waited_s
         with group.collective("end"):
             closing = clock.now()
-            report, batches = coupling.close(totals)
+            local, batches = coupling.close(totals)
             totals.sync_s += clock.now() - closing
-            report = meet(group, report, broken, batches, clock.now() - begin)
+            segment_report = meet(group, local, broken, batches, clock.now() - begin)
         average_buffers(self.model, group, trained)
-        self._unreported = self._unreported.plus(report)
-        return report
+        self._unreported = self._unreported.plus(segment_report)
+        return segment_report
 
-    def compute(self, batch: Batch, step: int) -> tuple[Totals, float]:
+    def compute(self, batch: Batch, step: int) -> StepReport:
         """Compute a part's gradient into `storage.grads`, divided by the full batch's targets.
 
         The gradients of all parts of a batch add up to that of its mean loss.
@@ -469,8 +452,7 @@ class AsynchronousWorker(Trainer):
                 synchronous run.
 
         Returns:
-            The sums of the part, and the norm of the gradient of its mean loss, which clipping
-            uses.
+            The sums of the part, and the norm of the gradient of its mean loss, before clipping.
         """
         refuse_inside("a worker's step")
         storage = self.model.storage
@@ -483,26 +465,20 @@ class AsynchronousWorker(Trainer):
                 norm = global_norm(storage.grads) * (batch.global_targets / targets)
                 if self.clip is not None:
                     scale(storage.grads, coefficient(norm, self.clip))
-        return (
-            Totals(
-                steps=1,
-                samples=len(batch.y),
-                targets=targets,
-                loss_sum=loss_sum,
-                score_sum=score_sum,
-            ),
-            norm,
+        return StepReport(
+            steps=1,
+            samples=len(batch.y),
+            targets=targets,
+            loss_sum=loss_sum,
+            score_sum=score_sum,
+            grad_norm=norm,
         )
 
-    def _explain(self, gradient: Gradient, step: int) -> str:
+    def _explain(self, batch: Batch, report: StepReport, step: int) -> str:
         """Return the sentence about a non-finite gradient, after computing it again."""
         with use_precision(self.precision):
-            origin = locate_nonfinite(
-                self.model, *self._passes.suspect(gradient.batch, step, isfinite)
-            )
-            return nonfinite_message(
-                step + 1, gradient.totals.loss, origin, f"rank {self.group.rank}"
-            )
+            origin = locate_nonfinite(self.model, *self._passes.suspect(batch, step, isfinite))
+            return nonfinite_message(step + 1, report.loss, origin, f"rank {self.group.rank}")
 
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from math import exp, inf, log, nan, sqrt
+from math import exp, inf, isfinite, log, nan, sqrt
 from sys import float_info
 
 from nnmpi.comm.gradients import Traffic
@@ -216,6 +216,8 @@ class PassReport:
 class StepReport(Totals):
     """One update, equal on all ranks except times; loss and score are means over all targets.
 
+    Out of step it is one worker's gradient, of a part of a batch.
+
     Attributes:
         grad_norm: the norm of the global gradient, before clipping; NaN if every microbatch is an
             update.
@@ -232,6 +234,11 @@ class StepReport(Totals):
     staleness: tuple[int, ...] = ()
     loss_scale: float = 1.0
     skipped: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient norm are finite."""
+        return isfinite(self.loss_sum) and isfinite(self.grad_norm)
 
     def count(self, traffic: Traffic) -> None:
         """Add a communication of this step."""

@@ -37,7 +37,7 @@ from nnmpi.compose.arrange import Arrangement, replicate
 from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import LabelLoss, SumLoss, check_loss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
-from nnmpi.compose.stats import Totals
+from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import UsageError
 from nnmpi.nn.chain import ModelPart
@@ -57,13 +57,11 @@ class Progress:
         worker: the number of the worker that computed it; 0 for a joint step.
         totals: of this one step, over its samples, with the worker's times. `wall_s` are the
             seconds since the last report.
-        norm: the gradient norm of these samples' mean loss, before clipping.
     """
 
     batch: int
     worker: int
-    totals: Totals
-    norm: float
+    totals: StepReport
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,7 @@ class Trainer(Training, ABC):
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """Return loss and score of this rank's parts of batches, summed over ranks. Collective."""
 
-    def details(self, report: Totals) -> dict[str, Any]:
+    def details(self, report: StepReport) -> dict[str, Any]:
         """Return the last step's numbers that are no sums, by name."""
         return {}
 

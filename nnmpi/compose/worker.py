@@ -376,16 +376,15 @@ class Worker(Trainer):
                 before, ended = ended, clock.now()
                 report.input_s, report.wall_s = input_s, ended - before
                 totals.add(report)
-                segment.progress(Progress(number, 0, report, report.grad_norm))
+                segment.progress(Progress(number, 0, report))
                 answers = self._signals.gather(segment.poll_signal(), report.wall_s)
                 signal = max(map(int, answers)) if answers else 0
                 if signal:
                     break
         return SegmentReport(totals, signal)
 
-    def details(self, report: Totals) -> dict[str, Any]:
+    def details(self, report: StepReport) -> dict[str, Any]:
         """See `Trainer.details`."""
-        assert isinstance(report, StepReport)
         more: dict[str, Any] = {"staleness": fmean(report.staleness)} if report.staleness else {}
         more |= self.ledger.peaks_by_name()
         if self.scaling is not None:

@@ -83,7 +83,7 @@ class Push:
         global_targets: the labels that count in the full batch.
         lr: the learning rate of that batch.
         loss_sum, score_sum: over the targets.
-        norm: the norm of the gradient of the task's mean loss, before clipping.
+        grad_norm: the norm of the gradient of the task's mean loss, before clipping.
         compute_s, sync_s, input_s: seconds of computing, waiting for the weights, and waiting for
             the batch.
         signal: the number of a signal that the worker got, 0 for none. After a signal no new batch
@@ -101,7 +101,7 @@ class Push:
     lr: float
     loss_sum: float = 0.0
     score_sum: float = 0.0
-    norm: float = 0.0
+    grad_norm: float = 0.0
     compute_s: float = 0.0
     sync_s: float = 0.0
     input_s: float = 0.0

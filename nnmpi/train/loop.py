@@ -190,7 +190,7 @@ class Loop:
         self._tracer = Tracer(run, reporter.say)
         self._window = copy(state.window)  # sums since the last line of metrics
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
-        self._last = Progress(0, 0, StepReport(), 0.0)  # the last report
+        self._last = Progress(0, 0, StepReport())  # the last report
 
     def run(self) -> None:
         """Train to the last step, save, and evaluate the final weights on the test data.
@@ -294,7 +294,8 @@ class Loop:
                 more["device_peak_bytes"] = self._run.backend.memory().peak_bytes
             if not self._trainer.in_step:
                 more |= {"comm_bytes": None, "comm_calls": None}  # the segment's record has them
-            self.reporter.steps(state, last.norm, self._run.schedule(max(step - 1, 0)), more)
+            lr = self._run.schedule(max(step - 1, 0))
+            self.reporter.steps(state, last.totals.grad_norm, lr, more)
         self._window = Totals()
 
     def _end_segment(self, number: int) -> None:
