@@ -17,7 +17,7 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.command import check_numbers, read_command
 from nnmpi.compose.inference import Inference
-from nnmpi.compose.losses import ERRORS, DeviceBatch, SumCrossEntropy, SumError
+from nnmpi.compose.losses import ERRORS, SumCrossEntropy, SumError
 from nnmpi.compose.stats import Totals
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.loader import Loader
@@ -77,9 +77,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
             if len(batch.x):
                 outputs = Tensor(inference(batch.x))
                 result.loss_sum += float(loss(outputs, batch.y).numpy())
-                result.score_sum += float(
-                    loss.score(outputs, DeviceBatch(batch.x, batch.y, batch.labels))
-                )
+                result.score_sum += float(loss.score(outputs, batch))
                 if confusion.size:
                     np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
     inference.release()

@@ -4,8 +4,6 @@
     bce                 yes or no       score: the number of outputs on the right side of 0
     cross-entropy       classes         score: the number of labels with the largest logit
 
-    DeviceBatch         a part of a batch on the model's backend, with its labels checked on the
-                        host
     DeferredScalars     losses and scores of a step, read from a device all at once at its end
 
 A score is a sum over targets, the higher the better; `stats.Totals` computes its mean. A target is
@@ -23,9 +21,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import nan, prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,9 +85,9 @@ class SumError:
         total = self._function(reshaped, targets, reduction="sum")
         return total if item == 1 else total / item
 
-    def score(self, outputs: Tensor, device_batch: DeviceBatch) -> Array | float:
+    def score(self, outputs: Tensor, batch: Batch) -> Array | float:
         """Return the sum of the samples' scores; on a device a 0-d array, without waiting."""
-        targets = device_batch.y
+        targets = batch.y
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets)
         xp = namespace(outputs.data)
@@ -126,13 +125,11 @@ class SumCrossEntropy:
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         return self._function(logits, labels, ignore_index=_ignored(self, labels))
 
-    def score(self, logits: Tensor, device_batch: DeviceBatch) -> Array | float:
+    def score(self, logits: Tensor, batch: Batch) -> Array | float:
         """Return the number of labels with their row's largest logit."""
         if self._group is None:
-            return count_correct(logits, device_batch)
-        labels = (
-            Tensor(device_batch.y).numpy() if device_batch.labels is None else device_batch.labels
-        )
+            return count_correct(logits, batch)
+        labels = Tensor(batch.y).numpy() if batch.labels is None else batch.labels
         return float((best_classes(logits.data, self._group, self.classes) == labels).sum())
 
 
@@ -277,13 +274,13 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     return total
 
 
-def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
+def count_correct(logits: Tensor, batch: Batch) -> Array | float:
     """Return the number of correct labels; for quantities the score of their squared errors.
 
     The result on a device is an array of one number, without waiting. If the logits fit neither
     labels nor quantities, it is NaN.
     """
-    y = device_batch.y
+    y = batch.y
     if y.dtype.kind == "f":
         return squared_errors(logits, y)
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
@@ -347,41 +344,22 @@ def _number(value: Array | float) -> Any:
     return value.reshape(1).astype("float64")
 
 
-class DeviceBatch(NamedTuple):
-    """A batch on the model's backend.
-
-    Attributes:
-        x, y: samples and labels.
-        labels: the labels on the host; None if they are only on a device.
-        length: see `data.loader.Batch`.
-    """
-
-    x: Array
-    y: Array
-    labels: NDArray[Any] | None
-    length: int | None = None
-
-    def rows(self, part: slice) -> DeviceBatch:
-        """Return some of its rows."""
-        labels = None if self.labels is None else self.labels[part]
-        return DeviceBatch(self.x[part], self.y[part], labels, self.length)
-
-
-def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
-    """Return a batch on a backend.
+def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:
+    """Return a batch on the model's backend, with its labels on the host, too.
 
     Raises:
         ShapeError: when samples for a device have an index that is outside every embedding of the
             model.
     """
-    if backend.is_device and isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
+    if not backend.is_device:
+        return batch
+    if isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
         _check_indices(batch.x, model)
-    return DeviceBatch(
-        backend.asarray(batch.x), backend.asarray(batch.y), batch.labels, batch.length
-    )
+    x, y = backend.asarray(batch.x), backend.asarray(batch.y)
+    return replace(batch, x=x, y=y, host_y=batch.labels)
 
 
-def check_labels(loss: SumLoss, device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
+def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> None:
     """Check a microbatch's labels on the host, for a loss on a device, which cannot check them.
 
     Only the labels of nnmpi's cross-entropy are checked: another loss may define labels
@@ -389,18 +367,18 @@ def check_labels(loss: SumLoss, device_batch: DeviceBatch, first: int, logits: T
 
     Args:
         loss: the loss.
-        device_batch: the microbatch.
+        batch: the microbatch.
         first: the index of its first row in the batch.
         logits: this rank's logits of the microbatch.
 
     Raises:
         ShapeError: for a label outside the classes.
     """
-    labels = device_batch.labels
+    labels = batch.labels
     is_cross_entropy = (
         isinstance(loss, SumCrossEntropy) or getattr(loss, "func", loss) is cross_entropy
     )
-    if labels is None or isinstance(device_batch.y, np.ndarray) or not is_cross_entropy:
+    if labels is None or isinstance(batch.y, np.ndarray) or not is_cross_entropy:
         return
     count = getattr(loss, "classes", 0) or logits.shape[-1]
     if (

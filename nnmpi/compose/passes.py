@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from math import isfinite, nan
 from statistics import median
@@ -40,7 +40,6 @@ from nnmpi.compose.losses import (
     LOSS,
     SCORE,
     DeferredScalars,
-    DeviceBatch,
     SumCrossEntropy,
     SumError,
     SumLoss,
@@ -115,6 +114,7 @@ class Running:
     """A batch in flight: its microbatches, and their results on this rank.
 
     Attributes:
+        batch: on the model's backend.
         cuts: the rows of each microbatch.
         trains: whether a backward pass follows.
         scale: a factor of the gradients (see `optim.clip`).
@@ -122,7 +122,6 @@ class Running:
     """
 
     batch: Batch
-    device_batch: DeviceBatch
     step: int
     loss: SumLoss
     scalars: DeferredScalars
@@ -132,22 +131,20 @@ class Running:
     versions: dict[int, int] = field(default_factory=dict)
     staleness: list[int] = field(default_factory=list)
 
-    def part(self, microbatch: int) -> DeviceBatch:
-        """Return the rows of a microbatch."""
-        cut, full = self.cuts[microbatch], self.device_batch
-        return (
-            full if cut.stop - cut.start == len(full.y) else full.rows(slice(cut.start, cut.stop))
-        )
+    @cached_property
+    def parts(self) -> list[Batch]:
+        """The microbatches, with their rows of samples and labels."""
+        return [self.batch.rows(cut) for cut in self.cuts]
 
     @property
     def inputs(self) -> list[Array]:
         """The microbatches' samples."""
-        return [self.part(m).x for m in range(len(self.cuts))]
+        return [part.x for part in self.parts]
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """The key of a batch's recording."""
-        full, rows = self.device_batch, tuple(cut.stop - cut.start for cut in self.cuts)
+        full, rows = self.batch, tuple(cut.stop - cut.start for cut in self.cuts)
         return (
             self.trains,
             full.length,
@@ -391,9 +388,9 @@ class Passes(Caller):
         trains: bool = True,
         scale: float = 1.0,
     ) -> Running:
-        device_batch, loss = to_device(batch, self.model, self.backend), self._losses[not trains]
-        self.length = device_batch.length
-        self._now = Running(batch, device_batch, step, loss, scalars, cuts, trains, scale)
+        batch, loss = to_device(batch, self.model, self.backend), self._losses[not trains]
+        self.length = batch.length
+        self._now = Running(batch, step, loss, scalars, cuts, trains, scale)
         return self._now
 
     def _seeds(self, now: Running) -> list[Array]:
@@ -436,10 +433,9 @@ class Passes(Caller):
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch; add loss and score to the step's scalars."""
         now, again = self._now, current().again
-        device_batch = now.part(microbatch)
         if not again:  # before the loss: a device would read out of range silently
-            check_labels(now.loss, device_batch, now.cuts[microbatch].start, logits)
-        labels = feed(lambda: self._now.part(microbatch).y)
+            check_labels(now.loss, now.parts[microbatch], now.cuts[microbatch].start, logits)
+        labels = feed(lambda: self._now.parts[microbatch].y)
         loss = sum_of(now.loss, logits, labels)
         if not again:
             record_call(self._note_numbers, microbatch, logits.data, loss.data)
@@ -447,7 +443,7 @@ class Passes(Caller):
 
     def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:
         now = self._now
-        score = self._score(Tensor(logits), now.part(microbatch))
+        score = self._score(Tensor(logits), now.parts[microbatch])
         if now.trains or self.counts:
             now.scalars.add((LOSS, microbatch) if now.trains else LOSS, loss)
             now.scalars.add((SCORE, microbatch) if now.trains else SCORE, score)

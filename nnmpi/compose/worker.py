@@ -212,8 +212,7 @@ class Worker(Trainer):
         if self._sequence is not None:
             batch = self._sequence.part(batch)
         if self.backend.is_device:  # before the ledger counts: a batch is no activation
-            copy = to_device(batch, self.model, self.backend)
-            batch = replace(batch, x=copy.x, y=copy.y, host_y=copy.labels)
+            batch = to_device(batch, self.model, self.backend)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         world, collective_s = self.group.comm.world, self.group.comm.world.collective_s

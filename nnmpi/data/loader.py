@@ -104,6 +104,14 @@ class Batch:
         """The labels on the host; None if they are on a device only."""
         return self.y if isinstance(self.y, np.ndarray) else self.host_y
 
+    def rows(self, cut: Cut) -> Batch:
+        """Return the samples and labels of a cut; all else is this batch's."""
+        part = slice(cut.start, cut.stop)
+        if part == slice(0, len(self.y)):
+            return self
+        host_y = None if self.host_y is None else self.host_y[part]
+        return replace(self, x=self.x[part], y=self.y[part], host_y=host_y)
+
     @property
     def first_row(self) -> int:
         """The index of this rank's first row in the global batch."""

@@ -12,7 +12,8 @@ import pytest
 
 import nnmpi
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.losses import ERRORS, DeviceBatch, SumError
+from nnmpi.compose.losses import ERRORS, SumError
+from nnmpi.data.loader import Batch
 from nnmpi.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.evaluate import main as evaluate
 from nnmpi.predict import main as predict
@@ -80,7 +81,7 @@ def test_the_sum_over_samples_is_a_mean_over_elements(name: str, shape: tuple[in
     score = (
         np.mean((outputs > 0) == (flat > 0.5)) if name == "bce" else -np.mean((outputs - flat) ** 2)
     )
-    batch = DeviceBatch(here(outputs), here(targets), None)
+    batch = Batch(here(outputs), here(targets), np.arange(7), (), 7, 0, 0)
     assert float(SumError(name).score(ours, batch)) / 7 == pytest.approx(score, rel=1e-12)
     with pytest.raises(ShapeError, match="for each sample"):
         SumError(name)(Tensor(here(np.ones((7, 5)))), here(targets))
