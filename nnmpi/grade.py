@@ -310,7 +310,7 @@ def _check_sizes(exercise: Exercise, sizes: Sequence[Any]) -> None:
         )
         _refuse(
             exercise.sizes == SHAPES and numbers[1] % numbers[0],
-            f"of {name} microbatches are a multiple of ranks, and not {size}",
+            f"in {name} microbatches must be a multiple of ranks, not {size}",
         )
 
 

@@ -370,7 +370,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         (
             "points = 4",
             'points = 4\n[[criteria]]\nexercise = "interleaved"\nsizes = [[2, 3]]',
-            r"microbatches are a multiple of ranks, and not \[2, 3\]",
+            r"microbatches must be a multiple of ranks, not \[2, 3\]",
         ),
         (
             "points = 4",

@@ -176,8 +176,8 @@ class Loader:
             )
         if self.whole_microbatches and partition != "none":
             raise UsageError(
-                f"the partition {partition!r} cannot be combined with whole microbatches, which"
-                " may go to any rank"
+                f"the partition {partition!r} cannot be combined with whole microbatches, which go"
+                " to any rank; leave one of them out"
             )
         if self.workers is not None:
             whole("workers", self.workers, 0)

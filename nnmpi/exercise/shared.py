@@ -171,7 +171,7 @@ def measure_shared(trial: Trial, network: str, function: Function, setting: Sett
             continue
         if not isinstance(result, tuple | list) or len(result) != len(expected):
             raise WrongAnswer(
-                f"{of} must be {len(expected)} arrays, and is a {type(result).__name__}"
+                f"{of} must be {len(expected)} arrays, but is a {type(result).__name__}"
             )
         for number, pair in enumerate(zip(result, expected, strict=True)):
             _compare(f"{of}, array {number}", *pair)

@@ -136,7 +136,7 @@ def from_torch(
     unknown = sorted(state.keys() - known)
     if missing or unknown:
         raise CheckpointError(
-            f"{source} does not fit the model: missing {missing or 'no'}, unknown {unknown or 'no'}"
+            f"{source} does not fit the model: missing {missing or '-'}, unknown {unknown or '-'}"
         )
     return {
         weight.name: np.ascontiguousarray(

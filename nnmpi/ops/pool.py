@@ -200,7 +200,7 @@ def _checked(
     for axis, what in ((0, "height"), (1, "width")):
         if 2 * border[axis] > sizes[axis]:
             raise UsageError(
-                f"{name}'s padding {border} is more than half of its kernel_size {sizes}"
+                f"{name}'s padding {border} is more than half of its kernel_size {sizes}; give less"
             )
         if out_size(x.shape[axis + 1], sizes[axis], steps[axis], border[axis]) < 1:
             raise ShapeError(

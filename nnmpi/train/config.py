@@ -499,7 +499,7 @@ class OptimizationConfig:
         require(
             fixed,
             f"--weight-decay cannot be combined with --optimizer {self.optimizer}, which sets its"
-            " own",
+            " own; leave it out",
         )
 
     @property
@@ -596,7 +596,7 @@ class RunConfig:
         in_order = not self.stall_limit or self.stall_limit >= WARNING_S
         require(
             in_order,
-            f"--stall-limit {self.stall_limit:g} is less than the {WARNING_S:g} s before a warning",
+            f"--stall-limit {self.stall_limit:g} is below the warning's {WARNING_S:g} s; give more",
         )
         wide = self.dtype == "float64" and self.precision != "float32"
         require(
@@ -659,7 +659,7 @@ class Config:
         require(
             not fixed,
             f"--partition {self.data.partition} cannot be combined with --reduction fixed, which"
-            " may give any sample to any rank",
+            " gives any sample to any rank; leave one of them out",
         )
 
     def having(self, **values: Any) -> "Config":

@@ -308,7 +308,7 @@ def checked_spec(
     if groups < 1 or x.shape[3] % groups or weight.shape[3] % groups:
         raise UsageError(
             f"groups {groups} does not divide {x.shape[3]} input and {weight.shape[3]} output"
-            " channels"
+            " channels; give a divisor"
         )
     if weight.shape[2] * groups != x.shape[3]:
         first = x.shape[1] == weight.shape[2] * groups
