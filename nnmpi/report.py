@@ -5,7 +5,7 @@
     python -m nnmpi.report runs/digits-cnn --tensorboard FOLDER
 
 All numbers come from the run's files, so that the command also works during the run. The page is
-one file with its data and scripts inside (see nnmpi.pages); bokeh draws its curves if installed.
+one file with its data and scripts inside (see nnmpi.pages).
 """
 
 import shlex
@@ -13,14 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from nnmpi.command import read_command, say
 from nnmpi.compose.stats import PARTS, ROUNDING
 from nnmpi.errors import UsageError, raised_as
-from nnmpi.files import foreign, read_json
+from nnmpi.files import foreign, read_json, rebuilt
 from nnmpi.pages.page import write_page
 from nnmpi.train.config import all_options, shown
 from nnmpi.train.folder import RunFolder, read_run
@@ -43,9 +42,7 @@ PANELS = [  # title, key of the values, kinds of records, x axis
     ("Loss over time", "loss", BOTH, SECONDS),
     ("Accuracy over time", ACCURACY, BOTH, SECONDS),
 ]
-COLOURS = "#4c78a8", "#d1495b", "#8aa83c", "#b07aa1"  # legible in the light and the dark theme
-PAINT = dict(zip(PARTS.values(), COLOURS, strict=True)) | {"other": "#6b7785"}
-Columns = Mapping[str, Sequence[float]]
+Confusion: TypeAlias = tuple[tuple[int, ...], ...]
 RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
 _MEMORY = "memory_"
 
@@ -75,15 +72,8 @@ def main(words: Sequence[str]) -> str:
     if options.tensorboard is not None:
         read_run(run, str(run))
         write_events(options.tensorboard, read_metrics(RunFolder(run).metrics))
-    result, library, hint = gather(run), "", "; for its curves: pip install bokeh"
-    if find_spec("bokeh"):
-        from bokeh.resources import Resources
-
-        library, hint = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), ""
-        with foreign(RunFolder(run).metrics, UsageError, "the numbers of the run cannot be drawn"):
-            result["charts"] = draw(result)
-    write_page(file, "run", f"run {run.resolve().name}", result, library)
-    return f"{file} shows the run in a browser{hint}"
+    write_page(file, "run", f"run {run.resolve().name}", gather(run))
+    return f"{file} shows the run in a browser"
 
 
 def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -115,7 +105,11 @@ def gather(run: Path) -> dict[str, Any]:
     Raises:
         UsageError: without a run in the folder, and for unreadable files.
     """
-    options, folder = read_run(run, str(run)), RunFolder(run)
+    options, folder, evaluation = read_run(run, str(run)), RunFolder(run), dict[str, Any]()
+    if folder.evaluation.is_file():
+        with foreign(folder.evaluation, UsageError, "the evaluation of the run cannot be read"):
+            evaluation = read_json(folder.evaluation)
+            _ = rebuilt(Confusion, evaluation.get("confusion") or ())
     with foreign(folder.metrics, UsageError, "the metrics of the run cannot be read"):
         records = read_metrics(folder.metrics)
         starts = read_metrics(folder.starts) if folder.starts.is_file() else []
@@ -134,7 +128,7 @@ def gather(run: Path) -> dict[str, Any]:
             "head": starts[-1].get("facts", []) if starts else [],
             "results": [{key: test.get(key) for key in RESULT} for test in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
-            "paint": PAINT,
+            "names": [*PARTS.values()],
             "times": times
             | ({"other": other_s} if other_s > ROUNDING * sum(times.values()) else {}),
             "parts": [
@@ -147,7 +141,7 @@ def gather(run: Path) -> dict[str, Any]:
                 if key.startswith(_MEMORY)
             },
             "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
-            "evaluation": read_json(folder.evaluation) if folder.evaluation.is_file() else {},
+            "evaluation": evaluation,
             "options": _options(options),
             "commands": commands,
         }
@@ -162,7 +156,8 @@ def _chart(
         chosen = [
             record
             for record in records
-            if record["kind"] == kind and None not in (record.get(key), record.get(over[0]))
+            if record["kind"] == kind
+            and all(isinstance(record.get(name), int | float) for name in (key, over[0]))
         ]
         lines.append(
             {
@@ -179,152 +174,6 @@ def _cut(records: Sequence[Any], most: int) -> list[Sequence[Any]]:
     """Return the records in parts of equal length, about `most` of them."""
     length = max(1, len(records) // most)
     return [records[begin : begin + length] for begin in range(0, len(records), length)]
-
-
-def draw(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {title: chart} of the result of `gather`, as JSON of bokeh's."""
-    from bokeh.embed import json_item
-    from bokeh.models import CustomJSTickFormatter, DataRange1d, HoverTool
-    from bokeh.plotting import figure
-
-    def plot(tips: Any, **keywords: Any) -> Any:
-        defaults = {
-            "height": 260,
-            "sizing_mode": "stretch_width",
-            "toolbar_location": None,
-            "tools": "",
-        }
-        result = figure(**defaults | keywords)
-        result.add_tools(HoverTool(tooltips=tips, mode="vline"))
-        return result
-
-    def stack(
-        what: str, ends: Sequence[float], begin: float, columns: Columns, x: str, y: str
-    ) -> Any:
-        """Draw stacked bars, each from the end of the previous one to its own."""
-        sides = [*pairwise([begin, *ends])]
-        middles = {"x": [(a + b) / 2 for a, b in sides], "wide": [b - a for a, b in sides]}
-        source = {what: ends, **middles, **columns}
-        result = plot(
-            [(name, f"@{{{name}}}{{0.[00]}}") for name in (what, *columns)],
-            x_axis_label=x,
-            y_axis_label=y,
-        )
-        paint = [
-            PAINT.get(name, colour) for name, colour in zip(columns, cycle(COLOURS), strict=False)
-        ]
-        named = {"color": paint, "legend_label": [*columns]}
-        result.hover.renderers = result.vbar_stack(
-            [*columns], x="x", width="wide", source=source, **named
-        )[-1:]
-        return result
-
-    plots: dict[str, Any] = {}
-    if data["parts"]:
-        ends, *parts = zip(*data["parts"], strict=True)
-        columns = {
-            n: [1e3 * s for s in part]
-            for n, part in zip(PARTS.values(), parts, strict=True)
-            if any(part)
-        }
-        plots["Where a step's time went, over the steps"] = stack(
-            "step", ends, 0, columns, "steps", "ms"
-        )
-    for chart in data["charts"]:
-        least = min(
-            (1 - y for line in chart["lines"] for _, y in line["points"] if y < 1), default=1.0
-        )
-        # Accuracy is drawn as the error 1 - accuracy on a flipped logarithmic axis: 97 and 99 %
-        # are far apart.
-        axis = (
-            {"y_axis_type": "log", "y_range": DataRange1d(flipped=True)}
-            if chart["accuracy"]
-            else {}
-        )
-        if "speed" in chart["title"]:
-            # From 0: an automatic range would magnify the dip of each epoch's short last batch.
-            axis = {"y_range": DataRange1d(start=0)}
-        plotted = plot(
-            f"$name: @y{{0.[00000]}}<br>@x{{0.[0]}} {chart['along']}",
-            x_axis_label=chart["along"],
-            **axis,
-        )
-        if chart["accuracy"]:
-            plotted.yaxis.ticker = [
-                base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)
-            ]
-            plotted.yaxis.formatter = CustomJSTickFormatter(
-                code="return `${+(100 * (1 - tick)).toPrecision(5)} %`"
-            )
-        else:
-            plotted.yaxis.formatter.power_limit_low = -5  # 0.0005 instead of 5.000e-4
-        plotted.hover.renderers = []
-        for colour, line in zip(COLOURS, chart["lines"], strict=False):
-            x, y = zip(*line["points"], strict=True)
-            drawn = [max(1 - item, least / 2) for item in y] if chart["accuracy"] else y
-            named = {
-                "source": {"x": x, "y": y, "drawn": drawn},
-                "name": line["name"],
-                "color": colour,
-            }
-            plotted.hover.renderers.append(
-                plotted.line("x", "drawn", line_width=2, legend_label=line["name"], **named)
-            )
-            plotted.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
-        plots[chart["title"]] = plotted
-    if heights := data["staleness"]["heights"]:
-        workers = {f"worker {worker}": local for worker, local in enumerate(heights)}
-        ends = tuple(n + 0.5 for n in range(len(heights[0])))
-        plots["Staleness"] = stack(
-            "up to", ends, -0.5, workers, "updates that came between", "gradients"
-        )
-    if counts := data["evaluation"].get("confusion"):
-        names = [str(name) for name in data["evaluation"]["classes"]]
-        cells = [
-            (a, b, n, n / sum(row), COLOURS[a != b], 0.7 + 0.3 * n / sum(row))
-            for a, row in zip(names, counts, strict=True)
-            for b, n in zip(names, row, strict=True)
-            if n
-        ]
-        tips = [("is", "@a"), ("taken for", "@b"), ("samples", "@n"), ("of these", "@share{0.0 %}")]
-        plotted = plot(
-            tips,
-            x_range=names,
-            y_range=names[::-1],
-            x_axis_label="taken for",
-            y_axis_label="is",
-            height=380,
-        )
-        plotted.hover.mode = "mouse"
-        source = dict(
-            zip(("a", "b", "n", "share", "color", "alpha"), zip(*cells, strict=True), strict=True)
-        )
-        plotted.rect("b", "a", 0.97, 0.97, source=source, color="color", alpha="alpha")
-        plotted.text(
-            "b",
-            "a",
-            text="n",
-            source=source,
-            text_align="center",
-            text_baseline="middle",
-            text_color="white",
-        )
-        plots["Confusion"] = plotted
-    for plotted in plots.values():
-        for legend in plotted.legend:
-            legend.update(
-                orientation="horizontal",
-                background_fill_alpha=0,
-                border_line_alpha=0,
-                margin=0,
-                padding=2,
-            )
-            ink = "#808890"  # legible in the light and the dark theme
-            legend.update(
-                visible=len(legend.items) > 1, location="top_left", label_text_color=ink, ncols=2
-            )
-            plotted.add_layout(legend, "above")
-    return {title: json_item(plotted) for title, plotted in plots.items()}
 
 
 def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:

@@ -173,11 +173,24 @@ function ticks(from, to, log) {
 }
 
 // Draw lines [{name, colour, points: [[x, y]]}] over x. `marks` are [{x, y, text}], `at` is the x
-// of a vertical line, `ticksX` are the labelled x.
+// of a vertical line, `ticksX` and `ticksY` are the labelled x and y. `zero`: y begins at 0. `words`
+// (line, point) is what a point says under the pointer.
 function chart(
   width,
   lines,
-  { x, y, logX = false, logY = false, marks = [], at = null, height = 260, ticksX = null },
+  {
+    x,
+    y,
+    logX = false,
+    logY = false,
+    marks = [],
+    at = null,
+    height = 260,
+    ticksX = null,
+    ticksY = null,
+    zero = false,
+    words = null,
+  },
 ) {
   const points = lines.flatMap((line) => line.points);
   if (!points.length) return el("p", { class: "soft" }, "nothing to draw");
@@ -187,7 +200,7 @@ function chart(
       high = Math.max(...all);
     return log
       ? [low, high > low ? high : low * 10]
-      : [i && low > 0 && low < high / 3 ? 0 : low, high > low ? high : low + 1];
+      : [i && low > 0 && (zero || low < high / 3) ? 0 : low, high > low ? high : low + 1];
   };
   const [x0, x1] = range(0, logX),
     [y0, y1] = range(1, logY);
@@ -200,7 +213,8 @@ function chart(
   const px = (value) => left + part(value, x0, x1, logX) * (width - left - right);
   const py = (value) => height - bottom - part(value, y0, y1, logY) * (height - top - bottom);
   const picture = draw("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
-  for (const value of ticks(y0, y1, logY)) {
+  const labelled = ticksY && ticksY.filter((value) => value >= y0 && value <= y1);
+  for (const value of labelled || ticks(y0, y1, logY)) {
     picture.append(
       draw("line", {
         x1: left,
@@ -267,6 +281,15 @@ function chart(
         }),
       );
   }
+  for (const line of words ? lines : [])
+    for (const point of line.points)
+      picture.append(
+        draw(
+          "circle",
+          { cx: px(point[0]), cy: py(point[1]), r: 6, fill: "transparent" },
+          draw("title", {}, words(line, point)),
+        ),
+      );
   for (const mark of marks)
     picture.append(
       draw(

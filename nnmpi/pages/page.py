@@ -16,22 +16,19 @@ def preformat(text: str) -> str:
     return f'<pre style="line-height: 1.2">{html.escape(text)}</pre>'
 
 
-def make_page(kind: str, title: str, data: Mapping[str, Any], library: str = "") -> str:
+def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
     """Return a page as HTML.
 
     Args:
         kind: of the script: "collective", "schedule", "plan" or "run".
         title: the heading.
         data: JSON values for the script.
-        library: JavaScript to load before it.
     """
     parts = {
         name: (files("nnmpi.pages") / name).read_text()
         for name in ("frame.html", "frame.css", "common.js")
     }
-    script = "\n".join(
-        (library, parts["common.js"], (files("nnmpi.pages") / f"{kind}.js").read_text())
-    )
+    script = f"{parts['common.js']}\n{(files('nnmpi.pages') / f'{kind}.js').read_text()}"
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     # Escape "<": a name such as "</script>" or "<!--<script>" would end the data early.
     text = text.replace("<", "\\u003c")
@@ -44,17 +41,15 @@ def make_page(kind: str, title: str, data: Mapping[str, Any], library: str = "")
     return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], parts["frame.html"])
 
 
-def write_page(
-    file: Path, kind: str, title: str, data: Mapping[str, Any], library: str = ""
-) -> None:
+def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> None:
     """Write a page to a file, replacing an existing one.
 
     Args:
-        file, kind, title, data, library: see `make_page`.
+        file, kind, title, data: see `make_page`.
 
     Raises:
         UsageError: when the file cannot be written.
     """
     with raised_as(UsageError, f"{file} cannot be written", "give another file"):
         # "replace", since names of folders may be any bytes
-        file.write_text(make_page(kind, title, data, library), "utf-8", "replace")
+        file.write_text(make_page(kind, title, data), "utf-8", "replace")

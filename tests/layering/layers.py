@@ -77,7 +77,6 @@ HOMES = {
 # only.)
 OPTIONAL = {
     "PIL",
-    "bokeh",
     "fcntl",
     "filelock",
     "matplotlib",
