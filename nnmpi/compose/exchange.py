@@ -1,13 +1,11 @@
 """Gradient sums and updates: one interface for a Worker, and a class for each way.
 
-    begin(batch)                            a step begins
-    begin_forward(m)                        a microbatch's forward begins
-    begin_backward(last), end_backward()    its backward
-    final(parameters)                       their gradients are complete: start their sum, under the
-                                            rest of the pass
-    finish()                                the passes are over: wait for the sums
-    meet(numbers) -> sums, norm             the ranks' only meeting: losses, gradient norm
-    update(factor)                          new weights, from the gradients times a factor
+    begin(batch)                    a step begins
+    begin_forward(m)                a microbatch's forward begins
+    parallel                        the strategy: its passes, and sums of gradients under them
+    finish()                        the passes are over: wait for the sums
+    meet(numbers) -> sums, norm     the ranks' only meeting: losses, gradient norm
+    update(factor)                  new weights, from the gradients times a factor
 
     ZeroExchange     each rank has a shard of gradients, state and weights  parallel.zero
     FixedExchange    sums in an order that does not depend on the layout    parallel.fixed_reduction
@@ -66,7 +64,8 @@ class Exchange:
         options: how they are summed.
 
     Attributes:
-        parallel: the strategy, as a loop of your own uses it.
+        parallel: the strategy, as a loop of your own uses it; a full model's backwards are its
+            passes.
         weights: gathers weights before they are computed with; None if no gather is needed.
         keeps_own: whether each rank still has its own gradients after a failed step.
         is_fused: whether the sum is fused with the update, which overwrites the gradients.
@@ -118,27 +117,6 @@ class Exchange:
 
     def begin_forward(self, microbatch: int) -> None:
         """Begin a microbatch's forward."""
-
-    def begin_backward(self, last: bool) -> None:
-        """Begin a microbatch's backward, in a full model."""
-        self.parallel.begin_pass(last)
-
-    def end_backward(self) -> None:
-        """End a microbatch's backward, in a full model."""
-        self.parallel.finish_pass()
-        self.parallel.end_pass()
-
-    def abort(self) -> None:
-        """End the pass after an exception."""
-        self.parallel.end_pass()
-
-    def final(self, numbers: Sequence[int]) -> None:
-        """Start the sum of final gradients, by their parameters' numbers in the storage."""
-        self.parallel.reduce(numbers)
-
-    def progress(self) -> None:
-        """Poll the sums in flight."""
-        self.parallel.progress()
 
     def finish(self) -> Traffic:
         """Finish the sums, also of parameters tied between stages; return their traffic."""

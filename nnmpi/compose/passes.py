@@ -473,12 +473,13 @@ class Passes(Caller):
                 _warn_of_strangers(self.model, loss)
         self._final = 0
         if self.exchange is not None and not self.is_cut:
-            self.exchange.begin_backward(microbatch == len(self._now.cuts) - 1)
+            self.exchange.parallel.begin_pass(microbatch == len(self._now.cuts) - 1)
 
     def end_backward(self, microbatch: int) -> None:
         """See `Caller`."""
         if self.exchange is not None and not self.is_cut:
-            self.exchange.end_backward()
+            self.exchange.parallel.finish_pass()
+            self.exchange.parallel.end_pass()
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
         """See `Caller`."""
@@ -500,7 +501,7 @@ class Passes(Caller):
     def abort(self) -> None:
         """See `Caller`."""
         if self.exchange is not None:
-            self.exchange.abort()
+            self.exchange.parallel.end_pass()
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
         """See `Caller`. A gradient to which several stages add is final after the last of them."""
@@ -508,14 +509,14 @@ class Passes(Caller):
             return
         assert self.exchange is not None
         self._left.subtract(self._numbers[stage])
-        self.exchange.final(
+        self.exchange.parallel.reduce(
             [number for number in reversed(self._numbers[stage]) if not self._left[number]]
         )
 
     def progress(self) -> None:
         """See `Caller`."""
         if self.exchange is not None:
-            self.exchange.progress()
+            self.exchange.parallel.progress()
 
     def step(self, stage: int, microbatch: int) -> None:
         """See `Caller`: sum over the replicas, and update a new copy of the weights."""
