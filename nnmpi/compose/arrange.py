@@ -15,9 +15,11 @@ a Worker attaches the rest:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
 from nnmpi.mesh import BoundMesh, Mesh
-from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES
@@ -288,11 +290,10 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
                 f" a deeper model{_why_closed(layers)}"
             )
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
-    stages = cut_chain(layers, cuts)
-    numbers = stages_of(mesh.pp.rank, ranks, count, layout.home)
-    part = ModelPart(model, [layer for i in numbers for layer in stages[i]])
-    ties = _tie(full_model, part, _shared_parameters(layout, model, stages))
-    return replace(full_model, model=part, layers=layers, cuts=cuts, costs=costs, ties=ties)
+    arrangement = replace(full_model, layers=layers, cuts=cuts, costs=costs)
+    part = ModelPart(model, list(chain.from_iterable(arrangement.stages.values())))
+    ties = _tie(full_model, part, _shared_parameters(arrangement))
+    return replace(arrangement, model=part, ties=ties)
 
 
 def _choose(
@@ -355,9 +356,7 @@ def _by_hand(lengths: Sequence[int], layers: int, count: int) -> tuple[range, ..
     )
 
 
-def _shared_parameters(
-    layout: Layout, model: Module, stages: Sequence[Sequence[ChainLayer]]
-) -> dict[str, tuple[int, ...]]:
+def _shared_parameters(arrangement: Arrangement) -> dict[str, list[int]]:
     """Return the stages of each parameter that several stages use.
 
     Raises:
@@ -365,23 +364,21 @@ def _shared_parameters(
             versions of the weights. For shared running statistics, because two stages would update
             them in another order than the serial run.
     """
-    stages_of_leaf: dict[int, set[int]] = {}
-    for number, layers in enumerate(stages):
-        for _, module in (member for layer in layers for member in layer.members):
+    model, layout, layers = arrangement.model, arrangement.layout, arrangement.layers
+    users: dict[int, set[int]] = defaultdict(set)  # stages, by the id of a parameter or buffer
+    for number, cut in enumerate(arrangement.cuts):
+        for _, module in chain.from_iterable(layers[i].members for i in cut):
             for leaf in (*module.parameters(), *(buffer for _, buffer in module.named_buffers())):
-                stages_of_leaf.setdefault(id(leaf), set()).add(number)
+                users[id(leaf)].add(number)
     leaves = [*model.named_parameters(), *model.named_buffers()]
-    stages_by_leaf = [
-        (name, leaf, tuple(sorted(stages_of_leaf.get(id(leaf), ())))) for name, leaf in leaves
-    ]
-    for name, leaf, numbers in stages_by_leaf:
-        if len(numbers) > 1 and isinstance(leaf, Buffer):
+    shared = {name: sorted(users[id(leaf)]) for name, leaf in leaves if len(users[id(leaf)]) > 1}
+    for name, leaf in leaves:
+        if name in shared and isinstance(leaf, Buffer):
             raise LayoutError(
-                f"the layer of {name} is in stages {', '.join(map(str, numbers))}, which would"
+                f"the layer of {name} is in stages {', '.join(map(str, shared[name]))}, which would"
                 " update its running statistics in a different order from the serial run; make a"
                 " layer for each use, or cut the model so that both uses share a stage"
             )
-    shared = {name: numbers for name, _, numbers in stages_by_leaf if len(numbers) > 1}
     if shared and layout.asynchronous:
         name, numbers = next(iter(shared.items()))
         asked = f"the pipeline schedule {name_of(layout.schedule)}"

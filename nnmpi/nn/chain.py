@@ -19,7 +19,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from nnmpi.errors import UsageError
 from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, fuse, stash
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
@@ -221,20 +220,3 @@ def run_layers(
 def without_stash(call: Callable[[Any], Any], x: Any, stashed: Stashed) -> Any:
     """Adapt a module or a fused call, which stashes nothing, to `Run`."""
     return call(x)
-
-
-def cut_chain(
-    layers: Sequence[ChainLayer], cuts: Sequence[range]
-) -> tuple[tuple[ChainLayer, ...], ...]:
-    """Return the layers of each stage.
-
-    Raises:
-        UsageError: unless the ranges cover all layers in order and none is empty.
-    """
-    flat = [i for cut in cuts for i in cut]
-    if flat != list(range(len(layers))) or not all(len(cut) for cut in cuts):
-        raise UsageError(
-            f"the cuts {list(cuts)} do not cut all {len(layers)} layers in order; give each at"
-            " least one layer"
-        )
-    return tuple(tuple(layers[i] for i in cut) for cut in cuts)

@@ -19,7 +19,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Batch
-from nnmpi.nn.chain import ModelPart, cut_chain, open_chain
+from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.tensor.tensor import Tensor
@@ -46,8 +46,13 @@ class Delayed:
         starts = [sum(split[:i]) for i in range(len(split))]
         cuts = [range(start, start + length) for start, length in zip(starts, split, strict=True)]
         self.stages = [
-            [name for name, _ in ModelPart(self.model, part).named_parameters()]
-            for part in cut_chain(layers, cuts)
+            [
+                name
+                for name, _ in ModelPart(
+                    self.model, layers[cut.start : cut.stop]
+                ).named_parameters()
+            ]
+            for cut in cuts
         ]
         self.parameters = dict(self.model.named_parameters())
         self.weights = {name: parameter.data.copy() for name, parameter in self.parameters.items()}

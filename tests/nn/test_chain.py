@@ -12,7 +12,7 @@ from nnmpi import models
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
 from nnmpi.nn.activation import ReLU, Tanh
-from nnmpi.nn.chain import ModelPart, cut_chain, join_layers, open_chain, run_layers, stashed_at
+from nnmpi.nn.chain import ModelPart, join_layers, open_chain, run_layers, stashed_at
 from nnmpi.nn.container import Pop, Residual, Sequential, Stash
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
@@ -64,7 +64,8 @@ def test_every_cut_gives_the_whole_model(stages: int) -> None:
     for cut in cuts(len(layers), stages):
         value: Any = Tensor(x, requires_grad=True)
         first, saved = value, {}
-        for stage, number in zip(cut_chain(layers, cut), cut, strict=True):
+        for number in cut:
+            stage = layers[number.start : number.stop]
             assert tuple(sorted(saved)) == stashed_at(layers, number.start)
             value = run_layers(stage, join_layers(stage), value, saved)
         value.sum().backward()
@@ -79,7 +80,7 @@ def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
     built = model((8, 8, 1), 10)
     layers = open_chain(built)
     result: dict[str, Array] = {}
-    for stage in cut_chain(layers, [range(2), range(2, 5), range(5, len(layers))]):
+    for stage in (layers[:2], layers[2:5], layers[5:]):
         result |= ModelPart(built, stage).initialize(seed=3).state()
     assert result.keys() == expected.keys()
     assert all(np.array_equal(result[name], value) for name, value in expected.items())
@@ -91,7 +92,7 @@ def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:
     layers = open_chain(model)
     names = [
         [name for name, _ in ModelPart(model, stage).named_parameters()]
-        for stage in cut_chain(layers, [range(2), range(2, 3)])
+        for stage in (layers[:2], layers[2:])
     ]
     assert names == [["0.weight", "0.bias"], ["0.weight", "2.bias"]]
 
@@ -123,9 +124,8 @@ def test_a_shared_layers_running_statistics_have_all_its_names() -> None:
 
 def test_a_part_without_an_optimizer_group_of_the_model_knows_it() -> None:
     model = Sequential(Linear(3, 3), Tanh(), Linear(3, 2))
-    first, last = (
-        ModelPart(model, layers) for layers in cut_chain(open_chain(model), [range(2), range(2, 3)])
-    )
+    layers = open_chain(model)
+    first, last = ModelPart(model, layers[:2]), ModelPart(model, layers[2:])
     for part, local in ((first, "body"), (last, "head")):
         part.initialize(group=lambda name, _: "head" if name.startswith("2") else "body")
         assert part.storage.groups == [local]
