@@ -256,6 +256,7 @@ def read_words(
             room = int(option.type is not bool)
         elif not parts and len(paths) < len(places) and (behind is None or len(behind) == room):
             paths.append(word)
+            behind = None
         elif parts or behind is None:
             near = suggest(written, known) or "; options begin with -- and are listed by --help"
             raise UsageError(f"{shortened(written)} is not an option{near}")

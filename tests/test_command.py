@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import Switch, announce, folded, options_of, printable, read_words
+from nnmpi.command import Switch, announce, folded, options_of, printable, read_command, read_words
 from nnmpi.errors import HelpAsked, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +105,35 @@ def test_fields_of_a_dataclass_are_options() -> None:
 def test_a_wrong_word_is_named(words: str, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         read(words)
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "paths", "rows"),
+    [
+        ("run", ["run"], 3),
+        ("run more --batch-size 4", ["run", "more"], 4),
+        ("--batch-size 4 run --shuffle more", ["run", "more"], 4),
+        ("--batch-size=4 run", ["run"], 4),
+    ],
+)
+def test_paths_stand_before_and_behind_options(words: str, paths: list[str], rows: int) -> None:
+    *read_paths, section = read_command("RUN [FILE]", "few", "", (Section,), words.split())
+    assert [str(path) for path in read_paths if path is not None] == paths
+    assert section == Section(batch_size=rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--shuffle", "give RUN [FILE] first and then the options, not only options"),
+        ("run more and", "and is not an option"),
+        ("run --batch-size 4 more 5", "5 is not an option"),
+    ],
+)
+def test_wrong_paths_are_named(words: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_command("RUN [FILE]", "few", "", (Section,), words.split())
     assert str(caught.value).startswith(text)
 
 
