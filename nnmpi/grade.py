@@ -375,10 +375,10 @@ def _judge(
     at_most, none_at = criterion.at_most, criterion.none_at
     value = max(numbers[measure])
     score = value / max(_reference(exercise, of, setting)[measure]) if of else value
-    times = f" times what {of} takes" if of else ""
+    times = f" times that of {of}" if of else ""
     sentence = (
-        f"{value:.6g} {measure} on {criterion.machine}, {score:.4g}{times}; at most"
-        f" {at_most:g}{times} is asked for"
+        f"{value:.6g} {measure} on {criterion.machine}, {score:.4g}{times}; the limit"
+        f" is {at_most:g}{times}"
     )
     if score <= at_most * (1 + 1e-9):
         return outcome(PASSED, sentence, 1.0, value=value)
