@@ -20,6 +20,7 @@ it reads, and do not touch one that it writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from math import inf
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
@@ -30,7 +31,6 @@ from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.machine import Machine
 
 T = TypeVar("T")
-Result = TypeVar("Result", covariant=True)
 
 PAGE_BYTES = 4096
 WARNING_S, LIMIT_S = 10.0, 300.0  # a wait in training is reported; the job is aborted
@@ -53,16 +53,6 @@ class SharedPages(Protocol):
 
     def free(self) -> None:
         """Free the memory. Collective; do not touch the parts afterwards."""
-
-
-class BackgroundWork(Protocol[Result]):
-    """A function running in the background; see `World.beside`."""
-
-    def done(self) -> bool:
-        """Return whether it has ended."""
-
-    def result(self) -> Result:
-        """Wait for its end, and return its result or raise its exception."""
 
 
 class World(Protocol):
@@ -104,11 +94,12 @@ class World(Protocol):
         rank.
         """
 
-    def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
+    def beside(self, work: Callable[[], T]) -> Future[T]:
         """Run work such as disk writes in the background, in order; it ends before the program.
 
-        It must not communicate, nor touch data that the rank changes meanwhile. A simulated world,
-        in which one thread runs at a time, runs it in `result()`.
+        It must not communicate, nor touch data that the rank changes meanwhile. Use `done` and
+        `result` alone: a simulated world, in which one thread runs at a time, runs the work in
+        `result`.
         """
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:

@@ -381,7 +381,7 @@ class Executor:
             report.peak_waiting = max(report.peak_waiting, waiting_bytes)
         elif kind in SENDS:
             self._world.collective_s += end - begin
-        if self._timeline is not None and kind not in RECEIVES:
+        if kind not in RECEIVES:
             self._show(instruction, begin, end)
 
     def _show(self, instruction: Instruction, begin_s: float, end_s: float) -> None:

@@ -312,9 +312,7 @@ class Passes(Caller):
             or self._arrangement.layout.expert_parallel
             or (self.exchange is not None and not self.exchange.keeps_own)
         ):
-            return explain_gradients(
-                self.world, self.model, step + 1, value, "microbatches and replicas"
-            )
+            return explain_gradients(self.world, self.model, step + 1, value)
         x, compute = self.suspect(
             batch, step, lambda loss: all(map(isfinite, self.world.sum_floats([loss])))
         )

@@ -93,17 +93,14 @@ def nonfinite_message(step: int, value: float, origin: str | None, rank_name: st
     return f"step {step}: the loss is {value:g}{ending}{hint}"
 
 
-def explain_gradients(
-    group: Group, model: Module, step: int, value: float, source: str
-) -> DivergenceError:
+def explain_gradients(group: Group, model: Module, step: int, value: float) -> DivergenceError:
     """Return the error that says which parameter's present gradient is not finite. Collective.
 
     Args:
         group: all ranks.
-        model: with the gradients of the failed step.
+        model: with the gradients of the failed step, summed over all.
         step: the update that failed, counted from 1.
         value: the global loss.
-        source: what the gradients were summed over, as text, such as "microbatches and replicas".
     """
     entries = list(model.storage.held())
     weights = (
@@ -112,7 +109,8 @@ def explain_gradients(
     origin = next(weights, None) or _wrong_gradient(
         (span.parameter.name, grad) for span, _, grad in entries
     )
-    return _error(group.gather(origin and f"{origin}, summed over {source}"), step, value)
+    text = origin and f"{origin}, summed over microbatches and replicas"
+    return _error(group.gather(text), step, value)
 
 
 def _run_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:

@@ -57,7 +57,7 @@ has the version of its weights. So a message at the wrong time is an error, not 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -247,11 +247,7 @@ class Reply:
     version: int
 
 
-Kind = TypeVar("Kind", bound="Push | Reply")
-OnPush: TypeAlias = Callable[[int, Push], None]
-
-
-class MessageBuffer(Generic[Kind]):
+class MessageBuffer:
     """One message in a buffer for sending or receiving: a header and the flat arrays' values.
 
     Args:
@@ -260,10 +256,10 @@ class MessageBuffer(Generic[Kind]):
         backend: of the arrays.
     """
 
-    def __init__(self, kind: type[Kind], arrays: Sequence[Array], backend: Backend) -> None:
+    def __init__(self, kind: type[Push | Reply], arrays: Sequence[Array], backend: Backend) -> None:
         self._kind, self._backend = kind, backend
         # float64 is exact for the header's integers, which are below 2**53
-        header = ("header", "f8", (len(fields(cast(Any, kind))),))
+        header = ("header", "f8", (len(fields(kind)),))
         layout = np.dtype(
             [header, *((f"{i}", str(array.dtype), array.shape) for i, array in enumerate(arrays))]
         )
@@ -272,15 +268,15 @@ class MessageBuffer(Generic[Kind]):
             self.buffer.view(layout)[name][0] for name in layout.names or ()
         )
 
-    def write(self, message: Kind, arrays: Sequence[Array]) -> None:
+    def write(self, message: Push | Reply, arrays: Sequence[Array]) -> None:
         """Copy a message and its arrays into the buffer."""
         self._header[:] = astuple(message)
         for value, array in zip(self._values, arrays, strict=True):
             value[...] = self._backend.to_host(array)
 
-    def read(self) -> tuple[Kind, list[Array]]:
+    def read(self) -> tuple[Any, list[Array]]:
         """Return the message and its arrays on the backend; NumPy's are views of the buffer."""
-        pairs: Any = zip(fields(cast(Any, self._kind)), self._header.tolist(), strict=True)
+        pairs: Any = zip(fields(self._kind), self._header.tolist(), strict=True)
         numbers = {item.name: item.type(number) for item, number in pairs}
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
 
@@ -306,7 +302,7 @@ class PushPull:
         group: Group,
         storage: FlatStorage,
         server: ParameterServer | None,
-        on_push: OnPush | None = None,
+        on_push: Callable[[int, Push], None] | None = None,
         backend: Backend | None = None,
     ) -> None:
         self._group, self._storage, self._server, self._on_push = group, storage, server, on_push
@@ -315,12 +311,8 @@ class PushPull:
         peers = (0,) if server is None else range(1, group.size)
         received, sent = (Reply, Push) if server is None else (Push, Reply)
         backend = numpy_backend() if backend is None else backend
-        self._received: dict[int, MessageBuffer[Any]] = {
-            p: MessageBuffer(received, storage.data, backend) for p in peers
-        }
-        self._sent: dict[int, MessageBuffer[Any]] = {
-            p: MessageBuffer(sent, storage.data, backend) for p in peers
-        }
+        self._received = {p: MessageBuffer(received, storage.data, backend) for p in peers}
+        self._sent = {p: MessageBuffer(sent, storage.data, backend) for p in peers}
         self._receives: dict[int, MessageRequest] = {}  # receives by peer
         self._sends: dict[int, MessageRequest] = {}  # the last send by peer
         self._segment = self._sequence = self._version = 0  # the last two: this worker's

@@ -30,6 +30,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -45,7 +46,6 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
-from nnmpi.comm.world import BackgroundWork
 from nnmpi.compose.arrange import replicate
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
@@ -219,7 +219,7 @@ class Saver(AbstractContextManager["Saver"]):
         self, folder: Path, recorder: MetricsRecorder, group: Group, keep: int = KEEP
     ) -> None:
         self._folder, self._recorder, self._group, self._keep = folder, recorder, group, keep
-        self._work: BackgroundWork[float] | None = None  # on rank 0
+        self._work: Future[float] | None = None  # on rank 0
         self.spent_s = self.last_s = 0.0
 
     def save(

@@ -16,6 +16,7 @@ time here, a message by its cost on a given machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from contextvars import Context, copy_context
 from math import inf
 from pathlib import Path
@@ -29,7 +30,6 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
-from nnmpi.comm.world import BackgroundWork
 from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")
@@ -84,12 +84,12 @@ class SimulatedWorld:
             self._made[key] = make()
         return self._made[key]
 
-    def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
+    def beside(self, work: Callable[[], T]) -> Future[T]:
         """Return the work, which `result()` runs.
 
         It then runs on the rank's thread and clock, in the same order for the same seed.
         """
-        return cast(BackgroundWork[T], SimpleNamespace(done=lambda: True, result=work))
+        return cast(Future[T], SimpleNamespace(done=lambda: True, result=work))
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Do nothing: the scheduler reports a deadlock at once."""

@@ -102,7 +102,10 @@ class ShardedDataParallel(Replicas):
         check_same_model(group, model.storage)
         if not isinstance(model.storage, ShardedStorage):
             broadcast_state(model, group)
-            shard_storage(model, group, stage, unit_bytes)
+            old = model.storage
+            values = {span.parameter.name: span.parameter.data for span in old.spans}
+            model.storage = _rebuild(old, values, sharded(model, group, stage, unit_bytes))
+            model.storage.known_groups |= old.known_groups
         super().__init__(model, group, runs_backward)
         self.stage = self.storage.stage
         self._at = NO_PASS  # the unit of the running backward pass
@@ -255,14 +258,6 @@ class ShardedDataParallel(Replicas):
             del self.model.forward
         if not self.storage.is_whole:
             self.model.forward = _refuse  # type: ignore[method-assign]
-
-
-def shard_storage(model: Module, ranks: Group, stage: int, unit_bytes: int | None = None) -> None:
-    """Shard an initialized model's storage: each rank keeps its part of the values."""
-    old = model.storage
-    values = {span.parameter.name: span.parameter.data for span in old.spans}
-    model.storage = _rebuild(old, values, sharded(model, ranks, stage, unit_bytes))
-    model.storage.known_groups |= old.known_groups
 
 
 def _rebuild(
