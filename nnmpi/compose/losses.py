@@ -103,21 +103,24 @@ class SumCrossEntropy:
     counts: a search for ignored ones would take a sixth of a small model's step.
 
     Args:
+        arrangement: of the model, or None. If it shards the classes, the logits are those of this
+            rank's classes, and are not gathered.
         label_smoothing: see `ops.cross_entropy`.
-        group: the ranks that shard the classes. The logits are then those of this rank's classes,
-            and are not gathered.
-        classes: the number of classes of all these ranks; 0 if they are not sharded.
+
+    Attributes:
+        classes: the number of classes of all ranks; 0 if they are not sharded.
     """
 
     def __init__(
-        self, label_smoothing: float = 0.0, group: Group | None = None, classes: int = 0
+        self, arrangement: Arrangement | None = None, label_smoothing: float = 0.0
     ) -> None:
-        self.label_smoothing, self.classes, self._group = label_smoothing, classes, group
-        shared: dict[str, Any] = {"group": group, "classes": classes} if classes else {}
-        function: Callable[..., Tensor] = sharded_cross_entropy if classes else cross_entropy
-        self._function = partial(
-            function, label_smoothing=label_smoothing, reduction="sum", **shared
-        )
+        self.label_smoothing, self.classes = label_smoothing, 0
+        self._group: Group | None = None
+        function: Callable[..., Tensor] = cross_entropy
+        if arrangement is not None and arrangement.classes:
+            self.classes, self._group = arrangement.classes, arrangement.mesh.tp
+            function = partial(sharded_cross_entropy, group=self._group, classes=self.classes)
+        self._function = partial(function, label_smoothing=label_smoothing, reduction="sum")
 
     def __repr__(self) -> str:
         return f"{CROSS_ENTROPY} with label_smoothing {self.label_smoothing}"
@@ -131,15 +134,6 @@ class SumCrossEntropy:
             return count_correct(logits, batch)
         labels = Tensor(batch.y).numpy() if batch.labels is None else batch.labels
         return float((best_classes(logits.data, self._group, self.classes) == labels).sum())
-
-
-def sum_cross_entropy(
-    arrangement: Arrangement | None, label_smoothing: float = 0.0
-) -> SumCrossEntropy:
-    """Return the summed cross-entropy of labels, for logits of an arranged model."""
-    if arrangement is None or not arrangement.classes:
-        return SumCrossEntropy(label_smoothing)
-    return SumCrossEntropy(label_smoothing, arrangement.mesh.tp, arrangement.classes)
 
 
 class LabelLoss:
@@ -202,7 +196,7 @@ def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> S
         raise UsageError(
             f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}"
         )
-    return sum_cross_entropy(arrangement)
+    return SumCrossEntropy(arrangement)
 
 
 def _reduction(loss: SumLoss) -> object:
@@ -242,7 +236,7 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
         raise UsageError(
             f"the {classes} classes are sharded over tp {arrangement.mesh.tp.size}"
             " (Sharding.VOCAB), so this loss would see only part of them; use"
-            " compose.losses.sum_cross_entropy(arrangement), or Sharding.COLUMN, after which the"
+            " compose.losses.SumCrossEntropy(arrangement), or Sharding.COLUMN, after which the"
             " logits are whole"
         )
 

@@ -83,7 +83,7 @@ class Worker(Trainer):
             `reduction="sum"`. The sum is divided once, by the valid labels of the global batch:
             integer labels are valid unless negative; for other labels, samples are counted. With
             sharded classes (`arrangement.classes`) it must be
-            `compose.losses.sum_cross_entropy(arrangement)`.
+            `compose.losses.SumCrossEntropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         exchange: how gradients are summed over the replicas, and whether the update is fused with
             the sum.

@@ -19,7 +19,7 @@ from nnmpi.command import flag_of, require
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
-from nnmpi.compose.losses import ERRORS, sum_cross_entropy
+from nnmpi.compose.losses import ERRORS, SumCrossEntropy
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import call_custom, is_custom, load_custom
@@ -342,8 +342,8 @@ def build_trainer(
     if is_custom(options.loss) or options.loss in ERRORS:
         common["loss"] = load_custom(options.loss, "--loss", "(logits, labels)")
     else:
-        common["loss"] = sum_cross_entropy(where, options.label_smoothing)
-        common["evaluation_loss"] = sum_cross_entropy(where)
+        common["loss"] = SumCrossEntropy(where, options.label_smoothing)
+        common["evaluation_loss"] = SumCrossEntropy(where)
     if sync.rule.asynchronous:
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
     fused = False if verified else None  # the fused update leaves no gradients

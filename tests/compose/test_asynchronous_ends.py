@@ -12,7 +12,7 @@ from nnmpi import nn
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker, average_buffers
-from nnmpi.compose.losses import sum_cross_entropy
+from nnmpi.compose.losses import SumCrossEntropy
 from nnmpi.errors import DivergenceError
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.tensor import Tensor
@@ -70,7 +70,7 @@ def test_a_value_that_is_not_finite_ends_all_with_the_name_of_its_rank(
 ) -> None:
     skip_unless_fitting(group, sync)
     # it has rows of every batch but one
-    guilty, calls, right = min(group.size, BATCH) - 1, 0, sum_cross_entropy(None)
+    guilty, calls, right = min(group.size, BATCH) - 1, 0, SumCrossEntropy(None)
 
     def loss(logits: Tensor, labels: Array, reduction: str = "sum") -> Tensor:
         nonlocal calls

@@ -14,7 +14,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.losses import sum_cross_entropy
+from nnmpi.compose.losses import SumCrossEntropy
 from nnmpi.compose.state import gradient_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.worker import Worker
@@ -141,7 +141,7 @@ def build(
     optimizer = optim.build(
         setup.optimizer, model.storage, **{"lr": 1e-2, **setup.optimizer_options}
     )
-    loss = sum_cross_entropy(where, setup.smoothing) if setup.smoothing else None
+    loss = SumCrossEntropy(where, setup.smoothing) if setup.smoothing else None
     options = {"check": True, "seed": 3, "loss": loss, **setup.worker, **worker_options}
     return Worker(model, optimizer, group, arrangement=where, **grouped(**options))
 
