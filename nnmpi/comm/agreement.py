@@ -246,7 +246,7 @@ def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
     """
     phase = CollectivePhase(group)
     result = phase.attempt(work) if group.is_root else None
-    phase.agree(speaker=0)
+    phase.agree()
     return group.share(result)
 
 
@@ -286,16 +286,15 @@ class CollectivePhase:
         self.stopped = self.stopped or not done
         return done
 
-    def agree(self, speaker: int | None = None) -> None:
+    def agree(self) -> None:
         """Return if no rank's work has failed; otherwise raise on every rank. Collective.
 
-        Args:
-            speaker: see `agree`.
+        Rank 0 works for all: the text does not name it when it fails alone.
 
         Raises:
             NnmpiError: see `agree`.
         """
-        agree(self._group, self._error, speaker)
+        agree(self._group, self._error, speaker=0)
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

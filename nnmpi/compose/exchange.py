@@ -314,10 +314,6 @@ class FixedExchange(Exchange):
             total = self._sums.sum_numbers(dict(losses), self.group)
         return total if self.group.is_root else 0.0
 
-    def describe(self) -> str:
-        """See `Exchange.describe`: a single replica has microbatches, too."""
-        return super().describe() if self.group.size == 1 else self._describe()
-
 
 EXCHANGES: tuple[type[Exchange], ...] = (ZeroExchange, FixedExchange, NodeExchange, Exchange)
 

@@ -270,13 +270,13 @@ class Executor:
         result = self._to_local(result)
         return self._caller.head(result if self._cuts_classes else whole(result), microbatch)
 
-    def plan(self, microbatches: int, name: Generator | None = None) -> Schedule:
+    def plan(self, microbatches: int) -> Schedule:
         """Return the checked schedule for this many microbatches, with transfers.
 
         Raises:
             UsageError, ScheduleError: when the schedule does not support this many, or is wrong.
         """
-        return _executable(*self._shape(name or self._schedule, microbatches))
+        return _executable(*self._shape(self._schedule, microbatches))
 
     def _shape(self, name: Generator, microbatches: int) -> tuple[Generator, int, int, int, Home]:
         return name, self.ranks, microbatches, self.count // self.ranks, self._home

@@ -321,7 +321,7 @@ class ModelState:
                 full = _gather_array(shards, self._group.rank, local, channel, phase)
                 if self._group.is_root:
                     phase.attempt(write, name, full)
-        phase.agree(speaker=0)
+        phase.agree()
 
     def check(
         self, given: Mapping[str, ArraySpec] | None, source: object = "the checkpoint"
@@ -335,7 +335,7 @@ class ModelState:
         expected, phase = self.specs(), CollectivePhase(self._group)
         if self._group.is_root:
             phase.attempt(check_fit, given or {}, expected, source)
-        phase.agree(speaker=0)
+        phase.agree()
 
     def scatter(
         self,
@@ -378,7 +378,7 @@ class ModelState:
                             channel.send(part, chain[step.to])
                     if rank in holders:
                         phase.attempt(_write, self._arrays[name], part)
-        phase.agree(speaker=0)
+        phase.agree()
 
     def to_dict(self, everywhere: bool = False) -> dict[str, Array]:
         """Return copies of all full arrays by name, on rank 0 or `everywhere`. Collective.

@@ -26,7 +26,6 @@ from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
-Scope: TypeAlias = Callable[[int, bool], AbstractContextManager[Any]]
 Outputs: TypeAlias = tuple[list[Tensor], bool]
 Run: TypeAlias = Callable[[Sequence[Tensor], bool, int], Outputs]
 
@@ -73,7 +72,11 @@ class Stage:
     """
 
     def __init__(
-        self, run: Run, scope: Scope, is_last: bool = True, recompute: bool = False
+        self,
+        run: Run,
+        scope: Callable[[int, bool], AbstractContextManager[Any]],
+        is_last: bool = True,
+        recompute: bool = False,
     ) -> None:
         self.run, self._scope, self._is_last, self._recompute = run, scope, is_last, recompute
         self._in_flight: dict[int, _InFlight] = {}
