@@ -37,7 +37,6 @@ from nnmpi.train.config import (
     assemble,
     check,
     flatten,
-    plain,
     shown,
 )
 from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
@@ -360,12 +359,9 @@ def read_shared(
         if not names or item.name in names.split()
     ]
     read = read_words(words, [*mine, *others], program, description)
-    given = {other.name: plain(read[other.name]) for other in others if other.name in read}
+    given = {item.name: read[item.name] for item in others if item.name in read}
     defaults = {
-        other.name: other.default for other in others if "default" in different.get(other.name, {})
+        item.name: item.default for item in others if "default" in different.get(item.name, {})
     }
-    return (
-        *(make_section(section, read) for section in sections),
-        assemble({**defaults, **given}),
-        given,
-    )
+    config = Config().having(**defaults | given)
+    return *(make_section(section, read) for section in sections), config, given

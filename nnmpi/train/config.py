@@ -679,15 +679,10 @@ class Config:
 @cache
 def all_options() -> Mapping[str, Option]:
     """Return the fields of all sections as options by name, in order."""
-    result: dict[str, Option] = {}
-    for section in get_type_hints(Config).values():
-        for option in options_of(section):
-            if option.name in result:
-                raise TypeError(
-                    f"option {option.name} is in {result[option.name].section} and in {section}"
-                )
-            result[option.name] = option
-    return types.MappingProxyType(result)
+    sections = get_type_hints(Config).values()
+    return types.MappingProxyType(
+        {option.name: option for section in sections for option in options_of(section)}
+    )
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The names, types and conversion of options; the list of names is frozen here."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ stall_limit
 
 def test_the_list_of_options_is_frozen() -> None:
     assert list(all_options()) == NAMES.split()
+    # and no two sections have an option of the same name
+    assert len(all_options()) == sum(len(fields(section)) for section in vars(Config()).values())
 
 
 def test_flatten_and_assemble_are_inverse() -> None:
