@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -75,10 +74,6 @@ class Replicas:
             for _, module in model.named_modules():
                 if hasattr(module, "all_reduce"):
                     module.all_reduce = self._sum_statistics
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's result, as `model(...)` does."""
-        return self.model(*inputs, **named)
 
     def _start_equal(self) -> None:
         broadcast_state(self.model, self.group)

@@ -56,7 +56,7 @@ def trained(group: Group, stage: int) -> dict[str, Any]:
     optimizer.ranks = group
     for _ in range(STEPS):
         model.zero_grad()
-        loss = cross_entropy(parallel(tokens % 11), (tokens + 3) % 11, reduction="sum")
+        loss = cross_entropy(model(tokens % 11), (tokens + 3) % 11, reduction="sum")
         parallel.backward(loss * float(group.rank == group.size - 1), 12)
         optimizer.step()
     if stage:
