@@ -16,9 +16,9 @@
     divergence      the origin of the first value that is not finite
     model_state     which rank has which slice of which array; gather to a checkpoint, and scatter
 
-Begin with data, then pipeline/stage, then tensor. A strategy imports no other one, except variants
-of data parallelism; `compose` combines them. To add a strategy, add a module here, to STRATEGIES in
-tests/layering/layers.py and to `compose`.
+Begin with data, whose Replicas is the base of the first four, then pipeline/stage, then tensor. A
+strategy imports no other one, except variants of data parallelism; `compose` combines them. To add
+a strategy, add a module here, to STRATEGIES in tests/layering/layers.py and to `compose`.
 """
 
 from nnmpi.parallel.data import DataParallel
